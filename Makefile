@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up .venv first if it is missing or out of date. `make` alone lists the targets.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check lint unit functional test docs bench lock clean
+
+BIN := .venv/bin
+# pyright runs from its wheel; without this it asks a server whether a newer one exists.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+PYTEST := $(BIN)/python -m pytest -q -o faulthandler_timeout=300
+# What is resolved by `make lock`: packages published before this day.
+LOCK_DATE ?= $(shell date -u +%F)
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+
+setup:  ## make or update .venv from requirements.lock
+	@scripts/setup.sh
+
+demo: setup  ## convert, fine-tune and export a real model (ARGS="--steps 100 --out DIR")
+	@$(BIN)/python -m megatron.bridge.cli.main demo $(ARGS)
+
+check: lint unit  ## format, lint, types, import layers, fast tests (before every commit)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+unit: setup
+	$(PYTEST) -n 2 -m "not (slow or gpu or network)" tests/unit_tests
+
+functional: setup
+	$(PYTEST) -m "not (slow or gpu or network)" tests/functional_tests
+
+test: unit functional  ## what CI runs: unit tests, then tests over several processes
+
+docs: setup  ## build the documentation into site/, strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+bench: setup  ## measure conversion and training against their references
+	$(BIN)/python -m benchmarks
+
+lock:  ## resolve the dependencies of pyproject.toml anew into requirements.lock
+	scripts/uv.sh pip compile pyproject.toml --quiet --upgrade --group dev --group docs --universal \
+	    --generate-hashes --no-emit-index-url --no-header --python-version 3.12 \
+	    --exclude-newer $(LOCK_DATE) -o requirements.lock
+
+clean:  ## remove what was built, but not .venv nor downloads
+	rm -rf build site .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	find src tests scripts examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

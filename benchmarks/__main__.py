@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run every benchmark in a process of its own: ``python -m benchmarks``."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+COMMANDS = (
+    "conversion.py",
+    "training.py --size 32m",
+    "training.py --size 100m --rounds 2",
+    "preprocessing.py",
+)
+
+
+def main() -> int:
+    """Run them in turn; the exit code is 1 if one failed."""
+    failed = 0
+    for command in COMMANDS:
+        script, *arguments = command.split()
+        print(f"\n## benchmarks/{command}\n", flush=True)
+        done = subprocess.run([sys.executable, str(Path(__file__).with_name(script)), *arguments], check=False)
+        failed |= done.returncode != 0
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Make .venv with exactly the packages of requirements.lock, and this package in it, editable.
+# Idempotent: when nothing changed since the last success it does nothing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+stamp=.venv/.setup-stamp
+
+fail() { echo "error: $*" >&2; exit 1; }
+
+is_312() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
+
+# A Python 3.12, or the bare version for uv to find or fetch. pyenv's shim is on PATH even when the version
+# that it would run is not selected (it exits 127), so every candidate is run before it is believed.
+find_python() {
+    local candidate
+    if [ -n "${PYTHON312:-}" ]; then
+        is_312 "$PYTHON312" || fail "PYTHON312=$PYTHON312 is not a working Python 3.12: point it at one or unset it"
+        echo "$PYTHON312"
+        return
+    fi
+    for candidate in $(type -aP python3.12 python3 python 2>/dev/null) \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
+        if is_312 "$candidate"; then echo "$candidate"; return; fi
+    done
+    echo 3.12
+}
+
+make_environment() {
+    local python
+    python=$(find_python)
+    echo "setup: making .venv with Python $python"
+    rm -rf .venv
+    scripts/uv.sh venv --quiet --python "$python" .venv ||
+        fail "no Python 3.12 was found or could be fetched: install one and set PYTHON312 to its path, then run this again"
+}
+
+# uv shows its progress on a terminal only; in a log it would be a line for each of 150 packages.
+install_packages() {
+    local quiet=--quiet
+    if [ -t 2 ]; then quiet=; fi
+    echo "setup: installing the packages of requirements.lock (about 5 GB on disk the first time)"
+    scripts/uv.sh pip sync $quiet --python .venv/bin/python --require-hashes requirements.lock ||
+        fail "the packages of requirements.lock could not be installed: see uv's message above, mend it, then run this again"
+    scripts/uv.sh pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --editable . ||
+        fail "this package could not be installed into .venv: see uv's message above, mend it, then run this again"
+}
+
+# What .venv was made from; the path too, because an editable install and the scripts in .venv/bin name it.
+wanted=$({ pwd; cat requirements.lock pyproject.toml scripts/setup.sh; } | sha256sum)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && is_312 .venv/bin/python; then exit 0; fi
+
+started=$SECONDS
+if ! is_312 .venv/bin/python; then make_environment; fi
+rm -f "$stamp"
+install_packages
+echo "$wanted" > "$stamp"
+echo "setup: ready in $((SECONDS - started)) s (activate it with: . .venv/bin/activate)"

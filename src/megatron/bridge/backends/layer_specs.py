@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose a backend, and describe the layers of a decoder for it.
+
+Parameters and checkpoint keys are the same for both backends: where Transformer Engine fuses a norm into the
+linear layer behind it, the torch backend's separate norm is saved under the fused name.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, get_backend
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec_for_backend,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType, LayerType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron.bridge.backends import moe_metrics, torch_kernels
+from megatron.bridge.backends.device import has_cuda
+from megatron.bridge.backends.torch_spec import TorchLatentAttention, TorchSpecProvider
+from megatron.bridge.utils.errors import UserError
+
+BACKENDS = ("torch", "transformer_engine")
+
+
+def resolve_backend(name: str = "auto") -> str:
+    """``torch`` or ``transformer_engine``: the one named, or the best that this machine can run for ``auto``.
+
+    Raises:
+        UserError: The name is unknown, or Transformer Engine is asked for where it cannot run.
+    """
+    usable = HAVE_TE and has_cuda()
+    if name == "auto":
+        return "transformer_engine" if usable else "torch"
+    if name not in BACKENDS:
+        raise UserError(f"backend={name!r} is not one of 'auto', 'torch', 'transformer_engine'")
+    if name == "transformer_engine" and not usable:
+        lack = "has no CUDA device" if HAVE_TE else "has no Transformer Engine installed"
+        raise UserError(
+            f"backend='transformer_engine' cannot run here: this machine {lack}; use 'torch' or 'auto'"
+        )
+    return name
+
+
+# ----------------------------------------------------------------------------------------------------- layer specs
+
+
+def decoder_block_spec(
+    config: TransformerConfig, backend: str, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The decoder layers that this pipeline rank builds for virtual stage ``vp_stage``, and the final norm."""
+    if config.num_moe_experts is not None:
+        moe_metrics.allow_deeper_models()
+    if backend == "transformer_engine":
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
+        )
+    provider = TorchSpecProvider()
+    kinds = {0: layer_spec(config, provider, moe=False)}
+    if config.num_moe_experts is not None:
+        kinds[1] = layer_spec(config, provider, moe=True)
+    pattern = moe_pattern(config)
+    layers = [kinds[pattern[index]] for index in _layers_here(config, vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm())
+
+
+def mtp_block_spec(
+    config: TransformerConfig,
+    decoder: TransformerBlockSubmodules | ModuleSpec,
+    backend: str,
+    vp_stage: int | None = None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Multi-token prediction layers like the last layer of ``decoder``; None where this rank builds none."""
+    provider: BackendSpecProvider = (
+        get_backend("transformer_engine") if backend == "transformer_engine" else TorchSpecProvider()
+    )
+    return get_gpt_mtp_block_spec_for_backend(config, decoder, provider, vp_stage=vp_stage)
+
+
+def moe_pattern(config: TransformerConfig) -> list[int]:
+    """1 for each decoder layer with experts, 0 for each dense one."""
+    if config.num_moe_experts is None:
+        return [0] * config.num_layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [int(index % frequency == 0) for index in range(config.num_layers)]
+    if len(frequency) != config.num_layers or set(frequency) - {0, 1}:
+        raise UserError(
+            f"moe_layer_freq={frequency} must hold a 0 (dense) or 1 (experts) for each of the {config.num_layers} "
+            "layers of num_layers"
+        )
+    return list(frequency)
+
+
+def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)  # type: ignore[union-attr]
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+
+
+def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bool) -> ModuleSpec:
+    """One decoder layer of separate norms, attention (multi-head or multi-latent), and an MLP or experts."""
+    attention = _latent_attention if config.multi_latent_attention else _attention
+    norm = provider.layer_norm(has_residual=True)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention(config, provider),
+            self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type] - a function, as in their own specs
+            pre_mlp_layernorm=norm,
+            mlp=get_mlp_module_spec_for_backend(
+                provider,
+                num_experts=config.num_moe_experts if moe else None,
+                moe_grouped_gemm=config.moe_grouped_gemm,
+            ),
+            mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
+            sharded_state_dict_keys_map=_fused_names(config, moe),
+        ),
+    )
+
+
+def _fused_names(config: TransformerConfig, moe: bool) -> dict[str, str]:
+    """Where Transformer Engine's layers keep the norms that are separate here."""
+    names = {} if moe else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if not config.multi_latent_attention:
+        return {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} | names
+    if config.qk_layernorm:
+        for kind in ("q", "kv"):
+            names[f"self_attention.{kind}_layernorm."] = f"self_attention.linear_{kind}_up_proj.layer_norm_"
+    return names
+
+
+def _attention(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    qk_norm = provider.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    if config.qk_l2_norm:
+        qk_norm = L2Norm
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _latent_attention(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    linear = provider.column_parallel_linear()
+    norm = provider.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    q_lora_rank = getattr(config, "q_lora_rank", None)
+    return ModuleSpec(
+        module=TorchLatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=linear,
+            linear_q_down_proj=linear,
+            linear_q_up_proj=linear,
+            linear_kv_down_proj=linear,
+            linear_kv_up_proj=linear,
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=norm if q_lora_rank is not None else IdentityOp,
+            kv_layernorm=norm,
+        ),
+    )
+
+
+# ---------------------------------------------------------------------------------------- settings of this machine
+
+
+class Change(NamedTuple):
+    """A setting of a config that this machine cannot honour, and what it was set to."""
+
+    field: str
+    asked: object
+    used: object
+    reason: str
+
+
+_WITHOUT_EXTENSIONS = {
+    "apply_rope_fusion": "it needs Transformer Engine",
+    "moe_permute_fusion": "it needs Transformer Engine",
+    "moe_router_fusion": "it needs Transformer Engine",
+    "tp_comm_overlap": "it needs Transformer Engine",
+    "fused_residual_rmsnorm": "it needs Transformer Engine",
+    "memory_efficient_layer_norm": "it needs Apex or Transformer Engine",
+    "persist_layer_norm": "it needs Apex",
+}
+_WITHOUT_CUDA = {
+    "masked_softmax_fusion": "it is a CUDA kernel",
+    "bias_dropout_fusion": "it is compiled for CUDA",
+    "enable_cuda_graph": "there is no CUDA",
+    "external_cuda_graph": "there is no CUDA",
+}
+
+
+def apply_cpu_settings(config: TransformerConfig) -> list[Change]:
+    """Set what must be off (or on) in ``config`` for the torch backend on this machine.
+
+    Every change keeps the numbers and gives up a kernel that is not here. Returned, for the caller to report, are
+    the changes of values that somebody chose: those that differ from the class's default.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    changes: list[Change] = []
+
+    def use(field: str, value: object, reason: str) -> None:
+        asked = getattr(config, field)
+        if asked == value:
+            return
+        setattr(config, field, value)
+        if asked != defaults[field]:
+            changes.append(Change(field, asked, value, reason))
+
+    for field, reason in _WITHOUT_EXTENSIONS.items():
+        use(field, False, reason)
+    if not tensor_parallel_layers._grad_accum_fusion_available:
+        use("gradient_accumulation_fusion", False, "it needs Apex's fused_weight_gradient_mlp_cuda")
+    if not has_cuda():
+        for field, reason in _WITHOUT_CUDA.items():
+            use(field, False, reason)
+        use("cuda_graph_impl", "none", "there is no CUDA")
+        fuses = torch_kernels.fuses_activation(config)
+        use("bias_activation_fusion", fuses, "SwiGLU of dense layers has a fused form here, nothing else has")
+        torch_kernels.install()
+        use("use_cpu_initialization", True, "there is no other device")
+    return changes

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm and LayerNorm that compute in fp32 and take part in sequence parallelism."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.bridge.backends.torch_kernels import rms_norm
+
+
+class TorchNorm:
+    """Builds the norm that ``config.normalization`` names; what layer specs of the torch backend refer to."""
+
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> "RMSNorm | LayerNorm":
+        """The norm itself, not an instance of this class, as Megatron-Core's builders do."""
+        norms = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+        assert config.normalization in norms, f"normalization is {config.normalization}, not one of {list(norms)}"
+        return norms[config.normalization](config, hidden_size, eps)
+
+
+class _Norm(torch.nn.Module):
+    """A norm over the last dimension with a learned gain, replicated over tensor parallel ranks.
+
+    Under sequence parallelism each rank norms its part of the sequence and so has a part of the gain's gradient;
+    the ``sequence_parallel`` mark makes Megatron-Core sum these parts.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self.weight = _replicated(config, hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A gain of one; a zero-centred gain is stored as its distance from one."""
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def _gain(self) -> torch.Tensor:
+        # 1 + w would lose w's last bits in bf16
+        return self.weight.float() + 1.0 if self.zero_centered_gamma else self.weight
+
+
+class RMSNorm(_Norm):
+    """``x / sqrt(mean(x^2) + eps) * gain``, in the dtype of the weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normed ``x``, any shape ending in the hidden size."""
+        gain = self._gain()
+        if gain.dtype != x.dtype:  # zero-centred in low precision, or an fp32 residual stream
+            gain, x = gain.float(), x.float()
+        # torch fuses its own on GPUs only
+        normed = F.rms_norm(x, (x.shape[-1],), gain, self.eps) if x.is_cuda else rms_norm(x, gain, self.eps)
+        return normed.to(self.weight.dtype)
+
+
+class LayerNorm(_Norm):
+    """``(x - mean(x)) / sqrt(var(x) + eps) * gain + bias``, in the dtype of the weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = _replicated(config, hidden_size)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normed ``x``, any shape ending in the hidden size."""
+        gain, bias = self._gain(), self.bias
+        if gain.dtype != x.dtype:
+            gain, bias, x = gain.float(), bias.float(), x.float()
+        return F.layer_norm(x, (x.shape[-1],), gain, bias, self.eps).to(self.weight.dtype)
+
+
+def _replicated(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter

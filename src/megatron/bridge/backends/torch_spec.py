@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules that the ``torch`` backend puts into Megatron-Core's layers."""
+
+from typing import Any
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.torch_norm import LayerNormBuilder
+
+from megatron.bridge.backends.torch_attention import TorchAttention
+from megatron.bridge.backends.torch_experts import grouped_experts
+from megatron.bridge.backends.torch_norms import TorchNorm
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """Megatron-Core's own parallel linear layers, with norms, attention and experts in plain PyTorch."""
+
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> LayerNormBuilder:
+        """One builder for all: it reads the kind of norm from the config."""
+        return TorchNorm
+
+    def core_attention(self) -> type:
+        """Attention on scaled_dot_product_attention."""
+        return TorchAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> ExpertsBuilder:
+        """Grouped experts, whatever ``moe_grouped_gemm`` says: the numbers and checkpoints are the same.
+
+        Megatron-Core's other kind, one module per expert, is slower and starts training badly on a machine without
+        a GPU: all expert parallel ranks draw the same first weights.
+        """
+        return grouped_experts()
+
+
+class TorchLatentAttention(MLASelfAttention):
+    """Multi-head latent attention built exactly as the layer spec says.
+
+    Megatron-Core second-guesses the spec by ``config.transformer_impl``; without a query LoRA it then insists on
+    Transformer Engine's fused norm and projection, where models such as DeepSeek-V2-Lite have no query norm.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}

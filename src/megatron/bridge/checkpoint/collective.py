@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of which one rank's failure is every rank's failure, so that nobody waits for a rank that has left."""
+
+import errno
+import traceback
+from collections.abc import Callable
+
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron.bridge.utils import dist
+from megatron.bridge.utils.errors import UserError
+
+
+def on_first_rank[T](action: Callable[[], T]) -> T:
+    """The result of ``action``, run on rank 0 only; an error there is raised on all ranks."""
+    value, error = _attempt(action) if dist.rank() == 0 else (None, None)
+    value, carried = dist.broadcast_object((value, _portable(error)))
+    if carried is not None:
+        raise carried from error
+    return value  # type: ignore[return-value]
+
+
+def on_every_rank[T](action: Callable[[], T]) -> T:
+    """The result of ``action`` on this rank; one failure is raised on all ranks."""
+    value, error = _attempt(action)
+    failures = [found for found in dist.all_gather_object(_portable(error)) if found is not None]
+    if failures:
+        raise failures[0] from error  # the same message on all ranks
+    return value  # type: ignore[return-value]
+
+
+def _attempt[T](action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return action(), None
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+        return None, error
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """The cause of an error in a form that pickles: torch's own carry the tracebacks of every rank."""
+    if error is None:
+        return None
+    cause = root_cause(error)
+    if isinstance(cause, UserError):
+        return cause
+    if isinstance(cause, OSError):
+        return OSError(cause.errno, cause.strerror, cause.filename)
+    kind = AssertionError if isinstance(cause, AssertionError) else RuntimeError
+    return kind(f"{type(cause).__name__}: {cause}")
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What lies under torch's ``CheckpointException`` and chained exceptions; an OSError is preferred.
+
+    Torch's zip writer reports a full disk as a RuntimeError while the OSError is only its context.
+    """
+    found = _chain(error)
+    for kind in (UserError, OSError):
+        for one in found:
+            if isinstance(one, kind):
+                return one
+    plain = [one for one in found if not isinstance(one, CheckpointException)]
+    return plain[0] if plain else error
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the variables of the frames that a failed write passed through.
+
+    They hold a view of torch's buffer, and CPython 3.12.1 crashes where the garbage collector ends such a view.
+    """
+    for one in _chain(error):
+        traceback.clear_frames(one.__traceback__)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and all that it was raised from, or that was being handled."""
+    seen: list[BaseException] = []
+    queue = [error]
+    while queue:
+        found = queue.pop(0)
+        if found in seen:
+            continue
+        seen.append(found)
+        if isinstance(found, CheckpointException):
+            queue += [wrapped[0] for wrapped in found.failures.values()]
+        queue += [inner for inner in (found.__cause__, found.__context__) if inner is not None]
+    return seen
+
+
+def out_of_space(error: OSError) -> bool:
+    """Whether the disk or the quota is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)

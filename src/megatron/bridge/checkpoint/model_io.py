@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a model, with the config they belong to, at a path."""
+
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.bridge.checkpoint import distributed, layout
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.utils.errors import UserError
+
+CONTENT_METADATA = "content_metadata"
+END = "...\n"  # YAML's end of a document
+
+# Layers are stored one by one under their own number: a checkpoint is then independent of how they are spread over
+# stages, and a message can name the layer.
+MODEL_METADATA: dict[str, Any] = {"singleton_local_shards": False, "non_homogeneous_layers": True}
+
+# What else a checkpoint of a run may hold beside the weights.
+RUN_STATE = "run_state"
+BESIDE_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", RUN_STATE)
+
+
+def save_model(
+    chunks: Sequence[torch.nn.Module],
+    root: str | Path,
+    run_config: dict[str, Any],
+    iteration: int = 0,
+    tokenizer_files: Iterable[str | Path] | None = None,
+) -> Path:
+    """Save the weights of all ranks as ``<root>/iter_XXXXXXX`` and make it the newest checkpoint of ``root``.
+
+    Args:
+        chunks: This rank's model chunks, wrapped for data parallelism or not.
+        root: Directory that holds the checkpoints of one run or one import.
+        run_config: Plain data; its key ``model`` is the provider as ``to_plain`` writes it.
+        iteration: Number of optimizer steps that the weights have seen.
+        tokenizer_files: Files to keep with the weights.
+
+    Returns:
+        The directory that was published.
+
+    Raises:
+        UserError: the iteration exists already, or the path cannot be written; nothing is left behind.
+    """
+    directory = layout.iteration_dir(root, iteration)
+    state = {**model_state(chunks, MODEL_METADATA), CONTENT_METADATA: dict(MODEL_METADATA)}
+    distributed.save(state, directory, extra_files(run_config, tokenizer_files))
+    on_first_rank(lambda: layout.write_tracker(root, iteration))
+    return directory
+
+
+def load_model(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
+    """Load weights into ``chunks``, under any parallel layout; each parameter is filled or it is an error.
+
+    Args:
+        chunks: This rank's model chunks, wrapped for data parallelism or not.
+        path: A checkpoint root (the newest published iteration is taken) or one iteration's directory.
+
+    Raises:
+        UserError: no checkpoint, a damaged one, or one of another model.
+    """
+    directory = on_first_rank(lambda: layout.resolve(path))
+    check_vocabulary(chunks, directory)
+    state = model_state(chunks, stored_metadata(distributed.load_common(directory)))
+    loaded = distributed.load(state, directory, known=BESIDE_WEIGHTS)
+    set_model_state(chunks, loaded)
+
+
+def read_run_config(path: str | Path) -> dict[str, Any]:
+    """The plain data of ``run_config.yaml``; key ``model`` is the provider.
+
+    Raises:
+        UserError: no checkpoint there, or one without that file.
+    """
+    directory = layout.resolve(path)
+    file = directory / layout.RUN_CONFIG
+    if not file.is_file():
+        raise UserError(
+            f"checkpoint {directory} has no {layout.RUN_CONFIG}, so its model is unknown; "
+            "give one that this package saved"
+        )
+    config = yaml_text.read(_whole_text(file), str(file))
+    if not isinstance(config, dict) or "model" not in config:
+        raise UserError(
+            f"{file} has no key model, so the checkpoint's model is unknown; give one that this package saved"
+        )
+    return config
+
+
+def _whole_text(file: Path) -> str:
+    """The text that ``extra_files`` wrote: without its end mark, a truncated config would read as valid."""
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise distributed.DamagedError.of(file.parent, f"{file.name} cannot be read ({error})") from error
+    if not text.endswith(END):
+        raise distributed.DamagedError.of(file.parent, f"{file.name} does not end with {END.strip()!r}")
+    return text
+
+
+def tokenizer_dir(path: str | Path) -> Path | None:
+    """The directory of the tokenizer files kept with a checkpoint, or None if it has none."""
+    directory = layout.resolve(path) / layout.TOKENIZER
+    return directory if directory.is_dir() else None
+
+
+def extra_files(
+    run_config: dict[str, Any], tokenizer_files: Iterable[str | Path] | None = None
+) -> Callable[[Path], None]:
+    """What writes the config and the tokenizer beside the shards."""
+    text = yaml_text.write(run_config) + END
+
+    def write(staging: Path) -> None:
+        (staging / layout.RUN_CONFIG).write_text(text)
+        for source in map(Path, tokenizer_files or ()):
+            (staging / layout.TOKENIZER).mkdir(exist_ok=True)
+            shutil.copyfile(source, staging / layout.TOKENIZER / source.name)
+
+    return write
+
+
+def unwrap(module: torch.nn.Module) -> MegatronModule:
+    """The bare chunk inside wrappers for data parallelism and half precision."""
+    while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
+        module = inner
+    return module  # type: ignore[return-value]
+
+
+def chunk_keys(chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """The entries of a state dict under which the chunks' states lie."""
+    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+
+
+def model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+    """The sharded state of the chunks, sharing memory with their parameters."""
+    states = {}
+    for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
+        bare = unwrap(chunk)
+        states[key] = bare.sharded_state_dict(metadata=dict(metadata))
+        forgotten = {name for name, _ in bare.named_parameters()} - states[key].keys()
+        assert not forgotten, f"modules that do not say how they are sharded: {sorted(forgotten)}"
+    return states
+
+
+def set_model_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
+    """Put what ``distributed.load`` returned into the chunks; most of it is in place already."""
+    for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
+        outcome = unwrap(chunk).load_state_dict(loaded[key], strict=False)
+        wrong = [name for name in (*outcome.missing_keys, *outcome.unexpected_keys) if "_extra_state" not in name]
+        assert not wrong, f"not loaded after the checkpoint was read: {wrong}"
+
+
+def stored_metadata(common: dict[str, Any]) -> dict[str, Any]:
+    """How a checkpoint names its tensors, from its common state; one that does not say has stacked layers."""
+    found = common.get(CONTENT_METADATA) or {}
+    return {key: found[key] for key in MODEL_METADATA if key in found}
+
+
+def check_vocabulary(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
+    """Refuse another vocabulary size: embeddings may differ in padding, so their shapes alone do not tell.
+
+    Raises:
+        UserError: the model's and the checkpoint's vocabulary differ.
+    """
+    wanted = getattr(getattr(unwrap(chunks[0]), "config", None), "vocab_size", None)
+    file = directory / layout.RUN_CONFIG
+    if wanted is None or not on_first_rank(file.is_file):
+        return
+    saved = on_first_rank(lambda: read_run_config(directory))["model"]
+    found = saved.get("vocab_size") if isinstance(saved, dict) else None
+    if found is not None and found != wanted:
+        raise UserError(
+            f"checkpoint {directory} has a vocabulary of {found}, the model has vocab_size={wanted}; "
+            f"set vocab_size to {found}"
+        )

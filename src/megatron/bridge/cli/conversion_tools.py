@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scripts of ``examples/conversion`` do: proven round trips, and logits side by side."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.bridge.cli import convert
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.bridge.models.conversion.verify import Activations, LogitReport
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and then it"
+# largest difference of two logits over their standard deviation; half precision rounds to 3 digits
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+
+
+def convert_checkpoints(argv: Sequence[str]) -> int:
+    """``import`` and ``export``; without either, options alone mean ``import``."""
+    parser = argparse.ArgumentParser(
+        description="Convert a checkpoint between Hugging Face and Megatron format, bit for bit.",
+        allow_abbrev=False,
+    )
+    convert.add_commands(parser)
+    arguments = list(argv)
+    if arguments and arguments[0].startswith("--hf-model"):
+        arguments.insert(0, "import")
+    return convert.run(parser.parse_args(arguments))
+
+
+def roundtrip(argv: Sequence[str]) -> int:
+    """Hugging Face -> Megatron -> Hugging Face, every tensor compared bit for bit with the source."""
+    parser = argparse.ArgumentParser(description=roundtrip.__doc__, allow_abbrev=False)
+    convert.add_model_arguments(parser, "--model-name", "--hf-model-id")
+    parser.add_argument("--output-dir", type=Path, help="also write the Hugging Face model here")
+    args = parser.parse_args(argv)
+
+    from megatron.bridge import AutoBridge
+
+    sizes = convert.layout(args)
+    bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
+    provider = bridge.to_megatron_provider()
+    convert.set_layout(provider, sizes)
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    if args.output_dir:
+        bridge.save_hf_pretrained(model, args.output_dir)
+    return _report_round_trip(bridge, model, args.hf_model)
+
+
+def _report_round_trip(bridge: Any, model: Any, name: str) -> int:
+    import torch
+    from rich.table import Column, Table
+
+    from megatron.bridge.utils.console import console
+
+    source = bridge.hf_pretrained.state
+    table = Table(Column("tensor", overflow="fold"), "shape", "dtype", "bitwise equal", title=name)
+    different: list[str] = []
+    numbers = 0
+    for tensor, weight in bridge.export_hf_weights(model, cpu=True, show_progress=False):
+        equal = torch.equal(weight.to(source[tensor].dtype), source[tensor])
+        source.release(tensor)
+        numbers += weight.numel()
+        if not equal:
+            different.append(tensor)
+        table.add_row(tensor, "x".join(map(str, weight.shape)), str(weight.dtype)[6:], "yes" if equal else "NO")
+    console().print(table)
+    if different:
+        console().print(f"{len(different)} of {table.row_count} tensors differ, first {different[0]}")
+        return 1
+    console().print(f"{table.row_count} tensors, {numbers:,} numbers: all bitwise equal")
+    return 0
+
+
+def compare_models(argv: Sequence[str]) -> int:
+    """Logits of transformers and of Megatron side by side; where they differ, the layer where they part."""
+    parser = argparse.ArgumentParser(description=compare_models.__doc__, allow_abbrev=False)
+    convert.add_model_arguments(parser, "--hf-model-path", "--model-name")
+    parser.add_argument("--megatron-path", type=Path, help="take Megatron's weights from this checkpoint instead")
+    parser.add_argument("--prompt", help="text to run (default: a sentence, or random tokens without a tokenizer)")
+    parser.add_argument("--dtype", choices=convert.DTYPES, default="float32", help="dtype of both models")
+    parser.add_argument("--tolerance", type=float, help="largest difference over the logits' standard deviation")
+    args = parser.parse_args(argv)
+
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.conversion import verify
+
+    sizes = convert.layout(args)
+    bridge = AutoBridge.from_hf_pretrained(
+        args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
+    )
+    ids, tokenizer = _tokens(bridge, args.prompt)
+    if args.megatron_path:
+        model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False)
+    else:
+        provider = bridge.to_megatron_provider()
+        convert.set_layout(provider, sizes)
+        model = provider.provide_distributed_model(wrap_with_ddp=False)
+    for chunk in model:
+        chunk.eval()
+    found = verify.run_megatron(model, ids)
+    reference = _reference(bridge, ids)
+    report = verify.compare(reference, found)
+    return _report_logits(report, args.tolerance or TOLERANCES[args.dtype], reference, found, tokenizer)
+
+
+def _tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
+    """(token ids [1, sequence], tokenizer or None)."""
+    import torch
+
+    from megatron.bridge.utils.console import console
+    from megatron.bridge.utils.errors import UserError
+
+    try:
+        tokenizer = bridge.hf_pretrained.tokenizer
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if prompt is not None:
+            raise UserError(f"--prompt needs a tokenizer and {bridge.hf_pretrained.directory} has none") from error
+        console().print("no tokenizer: running 32 random tokens")
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, bridge.hf_config.vocab_size, (1, 32), generator=generator), None
+    return tokenizer(prompt or PROMPT, return_tensors="pt").input_ids, tokenizer
+
+
+def _reference(bridge: Any, ids: "Tensor") -> "Activations":
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megatron.bridge.models.conversion import verify
+
+    pretrained = bridge.hf_pretrained
+    hf = AutoModelForCausalLM.from_pretrained(
+        pretrained.state.directory, dtype=pretrained.config.dtype, trust_remote_code=pretrained.trust_remote_code
+    )
+    device = torch.cuda.current_device()
+    model: Any = hf.eval()
+    return verify.run_hf(model.to(device), ids.to(device))
+
+
+def _report_logits(
+    report: "LogitReport", tolerance: float, reference: "Activations", found: "Activations", tokenizer: Any
+) -> int:
+    from rich.table import Table
+
+    from megatron.bridge.utils.console import console
+
+    def named(token: int) -> str:
+        return f"{token} {tokenizer.decode([token])!r}" if tokenizer else str(token)
+
+    terminal = console()
+    last = reference.logits[0, -1].float()
+    other = found.logits[0, -1].float()
+    table = Table("next token", "Hugging Face", "Megatron", "difference", title="logits at the last position")
+    for token in last.topk(5).indices.tolist():
+        values = float(last[token]), float(other[token])
+        table.add_row(named(token), *(f"{value:.5f}" for value in (*values, values[1] - values[0])))
+    terminal.print(table)
+    row, position, token = report.worst
+    terminal.print(
+        f"largest difference {report.largest:.3g}, {report.relative:.3g} of the deviation {report.scale:.3g}: "
+        f"position {position} of row {row}, token {named(token)}, {report.pair[0]:.5f} and {report.pair[1]:.5f}"
+    )
+    terminal.print(
+        f"smallest cosine similarity {report.cosine:.7f}; same next token at {report.same_choice:.1%} of positions"
+    )
+    if report.relative <= tolerance:
+        terminal.print(f"the models agree (tolerance {tolerance:g})")
+        return 0
+    layers = Table("output of", "largest difference / deviation", title="where they part")
+    for name, value in report.layers.items():
+        layers.add_row(name, f"{value:.3g}")
+    terminal.print(layers)
+    terminal.print(f"the models differ (tolerance {tolerance:g})")
+    return 1

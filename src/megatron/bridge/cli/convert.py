@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge convert``: Hugging Face to Megatron and back."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+EXAMPLE = """examples:
+  megatron-bridge convert import --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2
+  megatron-bridge convert export --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2 \\
+      --hf-path exported
+"""
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add ``convert`` and its subcommands."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="convert between Hugging Face and Megatron",
+        description="Convert a checkpoint between Hugging Face and Megatron format, bit for bit.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_commands(parser)
+    parser.set_defaults(run=run)
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add ``import`` and ``export``."""
+    commands = parser.add_subparsers(dest="convert_command", required=True, metavar="COMMAND")
+    into = commands.add_parser("import", help="Hugging Face -> Megatron", allow_abbrev=False)
+    add_model_arguments(into)
+    into.add_argument(
+        "--megatron-path", "--output-dir", type=Path, required=True, help="checkpoint directory to make"
+    )
+    into.add_argument(
+        "--dtype", "--torch-dtype", choices=DTYPES, help="dtype of the model (default: the checkpoint's)"
+    )
+    out = commands.add_parser("export", help="Megatron -> Hugging Face", allow_abbrev=False)
+    add_model_arguments(out)
+    out.add_argument(
+        "--megatron-path", type=Path, required=True, help="checkpoint directory, or an iteration of it"
+    )
+    out.add_argument("--hf-path", type=Path, required=True, help="model directory to make")
+    out.add_argument("--no-progress", action="store_true", help="do not say what is written")
+    out.add_argument(
+        "--not-strict", action="store_true", help="export even if the tensors are not those of --hf-model"
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add the Hugging Face model, under ``names`` too, and the parallel sizes while it is converted."""
+    parser.add_argument(
+        "--hf-model", *names, dest="hf_model", required=True, metavar="ID", help="model directory or hub id"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="allow a model with Python code of its own"
+    )
+    sizes = parser.add_argument_group("parallel sizes, under torchrun")
+    sizes.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
+    sizes.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
+    sizes.add_argument("--vp", type=int, help="virtual pipeline stages on each rank")
+    sizes.add_argument("--ep", type=int, default=1, help="expert-parallel size")
+    sizes.add_argument("--etp", type=int, help="tensor-parallel size of the experts")
+
+
+def layout(args: argparse.Namespace) -> dict[str, Any]:
+    """The provider's parallel sizes.
+
+    Raises:
+        UserError: the sizes do not fit the number of processes.
+    """
+    from megatron.bridge.utils import dist
+    from megatron.bridge.utils.errors import UserError
+
+    world, model = dist.world_size(), args.tp * args.pp
+    if model < 1 or world % model:
+        raise UserError(
+            f"--tp {args.tp} x --pp {args.pp} does not divide the {world} running processes: "
+            f"start it with torchrun --nproc-per-node {max(model, 1)}"
+        )
+    return {
+        "tensor_model_parallel_size": args.tp,
+        "pipeline_model_parallel_size": args.pp,
+        "virtual_pipeline_model_parallel_size": args.vp,
+        "expert_model_parallel_size": args.ep,
+        "expert_tensor_parallel_size": args.etp,
+    }
+
+
+def set_layout(provider: Any, sizes: dict[str, Any]) -> None:
+    """Give ``provider`` parallel sizes, with what they need to work."""
+    from megatron.bridge.utils.console import console
+
+    for name, value in sizes.items():
+        setattr(provider, name, value)
+    if sizes["virtual_pipeline_model_parallel_size"]:
+        # batched sends mix up the two neighbours when they are the same process
+        provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
+    heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
+    ranks = provider.tensor_model_parallel_size
+    # fewer groups than ranks are replicated, if everything divides
+    if groups % ranks and (ranks % groups or heads % ranks):
+        provider.make_query_groups_divisible_by = ranks
+        console().print(f"{groups} query groups are padded for --tp {ranks}; the padding is zero and not exported")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen subcommand."""
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.utils.console import console
+
+    sizes = layout(args)
+    if args.convert_command == "import":
+        AutoBridge.import_ckpt(
+            args.hf_model,
+            args.megatron_path,
+            trust_remote_code=args.trust_remote_code,
+            dtype=args.dtype,
+            **sizes,
+        )
+        console().print(f"Megatron checkpoint: {args.megatron_path}")
+        return 0
+    bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
+    model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False)
+    bridge.save_hf_pretrained(model, args.hf_path, not args.no_progress, strict=not args.not_strict)
+    return 0

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``megatron-bridge`` command.
+
+Each subcommand is a module of this package with ``add_parser(subparsers)`` and ``run(args) -> int``. It is
+imported only when it is asked for, so that ``--help`` is quick and one that cannot be imported does not break the
+others.
+"""
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from megatron.bridge.cli.errors import exit_code, refuse_other_distribution
+from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.version import __version__
+
+SUBCOMMANDS = {
+    "train": "pretrain or fine-tune a model from a recipe",
+    "convert": "convert a checkpoint between Hugging Face and Megatron",
+    "data": "prepare training data",
+    "demo": "convert, fine-tune and export a small model, start to end",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    return exit_code(lambda: _run(arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    refuse_other_distribution()
+    name = next((item for item in arguments if not item.startswith("-")), None)
+    module = _load(name) if name in SUBCOMMANDS else None
+    parser, commands = _parsers(name, module)
+    args, extra = parser.parse_known_args(arguments)
+    if extra and not _take_overrides(args, extra):
+        known = re.findall(r"--[\w-]+", commands.get(name, parser).format_help())
+        parser.error(f"unrecognized arguments: {' '.join(extra)}{did_you_mean(extra[0], set(known))}")
+    if module is None:
+        parser.print_help()
+        return 2
+    return module.run(args)
+
+
+def _load(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"megatron.bridge.cli.{name}")
+    except ModuleNotFoundError as error:
+        missing = error.name or str(error)
+        raise UserError(
+            f"megatron-bridge {name} cannot run here: the module {missing} is not installed"
+        ) from error
+
+
+def _parsers(
+    name: str | None, module: ModuleType | None
+) -> tuple[argparse.ArgumentParser, dict[str | None, argparse.ArgumentParser]]:
+    """The parser of the command, and those of its subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-bridge",
+        description="Hugging Face checkpoints in and out of Megatron-Core, trained under any parallel layout.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-bridge {__version__}")
+    subparsers: Any = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command, summary in SUBCOMMANDS.items():
+        if module is not None and command == name:
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(command, help=summary)
+    return parser, subparsers.choices
+
+
+def _take_overrides(args: argparse.Namespace, extra: list[str]) -> bool:
+    """Add ``key=value`` items that stand behind an option; argparse takes only those that stand together."""
+    overrides = getattr(args, "overrides", None)
+    if overrides is None or any(item.startswith("-") for item in extra):
+        return False
+    overrides.extend(extra)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

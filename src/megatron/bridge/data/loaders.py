@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a dataset config to iterators over microbatches, positioned where the run stands."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from megatron.bridge.data.blend import get_blend_and_blend_per_split
+from megatron.bridge.data.config import SPLITS, DatasetConfig, DatasetRequest, Splits
+from megatron.bridge.data.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
+from megatron.bridge.data.tokenizer import Tokenizer
+from megatron.bridge.utils.errors import UserError
+
+__all__ = ["BatchIterator", "Iterators", "build_iterators", "get_blend_and_blend_per_split"]
+
+Batch = dict[str, Any]
+Sampler = MegatronPretrainingSampler | MegatronPretrainingRandomSampler
+KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class BatchIterator:
+    """Microbatches of one data-parallel rank.
+
+    A batch has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (fp32), each
+    [micro_batch_size, seq_length], and ``attention_mask``: None for plain causal attention, else bool
+    [micro_batch_size, 1, seq_length, seq_length], True where attention is forbidden.
+
+    Attributes:
+        sample_ids: numbers of the samples in the last batch.
+    """
+
+    def __init__(self, dataset: Dataset[Batch], make_sampler: Callable[[], Sampler], num_workers: int = 0) -> None:
+        self.sample_ids: list[int] = []
+        self._dataset = dataset
+        self._make_sampler = make_sampler
+        self._num_workers = num_workers
+        self._batches: Iterator[tuple[list[int], Batch]] | None = None
+
+    def __iter__(self) -> "BatchIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            self._batches = self._start()
+        self.sample_ids, batch = next(self._batches)
+        return batch
+
+    def replicate(self) -> "BatchIterator":
+        """Another iterator over the same batches, from the first one: each virtual stage draws for itself."""
+        return BatchIterator(self._dataset, self._make_sampler, self._num_workers)
+
+    def _start(self) -> Iterator[tuple[list[int], Batch]]:
+        numbered = _Numbered(self._dataset)
+        if not self._num_workers:
+            return (collate([numbered[index] for index in ids]) for ids in self._make_sampler())
+        loader = DataLoader(
+            numbered,
+            batch_sampler=self._make_sampler(),  # pyright: ignore[reportArgumentType] - any iterable of lists
+            num_workers=self._num_workers,
+            collate_fn=collate,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # else each loader draws a seed from the run's own random numbers
+        )
+        return iter(loader)
+
+
+class _Numbered(Dataset[tuple[int, Batch]]):
+    """Samples with their numbers."""
+
+    def __init__(self, dataset: Dataset[Batch]) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> tuple[int, Batch]:
+        return index, self._dataset[index]
+
+
+def collate(samples: list[tuple[int, Batch]]) -> tuple[list[int], Batch]:
+    """Sample numbers and one batch; a key that is not ours (``dataset_id`` of a blend) is left out."""
+    batch: Batch = {key: torch.stack([sample[key] for _, sample in samples]) for key in KEYS}
+    masks = [sample.get("attention_mask") for _, sample in samples]
+    batch["attention_mask"] = None if masks[0] is None else default_collate(masks)
+    return [number for number, _ in samples], batch
+
+
+class Iterators(NamedTuple):
+    """One iterator for each purpose; None where no samples were asked for."""
+
+    train: BatchIterator | None
+    valid: BatchIterator | None
+    test: BatchIterator | None
+
+
+def build_iterators(
+    dataset_config: DatasetConfig,
+    tokenizer: Tokenizer,
+    sizes: tuple[int, int, int],
+    micro_batch_size: int,
+    global_batch_size: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    consumed_train: int = 0,
+    consumed_valid: int = 0,
+) -> Iterators:
+    """Iterators over the microbatches of one data-parallel rank; to be called on all ranks.
+
+    Global batch ``k`` is the samples ``[k * global_batch_size, (k + 1) * global_batch_size)`` in every layout.
+
+    Args:
+        dataset_config: what to read.
+        tokenizer: the tokenizer of the run.
+        sizes: samples for training, for all evaluations of the run, and for the test.
+        micro_batch_size: samples that a rank draws at a time.
+        global_batch_size: samples of one optimizer step.
+        dp_rank: this data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        consumed_train: training samples that all ranks together drew before.
+        consumed_valid: the same for validation.
+
+    Raises:
+        UserError: the data is missing, damaged or too small.
+    """
+    assert global_batch_size % (micro_batch_size * dp_size) == 0, (global_batch_size, micro_batch_size, dp_size)
+    splits: Splits = dataset_config.build(DatasetRequest(sizes, tokenizer))
+
+    def iterator(name: str, dataset: Any, consumed: int) -> BatchIterator | None:
+        if dataset is None:
+            return None
+        _check_enough(name, len(dataset), global_batch_size)
+        common = (len(dataset), consumed, micro_batch_size, dp_rank, dp_size)
+
+        def make_sampler() -> Sampler:
+            if dataset_config.dataloader_type == "single":
+                return MegatronPretrainingSampler(*common)
+            return MegatronPretrainingRandomSampler(
+                dataset,
+                *common,
+                data_sharding=dataset_config.data_sharding,
+                seed=dataset_config.shuffle_seed,
+                global_batch_size=global_batch_size,
+            )
+
+        return BatchIterator(dataset, make_sampler, dataset_config.num_workers)
+
+    consumed = (consumed_train, consumed_valid, 0)
+    return Iterators(*map(iterator, SPLITS, splits, consumed))
+
+
+def _check_enough(name: str, length: int, global_batch_size: int) -> None:
+    if length < global_batch_size:
+        raise UserError(
+            f"the {name} data has {length} samples, less than train.global_batch_size={global_batch_size}: use a "
+            f"smaller batch, or more data"
+        )

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""``AutoBridge``: a Hugging Face model in, a Megatron model, a Hugging Face model out."""
+
+import copy
+import json
+import shutil
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron.bridge.checkpoint import model_io
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.models.conversion import exporting, loading
+from megatron.bridge.models.conversion.model_bridge import (
+    HFWeightTuple,
+    MegatronModelBridge,
+    architectures,
+    as_dict,
+    bridge_for,
+)
+from megatron.bridge.models.conversion.plan import Plan, WeightConversionTask, build_plan
+from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
+from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
+from megatron.bridge.models.model_provider import PARALLEL_SIZES
+from megatron.bridge.utils import atomic, console, dist
+from megatron.bridge.utils.config.serialize import from_plain, to_plain
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+# keys of older configs that a newer key replaces
+_REPLACED = {"rope_parameters": ("rope_scaling", "rope_theta")}
+# what a provider says about the layout, as it is for one process
+_ONE_PROCESS: dict[str, Any] = {
+    **dict.fromkeys(PARALLEL_SIZES, 1),
+    "virtual_pipeline_model_parallel_size": None,
+    "hierarchical_context_parallel_sizes": None,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": False,
+    "tp_comm_overlap": False,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+Chunks = Sequence[nn.Module]
+
+
+class AutoBridge:
+    """Converts models of every architecture that a bridge is registered for.
+
+    Args:
+        hf_pretrained: the Hugging Face model, or only its config.
+    """
+
+    def __init__(self, hf_pretrained: Any) -> None:
+        self.hf_pretrained = hf_pretrained
+        self._bridge: MegatronModelBridge = bridge_for(self.hf_config)
+
+    # ---- what can be bridged ------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_hf_pretrained(cls, path: str | Path, trust_remote_code: bool = False, **options: Any) -> "AutoBridge":
+        """A bridge for the model at a local directory or hub id; weights are read when they are needed.
+
+        Args:
+            path: directory or hub id.
+            trust_remote_code: run the model's own configuration code.
+            **options: ``dtype``, ``revision``, ``cache_dir``.
+
+        Raises:
+            UserError: not a model, or an architecture that is not supported.
+        """
+        return cls(PreTrainedCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, **options))
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> "AutoBridge":
+        """A bridge for an architecture given by its transformers config, without weights."""
+        return cls(config)
+
+    @classmethod
+    def can_handle(cls, path: str | Path, trust_remote_code: bool = False) -> bool:
+        """Whether the model at ``path`` exists and its architecture is supported."""
+        try:
+            config = PreTrainedCausalLM(path, trust_remote_code=trust_remote_code).config
+        except UserError:
+            return False
+        return cls.supports(config)
+
+    @staticmethod
+    def supports(config: Any) -> bool:
+        """Whether the architecture of a transformers config is supported."""
+        known = architectures()
+        return any(name in known for name in getattr(config, "architectures", None) or ())
+
+    @staticmethod
+    def list_supported_models() -> list[str]:
+        """Names of the supported Hugging Face architectures."""
+        return architectures()
+
+    @property
+    def hf_config(self) -> Any:
+        """The transformers config."""
+        return getattr(self.hf_pretrained, "config", self.hf_pretrained)
+
+    # ---- Hugging Face -> Megatron -------------------------------------------------------------------------------
+
+    def to_megatron_provider(self, load_weights: bool = True, hf_path: str | Path | None = None) -> Any:
+        """The provider of the Megatron model.
+
+        Args:
+            load_weights: fill the model with the Hugging Face weights when it is built.
+            hf_path: where to take the weights from; this bridge's own model when None.
+
+        Raises:
+            UserError: a config key that is unknown or cannot be represented.
+        """
+        provider = self._bridge.provider_bridge(_with_config(self.hf_pretrained))
+        if load_weights:
+            self._weights(hf_path)  # no weights is an error now, not after the model was built
+
+            def load_hf_weights(chunks: list[Any]) -> None:
+                self.load_hf_weights(chunks, hf_path)
+
+            load_hf_weights.fills_every_parameter = True  # type: ignore[attr-defined]
+            provider.register_pre_wrap_hook(load_hf_weights)
+        return provider
+
+    def to_megatron_model(
+        self, load_weights: bool = True, hf_path: str | Path | None = None, **options: Any
+    ) -> list[Any]:
+        """This rank's chunks of the Megatron model; ``options`` go to ``provide_distributed_model``."""
+        return self.to_megatron_provider(load_weights, hf_path).provide_distributed_model(**options)
+
+    def load_hf_weights(
+        self,
+        model: Chunks,
+        hf_path: str | Path | None = None,
+        allowed_mismatched_params: Sequence[str] | None = None,
+    ) -> None:
+        """Fill the parameters of ``model``; each rank reads only the slices that it needs.
+
+        Args:
+            model: this rank's chunks, wrapped or not.
+            hf_path: where to take the weights from; this bridge's own model when None.
+            allowed_mismatched_params: patterns of Megatron parameters that keep their values if shapes differ.
+
+        Raises:
+            UserError: missing, surplus or damaged tensors, wrong shapes or dtypes; nothing was changed.
+        """
+        pretrained = self._weights(hf_path)
+        plan = self.plan(model, hf_path)
+        loading.load(self._bridge, plan, pretrained.state, pretrained.declared_dtype, allowed_mismatched_params)
+
+    # ---- Megatron -> Hugging Face -------------------------------------------------------------------------------
+
+    def export_hf_weights(
+        self,
+        model: Chunks,
+        cpu: bool = False,
+        show_progress: bool = True,
+        conversion_tasks: Iterable[WeightConversionTask] | None = None,
+        merge_adapter_weights: bool = True,
+    ) -> Iterator[HFWeightTuple]:
+        """Stream whole Hugging Face tensors, one at a time, on every rank.
+
+        Args:
+            model: this rank's chunks.
+            cpu: move each tensor to the CPU.
+            show_progress: draw a progress bar on rank 0.
+            conversion_tasks: which tasks, of ``get_conversion_tasks``; all when None.
+            merge_adapter_weights: either value gives the same: a model without adapters has nothing to merge.
+
+        Yields:
+            (param_name, weight), in the order of the model.
+        """
+        source = self._source(None)
+        plan = self._export_plan(model, source) if conversion_tasks is None else Plan(tuple(conversion_tasks))
+        stream = exporting.stream(self._bridge, plan, source, cpu)
+        total = len(plan.hf_names) + len(plan.ties)
+        yield from console.track(stream, "Exporting", total=total, show=show_progress)
+
+    def save_hf_pretrained(
+        self,
+        model: Chunks,
+        path: str | Path,
+        show_progress: bool = True,
+        source_path: str | Path | None = None,
+        strict: bool = True,
+        merge_adapter_weights: bool = True,
+    ) -> None:
+        """Write a complete Hugging Face model, sharded like its source, that appears whole or not at all.
+
+        Config, tokenizer, chat template and every other file of the source are carried over.
+
+        Args:
+            model: this rank's chunks.
+            path: directory to make; it must not exist, or be empty.
+            show_progress: say on rank 0 what was written.
+            source_path: the Hugging Face model to be like; this bridge's own when None.
+            strict: refuse to write other tensors than the source has.
+            merge_adapter_weights: either value gives the same: a model without adapters has nothing to merge.
+
+        Raises:
+            UserError: the directory cannot be written, the disk is full, or the tensors are not the source's.
+        """
+        pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
+        with _published(Path(path)) as staging:
+            self._save_weights(model, staging, self._source(source_path), strict)
+            on_first_rank(lambda: self._save_side_files(model, staging, pretrained))
+        if show_progress:
+            console.console().print(f"Hugging Face model: {path}")
+
+    def save_hf_weights(
+        self, model: Chunks, path: str | Path, show_progress: bool = True, strict: bool = True
+    ) -> None:
+        """Write the weights and their index only; see ``save_hf_pretrained``."""
+        with _published(Path(path)) as staging:
+            self._save_weights(model, staging, self._source(None), strict)
+        if show_progress:
+            console.console().print(f"Hugging Face weights: {path}")
+
+    # ---- Megatron checkpoints -----------------------------------------------------------------------------------
+
+    @classmethod
+    def import_ckpt(cls, hf_model_id: str | Path, megatron_path: str | Path, **options: Any) -> None:
+        """Convert a Hugging Face model to a Megatron checkpoint.
+
+        Args:
+            hf_model_id: directory or hub id.
+            megatron_path: root directory of the checkpoint.
+            **options: those of ``from_hf_pretrained``, and parallel sizes of the model while it is converted.
+        """
+        layout = {name: options.pop(name) for name in _ONE_PROCESS if name in options}
+        bridge = cls.from_hf_pretrained(hf_model_id, **options)
+        provider = bridge.to_megatron_provider()
+        for name, value in layout.items():
+            setattr(provider, name, value)
+        bridge.save_megatron_model(provider.provide_distributed_model(wrap_with_ddp=False), megatron_path)
+
+    def export_ckpt(
+        self,
+        megatron_path: str | Path,
+        hf_path: str | Path,
+        show_progress: bool = True,
+        strict: bool = True,
+        source_path: str | Path | None = None,
+    ) -> None:
+        """Convert a Megatron checkpoint to a Hugging Face model; see ``save_hf_pretrained``.
+
+        Args:
+            megatron_path: root of a checkpoint, or one of its iterations.
+            hf_path: directory to make.
+            show_progress: say on rank 0 what was written.
+            strict: refuse to write other tensors than the source has.
+            source_path: the Hugging Face model to be like; this bridge's own when None.
+        """
+        model = self.load_megatron_model(megatron_path, wrap_with_ddp=False)
+        self.save_hf_pretrained(model, hf_path, show_progress, source_path, strict)
+
+    def save_megatron_model(
+        self, model: Chunks, path: str | Path, hf_tokenizer_path: str | Path | None = None
+    ) -> None:
+        """Save the weights of all ranks as a Megatron checkpoint that loads under any parallel layout.
+
+        Args:
+            model: this rank's chunks.
+            path: root directory of the checkpoint.
+            hf_tokenizer_path: model whose tokenizer is kept with the weights; this bridge's own when None.
+        """
+        source = PreTrainedCausalLM(hf_tokenizer_path) if hf_tokenizer_path else self.hf_pretrained
+        model_io.save_model(
+            model,
+            path,
+            {"model": to_plain(_provider_of(model))},
+            tokenizer_files=_tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None,
+        )
+
+    def load_megatron_model(
+        self, path: str | Path, mp_overrides: Mapping[str, Any] | None = None, **options: Any
+    ) -> list[Any]:
+        """Build the model that a Megatron checkpoint describes and load its weights.
+
+        Args:
+            path: root of a checkpoint, or one of its iterations.
+            mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
+            **options: of ``provide_distributed_model``.
+
+        Raises:
+            UserError: no checkpoint, a damaged one, or an unknown parallel size.
+        """
+        provider = from_plain(model_io.read_run_config(path)["model"])
+        for name, value in {**_running_layout(), **(mp_overrides or {})}.items():
+            if name not in _ONE_PROCESS:
+                raise UserError(f"mp_overrides.{name} is not a parallel size{did_you_mean(name, _ONE_PROCESS)}")
+            setattr(provider, name, value)
+
+        def load_model(chunks: list[Any]) -> None:
+            model_io.load_model(chunks, path)
+
+        load_model.fills_every_parameter = True  # type: ignore[attr-defined]
+        return provider.provide_distributed_model(**options, pre_wrap_hook=load_model)
+
+    # ---- plans --------------------------------------------------------------------------------------------------
+
+    def plan(self, model: Chunks, hf_path: str | Path | None = None) -> Plan:
+        """What becomes what; printable, and proven to cover both sides.
+
+        Raises:
+            UserError: the plan does not close.
+        """
+        return self._export_plan(model, self._source(hf_path))
+
+    def get_conversion_tasks(self, model: Chunks, hf_path: str | Path | None = None) -> list[WeightConversionTask]:
+        """The tasks of the plan."""
+        return list(self.plan(model, hf_path).tasks)
+
+    @cached_property
+    def transformer_config(self) -> Any:
+        """The provider with Megatron-Core's derived values filled in."""
+        return self.to_megatron_provider(load_weights=False).resolved()
+
+    # ---- private ------------------------------------------------------------------------------------------------
+
+    def _export_plan(self, model: Chunks, source: Checkpoint | None) -> Plan:
+        return build_plan(
+            self._bridge.mapping_registry(),
+            [model_io.unwrap(chunk) for chunk in model],
+            None if source is None else source.entries,
+            self._bridge.buffers,
+        )
+
+    def _weights(self, hf_path: str | Path | None) -> PreTrainedCausalLM:
+        if hf_path is not None:
+            return PreTrainedCausalLM(hf_path)
+        if not isinstance(self.hf_pretrained, PreTrainedCausalLM):
+            raise UserError("this bridge has a config and no weights: give hf_path, or load_weights=False")
+        return self.hf_pretrained
+
+    def _source(self, path: str | Path | None) -> Checkpoint | None:
+        if path is None and not isinstance(self.hf_pretrained, PreTrainedCausalLM):
+            return None
+        return self._weights(path).state
+
+    def _save_weights(self, model: Chunks, staging: Path, source: Checkpoint | None, strict: bool) -> None:
+        plan = self._export_plan(model, source if strict else None)
+        exporting.save(self._bridge, plan, staging, source, strict)
+
+    def _save_side_files(self, model: Chunks, staging: Path, source: Any) -> None:
+        if not isinstance(source, PreTrainedCausalLM):
+            source.save_pretrained(staging)
+            return
+        for name in source.side_files():
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.directory / name, staging / name)
+        changed = self._bridge.changed_config(_provider_of(model), as_dict(source.config))
+        changed.pop("dtype", None)  # the files keep the source's dtypes
+        if changed:
+            config = {**source.raw_config, **changed}
+            for name in changed:
+                for old in _REPLACED.get(name, ()):
+                    config.pop(old, None)
+            (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def _published(path: Path) -> Generator[Path]:
+    """A staging directory on all ranks that becomes ``path`` at the end, or vanishes on an error."""
+    staging = on_first_rank(lambda: atomic.create_staging(path))
+    try:
+        yield staging
+        on_first_rank(lambda: atomic.publish(staging, path))
+    except BaseException:
+        # no collective here: this rank may be the only one that failed
+        if dist.rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _provider_of(model: Chunks) -> Any:
+    config: Any = model_io.unwrap(model[0]).config
+    return copy.copy(getattr(config, "declared", config))
+
+
+def _with_config(hf_pretrained: Any) -> Any:
+    if isinstance(hf_pretrained, PreTrainedCausalLM):
+        return hf_pretrained
+
+    class ConfigOnly:
+        config = hf_pretrained
+
+    return ConfigOnly()
+
+
+def _tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
+    """The source's small files beside its weights; a tokenizer's are among them, whatever they are called."""
+    largest = 64 << 20
+    files = (source.directory / name for name in source.side_files() if len(name.parts) == 1)
+    return [path for path in files if path.name != "README.md" and path.stat().st_size <= largest]
+
+
+def _running_layout() -> dict[str, Any]:
+    """Parallel sizes of the process groups that exist, else of one process."""
+    if not parallel_state.model_parallel_is_initialized():
+        return _ONE_PROCESS
+    return _ONE_PROCESS | {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the parameters to Hugging Face tensors: one at a time as a stream, or straight into their files."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, out_of_space
+from megatron.bridge.models.conversion import exchange
+from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import Shard
+from megatron.bridge.models.conversion.plan import Plan, WeightConversionTask
+from megatron.bridge.models.hf_pretrained import safetensors_writer
+from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
+from megatron.bridge.models.hf_pretrained.safetensors_writer import FileLayout, Writer
+from megatron.bridge.utils import dist
+from megatron.bridge.utils.errors import UserError
+
+THREADS = 2
+_IN_FLIGHT = 2 * THREADS  # tensors gathered and not yet written
+
+
+def stream(
+    bridge: MegatronModelBridge, plan: Plan, source: Checkpoint | None = None, cpu: bool = False
+) -> Iterator[HFWeightTuple]:
+    """Whole Hugging Face tensors with their names, in the order of the model, on every rank.
+
+    Args:
+        bridge: the architecture's bridge, for its hook.
+        plan: what to convert; every rank must draw from its own stream at the same pace.
+        source: the checkpoint that the model came from, for the hook.
+        cpu: move each tensor to the CPU.
+    """
+    same_as: dict[str, list[str]] = {}
+    for name, same in plan.ties.items():
+        same_as.setdefault(same, []).append(name)
+    for task in plan.tasks:
+        if task.is_copy:
+            continue
+        weights = _on_all_stages(task)
+        if bridge.computes_on_export:
+            weights = bridge.maybe_modify_converted_hf_weight(task, weights, source or {})
+        for name, weight in weights.items():
+            for alias in (name, *same_as.get(name, ())):
+                yield HFWeightTuple(alias, weight.cpu() if cpu else weight)
+
+
+@torch.no_grad()
+def _on_all_stages(task: WeightConversionTask) -> dict[str, Tensor]:
+    mine = task.mapping.megatron_to_hf(task.param_weight, task.megatron_module)
+    if task.mapping.copies:
+        shapes = {name: (shape, task.dtype) for name, shape in task.hf_shapes.items()}
+    else:
+        described = {name: (tuple(weight.shape), weight.dtype) for name, weight in mine.items()}
+        shapes = exchange.all_stages(described)[task.pp_rank]
+    return {
+        name: exchange.from_stage(mine.get(name), shape, dtype, task.pp_rank)
+        for name, (shape, dtype) in shapes.items()
+    }
+
+
+def save(
+    bridge: MegatronModelBridge, plan: Plan, directory: Path, source: Checkpoint | None, strict: bool = True
+) -> None:
+    """Write the weights into ``directory``, sharded like the source; every rank writes what it owns.
+
+    Args:
+        bridge: the architecture's bridge, for its hook.
+        plan: what to convert.
+        directory: exists, and is the same on all ranks.
+        source: the checkpoint to be like; None makes new shards.
+        strict: refuse to write other tensors than the source has.
+
+    Raises:
+        UserError: the tensors are not the source's, or the disk is full.
+    """
+    layouts = _layouts(bridge, plan, source, strict)
+    on_first_rank(lambda: safetensors_writer.create(directory, layouts))
+    with Writer(directory, layouts) as writer:
+        error = _write_all(bridge, plan, writer, source)
+        on_every_rank(lambda: _raise(error, directory))
+    on_first_rank(lambda: safetensors_writer.write_index(directory, layouts, source))
+
+
+def _layouts(bridge: MegatronModelBridge, plan: Plan, source: Checkpoint | None, strict: bool) -> list[FileLayout]:
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for task in plan.tasks:
+        if not task.is_copy and task.mapping.copies:
+            tensors |= {name: (task.dtype, shape) for name, shape in task.hf_shapes.items()}
+    if source is None:
+        return safetensors_writer.layout_new(tensors)
+    # the source's dtypes; where tensors are computed, its shapes too
+    stored = {name: (entry.dtype, entry.shape) for name, entry in source.entries.items()}
+    computed = set(tensors) if bridge.computes_on_export else set[str]()
+    computed |= {name for task in plan.tasks if not task.mapping.copies for name in task.mapping.hf_names}
+    wanted = {
+        name: (stored[name][0] if name in stored else dtype, shape) for name, (dtype, shape) in tensors.items()
+    }
+    wanted |= {name: stored[name] for name in (*computed, *plan.buffers) if name in stored}
+    wanted |= {name: wanted[same] for name, same in plan.ties.items() if same in wanted}
+    if strict and wanted.keys() != stored.keys():
+        wrong = sorted(wanted.keys() ^ stored.keys())
+        raise UserError(
+            f"the export would differ from its source in {len(wrong)} tensors, such as {wrong[0]}: "
+            "give the right source, or strict=False"
+        )
+    return safetensors_writer.layout_like(source, wanted)
+
+
+def _write_all(
+    bridge: MegatronModelBridge, plan: Plan, writer: Writer, source: Checkpoint | None
+) -> BaseException | None:
+    """Write this rank's share; an error is returned, since the other ranks still wait for this one's shards."""
+    room = threading.Semaphore(_IN_FLIGHT)
+    pending: list[Future[None]] = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for index, task in enumerate(plan.tasks):
+            if task.is_copy or task.param_weight is None or not exchange.is_first_replica():
+                continue
+            parts = _gathered(bridge, task, index, source)
+            if parts is not None:
+                room.acquire()
+                future = pool.submit(_write, task, parts, writer, plan.ties)
+                future.add_done_callback(lambda _: room.release())
+                pending.append(future)
+        if source is not None and dist.rank() == 0:
+            for name in plan.buffers:
+                pending.append(pool.submit(writer.write, name, 0, source[name]))
+    return next((error for future in pending if (error := future.exception())), None)
+
+
+Parts = list[Tensor] | dict[str, Tensor]
+"""Shards in rank order, or whole tensors by name."""
+
+
+@torch.no_grad()
+def _gathered(
+    bridge: MegatronModelBridge, task: WeightConversionTask, index: int, source: Mapping[str, Tensor] | None
+) -> Parts | None:
+    """What the rank that writes this task needs; None on its peers, which take turns."""
+    group = exchange.shard_group(task.global_param_name)
+    rank, size = exchange.rank_and_size(group)
+    receiver = index % size
+    if task.mapping.copies and not bridge.computes_on_export:
+        return exchange.gather(cast(Tensor, task.param_weight), group, task.shard.parts, receiver)
+    whole = task.mapping.megatron_to_hf(task.param_weight, cast(nn.Module, task.megatron_module))
+    if bridge.computes_on_export:
+        whole = bridge.maybe_modify_converted_hf_weight(task, whole, source or {})
+    return whole if rank == receiver else None
+
+
+def _write(task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mapping[str, str]) -> None:
+    for name, start, rows in _rows(task, parts):
+        for alias in (name, *(tied for tied, same in ties.items() if same == name)):
+            if alias in writer:
+                writer.write(alias, start, rows)
+
+
+def _rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, Tensor]]:
+    """(tensor, first row, rows): views of the shards where rows lie together, else tensors put together."""
+    if isinstance(parts, dict):
+        yield from ((name, 0, weight) for name, weight in parts.items())
+        return
+    shard = task.shard
+    if shard.dim > 0 and (len(parts) > 1 or len(task.mapping.pieces(shard)) > 1):
+        yield from ((name, 0, weight) for name, weight in task.mapping.join(shard, parts).items())
+        return
+    for rank, weight in enumerate(parts):
+        peer = Shard(shard.shape, shard.kind, rank, shard.size, shard.config)
+        for piece in task.mapping.pieces(peer):
+            yield piece.hf, piece.source if piece.dim == 0 else 0, piece.of_shard(weight)
+
+
+def _raise(error: BaseException | None, directory: Path) -> None:
+    if isinstance(error, OSError) and out_of_space(error):
+        raise UserError(
+            f"the disk is full: {directory.parent} has no room for the model; free some space or choose another"
+        )
+    if isinstance(error, OSError):
+        raise UserError(f"cannot write to {directory.parent}: {error.strerror}")
+    if error is not None:
+        raise error

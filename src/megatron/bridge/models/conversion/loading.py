@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Hugging Face checkpoint into the parameters: each rank copies its slices straight into place."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import Piece
+from megatron.bridge.models.conversion.plan import Plan, WeightConversionTask
+from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
+from megatron.bridge.utils import console
+from megatron.bridge.utils.errors import UserError
+
+THREADS = 2  # one copies while the other waits for pages; more only contend for memory bandwidth
+_MOST_PROBLEMS = 6
+
+
+def load(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    declared_dtype: torch.dtype | None = None,
+    allowed_mismatched_params: Sequence[str] | None = None,
+) -> None:
+    """Fill this rank's parameters.
+
+    Args:
+        bridge: the architecture's bridge, for its hooks.
+        plan: closed against ``checkpoint``.
+        checkpoint: the tensors.
+        declared_dtype: dtype that the checkpoint's config says they have; None takes the most common one.
+        allowed_mismatched_params: patterns of Megatron parameters that keep their values if shapes differ.
+
+    Raises:
+        UserError: tensors of a wrong shape or dtype, all in one message, before anything is copied.
+    """
+    tasks = [task for task in plan.tasks if task.param_weight is not None]
+    if not bridge.computes_on_load:
+        tasks = _check(plan, tasks, checkpoint, declared_dtype, allowed_mismatched_params or ())
+    _check_ties(plan, checkpoint)
+
+    def fill(task: WeightConversionTask) -> None:
+        # a thread has its own grad mode
+        with torch.no_grad():
+            if bridge.computes_on_load or not task.mapping.copies:
+                _compute(bridge, task, checkpoint)
+            else:
+                _copy(task, checkpoint)
+        for name in task.mapping.hf_names:
+            if name in checkpoint:
+                checkpoint.release(name)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(fill, tasks))
+
+
+def _copy(task: WeightConversionTask, checkpoint: Checkpoint) -> None:
+    """Copy the ranges that both sides share; what only Megatron has (padding) becomes zero."""
+    parameter = cast(Tensor, task.param_weight)
+    pieces = task.mapping.pieces(task.shard)
+    for piece in pieces:
+        checkpoint.copy(piece.hf, (piece.dim, piece.source, piece.length), piece.of_shard(parameter))
+    for start, length in _gaps(pieces, task.shard.local):
+        parameter.narrow(task.shard.dim, start, length).zero_()
+
+
+def _gaps(pieces: Sequence[Piece], local: int) -> list[tuple[int, int]]:
+    """Ranges (start, length) that no piece fills."""
+    gaps: list[tuple[int, int]] = []
+    position = 0
+    for piece in sorted(pieces, key=lambda piece: piece.target):
+        assert piece.target >= position, f"overlapping pieces of {piece.hf}"
+        if piece.target > position:
+            gaps.append((position, piece.target - position))
+        position = piece.target + piece.length
+    if position < local:
+        gaps.append((position, local - position))
+    return gaps
+
+
+def _compute(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: Checkpoint) -> None:
+    """Let the bridge's hook and the mapping's own code make the shard from whole tensors."""
+    weights = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, checkpoint)
+    made = task.mapping.hf_to_megatron(weights, cast(nn.Module, task.megatron_module))
+    parameter = cast(Tensor, task.param_weight)
+    if made.shape != parameter.shape:
+        raise UserError(
+            f"the mapping of {task.global_param_name} made shape {list(made.shape)} "
+            f"for a parameter of shape {list(parameter.shape)}"
+        )
+    parameter.copy_(made)
+
+
+def _check(
+    plan: Plan,
+    tasks: list[WeightConversionTask],
+    checkpoint: Checkpoint,
+    declared_dtype: torch.dtype | None,
+    allowed: Sequence[str],
+) -> list[WeightConversionTask]:
+    """The tasks that can be done; those with an allowed mismatch are left out, others are refused."""
+    problems = _wrong_dtypes(plan, checkpoint, declared_dtype)
+    skipped: set[str] = set()
+    for task in plan.tasks:  # all of them, so that every rank finds the same problems
+        if not task.mapping.copies:
+            continue
+        for problem in _wrong_shapes(task, checkpoint):
+            if any(fnmatch(task.global_param_name, pattern) for pattern in allowed):
+                console.console().print(f"not loaded, as allowed: {problem}")
+                skipped.add(task.global_param_name)
+            else:
+                problems.append(problem)
+    if problems:
+        more = len(problems) - _MOST_PROBLEMS
+        raise UserError("; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
+    return [task for task in tasks if task.global_param_name not in skipped]
+
+
+def _wrong_shapes(task: WeightConversionTask, checkpoint: Checkpoint) -> list[str]:
+    return [
+        f"tensor {name} in {checkpoint.entries[name].file.name} has shape {list(checkpoint.entries[name].shape)}, "
+        f"the config means {list(shape)}"
+        for name, shape in task.hf_shapes.items()
+        if checkpoint.entries[name].shape != shape
+    ]
+
+
+def _wrong_dtypes(plan: Plan, checkpoint: Checkpoint, declared: torch.dtype | None) -> list[str]:
+    """Tensors that are not stored as declared: numbers would be lost, or were lost when the file was written."""
+    names = [name for task in plan.tasks if task.mapping.copies for name in task.mapping.hf_names]
+    found = [checkpoint.entries[name].dtype for name in names]
+    if not found:
+        return []
+    wanted = declared or max(set(found), key=found.count)
+    return [
+        f"tensor {name} in {checkpoint.entries[name].file.name} is {_short(dtype)}, "
+        f"{'config.json says' if declared else 'the others are'} {_short(wanted)}"
+        for name, dtype in zip(names, found, strict=True)
+        if dtype is not wanted
+    ]
+
+
+def _check_ties(plan: Plan, checkpoint: Mapping[str, Tensor]) -> None:
+    for name, same in plan.ties.items():
+        if not torch.equal(checkpoint[name], checkpoint[same]):
+            raise UserError(
+                f"tensor {name} differs from {same} though tie_word_embeddings is true: "
+                "set tie_word_embeddings to false in config.json, or remove the wrong tensor"
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

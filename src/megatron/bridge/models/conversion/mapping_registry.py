@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mappings of one architecture, found by either side's name."""
+
+from collections import Counter
+
+from megatron.bridge.models.conversion import patterns
+from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+
+
+class MegatronMappingRegistry:
+    """An ordered set of mappings; names may hold wildcards.
+
+    Args:
+        *mappings: one per Megatron name. Two may share a Hugging Face name: a parameter is spelled differently by
+            different layer specs, and a model has one of the spellings.
+
+    Raises:
+        ValueError: two mappings have the same Megatron name.
+    """
+
+    def __init__(self, *mappings: MegatronParamMapping) -> None:
+        self._mappings = mappings
+        counts = Counter(mapping.megatron_param for mapping in mappings)
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise ValueError(f"mapped more than once: {', '.join(twice)}")
+        # most names hold a layer number; the few that do not are found without trying every pattern
+        self._exact = {m.megatron_param: m for m in mappings if patterns.is_concrete(m.megatron_param)}
+        self._wild = [m for m in mappings if not patterns.is_concrete(m.megatron_param)]
+
+    def megatron_to_hf_lookup(self, megatron_param: str) -> MegatronParamMapping | None:
+        """The mapping of a concrete Megatron name, its wildcards resolved; None if there is none."""
+        if megatron_param in self._exact:
+            return self._exact[megatron_param]
+        for mapping in self._wild:
+            captures = patterns.match(mapping.megatron_param, megatron_param)
+            if captures is not None:
+                return mapping.resolve(captures)
+        return None
+
+    def hf_to_megatron_lookup(self, hf_param: str) -> MegatronParamMapping | None:
+        """The first mapping that a concrete Hugging Face name is part of, resolved; None if there is none."""
+        for mapping in self._mappings:
+            for name in mapping.hf_names:
+                captures = patterns.match(name, hf_param)
+                if captures is not None:
+                    return mapping.resolve(captures)
+        return None
+
+    def get_all_mappings(self) -> list[MegatronParamMapping]:
+        """All mappings, in order."""
+        return list(self._mappings)
+
+    def get_mappings_by_pattern(self, pattern: str) -> list[MegatronParamMapping]:
+        """The mappings whose Megatron name matches ``pattern``; ``*`` also matches a ``*``."""
+        return [m for m in self._mappings if patterns.match(pattern, m.megatron_param) is not None]
+
+    def describe(self) -> str:
+        """A table: Megatron name, kind, Hugging Face names."""
+        width = max((len(m.megatron_param) for m in self._mappings), default=0)
+        kinds = max((len(type(m).__name__) for m in self._mappings), default=0)
+        return "\n".join(
+            f"{m.megatron_param:<{width}}  {type(m).__name__:<{kinds}}  {', '.join(m.hf_names)}"
+            for m in self._mappings
+        )
+
+    def __len__(self) -> int:
+        return len(self._mappings)

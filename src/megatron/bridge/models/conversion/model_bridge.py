@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Bridges: what is known about one architecture, and the table of those that are known.
+
+A user's bridge subclasses ``MegatronModelBridge`` and says everything itself. The families of this package
+subclass ``DecoderBridge`` and declare three things: fields, fixed values, weights.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+
+from torch import Tensor
+
+from megatron.bridge.models.conversion import fields as config_fields
+from megatron.bridge.models.conversion.blocks import Block
+from megatron.bridge.models.conversion.fields import Field
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.plan import WeightConversionTask
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+__all__ = [
+    "DecoderBridge",
+    "HFWeightTuple",
+    "MegatronModelBridge",
+    "WeightConversionTask",
+    "architectures",
+    "bridge_for",
+    "register_bridge",
+]
+
+HFWeight = str | dict[str, str]
+
+
+class HFWeightTuple(NamedTuple):
+    """A Hugging Face tensor with its name."""
+
+    param_name: str
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A bridge class and what it was registered with."""
+
+    bridge: "type[MegatronModelBridge]"
+    target: Any = None
+    provider: Any = None
+    model_type: str | None = None
+
+
+_REGISTRY: dict[str, Registration] = {}
+_OWN_FAMILIES = "megatron.bridge.models."
+
+B = TypeVar("B", bound="type[MegatronModelBridge]")
+
+
+class MegatronModelBridge:
+    """What converts one Hugging Face architecture.
+
+    Subclasses implement ``provider_bridge`` and ``mapping_registry``. The ``maybe_modify`` hooks are for
+    architectures whose tensors must be computed, not only rearranged.
+    """
+
+    buffers: ClassVar[tuple[str, ...]] = ("**.rotary_emb.inv_freq", "**.masked_bias", "**.attn.bias")
+    """Tensors that old checkpoints store and that are recomputed; neither read nor written unless the source has
+    them."""
+
+    registration: ClassVar[Registration | None] = None
+
+    @classmethod
+    def register_bridge(
+        cls,
+        *,
+        source: type | str,
+        target: Any,
+        provider: Any = None,
+        model_type: str | None = None,
+    ) -> Callable[[B], B]:
+        """Decorate a bridge class to make it the one for ``source``.
+
+        Args:
+            source: the transformers class, or its name where importing it would run remote code.
+            target: the Megatron model class.
+            provider: the provider class, for bridges that build it from a declaration.
+            model_type: ``model_type`` of the Hugging Face config, to write one without a source.
+        """
+        name = source if isinstance(source, str) else source.__name__
+
+        def register(bridge: B) -> B:
+            own = bridge.__module__.startswith(_OWN_FAMILIES)
+            if not (own and name in _REGISTRY):  # a user's bridge stays, whoever was imported first
+                _REGISTRY[name] = Registration(bridge, target, provider, model_type)
+            return bridge
+
+        return register
+
+    def provider_bridge(self, hf_pretrained: Any) -> Any:
+        """The provider for a model with ``hf_pretrained.config``."""
+        raise NotImplementedError(f"{type(self).__name__} must define provider_bridge")
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """The mappings of all parameters."""
+        raise NotImplementedError(f"{type(self).__name__} must define mapping_registry")
+
+    def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
+        """The Hugging Face config of a provider; empty where the bridge does not say."""
+        del provider
+        return {}
+
+    def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of ``hf_config`` that no longer describe ``provider``, with their new values."""
+        now = self.megatron_to_hf_config(provider)
+        return {key: value for key, value in now.items() if key in hf_config and hf_config[key] != value}
+
+    def maybe_modify_loaded_hf_weight(self, hf_param: HFWeight, hf_state_dict: Mapping[str, Tensor]) -> Any:
+        """The tensor, or tensors by role, to load for ``hf_param``."""
+        if isinstance(hf_param, str):
+            return hf_state_dict[hf_param]
+        return {role: hf_state_dict[name] for role, name in hf_param.items()}
+
+    def maybe_modify_converted_hf_weight(
+        self,
+        task: WeightConversionTask,
+        converted_weights_dict: dict[str, Tensor],
+        hf_state_dict: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """The tensors to export for ``task``; ``hf_state_dict`` is the source's, empty without one."""
+        del task, hf_state_dict
+        return converted_weights_dict
+
+    @property
+    def computes_on_load(self) -> bool:
+        """Whether loading must go through the hook, tensor by tensor."""
+        base = MegatronModelBridge.maybe_modify_loaded_hf_weight
+        return type(self).maybe_modify_loaded_hf_weight is not base
+
+    @property
+    def computes_on_export(self) -> bool:
+        """Whether exporting must go through the hook, tensor by tensor."""
+        base = MegatronModelBridge.maybe_modify_converted_hf_weight
+        return type(self).maybe_modify_converted_hf_weight is not base
+
+
+class DecoderBridge(MegatronModelBridge):
+    """A bridge that is data: config fields, values that Hugging Face implies, and blocks of weights."""
+
+    fields: ClassVar[tuple[Field, ...]] = ()
+    fixed: ClassVar[dict[str, Any]] = {}
+    weights: ClassVar[tuple[Block, ...]] = ()
+
+    def provider_bridge(self, hf_pretrained: Any) -> Any:
+        """The provider whose attributes are the fields' and the fixed values.
+
+        Raises:
+            UserError: a key of the config is unknown, missing, or cannot be represented.
+        """
+        config = as_dict(hf_pretrained.config)
+        try:
+            values = config_fields.read_all(self.fields, config)
+        except UserError as error:
+            raise UserError(f"config of {self._architecture}: {error}") from error
+        return self._provider(**{**self.fixed, **values})
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """All blocks in one registry."""
+        return MegatronMappingRegistry(*(mapping for block in self.weights for mapping in block))
+
+    def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
+        """All keys that the fields cover, with the architecture's name."""
+        registration = self.registration
+        known = {"architectures": [self._architecture]}
+        if registration is not None and registration.model_type:
+            known["model_type"] = registration.model_type  # type: ignore[assignment]
+        return {**known, **config_fields.write_all(self.fields, provider)}
+
+    def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Compared by meaning, so that a synonym in the source stays as it is."""
+        return config_fields.changed_keys(self.fields, provider, hf_config)
+
+    @property
+    def _architecture(self) -> str:
+        return next(name for name, found in _REGISTRY.items() if found.bridge is type(self))
+
+    @property
+    def _provider(self) -> Any:
+        return (self.registration.provider if self.registration else None) or GPTModelProvider
+
+
+def register_bridge(architecture: str, *, provider: Any = None, model_type: str | None = None) -> Callable[[B], B]:
+    """Decorate a built-in family's bridge; the same as ``MegatronModelBridge.register_bridge``, by name."""
+    from megatron.core.models.gpt import GPTModel
+
+    return MegatronModelBridge.register_bridge(
+        source=architecture, target=GPTModel, provider=provider, model_type=model_type
+    )
+
+
+@cache
+def _load_families() -> None:
+    package = importlib.import_module(_OWN_FAMILIES.rstrip("."))
+    for family in pkgutil.iter_modules(package.__path__, _OWN_FAMILIES):
+        if not family.ispkg:
+            continue
+        folder = importlib.import_module(family.name)
+        for module in pkgutil.iter_modules(folder.__path__, f"{family.name}."):
+            if module.name.endswith("_bridge") and module.name != __name__:
+                importlib.import_module(module.name)
+
+
+def architectures() -> list[str]:
+    """Names of the Hugging Face architectures that can be bridged."""
+    _load_families()
+    return sorted(_REGISTRY)
+
+
+def bridge_for(config: Any) -> MegatronModelBridge:
+    """A bridge for the architecture that a Hugging Face config names.
+
+    Raises:
+        UserError: the config names none, or none that is known.
+    """
+    names = list(getattr(config, "architectures", None) or ())
+    if not names:
+        raise UserError("the config names no architecture: add `architectures`, such as ['LlamaForCausalLM']")
+    known = architectures()
+    for name in names:
+        if name in known:
+            registration = _REGISTRY[name]
+            bridge = registration.bridge()
+            bridge.registration = registration  # type: ignore[misc]
+            return bridge
+    hint = did_you_mean(names[0], known)
+    raise UserError(
+        f"architecture {names[0]} is not supported{hint or '; '}"
+        f"{'' if hint else 'AutoBridge.list_supported_models() lists those that are'}"
+    )
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A Hugging Face config, or a plain mapping, as a dict."""
+    return dict(cast(Mapping[str, Any], config)) if isinstance(config, Mapping) else config.to_dict()

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a conversion: one task per Megatron parameter, proven to cover both sides before a byte moves."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.models.conversion import exchange, patterns
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, Shard
+from megatron.bridge.models.hf_pretrained.safetensors_files import Entry
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
+_MOST_PROBLEMS = 6
+
+
+@dataclass(frozen=True)
+class Located:
+    """A Megatron parameter and where in the pipeline it is; the same on every rank of a model replica.
+
+    Attributes:
+        name: name in the whole model, layers counted from its start.
+        local_name: name in its chunk.
+        stage: pipeline stage.
+        chunk: index of the chunk on that stage.
+        shape: shape of one shard.
+        dtype: dtype of the parameter.
+        kind: how it is cut, as ``Shard.kind``.
+    """
+
+    name: str
+    local_name: str
+    stage: int
+    chunk: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Any
+
+
+@dataclass(frozen=True)
+class WeightConversionTask:
+    """One parameter to convert; the last two attributes are None on the stages that do not hold it.
+
+    Attributes:
+        param_name: name in its chunk.
+        global_param_name: name in the whole model.
+        mapping: the mapping, its names resolved.
+        shard: shape and cut of one shard, as held by this rank or by its peer on the owning stage.
+        dtype: dtype of the parameter.
+        pp_rank: the stage that owns it.
+        vp_stage: index of the chunk on that stage.
+        is_copy: another task maps the same Hugging Face tensors; loaded, not exported.
+        megatron_module: the module that owns the parameter.
+        param_weight: the parameter.
+    """
+
+    param_name: str
+    global_param_name: str
+    mapping: MegatronParamMapping
+    shard: Shard
+    dtype: torch.dtype
+    pp_rank: int
+    vp_stage: int
+    is_copy: bool = False
+    megatron_module: nn.Module | None = None
+    param_weight: Tensor | None = None
+
+    @property
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The Hugging Face tensors of this task and their shapes."""
+        return self.mapping.hf_shapes(self.shard)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All tasks of one model.
+
+    Attributes:
+        tasks: in the order of the model; the same list on every rank of a model replica.
+        ties: Hugging Face name -> the name that holds the same numbers.
+        buffers: Hugging Face tensors that are recomputed rather than converted.
+    """
+
+    tasks: tuple[WeightConversionTask, ...]
+    ties: dict[str, str] = field(default_factory=dict[str, str])
+    buffers: tuple[str, ...] = ()
+
+    @property
+    def hf_names(self) -> list[str]:
+        """The Hugging Face tensors that the tasks cover, each once."""
+        return list(dict.fromkeys(name for task in self.tasks for name in task.mapping.hf_names))
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                task.global_param_name,
+                "x".join(map(str, task.shard.shape)) or "scalar",
+                f"{task.shard.kind}/{task.shard.parts}",
+                str(task.pp_rank),
+                type(task.mapping).__name__ + (" (copy)" if task.is_copy else ""),
+                ", ".join(task.mapping.hf_names),
+            )
+            for task in self.tasks
+        ]
+        head = ("Megatron parameter", "shard", "cut", "stage", "mapping", "Hugging Face tensors")
+        widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+        lines = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+        ]
+        lines += [f"{name} = {same} (tied)" for name, same in self.ties.items()]
+        lines += [f"{name} (recomputed)" for name in self.buffers]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def build_plan(
+    registry: MegatronMappingRegistry,
+    chunks: Sequence[nn.Module],
+    entries: Mapping[str, Entry] | None = None,
+    buffers: Sequence[str] = (),
+) -> Plan:
+    """Match every parameter of the model with the tensors of a checkpoint.
+
+    Args:
+        registry: the architecture's mappings.
+        chunks: this rank's bare model chunks.
+        entries: the checkpoint's tensors; None plans without one, on the mappings' word.
+        buffers: patterns of tensors that may be in the checkpoint and are recomputed.
+
+    Raises:
+        UserError: the plan does not close: a parameter without a mapping, a tensor that is missing, left over or
+            claimed twice.
+    """
+    config = cast(Any, chunks[0]).config
+    modules = _parameters(chunks)
+    located = _locate(registry, modules)
+    tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
+    problems: list[str] = []
+    tasks: list[WeightConversionTask] = []
+    owner_of: dict[str, str] = {}
+    for item in located:
+        mapping = _lookup(registry, item.name, tied)
+        if mapping is None:
+            problems.append(f"Megatron parameter {item.name} has no mapping{_near(registry, item.name)}")
+            continue
+        is_copy = _claim(mapping, item, owner_of, tied, problems)
+        tasks.append(_task(item, mapping, config, is_copy, modules))
+    claimed = dict.fromkeys(name for task in tasks for name in task.mapping.hf_names)
+    ties = _ties(registry, tied, entries)
+    found = _recomputed(entries or (), buffers, claimed)
+    if entries is not None:
+        problems += _differences(tasks, claimed, entries, ties, found)
+    if problems:
+        raise UserError(_summary("the conversion plan does not close", problems))
+    return Plan(tuple(tasks), ties, found)
+
+
+def global_name(chunk: nn.Module, local_name: str) -> str:
+    """The name in the whole model of a parameter of one pipeline chunk: layers know their own number."""
+    found = _LAYER.match(local_name)
+    if not found:
+        return local_name
+    layer = chunk.get_submodule(f"{found[1]}.{found[2]}")
+    number = getattr(layer, "layer_number", int(found[2]) + 1)
+    return f"{found[1]}.{number - 1}.{local_name[found.end() :]}"
+
+
+def _parameters(chunks: Sequence[nn.Module]) -> dict[tuple[int, str], tuple[str, nn.Module, Tensor]]:
+    """(chunk, local name) -> global name, owning module, parameter."""
+    found: dict[tuple[int, str], tuple[str, nn.Module, Tensor]] = {}
+    for index, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            module = chunk.get_submodule(name.rpartition(".")[0])
+            found[index, name] = (global_name(chunk, name), module, parameter)
+    return found
+
+
+def _locate(
+    registry: MegatronMappingRegistry, modules: Mapping[tuple[int, str], tuple[str, nn.Module, Tensor]]
+) -> list[Located]:
+    """The parameters of all stages."""
+    stage = exchange.stage()
+    mine: list[Located] = []
+    for (chunk, local), (name, module, parameter) in modules.items():
+        mapping = registry.megatron_to_hf_lookup(name)
+        kind = mapping.shard_of(module, parameter).kind if mapping else "replicated"
+        mine.append(Located(name, local, stage, chunk, tuple(parameter.shape), parameter.dtype, kind))
+    stages = exchange.all_stages(mine)
+    chunks = 1 + max((item.chunk for items in stages for item in items), default=0)
+    # the order of the model: all first chunks, then all second chunks
+    return [item for chunk in range(chunks) for items in stages for item in items if item.chunk == chunk]
+
+
+def _lookup(registry: MegatronMappingRegistry, name: str, tied: bool) -> MegatronParamMapping | None:
+    if tied and name == OUTPUT:
+        # on the last stage: the embedding's copy, whatever its own name on the other side would be
+        shared = registry.megatron_to_hf_lookup(EMBEDDING)
+        return shared and type(shared)(OUTPUT, shared.hf_param)
+    return registry.megatron_to_hf_lookup(name)
+
+
+def _claim(
+    mapping: MegatronParamMapping, item: Located, owner_of: dict[str, str], tied: bool, problems: list[str]
+) -> bool:
+    """Note who covers the Hugging Face tensors; whether somebody did already, as is right for a tied output."""
+    owners = {owner_of[name] for name in mapping.hf_names if name in owner_of}
+    if not owners:
+        owner_of |= dict.fromkeys(mapping.hf_names, item.name)
+        return False
+    if not (owners == {item.name} or (tied and item.name == OUTPUT)):
+        problems.append(
+            f"Megatron parameters {item.name} and {', '.join(owners)} both claim {mapping.hf_names[0]}"
+        )
+    return True
+
+
+def _task(
+    item: Located,
+    mapping: MegatronParamMapping,
+    config: Any,
+    is_copy: bool,
+    modules: Mapping[tuple[int, str], tuple[str, nn.Module, Tensor]],
+) -> WeightConversionTask:
+    rank, size = exchange.rank_and_size(exchange.shard_group(item.name))
+    module, parameter = None, None
+    if item.stage == exchange.stage():
+        _, module, parameter = modules[item.chunk, item.local_name]
+    return WeightConversionTask(
+        param_name=item.local_name,
+        global_param_name=item.name,
+        mapping=mapping,
+        shard=Shard(item.shape, item.kind, rank, size, config),
+        dtype=item.dtype,
+        pp_rank=item.stage,
+        vp_stage=item.chunk,
+        is_copy=is_copy,
+        megatron_module=module,
+        param_weight=parameter,
+    )
+
+
+def _ties(registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, Entry] | None) -> dict[str, str]:
+    """The output layer of a tied model, where the checkpoint stores it all the same."""
+    embedding, output = registry.megatron_to_hf_lookup(EMBEDDING), registry.megatron_to_hf_lookup(OUTPUT)
+    if not tied or embedding is None or output is None or entries is None:
+        return {}
+    names = zip(output.hf_names, embedding.hf_names, strict=True)
+    return {ours: theirs for ours, theirs in names if ours in entries and ours != theirs}
+
+
+def _recomputed(names: Iterable[str], buffers: Sequence[str], claimed: Mapping[str, None]) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name in names
+        if name not in claimed and any(patterns.match(pattern, name) is not None for pattern in buffers)
+    )
+
+
+def _differences(
+    tasks: Sequence[WeightConversionTask],
+    claimed: Mapping[str, None],
+    entries: Mapping[str, Entry],
+    ties: Mapping[str, str],
+    buffers: Sequence[str],
+) -> list[str]:
+    """What one side has and the other has not."""
+    left_over = [name for name in entries if name not in claimed and name not in ties and name not in buffers]
+    needs = {name: task.global_param_name for task in tasks for name in task.mapping.hf_names}
+    missing = [name for name in claimed if name not in entries]
+    problems = [
+        f"tensor {name} is missing from the checkpoint, Megatron parameter {needs[name]} needs it"
+        f"{did_you_mean(name, left_over)}"
+        for name in missing
+    ]
+    problems += [f"tensor {name} of the checkpoint has no Megatron parameter" for name in left_over]
+    return problems
+
+
+def _near(registry: MegatronMappingRegistry, name: str) -> str:
+    return did_you_mean(name, [mapping.megatron_param for mapping in registry.get_all_mappings()])
+
+
+def _summary(what: str, problems: Sequence[str]) -> str:
+    shown = "; ".join(problems[:_MOST_PROBLEMS])
+    more = len(problems) - _MOST_PROBLEMS
+    return f"{what}: {shown}{f'; and {more} more' if more > 0 else ''}"

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face causal language model on disk or on the hub, each part read when it is first asked for."""
+
+import json
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from megatron.bridge.models.hf_pretrained import hub
+from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+
+class PreTrainedCausalLM:
+    """Config, tokenizer and weights of one model; nothing is loaded by the constructor.
+
+    Args:
+        model_name_or_path: a directory or a hub id.
+        trust_remote_code: run the model's own configuration and tokenizer code.
+        dtype: dtype to hold the weights in; None takes what the checkpoint declares.
+        revision: branch, tag or commit on the hub.
+        cache_dir: hub cache to use.
+    """
+
+    def __init__(
+        self,
+        model_name_or_path: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        dtype: torch.dtype | str | None = None,
+        revision: str | None = None,
+        cache_dir: str | None = None,
+    ) -> None:
+        self.model_name_or_path = str(model_name_or_path)
+        self.trust_remote_code = trust_remote_code
+        self.dtype = to_dtype(dtype)
+        self._hub = {"revision": revision, "cache_dir": cache_dir}
+
+    @classmethod
+    def from_pretrained(cls, model_name_or_path: str | Path, **options: Any) -> "PreTrainedCausalLM":
+        """The model at a directory or hub id; ``options`` are those of the constructor."""
+        if "torch_dtype" in options:
+            options["dtype"] = options.pop("torch_dtype")
+        known = ("trust_remote_code", "dtype", "revision", "cache_dir")
+        for name in options:
+            if name not in known:
+                raise UserError(f"from_hf_pretrained takes no option {name}{did_you_mean(name, known)}")
+        return cls(model_name_or_path, **options)
+
+    @cached_property
+    def directory(self) -> Path:
+        """The files other than weights."""
+        return hub.resolve(self.model_name_or_path, weights=False, **self._hub)
+
+    @cached_property
+    def raw_config(self) -> dict[str, Any]:
+        """``config.json`` as it is written."""
+        path = self.directory / "config.json"
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:
+            raise UserError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise UserError(f"{path} is not a JSON object")
+        return cast(dict[str, Any], found)
+
+    @cached_property
+    def config(self) -> Any:
+        """The transformers config."""
+        import transformers
+        from huggingface_hub.errors import StrictDataclassError
+
+        auto: Any = transformers.AutoConfig
+        assert self.raw_config is not None  # a broken file is named before transformers sees it
+        try:
+            config: Any = auto.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code)
+        except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+            # the first line of a validation error names the validator, the last one the mistake
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[
+                -1 if isinstance(error, StrictDataclassError) else 0
+            ].strip()
+            raise UserError(f"transformers refuses {self.directory / 'config.json'}: {reason}") from error
+        if self.dtype is not None:
+            config.dtype = self.dtype
+        elif config.dtype is None:
+            config.dtype = self._stored_dtype()
+        return config
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        import transformers
+
+        auto: Any = transformers.AutoTokenizer
+        return auto.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def state(self) -> Checkpoint:
+        """The weights, as lazy views."""
+        return Checkpoint(hub.resolve(self.model_name_or_path, weights=True, **self._hub))
+
+    @property
+    def declared_dtype(self) -> torch.dtype | None:
+        """The dtype that ``config.json`` says the weights are stored in."""
+        return to_dtype(self.raw_config.get("dtype") or self.raw_config.get("torch_dtype"))
+
+    def side_files(self) -> Iterator[Path]:
+        """Paths, relative to ``directory``, of all files but weights: tokenizer, chat template, licence, ..."""
+        for folder, folders, files in os.walk(self.directory):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(files):
+                if not any(fnmatch(name, pattern) for pattern in hub.WEIGHT_PATTERNS):
+                    yield (Path(folder) / name).relative_to(self.directory)
+
+    def _stored_dtype(self) -> torch.dtype | None:
+        try:
+            entries = self.state.entries
+        except UserError:
+            return None  # a config without weights; reading the weights says what is wrong with them
+        found = {entry.dtype for entry in entries.values()}
+        return found.pop() if len(found) == 1 else None
+
+
+def to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """The torch dtype of a name such as ``bfloat16``; None and ``auto`` stay undecided.
+
+    Raises:
+        UserError: no such dtype.
+    """
+    if value is None or value == "auto" or isinstance(value, torch.dtype):
+        return None if isinstance(value, str) else value
+    found = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise UserError(f"dtype={value!r} is not a dtype of torch: use float32, bfloat16 or float16")
+    return found

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files of a checkpoint: what they hold, proven before a byte moves, and views of it without copies.
+
+A file is 8 bytes of header length, a JSON header and the tensors' bytes. Tensors are read through memory maps:
+copying a slice of a view touches the slice's pages only, strided slices and other dtypes included, and the pages
+are given back after each tensor so that a conversion does not hold the checkpoint in memory.
+"""
+
+import json
+import mmap
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.utils.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_LENGTH = 8
+_LONGEST_HEADER = 100 << 20  # the format's own limit
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies: bytes ``begin`` to ``end`` of ``file``."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors of one file in the order of their bytes, and its metadata.
+
+    Raises:
+        UserError: the file is missing, truncated, or not a safetensors file.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH), "little")
+            if size < _LENGTH or length > min(_LONGEST_HEADER, size - _LENGTH):
+                raise UserError(f"{file} is not a whole safetensors file: download it again")
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{file} has a damaged header: download it again") from error
+    metadata = header.pop("__metadata__", {})
+    entries = [_entry(file, name, item, _LENGTH + length) for name, item in header.items()]
+    entries.sort(key=lambda entry: entry.begin)
+    end = max((entry.end for entry in entries), default=_LENGTH + length)
+    if size < end:
+        raise UserError(f"{file} is truncated: {size} bytes of {end}; download it again")
+    return {entry.name: entry for entry in entries}, metadata
+
+
+def _entry(file: Path, name: str, item: dict[str, Any], data: int) -> Entry:
+    code, shape = item["dtype"], tuple(item["shape"])
+    if code not in DTYPES:
+        raise UserError(f"{name} in {file} has dtype {code}, which is not supported: {', '.join(DTYPES)} are")
+    begin, end = item["data_offsets"]
+    entry = Entry(name, file, DTYPES[code], shape, data + begin, data + end)
+    if end - begin != torch.Size(shape).numel() * entry.dtype.itemsize:
+        raise UserError(f"{name} in {file} has {end - begin} bytes, which is not {code} of shape {list(shape)}")
+    return entry
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The tensors of a model directory by name; ``checkpoint[name]`` is a read-only view, paged in when used.
+
+    Args:
+        directory: holds ``model.safetensors`` or its shards and their index.
+
+    Raises:
+        UserError: a shard is missing, truncated or damaged, or disagrees with the index.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.bytes_read = 0
+        self._maps: dict[Path, tuple[mmap.mmap, Tensor]] = {}
+        self._lock = threading.Lock()
+
+    @cached_property
+    def files(self) -> dict[str, tuple[dict[str, Entry], dict[str, str]]]:
+        """File name -> its tensors and metadata."""
+        headers = {name: read_header(self.directory / name) for name in self._file_names}
+        if self._index is not None:
+            self._check_index(headers)
+        return headers
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Every tensor by name."""
+        found: dict[str, Entry] = {}
+        for tensors, _ in self.files.values():
+            for name, entry in tensors.items():
+                if name in found:
+                    raise UserError(f"tensor {name} is in both {found[name].file.name} and {entry.file.name}")
+                found[name] = entry
+        return found
+
+    @cached_property
+    def _index(self) -> dict[str, str] | None:
+        path = self.directory / INDEX
+        if not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{path} is damaged: download it again") from error
+
+    @property
+    def _file_names(self) -> list[str]:
+        if self._index is not None:
+            names = sorted(set(self._index.values()))
+            missing = [name for name in names if not (self.directory / name).is_file()]
+            if missing:
+                raise UserError(
+                    f"{self.directory} lacks {_listed(missing)}, which {INDEX} names: download it again"
+                )
+            return names
+        if (self.directory / SINGLE).is_file():
+            return [SINGLE]
+        raise UserError(
+            f"{self.directory} has neither {SINGLE} nor {INDEX}: "
+            "save the model with transformers' save_pretrained to get safetensors files"
+        )
+
+    def _check_index(self, headers: Mapping[str, tuple[dict[str, Entry], dict[str, str]]]) -> None:
+        assert self._index is not None
+        for name, file in self._index.items():
+            if name not in headers[file][0]:
+                raise UserError(f"tensor {name} is not in {file}, though {INDEX} of {self.directory} says so")
+        for file, (tensors, _) in headers.items():
+            extra = [name for name in tensors if self._index.get(name) != file]
+            if extra:
+                raise UserError(f"{file} of {self.directory} holds {_listed(extra)}, which {INDEX} does not name")
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        if entry.begin == entry.end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        raw = self._mapped(entry.file)[1][entry.begin : entry.end]
+        if entry.begin % entry.dtype.itemsize:
+            raw = raw.clone()  # the format does not promise alignment
+        return raw.view(entry.dtype).view(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def copy(self, name: str, source: tuple[int, int, int], target: Tensor) -> None:
+        """Copy a range of a tensor into ``target``, whatever its strides, dtype and device.
+
+        Args:
+            name: the tensor.
+            source: dimension, first index and number of indices.
+            target: of the range's shape.
+        """
+        tensor = self[name]
+        target.copy_(tensor.narrow(*source) if tensor.ndim else tensor)
+        with self._lock:
+            self.bytes_read += target.numel() * tensor.itemsize
+
+    def release(self, name: str) -> None:
+        """Give back the memory in which a tensor's pages were mapped; it can still be read."""
+        entry = self.entries[name]
+        mapped = self._maps.get(entry.file)
+        if mapped is not None and entry.end > entry.begin:
+            begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped[0].madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+
+    def _mapped(self, file: Path) -> tuple[mmap.mmap, Tensor]:
+        with self._lock:
+            if file not in self._maps:
+                with file.open("rb") as stream, warnings.catch_warnings():
+                    # a writable private map would count against the memory limit, file by file
+                    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                    warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                    self._maps[file] = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
+            return self._maps[file]
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files that are laid out first and filled in any order, by any number of threads and processes.
+
+The place of every byte follows from names, dtypes and shapes, so a tensor is written straight from where it is and
+never collected.
+"""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.models.hf_pretrained.safetensors_files import CODES, INDEX, SINGLE, Checkpoint, Entry
+from megatron.bridge.utils.errors import UserError
+
+SHARD_BYTES = 5 * 10**9
+_ALIGNMENT = 8
+
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Name -> dtype and shape."""
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One file: its header, and where each tensor lies (``Entry.file`` is the file's bare name)."""
+
+    name: str
+    header: bytes
+    entries: dict[str, Entry]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return max((entry.end for entry in self.entries.values()), default=len(self.header))
+
+
+def layout_like(source: Checkpoint, tensors: Shapes) -> list[FileLayout]:
+    """The files of ``source`` for ``tensors``; a file with the same tensors gets the same header, byte for byte.
+
+    Tensors that the source lacks go into files of their own.
+    """
+    layouts: list[FileLayout] = []
+    placed: set[str] = set()
+    for file, (entries, metadata) in source.files.items():
+        ours = {name: tensors[name] for name in entries if name in tensors}
+        placed |= ours.keys()
+        if ours == {name: (entry.dtype, entry.shape) for name, entry in entries.items()}:
+            layouts.append(FileLayout(file, _header_of(source.directory / file), entries))
+        elif ours:
+            layouts.append(_file(file, ours, metadata))
+    rest = {name: item for name, item in tensors.items() if name not in placed}
+    return layouts + [_file(f"extra-{layout.name}", _items(layout), {}) for layout in layout_new(rest)]
+
+
+def layout_new(tensors: Shapes, shard_bytes: int = SHARD_BYTES) -> list[FileLayout]:
+    """Files of at most ``shard_bytes``, unless one tensor is larger, named as transformers names them."""
+    groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = []
+    room = 0
+    for name, item in tensors.items():
+        size = _size(*item)
+        if not groups or size > room:
+            groups.append({})
+            room = shard_bytes
+        groups[-1][name] = item
+        room -= size
+    if len(groups) == 1:
+        return [_file(SINGLE, groups[0], {"format": "pt"})]
+    names = (f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1))
+    return [_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
+
+
+def write_index(directory: Path, layouts: Iterable[FileLayout], source: Checkpoint | None) -> None:
+    """Write the index where there are several files, or where the source has one; unchanged if it still holds."""
+    where = {name: layout.name for layout in layouts for name in layout.entries}
+    sizes = sum(entry.end - entry.begin for layout in layouts for entry in layout.entries.values())
+    original = source.directory / INDEX if source is not None else None
+    if original is not None and original.is_file():
+        text = original.read_text()
+        if json.loads(text)["weight_map"] == where:
+            (directory / INDEX).write_text(text)
+            return
+    if set(where.values()) == {SINGLE}:
+        return
+    index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(where.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def create(directory: Path, layouts: Iterable[FileLayout]) -> None:
+    """Make the files with their headers and full size.
+
+    Raises:
+        UserError: the file system has not enough room.
+    """
+    layouts = list(layouts)
+    needed, free = sum(layout.size for layout in layouts), shutil.disk_usage(directory).free
+    if needed > free:
+        raise UserError(
+            f"{directory.parent} has {free / 1e9:.2f} GB free and the model needs {needed / 1e9:.2f} GB: "
+            "free some space or choose another directory"
+        )
+    for layout in layouts:
+        with (directory / layout.name).open("wb") as file:
+            file.write(layout.header)
+            file.truncate(layout.size)
+
+
+class Writer:
+    """Fills files that ``create`` made; usable from several threads.
+
+    Args:
+        directory: where the files are.
+        layouts: their layouts.
+    """
+
+    def __init__(self, directory: Path, layouts: Iterable[FileLayout]) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._descriptors: dict[Path, int] = {}
+        self._unwritten: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        for layout in layouts:
+            path = Path(layout.name)
+            self._unwritten[path] = layout.size - len(layout.header)
+            self._descriptors[path] = os.open(directory / layout.name, os.O_WRONLY)
+            self._entries |= {name: _move(entry, path) for name, entry in layout.entries.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def write(self, name: str, start: int, rows: Tensor) -> None:
+        """Write rows ``start`` and following of a tensor, in the dtype of the layout.
+
+        Args:
+            name: the tensor.
+            start: index along the first dimension.
+            rows: the numbers, on any device.
+        """
+        entry = self._entries[name]
+        data = rows.detach().to(device="cpu", dtype=entry.dtype).contiguous()
+        row = (entry.end - entry.begin) // entry.shape[0] if entry.shape and entry.shape[0] else 0
+        position = entry.begin + start * row
+        assert position + data.nbytes <= entry.end, f"{name} is larger than its place in the file"
+        view = memoryview(data.reshape(-1).view(torch.uint8).numpy())
+        while view:
+            count = os.pwrite(self._descriptors[entry.file], view, position)
+            view, position = view[count:], position + count
+        self._flush(entry.file, data.nbytes)
+
+    def _flush(self, file: Path, written: int) -> None:
+        """Start a file on its way to the disk once it is complete, while the other thread goes on writing."""
+        with self._lock:
+            self._unwritten[file] -= written
+            complete = self._unwritten[file] == 0
+        if complete:
+            os.fsync(self._descriptors[file])
+
+
+def _file(name: str, tensors: Shapes, metadata: Mapping[str, str]) -> FileLayout:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for tensor, (dtype, shape) in tensors.items():
+        size = _size(dtype, shape)
+        header[tensor] = {
+            "dtype": CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    data = 8 + len(text)
+    entries = {
+        tensor: Entry(
+            tensor, Path(name), dtype, shape, *(data + offset for offset in header[tensor]["data_offsets"])
+        )
+        for tensor, (dtype, shape) in tensors.items()
+    }
+    return FileLayout(name, len(text).to_bytes(8, "little") + text, entries)
+
+
+def _header_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        length = file.read(8)
+        return length + file.read(int.from_bytes(length, "little"))
+
+
+def _items(layout: FileLayout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (entry.dtype, entry.shape) for name, entry in layout.entries.items()}
+
+
+def _move(entry: Entry, file: Path) -> Entry:
+    return Entry(entry.name, file, entry.dtype, entry.shape, entry.begin, entry.end)
+
+
+def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

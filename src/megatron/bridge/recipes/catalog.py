@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All recipes by name, read from the source text: listing them imports no torch.
+
+A recipe is a public function of a module ``recipes/<family>/<module>.py`` with ``_config`` in its name. The first
+line of its docstring reads ``what it trains, N x GPU: why this layout.``
+"""
+
+import ast
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+Mode = Literal["pretrain", "sft"]
+
+_SUMMARY = re.compile(r"^(?P<what>.+), (?P<count>\d+) x (?P<kind>[^:,]+): .+\.$")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is known of a recipe without importing it.
+
+    Attributes:
+        name: Name of the function.
+        module: Module that defines it.
+        what: What it trains.
+        gpus: Number of GPUs that its layout is meant for.
+        gpu_kind: Their type.
+    """
+
+    name: str
+    module: str
+    what: str
+    gpus: int
+    gpu_kind: str
+
+    @property
+    def mode(self) -> Mode:
+        """The stage that the name says."""
+        return "pretrain" if "_pretrain_config" in self.name else "sft"
+
+    def function(self) -> "Callable[..., ConfigContainer]":
+        """The recipe itself, imported."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+    def build(self, **options: Any) -> "ConfigContainer":
+        """The config that the recipe returns for ``options``."""
+        return self.function()(**options)
+
+
+@cache
+def catalog() -> dict[str, Recipe]:
+    """Every recipe by its name, in alphabetical order."""
+    root = Path(__file__).parent
+    found = [recipe for path in sorted(root.glob("*/*.py")) for recipe in _recipes_of(path, root)]
+    return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
+
+
+def find(name: str) -> Recipe:
+    """The recipe called ``name``.
+
+    Raises:
+        UserError: there is none, with the nearest names.
+    """
+    recipes = catalog()
+    if name not in recipes:
+        hint = did_you_mean(name, recipes) or "; --list shows all of them"
+        raise UserError(f"there is no recipe {name}{hint}")
+    return recipes[name]
+
+
+def search(text: str) -> list[Recipe]:
+    """Recipes whose name or description contains every word of ``text``.
+
+    Example:
+        >>> [recipe.name for recipe in search("smollm2 pretrain")]
+        ['smollm2_135m_pretrain_config']
+    """
+    words = text.lower().split()
+    return [
+        recipe
+        for recipe in catalog().values()
+        if all(word in f"{recipe.name} {recipe.what} {recipe.gpus}x{recipe.gpu_kind}".lower() for word in words)
+    ]
+
+
+def _recipes_of(path: Path, root: Path) -> list[Recipe]:
+    module = f"{__package__}.{path.relative_to(root).with_suffix('').as_posix().replace('/', '.')}"
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return [
+        _describe(node.name, module, ast.get_docstring(node) or "")
+        for node in functions
+        if "_config" in node.name and not node.name.startswith("_")
+    ]
+
+
+def _describe(name: str, module: str, docstring: str) -> Recipe:
+    match = _SUMMARY.match(docstring.partition("\n")[0])
+    assert match, f"{module}.{name}: the docstring must begin with 'what it trains, N x GPU: why this layout.'"
+    return Recipe(name, module, match["what"], int(match["count"]), match["kind"])

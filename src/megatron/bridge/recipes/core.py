@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The builders behind all recipes: a size, what a user asks for, and what is recommended, to a config.
+
+What a user asks for wins over what the recipe recommends, which wins over the defaults of the stage below.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+from megatron.bridge.data.config import FinetuningDatasetConfig, GPTDatasetConfig, MockGPTDatasetConfig
+from megatron.bridge.data.tokenizer import TokenizerConfig
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.recipes.options import FinetuneOptions, LayoutOptions, PretrainOptions, ScheduleOptions
+from megatron.bridge.recipes.sizes import Size
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DistributedDataParallelConfig,
+    LoggerConfig,
+    OptimizerConfig,
+    RNGConfig,
+    SchedulerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+LAYOUT: LayoutOptions = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "embedding_and_loss_are_layers": False,
+    "context_parallel_size": 1,
+    "recompute": None,
+}
+
+SCHEDULE: ScheduleOptions = {
+    "micro_batch_size": 1,
+    "eval_iters": 10,
+    "precision": "bf16_mixed",
+    "seed": 1234,
+    "dir": None,
+    "tokenizer": None,
+}
+
+PRETRAIN: PretrainOptions = {
+    **LAYOUT,
+    **SCHEDULE,
+    "train_iters": 250_000,
+    "global_batch_size": 512,
+    "min_lr": 3e-6,
+    "warmup_fraction": 0.01,
+    "eval_interval": 1000,
+    "save_interval": 1000,
+    "data_paths": None,
+    "split": "9990,8,2",
+}
+
+FINETUNE: FinetuneOptions = {
+    **LAYOUT,
+    **SCHEDULE,
+    "seq_length": 4096,
+    "train_iters": 1000,
+    "global_batch_size": 128,
+    "lr": 5e-6,
+    "min_lr": 0.0,
+    "warmup_fraction": 0.05,
+    "eval_interval": 100,
+    "save_interval": 100,
+    "pretrained_checkpoint": None,
+    "dataset_root": None,
+    "peft": None,
+}
+
+
+def pretrain(size: Size, options: PretrainOptions, **recommended: Unpack[PretrainOptions]) -> ConfigContainer:
+    """The config that trains ``size`` from random weights.
+
+    Raises:
+        UserError: ``options`` has a key that ``PretrainOptions`` has not.
+    """
+    chosen = _chosen(PretrainOptions, PRETRAIN, recommended, options)
+    data_paths = chosen["data_paths"]
+    if data_paths is None:
+        dataset = _mock_data(chosen)
+    else:
+        dataset = GPTDatasetConfig(
+            seq_length=chosen["seq_length"],
+            blend=(data_paths, None),
+            split=chosen["split"],
+            random_seed=chosen["seed"],
+        )
+    return _assemble(size, chosen, dataset, weight_decay=0.1, mock=data_paths is None)
+
+
+def sft(size: Size, options: FinetuneOptions, **recommended: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """The config that goes on training all weights of ``size`` on prompts and completions.
+
+    Raises:
+        UserError: ``options`` has a key that ``FinetuneOptions`` has not, or asks for an adapter.
+    """
+    chosen = _chosen(FinetuneOptions, FINETUNE, recommended, options)
+    if chosen["peft"] is not None:
+        raise UserError(f"peft={chosen['peft']} is not available in this version; peft=None trains all weights")
+    root = chosen["dataset_root"]
+    if root is None:
+        dataset = _mock_data(chosen)
+    else:
+        dataset = FinetuningDatasetConfig(
+            seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"], truncation="right"
+        )
+    config = _assemble(size, chosen, dataset, weight_decay=0.01, mock=root is None)
+    config.checkpoint.pretrained_checkpoint = chosen["pretrained_checkpoint"]
+    return config
+
+
+def _chosen(kind: Any, *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Later layers win. TypedDicts do not exist at run time, so their keys are checked here."""
+    known = kind.__annotations__
+    for layer in layers:
+        for key in layer:
+            if key not in known:
+                raise UserError(f"there is no recipe option {key}{did_you_mean(key, known)}")
+    return {key: value for layer in layers for key, value in layer.items()}
+
+
+def _mock_data(chosen: dict[str, Any]) -> MockGPTDatasetConfig:
+    return MockGPTDatasetConfig(seq_length=chosen["seq_length"], random_seed=chosen["seed"])
+
+
+def _assemble(
+    size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: float, mock: bool
+) -> ConfigContainer:
+    model = _model(size, chosen)
+    return ConfigContainer(
+        model=model,
+        train=TrainingConfig(
+            train_iters=chosen["train_iters"],
+            global_batch_size=chosen["global_batch_size"],
+            micro_batch_size=chosen["micro_batch_size"],
+            # a collection on one rank makes the others wait: all do it at the same step
+            manual_gc=True,
+            manual_gc_interval=100,
+        ),
+        validation=ValidationConfig(eval_interval=chosen["eval_interval"], eval_iters=chosen["eval_iters"]),
+        optimizer=_optimizer(chosen, weight_decay),
+        # a fraction, so that a run that is made shorter still warms up and still fits its schedule
+        scheduler=SchedulerConfig(lr_decay_style="cosine", lr_warmup_fraction=chosen["warmup_fraction"]),
+        ddp=DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+        ),
+        dataset=dataset,
+        tokenizer=_tokenizer(size, chosen, model, mock),
+        checkpoint=_checkpoint(chosen),
+        logger=LoggerConfig(),
+        rng=RNGConfig(seed=chosen["seed"]),
+        mixed_precision=chosen["precision"],
+    )
+
+
+def _model(size: Size, chosen: dict[str, Any]) -> GPTModelProvider:
+    model = size.provider()
+    tensor = chosen["tensor_model_parallel_size"]
+    model.seq_length = chosen["seq_length"]
+    model.tensor_model_parallel_size = tensor
+    model.sequence_parallel = chosen.get("sequence_parallel", tensor > 1)
+    model.pipeline_model_parallel_size = chosen["pipeline_model_parallel_size"]
+    model.virtual_pipeline_model_parallel_size = chosen["virtual_pipeline_model_parallel_size"]
+    model.account_for_embedding_in_pipeline_split = chosen["embedding_and_loss_are_layers"]
+    model.account_for_loss_in_pipeline_split = chosen["embedding_and_loss_are_layers"]
+    model.context_parallel_size = chosen["context_parallel_size"]
+    if (recompute := chosen["recompute"]) is not None:
+        model.recompute_granularity = recompute
+    if recompute == "full":
+        model.recompute_method, model.recompute_num_layers = "uniform", 1
+    return model
+
+
+def _optimizer(chosen: dict[str, Any], weight_decay: float) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=chosen["lr"],
+        min_lr=chosen["min_lr"],
+        weight_decay=weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=1e-8,
+        clip_grad=1.0,
+    )
+
+
+def _tokenizer(size: Size, chosen: dict[str, Any], model: GPTModelProvider, mock: bool) -> TokenizerConfig:
+    name = chosen["tokenizer"]
+    if mock and name is None:
+        return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=model.vocab_size)
+    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=name or size.hub_id)
+
+
+def _checkpoint(chosen: dict[str, Any]) -> CheckpointConfig:
+    folder = chosen["dir"]
+    if folder is None:
+        return CheckpointConfig()
+    return CheckpointConfig(save=folder, save_interval=chosen["save_interval"])

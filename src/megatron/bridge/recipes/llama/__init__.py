@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of the Llama family."""
+
+from megatron.bridge.recipes.llama.llama3 import (
+    llama3_8b_16k_pretrain_config,
+    llama3_8b_64k_pretrain_config,
+    llama3_8b_128k_pretrain_config,
+    llama3_8b_finetune_config,
+    llama3_8b_pretrain_config,
+    llama3_70b_16k_pretrain_config,
+    llama3_70b_64k_pretrain_config,
+    llama3_70b_finetune_config,
+    llama3_70b_pretrain_config,
+    llama31_8b_finetune_config,
+    llama31_8b_pretrain_config,
+    llama31_70b_finetune_config,
+    llama31_70b_pretrain_config,
+    llama31_405b_finetune_config,
+    llama31_405b_pretrain_config,
+    llama32_1b_finetune_config,
+    llama32_1b_pretrain_config,
+    llama32_3b_finetune_config,
+    llama32_3b_pretrain_config,
+)
+
+__all__ = [
+    "llama3_8b_16k_pretrain_config",
+    "llama3_8b_64k_pretrain_config",
+    "llama3_8b_128k_pretrain_config",
+    "llama3_8b_finetune_config",
+    "llama3_8b_pretrain_config",
+    "llama3_70b_16k_pretrain_config",
+    "llama3_70b_64k_pretrain_config",
+    "llama3_70b_finetune_config",
+    "llama3_70b_pretrain_config",
+    "llama31_8b_finetune_config",
+    "llama31_8b_pretrain_config",
+    "llama31_70b_finetune_config",
+    "llama31_70b_pretrain_config",
+    "llama31_405b_finetune_config",
+    "llama31_405b_pretrain_config",
+    "llama32_1b_finetune_config",
+    "llama32_1b_pretrain_config",
+    "llama32_3b_finetune_config",
+    "llama32_3b_pretrain_config",
+]

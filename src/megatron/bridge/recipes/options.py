@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recipe can be asked for, one ``TypedDict`` a stage: pyright and the builders refuse any other key."""
+
+from typing import Literal, TypedDict
+
+Precision = Literal["bf16_mixed", "fp16_mixed", "fp32"]
+Recompute = Literal["selective", "full"]
+
+
+class LayoutOptions(TypedDict, total=False):
+    """How the model lies over the processes.
+
+    Attributes:
+        tensor_model_parallel_size: Processes that share each matrix.
+        sequence_parallel: Share the work between matrices over the same processes, too. Not given: whenever there
+            are several.
+        pipeline_model_parallel_size: Processes that share the layers.
+        virtual_pipeline_model_parallel_size: Interleaved stages of one process.
+        embedding_and_loss_are_layers: Count the embedding and the loss as a layer each when layers are shared out.
+        context_parallel_size: Processes that share each sequence.
+        recompute: What is computed again in the backward pass to save memory: attention only, or whole layers.
+    """
+
+    tensor_model_parallel_size: int
+    sequence_parallel: bool
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    embedding_and_loss_are_layers: bool
+    context_parallel_size: int
+    recompute: Recompute | None
+
+
+class ScheduleOptions(TypedDict, total=False):
+    """How much is trained, how fast, and what is kept of it.
+
+    Attributes:
+        seq_length: Tokens of a sample.
+        train_iters: Optimizer steps.
+        global_batch_size: Samples of one step, over all processes.
+        micro_batch_size: Samples of one forward pass of one process.
+        lr: Learning rate at its peak.
+        min_lr: Learning rate at the end.
+        warmup_fraction: Part of the steps over which the learning rate rises.
+        eval_interval: Steps between evaluations.
+        eval_iters: Global batches of one evaluation; 0 switches evaluation off.
+        precision: Number format of the computation.
+        seed: Seed of weights, dropout and data order.
+        dir: Run folder, for checkpoints and logs; None keeps nothing.
+        save_interval: Steps between checkpoints.
+        tokenizer: Directory or hub id; None means the model's own with data, and none at all without.
+    """
+
+    seq_length: int
+    train_iters: int
+    global_batch_size: int
+    micro_batch_size: int
+    lr: float
+    min_lr: float
+    warmup_fraction: float
+    eval_interval: int
+    eval_iters: int
+    precision: Precision
+    seed: int
+    dir: str | None
+    save_interval: int
+    tokenizer: str | None
+
+
+class PretrainOptions(LayoutOptions, ScheduleOptions, total=False):
+    """Options of ``*_pretrain_config``.
+
+    Attributes:
+        data_paths: Corpora written by ``megatron-bridge data preprocess`` (paths without ``.bin``), each taken in
+            proportion to its size; None trains on made-up samples.
+        split: Shares of the documents for training, validation and test.
+    """
+
+    data_paths: list[str] | None
+    split: str
+
+
+class FinetuneOptions(LayoutOptions, ScheduleOptions, total=False):
+    """Options of ``*_finetune_config``.
+
+    Attributes:
+        pretrained_checkpoint: Weights to start from: a Megatron checkpoint or a Hugging Face directory.
+        dataset_root: Folder with ``training.jsonl`` and ``validation.jsonl``; None trains on made-up samples.
+        peft: None trains all weights.
+    """
+
+    pretrained_checkpoint: str | None
+    dataset_root: str | None
+    peft: str | None

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The callbacks of every run, in order."""
+
+from collections.abc import Iterable
+
+from megatron.bridge.training.callbacks.base import Callback, CallbackManager
+from megatron.bridge.training.callbacks.evaluation import Evaluation
+from megatron.bridge.training.callbacks.exit import ExitInterval
+from megatron.bridge.training.callbacks.finite import FiniteGradients
+from megatron.bridge.training.callbacks.garbage import GarbageCollection
+from megatron.bridge.training.callbacks.logging import Logging
+from megatron.bridge.training.callbacks.params import GatherParams
+from megatron.bridge.training.callbacks.record import RunRecord
+from megatron.bridge.training.callbacks.saving import Saving
+from megatron.bridge.training.config import ConfigContainer
+
+
+def default_callbacks(config: ConfigContainer, users: Iterable[Callback] = ()) -> CallbackManager:
+    """Framework features around the user's callbacks; the order is the order of the calls."""
+    return CallbackManager(
+        [
+            RunRecord(config),  # the resolved config is on disk before anything can fail
+            GarbageCollection(config.train),
+            GatherParams(),  # after the last step, before anyone reads the weights
+            Logging(config),  # a step is shown before it is evaluated
+            FiniteGradients(),  # a ruined step is shown, but neither evaluated nor saved
+            Evaluation(config),
+            *users,  # what they change at a step is part of that step's checkpoint
+            Saving(),  # before the next batch is drawn
+            ExitInterval(config.train),  # a run stops only after it was saved
+        ]
+    )

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run saves, what it resumes from, and what it keeps.
+
+A checkpoint is one unit: weights, optimizer, schedule, progress (and with it the position in the data), random
+states and the callbacks' states. Under the same layout a resumed run is bitwise the undisturbed one. Under another
+layout it goes on with the same next samples; random states belong to ranks, so dropout then draws otherwise.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron.bridge.checkpoint import distributed, layout, model_io
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.training.config import CheckpointConfig, SchedulerConfig
+from megatron.bridge.training.optimizer import parts, set_step, step_of
+from megatron.bridge.training.optimizer_state import PREFIX, sharded_optimizer_state
+from megatron.bridge.training.param_gather import gathered_params
+from megatron.bridge.training.state import Run
+from megatron.bridge.utils import dist
+from megatron.bridge.utils.config.serialize import to_plain
+from megatron.bridge.utils.console import console
+from megatron.bridge.utils.errors import UserError
+
+RUN = "run"
+RANK = f"{model_io.RUN_STATE}.rank"
+
+# What of the schedule a checkpoint fixes, and the key that sets it.
+SCHEDULE_KEYS = {
+    "max_lr": "optimizer.lr",
+    "min_lr": "optimizer.min_lr",
+    "lr_warmup_steps": "scheduler.lr_warmup_iters",
+    "lr_decay_steps": "scheduler.lr_decay_iters",
+    "lr_decay_style": "scheduler.lr_decay_style",
+    "start_wd": "scheduler.start_weight_decay",
+    "end_wd": "scheduler.end_weight_decay",
+    "wd_incr_steps": "train.train_iters",
+    "wd_incr_style": "scheduler.weight_decay_incr_style",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread over ranks; what belongs to one rank only fits the same layout."""
+
+    world: int
+    tensor: int
+    pipeline: int
+    virtual: int
+    context: int
+    expert: int
+
+    @classmethod
+    def current(cls) -> "Layout":
+        """The layout of this process."""
+        return cls(
+            dist.world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        )
+
+
+def save_run(run: Run) -> Path:
+    """Save ``run`` under its step, make that the newest checkpoint, and drop old ones beyond ``most_recent_k``.
+
+    Returns:
+        The directory that was published.
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is full; the checkpoint before stays the newest.
+    """
+    config = run.config.checkpoint
+    assert config.save is not None, "checkpoint.save is not set"
+    root, step = Path(config.save), run.progress.step
+    directory = layout.iteration_dir(root, step)
+    on_first_rank(lambda: layout.recover(root))
+    write_extra = model_io.extra_files(to_plain(run.config))
+    with gathered_params(run.model):
+        distributed.save(run_state(run), directory, write_extra, overwrite=True)
+    on_first_rank(lambda: _make_newest(root, step, config.most_recent_k))
+    return directory
+
+
+def run_state(run: Run) -> dict[str, Any]:
+    """Everything of a run that a checkpoint holds, described for saving."""
+    config = run.config.checkpoint
+    state = model_io.model_state(run.model, model_io.MODEL_METADATA)
+    if config.save_optim:
+        state["optimizer"] = sharded_optimizer_state(run.optimizer, state)
+    state[model_io.CONTENT_METADATA] = dict(model_io.MODEL_METADATA)
+    state[RUN] = {
+        "layout": asdict(Layout.current()),
+        "progress": run.progress.state_dict(),
+        "scheduler": run.scheduler.state_dict(),
+        "optimizer": _optimizer_scalars(run) if config.save_optim else None,
+        "random": config.save_rng,
+    }
+    own = {"callbacks": run.callbacks.state_dict(), "random": random_states() if config.save_rng else None}
+    state[RANK] = ShardedObject(RANK, own, (dist.world_size(),), (dist.rank(),))
+    return state
+
+
+def find_source(config: CheckpointConfig) -> tuple[Path | None, bool]:
+    """Where a run starts: the first of these that there is.
+
+    1. The newest checkpoint in ``checkpoint.save``: the run was interrupted and goes on.
+    2. ``checkpoint.load``: it goes on from there, or with ``finetune`` takes the weights only.
+    3. ``checkpoint.pretrained_checkpoint``: weights from a Megatron checkpoint or a Hugging Face directory.
+
+    To be called on all ranks, also before anything is built: a folder that is not there, or a checkpoint with a
+    missing or truncated file, is found at once.
+
+    Returns:
+        The directory, or None for a fresh start; and whether the run goes on from a step of an earlier one.
+
+    Raises:
+        UserError: nothing is where the config says, or it is damaged.
+    """
+    return on_first_rank(lambda: _source(config))
+
+
+def load_run(run: Run) -> bool:
+    """Bring ``run`` to where it shall start, as ``find_source`` tells.
+
+    Returns:
+        Whether the run goes on from a step that an earlier one reached.
+
+    Raises:
+        UserError: what ``find_source`` refuses, or a checkpoint of another model or schedule.
+    """
+    directory, resumed = find_source(run.config.checkpoint)
+    if directory is None:
+        return False
+    if resumed:
+        with _way_back(run.config.checkpoint, directory):
+            resume(run, directory)
+        console().print(f"resumed from {directory} at step {run.progress.step}", markup=False)
+    else:
+        load_weights(run, directory)
+        console().print(f"weights from {directory}", markup=False)
+    return resumed
+
+
+def load_weights(run: Run, path: Path) -> None:
+    """Fill the model, and the optimizer's master copies of it, from a Megatron or a Hugging Face directory."""
+    if on_first_rank((path / "config.json").is_file):
+        from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+
+        AutoBridge.from_hf_pretrained(str(path)).load_hf_weights(run.model)
+    else:
+        model_io.load_model(run.model, path)
+    run.optimizer.reload_model_params()
+
+
+def resume(run: Run, directory: Path) -> None:
+    """Make ``run`` what was saved in ``directory``.
+
+    Raises:
+        UserError: the checkpoint is damaged, lacks what is asked for, or is of another model or schedule.
+    """
+    config = run.config.checkpoint
+    common = distributed.load_common(directory)
+    saved = _saved_run(config, common, directory)
+    check_schedule(run, saved["scheduler"], directory)
+    model_io.check_vocabulary(run.model, directory)
+    state = model_io.model_state(run.model, model_io.stored_metadata(common))
+    if config.load_optim:
+        state["optimizer"] = sharded_optimizer_state(run.optimizer, state)
+    same = saved["layout"] == asdict(Layout.current())
+    # Under another layout no rank's own state fits; what callbacks kept is taken from the first rank.
+    part = (dist.world_size(), dist.rank()) if same else (saved["layout"]["world"], 0)
+    state[RANK] = ShardedObject(RANK, None, (part[0],), (part[1],), replica_id=0 if same else dist.rank())
+    known = () if config.load_optim else (f"{PREFIX}.",)
+    loaded = distributed.load(state, directory, known=known)
+    model_io.set_model_state(run.model, loaded)
+    _set_optimizer(run, saved["optimizer"])
+    _set_schedule(run, saved["scheduler"])
+    run.progress.load_state_dict(saved["progress"])
+    run.callbacks.load_state_dict(loaded[RANK]["callbacks"])
+    if config.load_rng:
+        _set_random(run, loaded[RANK]["random"] if same else None, saved["layout"])
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all generators that a rank draws from."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": _tracker().get_states(),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put the generators where ``random_states`` found them."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.cuda.set_rng_state(states["device"])
+    torch.set_rng_state(states["torch"])
+    _tracker().set_states(states["tracker"])
+
+
+def _tracker() -> Any:
+    """The generators that tensor-parallel ranks share or keep apart."""
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
+def check_schedule(run: Run, saved: dict[str, Any], directory: Path) -> None:
+    """Refuse a schedule that differs from the checkpoint's, unless the config says which one counts.
+
+    Raises:
+        UserError: naming each value that differs.
+    """
+    config: SchedulerConfig = run.config.scheduler
+    if config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler:
+        return
+    current = run.scheduler.state_dict()
+    constant = saved["wd_incr_style"] == current["wd_incr_style"] == "constant"
+    differing = [
+        f"{key} gives {_in_steps(name, current, run)}, the checkpoint has {_in_steps(name, saved, run)}"
+        for name, key in SCHEDULE_KEYS.items()
+        if current[name] != saved[name] and not (name == "wd_incr_steps" and constant)
+    ]
+    if differing:
+        raise UserError(
+            f"the schedule differs from that of checkpoint {directory}: {'; '.join(differing)}; "
+            "set scheduler.use_checkpoint_opt_param_scheduler or scheduler.override_opt_param_scheduler"
+        )
+
+
+def _in_steps(name: str, schedule: dict[str, Any], run: Run) -> Any:
+    """A value of the schedule as the config spells it: Megatron-Core counts lengths in samples."""
+    return schedule[name] / run.config.train.global_batch_size if name.endswith("_steps") else schedule[name]
+
+
+def prune(root: Path, newest: int, keep: int) -> None:
+    """Delete all but the ``keep`` newest checkpoints up to ``newest``, which is never deleted.
+
+    Later iterations belong to a run that went back; it will replace them when it gets there.
+    """
+    if keep < 1:
+        return
+    older = [number for number in layout.published_iterations(root) if number < newest]
+    for number in older[: max(0, len(older) - (keep - 1))]:
+        layout.remove(root, number)
+
+
+def _make_newest(root: Path, step: int, keep: int) -> None:
+    layout.write_tracker(root, step)
+    prune(root, step, keep)
+
+
+@contextmanager
+def _way_back(config: CheckpointConfig, directory: Path) -> Iterator[None]:
+    """Say how a run goes on without its newest checkpoint, if that is damaged and an older one is there."""
+    try:
+        yield
+    except distributed.DamagedError as error:
+        root, newest = directory.parent, layout.iteration_of(directory)
+        older = [number for number in layout.published_iterations(root) if newest is None or number < newest]
+        if str(root) != config.save or not older:
+            raise
+        hint = f"to go back, write {older[-1]} into {root / layout.TRACKER}"
+        raise distributed.DamagedError(f"{error} ({hint})") from error
+
+
+def _source(config: CheckpointConfig) -> tuple[Path | None, bool]:
+    directory, resumed = _named_source(config)
+    if directory is not None and not (directory / "config.json").is_file():
+        directory = layout.resolve(directory)
+        with _way_back(config, directory):
+            distributed.check_files(directory)
+    return directory, resumed
+
+
+def _named_source(config: CheckpointConfig) -> tuple[Path | None, bool]:
+    if config.save is not None:
+        layout.recover(config.save)
+        if layout.latest_iteration(config.save) is not None:
+            return Path(config.save), True
+    if config.load is not None and config.load != config.save:
+        return Path(config.load), not config.finetune
+    if config.finetune and config.pretrained_checkpoint is None:
+        raise UserError(
+            "checkpoint.finetune=True needs weights: set checkpoint.load to the folder that holds them"
+        )
+    if config.pretrained_checkpoint is not None:
+        return Path(config.pretrained_checkpoint), False
+    return None, False
+
+
+def _saved_run(config: CheckpointConfig, common: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """What a checkpoint knows of its run, if that is all that the config asks for."""
+    if RUN not in common:
+        raise UserError(
+            f"checkpoint {directory} holds weights only, no run to go on with; "
+            "set checkpoint.pretrained_checkpoint to it instead of checkpoint.load"
+        )
+    saved: dict[str, Any] = common[RUN]
+    for wanted, found, key, what in (
+        (config.load_optim, saved["optimizer"], "load_optim", "the optimizer's state"),
+        (config.load_rng, saved["random"], "load_rng", "random states"),
+    ):
+        if wanted and not found:
+            raise UserError(f"checkpoint {directory} was saved without {what}; set checkpoint.{key}=false")
+    return saved
+
+
+def _optimizer_scalars(run: Run) -> dict[str, Any]:
+    scalers = [part.grad_scaler.state_dict() if _scaler(part) else {} for part in parts(run.optimizer)]
+    return {"step": step_of(run.optimizer), "grad_scalers": scalers}
+
+
+def _scaler(part: Any) -> Any:
+    return getattr(part, "grad_scaler", None)
+
+
+def _set_optimizer(run: Run, saved: dict[str, Any] | None) -> None:
+    if not run.config.checkpoint.load_optim or saved is None:
+        run.optimizer.reload_model_params()
+        return
+    set_step(run.optimizer, saved["step"])
+    for part, scaler in zip(parts(run.optimizer), saved["grad_scalers"], strict=False):
+        if scaler and _scaler(part):
+            part.grad_scaler.load_state_dict(scaler)
+
+
+def _set_schedule(run: Run, saved: dict[str, Any]) -> None:
+    scheduler = run.scheduler
+    if saved["wd_incr_style"] == scheduler.wd_incr_style == "constant":
+        saved = {**saved, "wd_incr_steps": scheduler.wd_incr_steps}
+    scheduler.num_steps = 0
+    scheduler.load_state_dict(saved)
+    # Megatron-Core sets the groups before it has taken over the weight decay.
+    scheduler.step(increment=0)
+
+
+def _set_random(run: Run, states: dict[str, Any] | None, saved: dict[str, int]) -> None:
+    if states is not None:
+        set_random_states(states)
+        return
+    # Another seed than at the start, or dropout would repeat the masks of the first steps.
+    tensor_parallel.model_parallel_cuda_manual_seed(run.config.rng.seed + run.progress.step)
+    sizes = ", ".join(f"{name} {size}" for name, size in saved.items())
+    console().print(f"random states start afresh: the checkpoint's layout was {sizes}", markup=False)

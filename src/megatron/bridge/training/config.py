@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""The configuration of a run: plain dataclasses, resolved and checked once by ``ConfigContainer.validate``.
+
+A field whose default is None is derived when the config is validated; a value that somebody set is never
+replaced. Blocks that need features which do not exist yet are typed ``None``: setting one is refused by name.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron.core.distributed import DistributedDataParallelConfig as CoreDistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
+
+from megatron.bridge.data.config import (
+    DatasetConfig,
+    FinetuningDatasetConfig,
+    GPTDatasetConfig,
+    MockGPTDatasetConfig,
+)
+from megatron.bridge.data.tokenizer import TokenizerConfig
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
+from megatron.bridge.utils import dist as process
+from megatron.bridge.utils.errors import UserError
+
+__all__ = [
+    "CheckpointConfig",
+    "ConfigContainer",
+    "DatasetConfig",
+    "DistributedDataParallelConfig",
+    "DistributedInitConfig",
+    "FinetuningDatasetConfig",
+    "GPTDatasetConfig",
+    "LoggerConfig",
+    "MixedPrecisionConfig",
+    "MockGPTDatasetConfig",
+    "OptimizerConfig",
+    "RNGConfig",
+    "SchedulerConfig",
+    "TokenizerConfig",
+    "TrainingConfig",
+    "ValidationConfig",
+]
+
+
+@dataclass
+class TrainingConfig:
+    """How much to train.
+
+    Attributes:
+        micro_batch_size: Samples in one forward pass of one data-parallel rank.
+        global_batch_size: Samples in one optimizer step, over all ranks.
+        train_iters: Optimizer steps of the whole run, resumed parts included.
+        exit_interval: Stop after a step whose number is a multiple of this (a checkpoint is saved first).
+        manual_gc: Switch Python's automatic garbage collection off and collect at the same step on all ranks.
+        manual_gc_interval: Steps between collections with ``manual_gc``; 0 collects only around evaluation.
+    """
+
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    train_iters: int = 0
+    exit_interval: int | None = None
+    manual_gc: bool = False
+    manual_gc_interval: int = 0
+
+
+@dataclass
+class ValidationConfig:
+    """Evaluation on held-out data.
+
+    Attributes:
+        eval_interval: Steps between evaluations; None evaluates once, at the end.
+        eval_iters: Global batches in one evaluation; 0 switches evaluation off.
+    """
+
+    eval_interval: int | None = None
+    eval_iters: int = 0
+
+
+@dataclass
+class OptimizerConfig(CoreOptimizerConfig):
+    """Megatron-Core's optimizer settings; the fields below are derived unless set.
+
+    Attributes:
+        use_distributed_optimizer: None shards the optimizer state when there is more than one data-parallel
+            rank (with one rank it only costs time).
+        bf16, fp16, params_dtype: from ``mixed_precision``, or from the model when that is not set.
+    """
+
+    use_distributed_optimizer: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    overlap_param_gather: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    bf16: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    fp16: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    params_dtype: Any = None
+
+
+@dataclass
+class SchedulerConfig:
+    """Learning rate and weight decay over the run, in steps of the optimizer.
+
+    Attributes:
+        lr_decay_style: Shape after warm-up.
+        lr_decay_iters: Steps until ``optimizer.min_lr``; None: ``train.train_iters``, if warm-up is over then.
+        lr_warmup_iters: Steps of linear warm-up.
+        lr_warmup_fraction: Warm-up as a fraction of ``lr_decay_iters``, instead of ``lr_warmup_iters``.
+        lr_warmup_init: Learning rate at the first warm-up step.
+        lr_wsd_decay_style: Shape of the final decay of the WSD schedule.
+        lr_wsd_decay_iters: Length of that decay.
+        start_weight_decay: None means ``optimizer.weight_decay``; so does None in ``end_weight_decay``.
+        weight_decay_incr_style: Shape of the way from the start to the end value.
+        use_checkpoint_opt_param_scheduler: On resume, take the schedule from the checkpoint.
+        override_opt_param_scheduler: On resume, take the schedule from this config. With neither, a resumed run
+            whose schedule differs from the checkpoint's is refused.
+    """
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    lr_decay_iters: int | None = None
+    lr_warmup_iters: int = 0
+    lr_warmup_fraction: float | None = None
+    lr_warmup_init: float = 0.0
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_iters: int | None = None
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    use_checkpoint_opt_param_scheduler: bool = False
+    override_opt_param_scheduler: bool = False
+
+
+@dataclass
+class DistributedDataParallelConfig(CoreDistributedDataParallelConfig):
+    """Megatron-Core's data-parallel settings; the fields below are derived unless set.
+
+    Attributes:
+        grad_reduce_in_fp32: None follows ``mixed_precision``; a value that contradicts it is refused.
+        use_distributed_optimizer: None shards when there is more than one data-parallel rank.
+    """
+
+    grad_reduce_in_fp32: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    use_distributed_optimizer: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+@dataclass
+class CheckpointConfig:
+    """What is saved and loaded, where and when.
+
+    Attributes:
+        save: Run folder; checkpoints, metrics and the resolved config go there. A run goes on from the newest
+            checkpoint in it. None saves nothing.
+        load: Folder to go on from when there is no checkpoint in ``save`` yet.
+        save_interval: Steps between checkpoints; the last step is always saved.
+        pretrained_checkpoint: Weights to start from: a Megatron checkpoint or a Hugging Face directory.
+        most_recent_k: Checkpoints to keep, the newest; -1 keeps all.
+        save_optim, save_rng: Save the optimizer's state, the random states.
+        load_optim, load_rng: Restore them.
+        finetune: Take only weights from ``load``, and start at step 0.
+    """
+
+    save: str | None = None
+    load: str | None = None
+    save_interval: int | None = None
+    pretrained_checkpoint: str | None = None
+    most_recent_k: int = -1
+    save_optim: bool = True
+    save_rng: bool = True
+    load_optim: bool = True
+    load_rng: bool = True
+    finetune: bool = False
+
+
+@dataclass
+class LoggerConfig:
+    """What the run shows.
+
+    Attributes:
+        log_interval: Steps between log lines.
+        tensorboard_dir: TensorBoard folder; None writes none.
+        log_dir: Folder of ``metrics.jsonl`` and ``run_config.yaml``; None means ``checkpoint.save``.
+    """
+
+    log_interval: int = 10
+    tensorboard_dir: str | None = None
+    log_dir: str | None = None
+
+
+@dataclass
+class RNGConfig:
+    """Random numbers.
+
+    Attributes:
+        seed: Seed of weights, dropout and data order.
+        data_parallel_random_init: Give each data-parallel rank its own seed; the first rank's weights are then
+            broadcast.
+    """
+
+    seed: int = 1234
+    data_parallel_random_init: bool = False
+
+
+@dataclass
+class DistributedInitConfig:
+    """The process group.
+
+    Attributes:
+        distributed_backend: None takes nccl where there is CUDA, else gloo.
+        distributed_timeout_minutes: A collective that takes longer ends the run.
+    """
+
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    distributed_timeout_minutes: int = 10
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+@dataclass(kw_only=True)
+class ConfigContainer:
+    """Everything that a run needs.
+
+    Example:
+        >>> config = ConfigContainer(train=..., model=..., ...)  # doctest: +SKIP
+        >>> config.validate()  # doctest: +SKIP
+    """
+
+    train: TrainingConfig
+    model: GPTModelProvider
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+    dataset: DatasetConfig
+    logger: LoggerConfig
+    tokenizer: TokenizerConfig
+    checkpoint: CheckpointConfig
+    ddp: DistributedDataParallelConfig = field(  # pyright: ignore - it fails on the untyped base class
+        default_factory=DistributedDataParallelConfig  # pyright: ignore
+    )
+    rng: RNGConfig = field(default_factory=RNGConfig)
+    dist: DistributedInitConfig = field(default_factory=DistributedInitConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    mixed_precision: str | MixedPrecisionConfig | None = None
+    ft: None = None
+    straggler: None = None
+    nvrx_straggler: None = None
+    profiling: None = None
+    peft: None = None
+    comm_overlap: None = None
+    rerun_state_machine: None = None
+    inprocess_restart: None = None
+    tensor_inspect: None = None
+
+    def data_parallel_size(self, world_size: int | None = None) -> int:
+        """Ranks that see different samples, in a world of ``world_size`` (this job's, if not given)."""
+        world_size = process.world_size() if world_size is None else world_size
+        model = self.model
+        return world_size // (
+            model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+        )
+
+    def validate(self, world_size: int | None = None) -> list[str]:
+        """Derive what is not set, then check everything; safe to call again.
+
+        Args:
+            world_size: Number of processes to validate for; None means this job's.
+
+        Returns:
+            A sentence for each value that was replaced, to be shown to the user.
+
+        Raises:
+            UserError: one line per problem, all of them together.
+        """
+        # these modules read this one's dataclasses
+        from megatron.bridge.training.resolve import resolve
+        from megatron.bridge.training.rules import RULES, SIZES, violations
+
+        world_size = process.world_size() if world_size is None else world_size
+        _refuse(violations(SIZES, self, world_size))
+        findings = resolve(self, world_size)
+        _refuse([*findings.problems, *self.dataset.problems(), *violations(RULES, self, world_size)])
+        try:
+            self.model.finalize()
+        except (ValueError, AssertionError) as error:
+            raise UserError(f"model: {error}") from error
+        return findings.notes
+
+    def to_yaml(self) -> str:
+        """The config as YAML that ``from_yaml`` reads back exactly."""
+        from megatron.bridge.utils.config.serialize import dump_yaml
+
+        return dump_yaml(self)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> "ConfigContainer":
+        """The config that ``to_yaml`` wrote.
+
+        Raises:
+            UserError: unknown keys, or YAML of something else.
+        """
+        from megatron.bridge.utils.config.serialize import load_yaml
+
+        config = load_yaml(text)
+        if not isinstance(config, cls):
+            raise UserError(f"the YAML holds a {type(config).__name__}, not a {cls.__name__}")
+        return config
+
+    def print_yaml(self) -> None:
+        """Show the config on the console."""
+        from megatron.bridge.utils.console import console
+
+        console().print(self.to_yaml(), markup=False)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""The training loop. Everything that is not a step is a callback."""
+
+from contextlib import ExitStack
+from typing import Any, cast
+
+from megatron.core import optimizer_param_scheduler
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron.bridge.training.losses import Report, means
+from megatron.bridge.training.state import Batches, Progress, Run, StepResult
+
+
+def train(run: Run) -> Progress:
+    """Step until the configured number of iterations, or until a callback asks to stop."""
+    with ExitStack() as cleanup:
+        for callback in run.callbacks:
+            cleanup.callback(callback.close, run)
+        try:
+            run.emit("train_start")
+            while run.stop_reason is None and run.progress.step < run.config.train.train_iters:
+                run.emit("train_step_start")
+                run.last_step = train_step(run)
+                advance(run, run.last_step)
+                run.emit("train_step_end")
+            run.emit("train_end")
+        except BaseException as error:
+            # no communication from here on: the other ranks may be anywhere
+            run.emit("error", error)
+            raise
+    return run.progress
+
+
+def train_step(run: Run) -> StepResult:
+    """Forward and backward over all microbatches, then one optimizer step."""
+    zero_gradients(run)
+    losses = means(run.loss_totals(forward_backward(run, run.train_batches)))
+    run.emit("grads_ready")
+    learning_rate = current_learning_rate(run)
+    updated, grad_norm, _ = cast(Any, run.optimizer).step()  # untyped
+    if updated:
+        # in samples, so that a schedule means the same under any batch size
+        run.scheduler.step(increment=run.config.train.global_batch_size)
+    return StepResult(losses, grad_norm, learning_rate, skipped=not updated)
+
+
+def forward_backward(run: Run, batches: list[Batches], forward_only: bool = False) -> list[Report]:
+    """Run one global batch through Megatron-Core's schedule, the only place that knows of pipeline stages.
+
+    Gradients end up reduced over all ranks and normalised in ``main_grad``.
+
+    Args:
+        run: The run.
+        batches: Microbatches, one iterator per model chunk.
+        forward_only: Leave out the backward pass.
+
+    Returns:
+        What the loss function reported for each microbatch; an empty list off the last pipeline stage.
+    """
+    config = run.config
+    schedule = cast(Any, get_forward_backward_func())  # one of three functions that take the same keywords
+    return schedule(
+        forward_step_func=run.forward_step,
+        data_iterator=batches,
+        model=run.model,
+        num_microbatches=run.num_microbatches,
+        seq_length=config.dataset.seq_length,
+        micro_batch_size=config.train.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def zero_gradients(run: Run) -> None:
+    """Clear the gradient buffers and what the optimizer keeps of them."""
+    for chunk in run.model:
+        cast(DistributedDataParallel, chunk).zero_grad_buffer()
+    run.optimizer.zero_grad()
+
+
+def current_learning_rate(run: Run) -> float:
+    """That of the parameters without overrides."""
+    rate = cast(Any, optimizer_param_scheduler).get_canonical_lr_for_logging(run.optimizer.param_groups)
+    return float(rate or 0.0)
+
+
+def advance(run: Run, result: StepResult) -> None:
+    """Count the step."""
+    run.progress.step += 1
+    run.progress.consumed_train_samples += run.config.train.global_batch_size
+    run.progress.skipped_steps += result.skipped

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a model from the start, or go on where the last run stopped."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.loop import train
+from megatron.bridge.training.setup import Callbacks, setup
+from megatron.bridge.training.state import Run
+
+
+def pretrain(
+    config: ConfigContainer, forward_step_func: Callable[..., Any], callbacks: Callbacks | None = None
+) -> Run:
+    """Train as ``config`` says, under any parallel layout.
+
+    Args:
+        config: What to run.
+        forward_step_func: For example ``megatron.bridge.training.gpt_step.forward_step``.
+        callbacks: Callbacks of your own.
+
+    Returns:
+        The finished run: its model chunks hold the trained weights, and the process groups are still up.
+
+    Raises:
+        UserError: something in the config, the data or a checkpoint cannot be used.
+    """
+    run = setup(config, forward_step_func, callbacks)
+    train(run)
+    return run

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-field rules: what cannot work is refused before anything is built, all problems together.
+
+A rule is a small function of the config and the number of processes; it returns None, or one sentence with the
+key, its value, the rule and the nearest legal values.
+"""
+
+from collections.abc import Callable, Iterable
+
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.rules import layout, values
+
+Rule = Callable[[ConfigContainer, int], str | None]
+
+# Everything after these divides by sizes.
+SIZES: tuple[Rule, ...] = (
+    layout.sizes_are_positive,
+    layout.world_holds_the_layout,
+    values.future_blocks_are_unset,
+)
+RULES: tuple[Rule, ...] = (
+    layout.groups_divide_heads,
+    layout.tp_divides_heads,
+    layout.tp_fits_query_groups,
+    layout.tp_divides_ffn,
+    layout.tp_divides_vocabulary,
+    layout.sp_needs_tp,
+    layout.sp_divides_sequence,
+    layout.pp_divides_layers,
+    layout.vp_needs_pp,
+    layout.vp_fits_microbatches,
+    layout.p2p_is_batched_or_overlapped,
+    layout.cp_divides_sequence,
+    layout.cp_a2a_divides_heads,
+    layout.cp_kind_exists,
+    layout.ep_divides_experts,
+    layout.tp_with_experts_needs_sp,
+    layout.replicas_divide_batch,
+    values.sequence_fits_model,
+    values.one_half_precision,
+    values.learning_rates_are_ordered,
+    values.warmup_ends_before_decay,
+    values.wsd_has_a_decay,
+    values.weight_decay_grows,
+    values.resumed_schedule_has_one_source,
+    values.param_gather_overlap_fits,
+    values.per_token_loss_is_summed,
+    layout.cp_with_masks_counts_tokens,
+    values.no_partial_checkpointing,
+    values.no_fsdp_yet,
+    values.dropouts_are_probabilities,
+    values.intervals_are_positive,
+    values.checkpoints_have_a_folder,
+)
+
+
+def violations(rules: Iterable[Rule], config: ConfigContainer, world_size: int) -> list[str]:
+    """The sentences of all broken rules."""
+    return [sentence for rule in rules if (sentence := rule(config, world_size)) is not None]

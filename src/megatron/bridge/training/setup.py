@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a config to a run that stands where it shall go on."""
+
+import copy
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+
+from megatron.bridge.backends import allocator
+from megatron.bridge.data.loaders import Iterators, build_iterators
+from megatron.bridge.data.tokenizer import build_tokenizer
+from megatron.bridge.training.callbacks.base import Callback, CallbackManager
+from megatron.bridge.training.callbacks.defaults import default_callbacks
+from megatron.bridge.training.checkpointing import find_source, load_run
+from megatron.bridge.training.config import ConfigContainer, RNGConfig
+from megatron.bridge.training.evaluation import per_chunk
+from megatron.bridge.training.forward_step import adapt, returns_schedule_plan, takes_state
+from megatron.bridge.training.optimizer import build_optimizer
+from megatron.bridge.training.scheduler import build_scheduler
+from megatron.bridge.training.state import Run
+from megatron.bridge.utils import dist as process
+from megatron.bridge.utils.config import origins
+from megatron.bridge.utils.console import console
+from megatron.bridge.utils.errors import UserError
+
+Callbacks = Iterable[Callback] | CallbackManager
+
+
+def setup(config: ConfigContainer, forward_step: Callable[..., Any], callbacks: Callbacks | None = None) -> Run:
+    """Check the config, build everything, and load the checkpoint to go on from, if there is one.
+
+    Args:
+        config: What to run; it is resolved in place.
+        forward_step: A forward step in one of the forms of ``training.forward_step``.
+        callbacks: The user's callbacks; they run after logging and evaluation and before saving.
+
+    Returns:
+        A run for ``training.loop.train``.
+
+    Raises:
+        UserError: the config, the forward step, the data or the checkpoint cannot be used.
+    """
+    check_forward_step(forward_step, config)
+    config.dataset.check_sources()  # first, because a tokenizer may have to be fetched
+    tokenizer = build_tokenizer(config.tokenizer)
+    validate(config, tokenizer.vocab_size)
+    initialize(config)
+    find_source(config.checkpoint)  # what cannot be loaded is refused before the model is built
+    model = build_model(config)
+    optimizer = build_optimizer(config.optimizer, model)
+    connect(model, optimizer, config)
+    run = Run(
+        config=config,
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        tokenizer=tokenizer,
+        forward_step=forward_step,
+        callbacks=default_callbacks(config, callbacks or ()),
+    )
+    run.forward_step = adapt(forward_step, run)
+    load_run(run)
+    run.data = build_data(run)
+    if run.data.train is not None:
+        run.train_batches = per_chunk(run.data.train, len(model))
+    return run
+
+
+def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> None:
+    """Refuse a forward step that cannot be called, or cannot do what the config needs."""
+    takes_state(step)
+    if config.model.overlap_moe_expert_parallel_comm and not returns_schedule_plan(step):
+        raise UserError(
+            "model.overlap_moe_expert_parallel_comm=True needs a forward step with the parameter "
+            "return_schedule_plan=False: add it, or switch the overlap off"
+        )
+
+
+def validate(config: ConfigContainer, vocab_size: int) -> None:
+    """Validate the config for this job and tell what was replaced."""
+    before = origins.values(config)
+    if config.model.vocab_size is None:
+        config.model.vocab_size = vocab_size
+    notes = config.validate()
+    origins.mark_derived(config, before)
+    if vocab_size > config.model.padded_vocab_size:
+        raise UserError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {vocab_size}: use the "
+            "model's own tokenizer, or leave model.vocab_size unset"
+        )
+    for note in notes:
+        console().print(f"note: {note}", markup=False)
+
+
+def initialize(config: ConfigContainer) -> None:
+    """Join the process group, create the model-parallel groups, seed everything."""
+    allocator.keep_freed_memory()
+    process.initialize(config.dist.distributed_backend, config.dist.distributed_timeout_minutes)
+    if parallel_state.model_parallel_is_initialized():
+        _check_existing_groups(config)
+    else:
+        config.model.initialize_model_parallel()
+    seed_everything(config.rng)
+
+
+def _check_existing_groups(config: ConfigContainer) -> None:
+    model = config.model
+    existing = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    )
+    wanted = (
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.virtual_pipeline_model_parallel_size,
+        model.context_parallel_size,
+    )
+    if existing != wanted:
+        raise UserError(
+            f"this process has tensor, pipeline, virtual pipeline and context parallel sizes {existing}, but "
+            f"the config asks for {wanted}: call parallel_state.destroy_model_parallel() between the two runs"
+        )
+
+
+def seed_everything(rng: RNGConfig) -> None:
+    """Seed Python, NumPy, torch and the model-parallel generators.
+
+    Pipeline stages get different seeds, as they hold different layers; data-parallel ranks only if asked.
+    """
+    seed = rng.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if rng.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build_model(config: ConfigContainer) -> list[MegatronModule]:
+    """The chunks of this rank, wrapped for data parallelism."""
+    return config.model.provide_distributed_model(
+        # Megatron-Core writes the bucket size that it used into the config it is given
+        ddp_config=copy.copy(config.ddp),
+        data_parallel_random_init=config.rng.data_parallel_random_init,
+    )
+
+
+def connect(model: list[MegatronModule], optimizer: MegatronOptimizer, config: ConfigContainer) -> None:
+    """Give Megatron-Core's schedules the functions of optimizer and data parallelism that they call."""
+    hooks = get_model_config(model[0])
+    hooks.grad_scale_func = optimizer.scale_loss
+    hooks.finalize_model_grads_func = finalize_model_grads
+    chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    assert len(chunks) == len(model), "a chunk is not wrapped for data parallelism"
+    if config.ddp.overlap_grad_reduce:
+        hooks.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+    if config.ddp.overlap_param_gather and config.ddp.align_param_gather:
+        hooks.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    """The schedules take a function, or with virtual stages a list of one per chunk."""
+    return functions[0] if len(functions) == 1 else functions
+
+
+def build_data(run: Run) -> Iterators:
+    """The data of this rank, training positioned behind what was consumed."""
+    config = run.config
+    batch = config.train.global_batch_size
+    held_out = config.validation.eval_iters * batch
+    build = partial(
+        build_iterators,
+        config.dataset,
+        run.tokenizer,
+        (config.train.train_iters * batch, held_out, held_out),
+        config.train.micro_batch_size,
+        batch,
+    )
+    return build(
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        consumed_train=run.progress.consumed_train_samples,
+    )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directories and files that appear whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.bridge.utils.errors import UserError
+
+STAGING_SUFFIX = ".incomplete"
+
+
+def staging_path(final: Path) -> Path:
+    """Where ``final`` is written before it is published: beside it, so that the rename is atomic."""
+    return final.with_name(final.name + STAGING_SUFFIX)
+
+
+def create_staging(final: Path, overwrite: bool = False) -> Path:
+    """Make an empty directory beside ``final``, removing what an interrupted writer left there.
+
+    Raises:
+        UserError: ``final`` exists and is not an empty directory, or its parent cannot be written.
+    """
+    if final.exists() and not overwrite and not (final.is_dir() and not any(final.iterdir())):
+        raise UserError(f"output directory {final} exists and is not empty: remove it or choose another one")
+    staging = staging_path(final)
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {final.parent}: {error.strerror}") from error
+    return staging
+
+
+def publish(staging: Path, final: Path) -> None:
+    """Flush every file of ``staging`` to disk, then rename it to ``final``, replacing what is there.
+
+    A directory cannot be replaced in one step: the old one is moved aside first and removed last, so a kill
+    between the two leaves both copies on disk.
+    """
+    for path in sorted(staging.rglob("*")):
+        if path.is_file():
+            _fsync(path)
+    _fsync(staging)
+    retired = final.with_name(final.name + ".replaced")
+    if final.exists():
+        shutil.rmtree(retired, ignore_errors=True)
+        final.replace(retired)
+    staging.replace(final)
+    _fsync(final.parent)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+@contextmanager
+def published_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a directory to write into; on success it becomes ``final``, on an error it is removed."""
+    staging = create_staging(final, overwrite)
+    try:
+        yield staging
+        publish(staging, final)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` atomically and durably."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text)
+    _fsync(aside)
+    aside.replace(path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

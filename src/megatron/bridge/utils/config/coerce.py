@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A value that somebody typed, made into what a dataclass annotation asks for, or refused with the reason."""
+
+import collections.abc
+import dataclasses
+import enum
+import functools
+import importlib
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, cast, get_args, get_origin
+
+from megatron.bridge.utils.config.names import is_dtype, locate
+from megatron.bridge.utils.config.serialize import TARGET, from_plain
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+TRUE_WORDS = frozenset({"true", "yes", "on"})
+FALSE_WORDS = frozenset({"false", "no", "off"})
+DTYPE_WORDS = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+# Where a bare function name such as ``silu`` is looked up.
+FUNCTION_HOMES = ("torch.nn.functional", "torch.nn.init", "megatron.core.activations", "torch")
+
+
+class MisfitError(UserError):
+    """A value of the wrong kind.
+
+    Attributes:
+        wanted: What would have fit, in words.
+        hint: A fragment with the nearest choices, or nothing.
+    """
+
+    def __init__(self, wanted: str, value: Any, hint: str = "") -> None:
+        super().__init__(f"must be {wanted}, not {value!r}{hint}")
+        self.wanted = wanted
+        self.hint = hint
+
+
+@functools.cache
+def field_types(kind: type[Any]) -> dict[str, Any]:
+    """Resolved annotations of a dataclass; one that cannot be resolved counts as ``Any``."""
+    try:
+        return typing.get_type_hints(kind)
+    except (NameError, AttributeError, TypeError):
+        return {entry.name: _resolve(kind, entry.name) for entry in dataclasses.fields(kind)}
+
+
+def _resolve(kind: type[Any], name: str) -> Any:
+    owner = next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
+    annotation = owner.__annotations__[name]
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, vars(sys.modules[owner.__module__]))  # our own source text, as typing does it
+    except Exception:
+        return Any
+
+
+def coerce(value: Any, annotation: Any, text: str | None = None) -> Any:
+    """``value`` as ``annotation`` asks.
+
+    Args:
+        value: What YAML made of it.
+        annotation: A resolved type annotation.
+        text: What was typed, when ``value`` is a scalar: a field of type str keeps it as it is (``001``).
+
+    Example:
+        >>> coerce(1, float), coerce([1, 2], tuple[int, ...]), coerce(7, str, "007")
+        (1.0, (1, 2), '007')
+
+    Raises:
+        MisfitError: the value is of the wrong kind; the message is a fragment that starts with "must be".
+        UserError: it is of the right kind, with a mistake inside.
+    """
+    if annotation is Any or annotation is object or isinstance(annotation, typing.TypeVar):
+        return value
+    origin = get_origin(annotation)  # of a bare typing.Callable, too
+    if origin in (Union, types.UnionType):
+        return _coerce_union(value, get_args(annotation), text)
+    if origin is Literal:
+        return _coerce_choice(value, get_args(annotation), text)
+    if origin is typing.Annotated:
+        return coerce(value, get_args(annotation)[0], text)
+    converter = _CONVERTERS.get(origin or annotation)
+    if converter is not None:
+        return converter(value, get_args(annotation), text)
+    return _coerce_class(value, annotation)
+
+
+def _refuse(wanted: str, value: Any, hint: str = "") -> typing.NoReturn:
+    raise MisfitError(wanted, value, hint)
+
+
+def _coerce_none(value: Any, args: Sequence[Any], text: str | None) -> Any:
+    del args, text
+    return None if value is None else _refuse("null", value)
+
+
+def _coerce_bool(value: Any, args: Sequence[Any], text: str | None) -> Any:
+    del args, text
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in TRUE_WORDS | FALSE_WORDS:
+        return value.lower() in TRUE_WORDS
+    return _refuse("true or false", value)
+
+
+def _coerce_int(value: Any, args: Sequence[Any], text: str | None) -> Any:
+    del args, text
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # 1e6 is how people write a million
+    return value if type(value) is int else _refuse("an integer", value)
+
+
+def _coerce_float(value: Any, args: Sequence[Any], text: str | None) -> Any:
+    del args, text
+    return float(value) if type(value) in (int, float) else _refuse("a number", value)
+
+
+def _coerce_str(value: Any, args: Sequence[Any], text: str | None) -> Any:
+    del args
+    if isinstance(value, str):
+        return value
+    return text if text is not None and type(value) in (bool, int, float) else _refuse("a string", value)
+
+
+def _coerce_path(value: Any, args: Sequence[Any], text: str | None) -> Any:
+    return Path(_coerce_str(value, args, text))
+
+
+def _coerce_list(value: Any, args: Sequence[Any], text: str | None) -> Any:
+    del text
+    if not isinstance(value, (list, tuple)):
+        _refuse("a list, written as [a,b]", value)
+    return [coerce(item, args[0] if args else Any) for item in cast(list[Any], value)]
+
+
+def _coerce_tuple(value: Any, args: Sequence[Any], text: str | None) -> Any:
+    del text
+    if not isinstance(value, (list, tuple)):
+        _refuse("a list, written as [a,b]", value)
+    items = cast(list[Any], value)
+    kinds = [args[0]] * len(items) if len(args) == 2 and args[1] is Ellipsis else (args or [Any] * len(items))
+    if len(items) != len(kinds):
+        _refuse(f"a list of {len(kinds)}", value)
+    return tuple(coerce(item, kind) for item, kind in zip(items, kinds, strict=True))
+
+
+def _coerce_dict(value: Any, args: Sequence[Any], text: str | None) -> Any:
+    del text
+    if not isinstance(value, dict):
+        _refuse("a mapping, written as {a: 1}", value)
+    key_kind, item_kind = args if len(args) == 2 else (Any, Any)
+    mapping = cast(dict[Any, Any], value)
+    return {coerce(key, key_kind): coerce(item, item_kind) for key, item in mapping.items()}
+
+
+def _coerce_callable(value: Any, args: Sequence[Any], text: str | None) -> Any:
+    del args, text
+    if not isinstance(value, str):
+        return value if callable(value) else _refuse("the name of a function", value)
+    if "." not in value:
+        homes = [module for module in map(_import, FUNCTION_HOMES) if hasattr(module, value)]
+        if not homes:
+            known = [name for home in FUNCTION_HOMES[:2] for name in dir(_import(home)) if name[0] != "_"]
+            _refuse("the name of a function", value, did_you_mean(value, known))
+        return getattr(homes[0], value)
+    found = locate(value)
+    return found if callable(found) else _refuse("the name of a function", value)
+
+
+def _import(module: str) -> Any:
+    return importlib.import_module(module)
+
+
+def _coerce_union(value: Any, members: Sequence[Any], text: str | None) -> Any:
+    exact = [member for member in members if isinstance(member, type) and type(value) is member]
+    if exact:
+        return value
+    if value is None and type(None) in members:
+        return None
+    misfits: list[MisfitError] = []
+    # A string takes anything that was typed, so it is asked last.
+    for member in sorted(members, key=lambda member: member is str):
+        try:
+            return coerce(value, member, text)
+        except MisfitError as error:
+            misfits += [error] if member is not type(None) else []
+    wanted = [error.wanted for error in misfits] + ["null"] * (type(None) in members)
+    return _refuse(" or ".join(wanted), value, "".join(error.hint for error in misfits))
+
+
+def _coerce_choice(value: Any, choices: Sequence[Any], text: str | None) -> Any:
+    for choice in choices:
+        if (type(choice) is type(value) and choice == value) or (isinstance(choice, str) and choice == text):
+            return choice
+    names = [str(choice) for choice in choices]
+    return _refuse(f"one of {', '.join(names)}", value)
+
+
+def _coerce_class(value: Any, annotation: Any) -> Any:
+    if not isinstance(annotation, type):
+        return value  # a form of annotation that says nothing that can be checked here
+    kind = cast("type[Any]", annotation)
+    if isinstance(value, kind):
+        return value
+    if issubclass(kind, enum.Enum):
+        return _coerce_enum(value, kind)
+    if kind.__module__ == "torch" and kind.__name__ == "dtype":
+        return _coerce_dtype(value)
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        members = cast(dict[Any, Any], value)
+        wanted = field_types(kind)
+        typed = {name: _coerce_member(name, item, wanted.get(name, Any)) for name, item in members.items()}
+        return from_plain({TARGET: f"{kind.__module__}.{kind.__qualname__}", **typed})
+    return _refuse(f"a {kind.__name__}", value)
+
+
+def _coerce_member(name: str, value: Any, annotation: Any) -> Any:
+    try:
+        return coerce(value, annotation)
+    except MisfitError as error:
+        raise UserError(f"{name} {error}") from None
+
+
+def _coerce_enum(value: Any, kind: type[enum.Enum]) -> Any:
+    for member in kind:
+        if value in (member.name, member.value):
+            return member
+    return _refuse(f"one of {', '.join(member.name for member in kind)}", value)
+
+
+def _coerce_dtype(value: Any) -> Any:
+    if isinstance(value, str):
+        name = value.removeprefix("torch.")
+        found = getattr(_import("torch"), DTYPE_WORDS.get(name, name), None)
+        if is_dtype(found):
+            return found
+    return _refuse("a torch dtype such as bfloat16", value)
+
+
+_CONVERTERS: dict[Any, Callable[[Any, Sequence[Any], str | None], Any]] = {
+    type(None): _coerce_none,
+    None: _coerce_none,
+    bool: _coerce_bool,
+    int: _coerce_int,
+    float: _coerce_float,
+    str: _coerce_str,
+    Path: _coerce_path,
+    list: _coerce_list,
+    tuple: _coerce_tuple,
+    dict: _coerce_dict,
+    cast(Any, collections.abc.Callable): _coerce_callable,
+}

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that a config refers to by name: functions, classes, enum members and torch dtypes."""
+
+import enum
+import importlib
+import sys
+from typing import Any
+
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+# Some functions report a private home; these are the public names that people write.
+PUBLIC_HOMES = {"torch._C._nn": "torch.nn.functional"}
+
+
+def is_dtype(value: object) -> bool:
+    """Whether ``value`` is a ``torch.dtype``, found out without importing torch."""
+    kind = type(value)
+    return kind.__module__ == "torch" and kind.__name__ == "dtype"
+
+
+def is_named(value: object) -> bool:
+    """Whether ``value`` is written by its name instead of its content."""
+    return isinstance(value, (type, enum.Enum)) or is_dtype(value) or callable(value)
+
+
+def name_of(value: Any) -> str | None:
+    """The dotted name under which ``value`` can be imported again; ``None`` when there is none.
+
+    Example:
+        >>> import textwrap
+        >>> name_of(textwrap.dedent)
+        'textwrap.dedent'
+        >>> name_of(lambda: 0) is None
+        True
+    """
+    return next((name for name in _candidates(value) if _is_found(name, value)), None)
+
+
+def _candidates(value: Any) -> list[str]:
+    if is_dtype(value):
+        return [str(value)]
+    if isinstance(value, enum.Enum):
+        kind = type(value)
+        return [f"{kind.__module__}.{kind.__qualname__}.{value.name}"]
+    module = getattr(value, "__module__", None) or ""
+    home = PUBLIC_HOMES.get(module, module)
+    # torch.sigmoid and its like are bound to a private class: their plain name in the same module is public.
+    return [f"{home}.{getattr(value, '__qualname__', '')}", f"{home}.{getattr(value, '__name__', '')}"]
+
+
+def locate(name: str) -> Any:
+    """Import what ``name`` stands for: the longest importable module prefix, then attributes.
+
+    Raises:
+        UserError: nothing has that name; the message says which part is unknown.
+    """
+    parts = name.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise UserError(f"{name!r} is not a dotted name such as torch.nn.functional.silu")
+    found, used = _longest_module(parts)
+    for position in range(used, len(parts)):
+        part = parts[position]
+        if not hasattr(found, part):
+            owner = ".".join(parts[:position])
+            raise UserError(f"{owner} has nothing named {part!r}{did_you_mean(part, dir(found))}")
+        found = getattr(found, part)
+    return found
+
+
+def _longest_module(parts: list[str]) -> tuple[Any, int]:
+    for used in range(len(parts), 0, -1):
+        module = ".".join(parts[:used])
+        if module in sys.modules:
+            return sys.modules[module], used
+        try:
+            return importlib.import_module(module), used
+        except ModuleNotFoundError as error:
+            # A prefix that does not exist is tried shorter; a module whose own import fails is the mistake.
+            if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+                raise UserError(f"importing {module} failed: {error}") from error
+    raise UserError(f"there is no module named {parts[0]!r}, needed for {'.'.join(parts)}")
+
+
+def _is_found(name: str, value: object) -> bool:
+    if name.startswith("__main__."):  # another process has another main module
+        return False
+    try:
+        return locate(name) is value
+    except UserError:
+        return False

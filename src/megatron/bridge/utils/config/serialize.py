@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dataclasses to plain data and YAML, and back, exactly.
+
+A dataclass becomes a mapping whose ``_target_`` is its dotted name. What is referred to by name (functions,
+classes, enum members, torch dtypes) becomes ``{_target_: name, _call_: false}``; a ``functools.partial`` over an
+initialiser becomes ``{_target_: name, _partial_: {...}}``; tuples and paths become ``{_tuple_: [...]}`` and
+``{_path_: ...}``. Reading imports names and builds dataclasses; it never calls anything else, so a config file
+that came with a checkpoint cannot run code.
+
+A dataclass may name fields that are wiring of a running process, not configuration, in a class attribute
+``__not_config__`` (a set of names); they are left out.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePath
+from typing import Any, TypeGuard, cast
+
+from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.utils.config.names import is_dtype, is_named, locate, name_of
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+TARGET = "_target_"
+MARKERS = frozenset({TARGET, "_call_", "_partial_", "_tuple_", "_path_"})
+
+# A partial is called with arguments that the file chooses; only initialisers are let through.
+PARTIAL_HOMES = ("torch.nn.init.",)
+
+
+def to_plain(value: object) -> Any:
+    """Plain data (mappings, lists, scalars) from which ``from_plain`` rebuilds ``value``.
+
+    Raises:
+        UserError: something cannot be written; every such field is named.
+    """
+    problems: list[str] = []
+    plain = _write(value, "", problems)
+    _refuse(problems)
+    return plain
+
+
+def from_plain(data: object) -> Any:
+    """Rebuild what ``to_plain`` wrote.
+
+    Raises:
+        UserError: unknown keys, unknown names, values that a dataclass refuses; all of them are named.
+    """
+    problems: list[str] = []
+    value = _read(data, "", problems)
+    _refuse(problems)
+    return value
+
+
+def dump_yaml(value: object) -> str:
+    """``value`` as YAML text; ``load_yaml`` gives it back."""
+    return yaml_text.write(to_plain(value))
+
+
+def load_yaml(text: str, source: str = "the YAML text") -> Any:
+    """Rebuild what ``dump_yaml`` wrote; ``source`` names the text in messages.
+
+    Raises:
+        UserError: broken YAML, unknown keys or names, values that a dataclass refuses.
+    """
+    return from_plain(yaml_text.read(text, source))
+
+
+def config_fields(owner: object) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass (or instance) that are configuration: settable, public, not run-time wiring."""
+    skipped: Iterable[str] = getattr(owner, "__not_config__", ())
+    return [
+        entry
+        for entry in dataclasses.fields(cast(Any, owner))
+        if entry.init and not entry.name.startswith("_") and entry.name not in skipped
+    ]
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+def _is_instance(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _write(value: Any, path: str, problems: list[str]) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if (writer := _WRITERS.get(cast(Any, type(value)))) is not None:
+        return writer(value, path, problems)
+    if isinstance(value, PurePath):
+        return {"_path_": str(value)}
+    if _is_instance(value):
+        return _write_dataclass(value, path, problems)
+    if is_named(value) and (name := name_of(value)) is not None:
+        return {TARGET: name, "_call_": False}
+    kind = "a function without an importable name" if callable(value) else f"a {type(value).__qualname__}"
+    problems.append(f"{_or_top(path)} cannot be written: it holds {kind}, {value!r}")
+    return None
+
+
+def _write_list(value: list[Any], path: str, problems: list[str]) -> list[Any]:
+    return [_write(item, f"{path}[{index}]", problems) for index, item in enumerate(value)]
+
+
+def _write_tuple(value: tuple[Any, ...], path: str, problems: list[str]) -> dict[str, Any]:
+    return {"_tuple_": _write_list(list(value), path, problems)}
+
+
+def _write_mapping(value: dict[Any, Any], path: str, problems: list[str]) -> dict[Any, Any]:
+    for key in value:
+        if type(key) not in (str, int, bool, float) or key in MARKERS:
+            problems.append(f"{_or_top(path)} cannot be written: it has the key {key!r}")
+    return {key: _write(item, _join(path, key), problems) for key, item in value.items()}
+
+
+def _write_partial(value: "functools.partial[Any]", path: str, problems: list[str]) -> Any:
+    name = name_of(value.func)
+    if name is None or value.args or not name.startswith(PARTIAL_HOMES):
+        problems.append(f"{_or_top(path)} cannot be written: it holds {value!r}")
+        return None
+    return {TARGET: name, "_partial_": _write_mapping(dict(value.keywords), path, problems)}
+
+
+def _write_dataclass(value: Any, path: str, problems: list[str]) -> dict[str, Any]:
+    kind = cast("type[Any]", type(value))
+    if (name := name_of(kind)) is None:
+        problems.append(f"{_or_top(path)} cannot be written: {kind.__qualname__} has no importable name")
+        return {}
+    problems.extend(phantom_attributes(value, path))
+    plain: dict[str, Any] = {TARGET: name}
+    for entry in config_fields(value):
+        plain[entry.name] = _write(getattr(value, entry.name), _join(path, entry.name), problems)
+    return plain
+
+
+def phantom_attributes(value: Any, path: str = "") -> list[str]:
+    """A sentence for each attribute that was set from outside on a dataclass instance but is no field of it."""
+    fields = {entry.name for entry in dataclasses.fields(value)}
+    kind = cast("type[Any]", type(value))
+    extra = [
+        name
+        for name in getattr(value, "__dict__", {})
+        if name not in fields and not name.startswith("_") and not hasattr(kind, name)
+    ]
+    return [
+        f"{_join(path, name)} is not a field of {kind.__name__}{did_you_mean(name, fields)}"
+        for name in extra
+        if name not in _own_attributes(kind)
+    ]
+
+
+@functools.cache
+def _own_attributes(kind: type[Any]) -> frozenset[str]:
+    """Names that the methods of ``kind`` use: Megatron's ``__post_init__`` sets attributes that are no fields."""
+    methods = (item for base in kind.__mro__ for item in vars(base).values())
+    codes = (getattr(method, "__code__", None) for method in methods)
+    return frozenset(name for code in codes if code is not None for name in code.co_names)
+
+
+def _read(data: Any, path: str, problems: list[str]) -> Any:
+    if isinstance(data, list):
+        return [_read(item, f"{path}[{index}]", problems) for index, item in enumerate(_items(data))]
+    if not isinstance(data, dict):
+        return data
+    mapping = cast(dict[Any, Any], data)
+    for marker, read in _READERS.items():
+        if marker in mapping:
+            return read(mapping, path, problems)
+    return {key: _read(item, _join(path, key), problems) for key, item in mapping.items()}
+
+
+def _items(data: Any) -> list[Any]:
+    return cast(list[Any], data)
+
+
+def _read_tuple(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any:
+    return tuple(_items(_read(mapping["_tuple_"], path, problems)))
+
+
+def _read_path(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any:
+    del path, problems
+    return Path(mapping["_path_"])
+
+
+def _read_target(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any:
+    try:
+        target = locate(str(mapping[TARGET]))
+    except UserError as error:
+        problems.append(f"{_or_top(path)}: {error}")
+        return None
+    if "_call_" in mapping:
+        return _read_named(mapping, target, path, problems)
+    if "_partial_" in mapping:
+        return _read_partial(mapping, target, path, problems)
+    if _is_dataclass_type(target):
+        return _read_dataclass(mapping, target, path, problems)
+    problems.append(f"{_or_top(path)}: {mapping[TARGET]} is not a dataclass and is not called from a config")
+    return None
+
+
+def _is_dataclass_type(target: object) -> TypeGuard[type[Any]]:
+    return isinstance(target, type) and dataclasses.is_dataclass(target)
+
+
+def _read_named(mapping: dict[Any, Any], target: Any, path: str, problems: list[str]) -> Any:
+    if mapping["_call_"] is not False or len(mapping) != 2:
+        problems.append(f"{_or_top(path)}: a name is written as {{_target_: {mapping[TARGET]}, _call_: false}}")
+    if not is_named(target) and not is_dtype(target):
+        problems.append(f"{_or_top(path)}: {mapping[TARGET]} is not a function, class, enum member or dtype")
+    return target
+
+
+def _read_partial(mapping: dict[Any, Any], target: Any, path: str, problems: list[str]) -> Any:
+    name = str(mapping[TARGET])
+    if not name.startswith(PARTIAL_HOMES) or name_of(target) != name:
+        problems.append(f"{_or_top(path)}: {name} may not be preset with arguments from a config")
+        return None
+    return functools.partial(target, **_read(mapping["_partial_"], path, problems))
+
+
+def _read_dataclass(mapping: dict[Any, Any], target: type[Any], path: str, problems: list[str]) -> Any:
+    known = [entry.name for entry in config_fields(target)]
+    values: dict[str, Any] = {}
+    before = len(problems)
+    for key, item in mapping.items():
+        if key == TARGET:
+            continue
+        if key not in known:
+            hint = did_you_mean(str(key), known)
+            problems.append(f"{_join(path, key)} is not a field of {target.__name__}{hint}")
+            continue
+        values[key] = _read(item, _join(path, key), problems)
+    if len(problems) > before:
+        return None
+    try:
+        return target(**values)
+    except (TypeError, ValueError, AssertionError) as error:
+        problems.append(f"{_or_top(path)}: {target.__name__} refuses these values: {error}")
+        return None
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _or_top(path: str) -> str:
+    return path or "the config"
+
+
+_WRITERS: dict[type, Callable[[Any, str, list[str]], Any]] = {
+    list: _write_list,
+    tuple: _write_tuple,
+    dict: _write_mapping,
+    functools.partial: _write_partial,
+}
+_READERS: dict[str, Callable[[dict[Any, Any], str, list[str]], Any]] = {
+    "_tuple_": _read_tuple,
+    "_path_": _read_path,
+    TARGET: _read_target,
+}

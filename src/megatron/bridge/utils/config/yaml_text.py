@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML as people expect it in configs: ``1e-4`` is a number, a key given twice is an error, a date is a string.
+
+PyYAML follows YAML 1.1, where ``1e-4`` is a string, ``1:30`` is ninety and the second of two equal keys wins.
+Reading and writing share one set of rules, so that every scalar comes back as what it was.
+"""
+
+import re
+from typing import Any
+
+import yaml
+
+from megatron.bridge.utils.errors import UserError
+
+_FLOAT = re.compile(
+    r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$"
+    r"|^\.(nan|NaN|NAN)$"
+)
+_INT = re.compile(r"^[-+]?(0|[1-9][\d_]*)$|^0x[\da-fA-F_]+$")
+_BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
+_NULL = re.compile(r"^(~|null|Null|NULL|)$")
+
+_RULES = (
+    ("tag:yaml.org,2002:bool", _BOOL, "tTfF"),
+    ("tag:yaml.org,2002:float", _FLOAT, "-+0123456789."),
+    ("tag:yaml.org,2002:int", _INT, "-+0123456789"),
+    ("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""]),
+)
+_SINGLE = frozenset({"_call_", "_tuple_", "_path_"})
+_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_BaseDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Loader(_BaseLoader):
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 - PyYAML reads this class attribute
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                where = node.value[index][0].start_mark
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=where)
+        return _BaseLoader.construct_mapping(self, node, deep=deep)
+
+
+class _Dumper(_BaseDumper):
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 - PyYAML reads this class attribute
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_mapping(dumper: Any, data: dict[Any, Any]) -> Any:
+    """A mapping on lines of its own, except what stands for a single value: a name, a tuple, a path."""
+    single = bool(_SINGLE & data.keys())
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=single)
+
+
+_Dumper.add_representer(dict, _represent_mapping)
+for _tag, _pattern, _first in _RULES:
+    _Loader.add_implicit_resolver(_tag, _pattern, list(_first))
+    _Dumper.add_implicit_resolver(_tag, _pattern, list(_first))
+
+
+def write(plain: Any) -> str:
+    """Plain data as YAML, keys in their given order."""
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+
+
+def read(text: str, source: str = "the YAML text") -> Any:
+    """Plain data from YAML; ``source`` names the text in messages.
+
+    Example:
+        >>> read("lr: 1e-4")
+        {'lr': 0.0001}
+
+    Raises:
+        UserError: the text is not valid YAML; line and column are named.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{source} is not valid YAML{where}: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{source} is not valid YAML: {error}") from error

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The terminal: one rich console on standard error, silent on all ranks but the first."""
+
+import os
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@cache
+def console() -> Console:
+    """The shared console; ranks above 0 get one that prints nothing."""
+    return Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True)
+
+
+def track[T](items: Iterable[T], description: str, total: int | None = None, show: bool = True) -> Iterator[T]:
+    """Yield ``items`` under a progress bar with the time that remains; one plain line when not a terminal."""
+    terminal = console()
+    if not show or terminal.quiet:
+        yield from items
+        return
+    if not terminal.is_terminal:
+        count = 0
+        for count, item in enumerate(items, start=1):  # noqa: B007 - the last count is printed
+            yield item
+        terminal.print(f"{description}: {count} done")
+        return
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=terminal,
+    ) as progress:
+        yield from progress.track(items, description=description, total=total)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank helpers that also work before, or without, ``torch.distributed``."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def is_initialized() -> bool:
+    """Whether a default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """Global rank: from the process group, else from torchrun's environment, else 0."""
+    return dist.get_rank() if is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes: from the process group, else from torchrun's environment, else 1."""
+    return dist.get_world_size() if is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Rank on this machine, from torchrun's environment, else 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def initialize(backend: str | None = None, timeout_minutes: float = 10.0) -> None:
+    """Join the default process group, unless that is done: torchrun's, or one of this process alone.
+
+    Args:
+        backend: ``nccl`` or ``gloo``; None takes NCCL where there is a GPU.
+        timeout_minutes: how long a collective may wait for a rank.
+    """
+    if is_initialized():
+        return
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local_rank())
+    alone = "RANK" not in os.environ
+    dist.init_process_group(
+        backend or ("nccl" if cuda else "gloo"),
+        timeout=timedelta(minutes=timeout_minutes),
+        # a process of its own needs neither a port nor a launcher
+        **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
+    )
+
+
+def barrier() -> None:
+    """Wait for all ranks; nothing to wait for without a process group."""
+    if is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def broadcast_object[T](value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """The value that global rank ``src`` holds, on every rank of ``group``; any picklable object."""
+    if not is_initialized() or dist.get_world_size(group) == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=src, group=group)
+    return box[0]
+
+
+def all_gather_object[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks of ``group``, in rank order."""
+    if not is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one exception for mistakes of the user, and the nearest-name hint that its messages carry."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend: the message is one sentence with the key, the value and the way out.
+
+    Command lines print the message alone and exit with code 1; any other exception is a bug and keeps its
+    traceback.
+    """
+
+
+def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """Names from ``candidates`` closest to ``name``, best first, at most ``count``.
+
+    Example:
+        >>> nearest("train_itres", ["train_iters", "micro_batch_size"])
+        ['train_iters']
+    """
+    return difflib.get_close_matches(name, list(candidates), n=count, cutoff=0.5)
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """A sentence fragment naming the nearest candidates, or an empty string if none is near.
+
+    Example:
+        >>> did_you_mean("train_itres", ["train_iters", "seed"])
+        '; did you mean train_iters?'
+    """
+    close = nearest(name, candidates)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

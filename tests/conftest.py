@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markers by folder, no network, no hub, and the worker pools."""
+
+import ipaddress
+import os
+import socket
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+from tests.workers import WorkerPool
+
+
+def pytest_collection_modifyitems(items):
+    """Mark tests by their folder; skip those that need a GPU where there is none."""
+    for item in items:
+        folder = "functional" if "functional_tests" in item.path.parts else "unit"
+        item.add_marker(getattr(pytest.mark, folder))
+        if item.get_closest_marker("gpu"):
+            import torch
+
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def no_other_hosts(request, monkeypatch):
+    """Refuse connections that leave this machine."""
+    if request.node.get_closest_marker("network"):
+        return
+    connect = socket.socket.connect
+
+    def guarded(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6) and not _is_loopback(address[0]):
+            raise OSError(f"tests may not connect to {address[0]}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+def _is_loopback(host):
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _pool(size):
+    pool = WorkerPool(size)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def two_workers():
+    """Two gloo processes."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def four_workers():
+    """Four gloo processes."""
+    yield from _pool(4)

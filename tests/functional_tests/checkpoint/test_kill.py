@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that is killed at any moment and started again gives the undisturbed job's numbers, bit for bit."""
+
+import random
+
+import pytest
+
+from megatron.bridge.checkpoint import layout
+from tests.functional_tests.checkpoint.jobs import POINTS, Kill, run_job
+from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS
+
+SAVES = {"model": dict(DROPOUT), "checkpoint": {"save_interval": 2, "most_recent_k": 2}}
+
+# The second save (step 4), and steps after the first one; pruning first happens at the third.
+ONE = [Kill("start a step", 3), Kill("gradients ready", 5), *(Kill(point, 2) for point in list(POINTS)[:4])]
+TWO = [Kill("write shards", 2, rank=1), Kill("publish", 2)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Results of whole jobs, by number of processes."""
+    results = {}
+
+    def result(world):
+        if world not in results:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            results[world] = run_job(world, folder / "run", SAVES, folder / "results")
+        return results[world]
+
+    return result
+
+
+def _killed_then_resumed(tmp_path, world, kill, after=None):
+    root, results = tmp_path / "run", tmp_path / "results"
+    assert run_job(world, root, SAVES, results, kill, after) is None, "the job survived"
+    before = layout.latest_iteration(root)
+    resumed = run_job(world, root, SAVES, results)
+    assert layout.published_iterations(root) == [STEPS - 2, STEPS]
+    assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+    return before, resumed
+
+
+@pytest.mark.parametrize("kill", ONE, ids=lambda kill: kill.point)
+def test_one_process(tmp_path, undisturbed, kill):
+    before, resumed = _killed_then_resumed(tmp_path, 1, kill)
+    assert before == (4 if kill == Kill("gradients ready", 5) else 2)
+    assert resumed == undisturbed(1)
+
+
+@pytest.mark.parametrize("kill", TWO, ids=lambda kill: kill.point)
+def test_two_processes(tmp_path, undisturbed, kill):
+    before, resumed = _killed_then_resumed(tmp_path, 2, kill)
+    assert before == 2
+    assert resumed == undisturbed(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_two_processes_at_any_time(tmp_path, undisturbed, seed):
+    after = random.Random(seed).uniform(0.5, 6)
+    root, results = tmp_path / "run", tmp_path / "results"
+    finished = None
+    for attempt in range(20):
+        finished = run_job(2, root, SAVES, results, after=after + attempt / 2)
+        if finished is not None:
+            break
+    assert finished == undisturbed(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("point", ["start a step", "gradients ready", *list(POINTS)[:2]])
+def test_two_processes_at_each_point(tmp_path, undisturbed, point, rank):
+    if point == "write metadata" and rank == 1:
+        pytest.skip("only the first rank writes it")
+    _, resumed = _killed_then_resumed(tmp_path, 2, Kill(point, 3, rank))
+    assert resumed == undisturbed(2)

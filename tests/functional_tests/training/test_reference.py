@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning a Hugging Face model gives the numbers of a plain PyTorch loop over transformers' own class."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.data.loaders import build_iterators
+from megatron.bridge.data.tokenizer import build_tokenizer
+from megatron.bridge.training.callbacks import CallbackManager
+from megatron.bridge.training.config import CheckpointConfig, OptimizerConfig, SchedulerConfig
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.utils.errors import UserError
+from tests.toy_run import SEQUENCE, VOCABULARY, toy_config
+
+LEARNING_RATE, WEIGHT_DECAY, CLIP, WARMUP, STEPS = 3e-3, 0.1, 0.5, 2, 8
+
+
+@pytest.fixture
+def hf_directory(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=SEQUENCE,
+        rope_theta=500.0,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    yield tmp_path / "hf"
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def finetuned(directory):
+    """Losses and norms of our run."""
+    provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider(load_weights=False)
+    provider.calculate_per_token_loss = True
+    config = toy_config(
+        train={"train_iters": STEPS},
+        optimizer=OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
+        scheduler=SchedulerConfig(lr_warmup_iters=WARMUP, lr_decay_style="cosine"),
+        checkpoint=CheckpointConfig(pretrained_checkpoint=str(directory)),
+    )
+    config.model = provider
+    seen, manager = [], CallbackManager()
+    manager.register(
+        "on_train_step_end",
+        lambda context: seen.append((context.loss_dict["lm loss"].item(), float(context.grad_norm))),
+    )
+    finetune(config, forward_step, manager)
+    return config, seen
+
+
+def plain_loop(directory, config):
+    """The same with transformers' model, torch's AdamW and nothing of Megatron's."""
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
+        betas=(0.9, 0.999),
+        eps=1e-8,
+    )
+    size = config.train.global_batch_size
+    batches = build_iterators(config.dataset, build_tokenizer(config.tokenizer), (STEPS * size, 0, 0), size, size)
+    for step in range(STEPS):
+        batch = next(batches.train)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        logits = model(input_ids=batch["tokens"]).logits
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction="none"
+        )
+        mask = batch["loss_mask"].flatten()
+        loss = (losses * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        yield loss.item(), norm.item()
+
+
+def learning_rate(step):
+    if step <= WARMUP:
+        return LEARNING_RATE * step / WARMUP
+    return LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
+
+
+def test_finetuning_equals_a_plain_loop(hf_directory):
+    torch.set_num_threads(1)
+    config, seen = finetuned(hf_directory)
+    expected = list(plain_loop(hf_directory, config))
+    assert len(seen) == STEPS
+    losses, norms = zip(*seen, strict=True)
+    expected_losses, expected_norms = zip(*expected, strict=True)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert norms == pytest.approx(expected_norms, rel=2e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_finetuning_without_weights_is_refused():
+    with pytest.raises(UserError, match=r"checkpoint.pretrained_checkpoint is not set"):
+        finetune(toy_config(), forward_step)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels equal what PyTorch computes operation by operation, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.bridge.backends import torch_kernels
+from megatron.bridge.backends.torch_kernels import (
+    cross_entropy,
+    fuses_activation,
+    rms_norm,
+    scale_in_place,
+    swiglu,
+)
+
+
+def random(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def close_to_fp64(function, reference, *inputs):
+    """In bf16, ``function`` is as near to ``reference`` in fp64 as rounding its result allows, gradients too."""
+    low = [x.to(torch.bfloat16).requires_grad_() for x in inputs]
+    high = [x.detach().double().requires_grad_() for x in low]
+    found, expected = function(*low), reference(*high)
+    grad = random(*expected.shape, seed=9).to(found.dtype)
+    pairs = zip(
+        [found, *torch.autograd.grad(found, low, grad)],
+        [expected, *torch.autograd.grad(expected, high, grad.double())],
+        strict=True,
+    )
+    for value, wanted in pairs:
+        torch.testing.assert_close(value.double(), wanted, rtol=2**-7, atol=2**-7 * wanted.abs().max().item())
+
+
+def plain_swiglu(x):
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def test_rms_norm():
+    x, gain = random(3, 4, 10).requires_grad_(), random(10, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, gain: rms_norm(x, gain, 1e-5), (x, gain))
+    torch.testing.assert_close(rms_norm(x, gain, 1e-5), F.rms_norm(x, (10,), gain, 1e-5))
+    close_to_fp64(
+        lambda x, gain: rms_norm(x, gain, 1e-5),
+        lambda x, gain: F.rms_norm(x, (64,), gain, 1e-5),
+        random(8, 64),
+        gain64(),
+    )
+
+
+def test_rms_norm_of_heads_that_are_not_contiguous():
+    x, gain = random(3, 4, 10).transpose(0, 1).requires_grad_(), random(10, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, gain: rms_norm(x, gain, 1e-5), (x, gain))
+
+
+def gain64():
+    return random(64, seed=1) * 0.1 + 1
+
+
+def test_swiglu():
+    x, bias = random(3, 4, 10).requires_grad_(), random(10, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(swiglu, (x,))
+    assert torch.autograd.gradcheck(swiglu, (x, bias))
+    torch.testing.assert_close(swiglu(x), plain_swiglu(x))
+    close_to_fp64(swiglu, plain_swiglu, random(8, 64))
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 1 << 18])
+def test_cross_entropy(one_rank, monkeypatch, chunk):
+    monkeypatch.setattr(torch_kernels, "CHUNK", chunk)
+    target = torch.tensor([[0, 18, 3], [7, 7, 1]])
+    logits = (3 * random(2, 3, 19)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda logits: cross_entropy(logits, target), (logits,))
+
+    def reference(logits):
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
+
+    torch.testing.assert_close(cross_entropy(logits, target), reference(logits))
+    close_to_fp64(lambda logits: cross_entropy(logits, target), reference, 3 * random(2, 3, 19))
+
+
+def test_logits_of_an_output_layer_give_way_to_their_gradient(one_rank):
+    """And to nothing else: a second backward pass says so, and other logits stay as they are."""
+    hidden, weight = random(6, 1, 8, dtype=torch.float32), random(20, 8, dtype=torch.float32, seed=1)
+    target = torch.randint(0, 20, (6, 1), generator=torch.Generator().manual_seed(2))
+    scale = random(6, 1, dtype=torch.float32, seed=3)
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, hidden, weight)]
+    logits = linear_with_grad_accumulation_and_async_allreduce(
+        leaves[0], leaves[1], None, False, False, sequence_parallel=False
+    )
+    loss = (cross_entropy(logits, target) * scale).sum()
+    plain = F.linear(leaves[2], leaves[3])
+    expected = (F.cross_entropy(plain.flatten(0, 1), target.flatten(), reduction="none")[:, None] * scale).sum()
+    torch.testing.assert_close(loss, expected)
+    loss.backward(retain_graph=True)
+    expected.backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[2].grad)
+    torch.testing.assert_close(leaves[1].grad, leaves[3].grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    for others in (torch.tanh(hidden.requires_grad_()), hidden.detach()):
+        before = others.detach().clone()
+        cross_entropy(others, target % 8)
+        assert torch.equal(others, before)
+
+
+def test_logits_that_are_masked_out_get_no_gradient(one_rank):
+    logits = random(4, 8, dtype=torch.float32)
+    logits[:, 6:] = torch.finfo(torch.float32).min
+    logits.requires_grad_()
+    loss = cross_entropy(logits, torch.tensor([0, 1, 2, 3]))
+    torch.testing.assert_close(loss, F.cross_entropy(logits[:, :6], torch.tensor([0, 1, 2, 3]), reduction="none"))
+    loss.sum().backward()
+    assert not logits.grad[:, 6:].any()
+    assert logits.grad.isfinite().all()
+
+
+def test_label_smoothing_is_left_to_megatron_core(one_rank):
+    logits, target = random(4, 8, dtype=torch.float32), torch.tensor([0, 1, 2, 3])
+    smooth = cross_entropy(logits.clone(), target, 0.1)
+    torch.testing.assert_close(smooth, torch_kernels._original_cross_entropy(logits.clone(), target, 0.1))
+
+
+def test_scaling_changes_gradients_in_place_or_into_a_target():
+    tensors = [random(5), random(2, 3, seed=1)]
+    expected = [tensor * 0.3 for tensor in tensors]
+    other = [torch.zeros_like(tensor) for tensor in tensors]
+    scale_in_place(0, None, [tensors, other], 0.3)
+    torch.testing.assert_close(other, expected)
+    scale_in_place(0, None, [tensors, tensors], 0.3)
+    torch.testing.assert_close(tensors, expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "fused"),
+    [
+        ({}, True),
+        ({"activation_func": F.gelu}, False),
+        ({"gated_linear_unit": False}, False),
+        ({"activation_func_clamp_value": 7.0}, False),
+        ({"glu_linear_offset": 1.0}, False),
+        ({"num_moe_experts": 2}, False),
+    ],
+)
+def test_only_plain_swiglu_is_fused(values, fused):
+    settings = {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False} | values
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **settings)
+    assert fuses_activation(config) is fused

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command starts without torch, ends with the right exit code, and names mistakes in one line."""
+
+import importlib
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from megatron.bridge.cli import errors, main
+from megatron.bridge.utils.errors import UserError
+
+
+def run(capsys, *arguments):
+    """Exit code, standard output and standard error of the command."""
+    capsys.readouterr()
+    try:
+        code = main.main(list(arguments))
+    except SystemExit as end:  # argparse
+        code = end.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_help_lists_the_subcommands(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(f"    {name} " in out for name in main.SUBCOMMANDS)
+
+
+def test_nothing_to_do_shows_help_and_fails(capsys):
+    code, out, _ = run(capsys)
+    assert (code, out.startswith("usage: megatron-bridge")) == (2, True)
+
+
+def test_version(capsys):
+    from megatron.bridge import __version__
+
+    assert run(capsys, "--version")[:2] == (0, f"megatron-bridge {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "invalid choice: 'trian'"),
+        (["train", "--recipee", "x"], "unrecognized arguments: --recipee; did you mean --recipe"),
+        (["train", "--mode", "dpo"], "invalid choice: 'dpo'"),
+        (["--bogus"], "unrecognized arguments: --bogus"),
+    ],
+)
+def test_wrong_usage_ends_with_2(capsys, arguments, message):
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_start_and_help_of_all_subcommands_need_no_torch():
+    code = "import sys; from megatron.bridge.cli.main import SUBCOMMANDS, main\nfor name in SUBCOMMANDS:\n"
+    code += "  try: main([name, '--help'])\n  except SystemExit as end: assert end.code == 0, name\n"
+    code += "main(['train', '--list', 'smollm2'])\nprint('torch' in sys.modules)"
+    out = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert out.splitlines()[-1] == "False"
+
+
+def test_subcommand_that_cannot_be_imported_does_not_break_the_others(capsys, monkeypatch):
+    load = importlib.import_module
+
+    def failing(name, *rest):
+        if name == "megatron.bridge.cli.demo":
+            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+        return load(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", failing)
+    code, _, err = run(capsys, "demo")
+    assert code == 1
+    assert err == "error: megatron-bridge demo cannot run here: the module matplotlib is not installed\n"
+    assert run(capsys, "train", "--help")[0] == 0
+
+
+def test_user_error_is_a_line_and_1(capsys):
+    def fail():
+        raise UserError("first\nsecond")
+
+    assert errors.exit_code(fail) == 1
+    assert capsys.readouterr().err == "error: first\nerror: second\n"
+
+
+def test_torchrun_is_told(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def fail():
+        raise UserError("wrong key")
+
+    assert errors.exit_code(fail) == 1
+    assert json.loads((tmp_path / "error.json").read_text())["message"] == "error: wrong key"
+
+
+def test_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        errors.exit_code(lambda: 1 // 0)
+
+
+def test_interrupt_is_130():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    assert errors.exit_code(interrupt) == 130
+
+
+def test_rank_is_named_when_one_fails(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(errors, "HEAD_START_SECONDS", 0.0)
+
+    def fail():
+        raise UserError("lost")
+
+    assert errors.exit_code(fail) == 1
+    assert capsys.readouterr().err == "error (rank 3): lost\n"
+
+
+def test_other_distribution_is_refused(capsys, monkeypatch, tmp_path):
+    info = tmp_path / "megatron_bridge-0.3.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-bridge\nVersion: 0.3.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, _, err = run(capsys, "train", "--list")
+    assert code == 1
+    assert err.startswith("error: megatron-bridge 0.3.0 by NVIDIA and hf-megatron-bridge both install")
+
+
+def test_overrides_may_stand_behind_options(monkeypatch):
+    seen = ModuleType("seen")
+    from megatron.bridge.cli import train
+
+    seen.add_parser = train.add_parser  # pyright: ignore
+    seen.run = lambda args: len(args.overrides)  # pyright: ignore
+    monkeypatch.setattr(main, "_load", lambda name: seen)
+    assert main.main(["train", "a.b=1", "--recipe", "x", "c.d=2", "--dry-run", "e.f=3"]) == 3

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``megatron-bridge train`` makes of its arguments, and what it says of wrong ones."""
+
+import pytest
+
+from megatron.bridge.cli.summary import parameter_count
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils.config.serialize import load_yaml
+from tests.unit_tests.cli.test_main import run
+
+RECIPE = ("train", "--recipe", "llama32_1b_pretrain_config")
+
+
+def dry_run(capsys, *arguments):
+    code, out, err = run(capsys, *arguments, "--dry-run")
+    assert (code, err) == (0, "")
+    return load_yaml(out), out
+
+
+def test_dry_run_prints_a_config_with_origins(capsys):
+    config, out = dry_run(capsys, *RECIPE, "train.train_iters=7", "model.tensor_model_parallel_size=2")
+    assert isinstance(config, ConfigContainer)
+    assert config.train.train_iters == 7
+    assert "  train_iters: 7  # command line\n" in out
+    assert "  num_layers: 16  # recipe\n" in out
+    assert "  grad_reduce_in_fp32: true  # derived\n" in out
+    assert "  hidden_dropout: 0.0  # recipe\n" in out
+
+
+def test_dry_run_says_what_the_config_means(capsys):
+    _, out = dry_run(capsys, *RECIPE, "model.tensor_model_parallel_size=2", "--world-size", "16")
+    lines = [line for line in out.splitlines() if line.startswith("# ")]
+    assert lines == [
+        "# pretrain from llama32_1b_pretrain_config",
+        "# model: 1,235,814,400 parameters, 16 layers, hidden size 2048",
+        "# layout: 16 processes = tensor 2 x pipeline 1 x context 1 x data 8",
+        "# step: 512 samples x 8192 tokens = 4,194,304 tokens, in 64 microbatches of 1 on each of 8 replicas",
+        "# run: 250,000 steps, 1,048,576,000,000 tokens",
+        "# data: made-up samples (MockGPTDatasetConfig)",
+        "# note: no data was given: this run trains on made-up samples (--data PATH for real ones)",
+        "# note: checkpoint.save is not set: this run keeps no checkpoint (checkpoint.save=DIR)",
+    ]
+
+
+def test_dry_run_assumes_the_gpus_of_the_recipe(capsys):
+    _, out = dry_run(capsys, "train", "--recipe", "llama31_405b_pretrain_config")
+    assert (
+        "# layout: 1024 processes = tensor 8 with sequence parallelism x pipeline 8 of 4 interleaved stages x "
+        "context 4 x data 4\n" in out
+    )
+    assert "# model: 405,853,388,800 parameters" in out
+    assert "# (for 1024 processes; --world-size N assumes another number)\n" in out
+
+
+def test_printed_config_is_read_again(capsys, tmp_path):
+    config, out = dry_run(capsys, *RECIPE, "optimizer.lr=1e-5")
+    path = tmp_path / "run.yaml"
+    path.write_text(out)
+    again, text = dry_run(capsys, "train", "--config", str(path), "--world-size", "8", "train.train_iters=3")
+    assert (again.optimizer.lr, again.train.train_iters) == (1e-5, 3)
+    assert f"lr: 1.0e-05  # file {path}\n" in text
+    again.train.train_iters, again.scheduler.lr_decay_iters = 250_000, 250_000
+    assert again == config
+
+
+def test_settings_of_a_file_lie_between_recipe_and_command_line(capsys, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("train:\n  train_iters: 5\n  global_batch_size: 64\noptimizer: {lr: 1e-5}\n")
+    config, out = dry_run(capsys, *RECIPE, "--config", str(path), "train.train_iters=6")
+    assert (config.train.train_iters, config.train.global_batch_size, config.optimizer.lr) == (6, 64, 1e-5)
+    assert f"  global_batch_size: 64  # file {path}\n" in out
+    assert "  train_iters: 6  # command line\n" in out
+
+
+def test_seq_length_sets_data_and_model(capsys):
+    config, out = dry_run(capsys, *RECIPE, "--seq_length", "512")
+    assert (config.dataset.seq_length, config.model.seq_length) == (512, 512)
+    assert out.count("seq_length: 512  # command line\n") == 2
+
+
+def test_data_replaces_made_up_samples(capsys):
+    config, out = dry_run(capsys, *RECIPE, "--data", "a/text", "b/text", "--world-size", "8")
+    assert config.dataset.blend == (["a/text", "b/text"], None)
+    assert config.tokenizer.tokenizer_model == "meta-llama/Llama-3.2-1B"
+    assert "blend: {_tuple_: [[a/text, b/text], null]}  # command line\n" in out
+    assert "  blend_per_split: null  # default\n" in out
+    assert "made-up" not in out
+
+
+def test_data_of_a_fine_tuning_is_a_folder(capsys):
+    recipe = ("train", "--recipe", "llama32_1b_finetune_config")
+    config, _ = dry_run(capsys, *recipe, "--data", "folder")
+    assert config.dataset.dataset_root == "folder"
+    assert "one folder" in run(capsys, *recipe, "--data", "a", "b", "--dry-run")[2]
+
+
+def test_list_takes_words(capsys):
+    code, out, _ = run(capsys, "train", "--list", "405b")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == [
+        "RECIPE",
+        "llama31_405b_finetune_config",
+        "llama31_405b_pretrain_config",
+    ]
+
+
+BAD = [
+    (
+        ["--recipe", "llama32_1b_pretrain"],
+        "there is no recipe llama32_1b_pretrain; did you mean llama32_1b_pretrain_c",
+    ),
+    (["--recipe", "zzz"], "there is no recipe zzz; --list shows all of them"),
+    ([], "there is nothing to run: give --recipe NAME (--list shows the names)"),
+    (["--list", "zzz"], "no recipe contains 'zzz'; --list alone shows all of them"),
+    (
+        [*RECIPE[1:], "train.train_itres=5"],
+        "there is no train.train_itres in TrainingConfig; did you mean train.train_iters?",
+    ),
+    ([*RECIPE[1:], "train.train_iters=many"], "train.train_iters must be an integer, not 'many'"),
+    ([*RECIPE[1:], "optimizer.lr=fast"], "optimizer.lr must be a number or null, not 'fast'"),
+    ([*RECIPE[1:], "mixed_precision=bf61_mixed"], "mixed_precision=bf61_mixed is not a known recipe"),
+    ([*RECIPE[1:], "model.padded_vocab_size=5"], "model.padded_vocab_size is computed from other values"),
+    ([*RECIPE[1:], "model.tensor_model_parallel_size=3"], "model.tensor_model_parallel_size=3 "),
+    ([*RECIPE[1:], "model.sequence_parallel=true"], "model.sequence_parallel=True needs"),
+    ([*RECIPE[1:], "model.virtual_pipeline_model_parallel_size=2"], "virtual stages need at least 2"),
+    ([*RECIPE[1:], "model.pipeline_model_parallel_size=16"], "needs 16 processes or a multiple, but there are 8"),
+    ([*RECIPE[1:], "--world-size", "7"], "train.global_batch_size=512 is not a multiple of"),
+    ([*RECIPE[1:], "--seq_length", "64", "dataset.seq_length=32"], "dataset.seq_length is given twice"),
+    ([*RECIPE[1:], "dataset.seq_length=9000"], "dataset.seq_length=9000 is longer than model.seq_length=8192"),
+    ([*RECIPE[1:], "model.bf16=false"], "model.bf16=False from the command line does not stick: it became True"),
+    ([*RECIPE[1:], "ft=1"], "ft must be null, not 1"),
+    (
+        [*RECIPE[1:], "--peft_scheme", "lora"],
+        "lora is not available in this version: --mode sft trains all weights",
+    ),
+    ([*RECIPE[1:], "--mode", "dora"], "dora is not available in this version"),
+    ([*RECIPE[1:], "--packed_sequence"], "--packed_sequence is not available in this version"),
+    (["--config", "no/such.yaml"], "--config no/such.yaml cannot be read: No such file or directory"),
+    (["--config", "."], "--config . cannot be read: Is a directory"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_mistake_is_one_line_and_1(capsys, arguments, message):
+    code, out, err = run(capsys, "train", *arguments, "--dry-run")
+    assert code == 1
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ")
+
+
+def test_mistakes_are_reported_together(capsys):
+    code, _, err = run(capsys, *RECIPE, "--dry-run", "train.train_itres=5", "optimizer.lr=fast")
+    assert (code, len(err.splitlines())) == (1, 2)
+    bad_layout = (
+        "model.tensor_model_parallel_size=2",
+        "model.num_layers=15",
+        "model.pipeline_model_parallel_size=2",
+    )
+    code, _, err = run(capsys, *RECIPE, "--dry-run", *bad_layout, "model.hidden_dropout=1.5")
+    assert (code, len(err.splitlines())) == (1, 2)
+
+
+BAD_FILES = [
+    ("train: {train_iters: [", [], "is not valid YAML at line 2, column 1"),
+    (
+        "train:\n  train_iters: 1\ntrain:\n  seed: 2",
+        RECIPE[1:],
+        "line 3, column 1: the key 'train' is given twice",
+    ),
+    (
+        "train: {train_itres: 5}",
+        RECIPE[1:],
+        "there is no train.train_itres in TrainingConfig; did you mean train.train_iters?",
+    ),
+    ("train: {train_iters: x}", RECIPE[1:], "train.train_iters must be an integer, not 'x'"),
+    ("train: {train_iters: 5}", [], "is not a whole config: give --recipe NAME"),
+    ("just words", RECIPE[1:], "holds no settings"),
+    ("", RECIPE[1:], "holds no settings"),
+    ("_target_: megatron.bridge.training.config.TrainingConfig", [], "describes a TrainingConfig, not a run"),
+    ("_target_: os.system", [], "os.system is not a dataclass and is not called from a config"),
+    ("_target_: megatron.bridge.training.config.ConfigContainer", RECIPE[1:], "--recipe does not go with"),
+]
+
+
+@pytest.mark.parametrize(("text", "arguments", "message"), BAD_FILES)
+def test_wrong_file_is_one_line_and_1(capsys, tmp_path, text, arguments, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    code, out, err = run(capsys, "train", *arguments, "--config", str(path), "--dry-run")
+    assert (code, out) == (1, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_wrong_values_in_a_whole_config_are_named(capsys, tmp_path):
+    _, out = dry_run(capsys, *RECIPE)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        out.replace("train_iters: 250000", "train_iters: many").replace("num_layers: 16", "num_layrs: 16")
+    )
+    code, _, err = run(capsys, "train", "--config", str(path), "--dry-run")
+    assert code == 1
+    assert "model.num_layrs is not a field of GPTModelProvider; did you mean num_layers" in err
+    path.write_text(out.replace("train_iters: 250000", "train_iters: many"))
+    code, _, err = run(capsys, "train", "--config", str(path), "--dry-run")
+    assert (code, err) == (1, "error: train.train_iters must be an integer, not 'many'\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vlm_stepp", "--step_func vlm_stepp is not known: choose gpt_step"),
+        ("no_such_module.step", "--step_func no_such_module.step: there is no module named 'no_such_module'"),
+        ("math.pi", "--step_func math.pi is not a function"),
+    ],
+)
+def test_wrong_step_function_is_named(capsys, name, message):
+    code, _, err = run(capsys, *RECIPE, "--step_func", name)
+    assert code == 1
+    assert message in err
+
+
+def test_world_size_is_for_dry_runs(capsys):
+    assert "--world-size is for --dry-run" in run(capsys, *RECIPE, "--world-size", "2")[2]
+
+
+TOY = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96, "seq_length": 16}
+SHAPES = [
+    {},
+    {
+        "share_embeddings_and_output_weights": False,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "ffn_hidden_size": 48,
+    },
+    {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "qk_layernorm": True},
+    {"add_bias_linear": False, "add_qkv_bias": True, "position_embedding_type": "learned_absolute"},
+    {"attention_bias": False},
+    {"mlp_bias": False, "qk_layernorm": True},
+    {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "add_bias_linear": False, "gated_linear_unit": True},
+    {"num_moe_experts": 2, "moe_layer_freq": [0, 1, 1], "add_bias_linear": False},
+    {
+        "num_moe_experts": 2,
+        "moe_layer_freq": 2,
+        "moe_shared_expert_intermediate_size": 20,
+        "add_bias_linear": False,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def model_parallel():
+    """One process with Megatron's groups."""
+    import torch.distributed
+    from megatron.core import parallel_state
+
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    GPTModelProvider(num_layers=1, hidden_size=8, num_attention_heads=1).initialize_model_parallel(seed=0)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(shape) or "plain")
+def test_parameter_count_is_that_of_the_built_model(model_parallel, shape):
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    provider = GPTModelProvider(**{**TOY, **shape})
+    built = sum(parameter.numel() for parameter in provider.provide().parameters())
+    assert parameter_count(provider) == built

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenised corpora, read back by Megatron-Core, against a naive loop; and what can be wrong with them."""
+
+import argparse
+import json
+import resource
+import signal
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from transformers import AutoTokenizer
+
+from megatron.bridge.cli import data as data_cli
+from megatron.bridge.data import preprocess as module
+from megatron.bridge.data.config import DatasetRequest, GPTDatasetConfig
+from megatron.bridge.data.preprocess import PreprocessConfig, preprocess
+from megatron.bridge.utils.errors import UserError
+from tests.unit_tests.data.conftest import TEXT
+
+DOCUMENTS = [f"{number}: {TEXT[number % len(TEXT)]}" for number in range(40)]
+
+
+@pytest.fixture
+def make(tmp_path, tokenizer_dir):
+    """Run ``preprocess`` into ``out`` with the toy tokenizer."""
+
+    def run(*inputs, **values):
+        values = {"workers": 1, "output_prefix": tmp_path / "out", "tokenizer_model": str(tokenizer_dir)} | values
+        return preprocess(PreprocessConfig(inputs=list(inputs), **values))
+
+    return run
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """A corpus with two lines that hold nothing and one empty text."""
+    path = tmp_path / "corpus.jsonl"
+    lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(DOCUMENTS)]
+    path.write_text("\n".join(["", *lines[:20], "   ", '{"text": ""}', *lines[20:]]) + "\n")
+    return path
+
+
+def naive(tokenizer_dir, documents, special=False, end=()):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    return [[*tokenizer(text, add_special_tokens=special)["input_ids"], *end] for text in documents]
+
+
+def read(prefix):
+    dataset = IndexedDataset(str(prefix))
+    assert list(dataset.document_indices) == list(range(len(dataset) + 1))
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_jsonl_equals_the_naive_loop(make, jsonl, tokenizer_dir, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(module, "PIECE_BYTES", 500)  # many pieces: their order must not depend on who is faster
+    report = make(jsonl, append_eod=True, workers=workers)
+    expected = naive(tokenizer_dir, DOCUMENTS, end=[1])
+    assert read(tmp_path / "out") == expected
+    assert (report.documents, report.tokens, report.empty) == (40, sum(map(len, expected)), 3)
+    assert report.input_bytes == jsonl.stat().st_size
+    assert IndexedDataset(str(tmp_path / "out")).index.dtype == np.uint16
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "out.bin", "out.idx"]
+
+
+def test_special_tokens_only_when_asked(make, jsonl, tokenizer_dir, tmp_path):
+    make(jsonl, add_special_tokens=True)
+    assert read(tmp_path / "out") == naive(tokenizer_dir, DOCUMENTS, special=True)
+
+
+def test_padding_and_truncation_of_the_tokenizer_do_not_cut_documents(make, jsonl, tokenizer_dir, tmp_path):
+    directory = tmp_path / "cutting"
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=8)
+    tokenizer.backend_tokenizer.save(str(tokenizer_dir / "tokenizer.json.cut"))
+    tokenizer.save_pretrained(directory)
+    (tokenizer_dir / "tokenizer.json.cut").rename(directory / "tokenizer.json")
+    make(jsonl, tokenizer_model=str(directory))
+    assert read(tmp_path / "out") == naive(tokenizer_dir, DOCUMENTS)
+
+
+def test_plain_text_by_file_and_by_line(make, tokenizer_dir, tmp_path):
+    texts = ["First\n\n  line two\n", "Ünïcode\nend"]
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    make(*paths)
+    assert read(tmp_path / "out") == naive(tokenizer_dir, texts)
+    report = make(*paths, text_document="line", overwrite=True)
+    lines = [line for text in texts for line in text.splitlines() if line]
+    assert read(tmp_path / "out") == naive(tokenizer_dir, lines)
+    assert report.empty == 1
+
+
+def test_the_output_feeds_a_gpt_dataset(make, jsonl, tokenizer, tmp_path):
+    make(jsonl, append_eod=True)
+    config = GPTDatasetConfig(seq_length=16, blend=([str(tmp_path / "out")], None), split="80,20")
+    splits = config.build(DatasetRequest((10, 5, 0), tokenizer))
+    stream = [token for document in read(tmp_path / "out") for token in document]
+    windows = {tuple(stream[i : i + 4]) for i in range(len(stream))}
+    inside = [tuple(splits.train[0]["tokens"][i : i + 4].tolist()) for i in range(13)]
+    assert sum(window in windows for window in inside) >= 5  # all but those across a shuffled document's end
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', r"corpus\.jsonl:44: this line is not JSON: .* at column \d+"),
+        ('["a"]', r"corpus\.jsonl:44: a line must be a JSON object, not list"),
+        ('{"txt": "a", "id": 3}', r":44: the key 'text' is missing \(keys: txt, id\); did you mean txt\?"),
+        ('{"text": 3}', ":44: 'text' must be a text, not int"),
+        (b'{"text": "\xff"}', ":44: this line is not UTF-8"),
+    ],
+)
+def test_wrong_lines_are_named_and_leave_nothing_behind(make, jsonl, tmp_path, workers, line, message):
+    with jsonl.open("ab") as file:
+        file.write(line if isinstance(line, bytes) else line.encode())
+    with pytest.raises(UserError, match=message):
+        make(jsonl, workers=workers)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+def test_inputs_and_outputs_that_cannot_be_used_are_named(make, jsonl, tmp_path):
+    for arguments, values, message in [
+        ([tmp_path / "none.jsonl"], {}, r"none\.jsonl is not a file"),
+        ([tmp_path], {}, "is not a file"),
+        ([jsonl], {"workers": 0}, "--workers=0"),
+        ([jsonl], {"tokenizer_model": str(tmp_path)}, "cannot load a tokenizer"),
+        ([jsonl], {"output_prefix": jsonl / "below" / "out"}, "cannot write .*: Not a directory"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            make(*arguments, **values)
+    (tmp_path / "corpus.csv").write_text("x")
+    with pytest.raises(UserError, match=r"cannot tell the format of .*corpus\.csv"):
+        make(tmp_path / "corpus.csv")
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(UserError, match="there is no text in it"):
+        make(tmp_path / "empty.txt")
+
+
+def test_an_existing_output_is_kept_unless_told_otherwise(make, jsonl, tmp_path):
+    make(jsonl)
+    before = (tmp_path / "out.bin").read_bytes()
+    with pytest.raises(UserError, match=r"out\.bin exists: .*--overwrite"):
+        make(jsonl, append_eod=True)
+    assert (tmp_path / "out.bin").read_bytes() == before
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        make(broken, overwrite=True)
+    assert (tmp_path / "out.bin").read_bytes() == before
+    make(jsonl, append_eod=True, overwrite=True)
+    assert (tmp_path / "out.bin").read_bytes() != before
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_behind(make, jsonl, tmp_path):
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1000, limits[1])
+    )  # the kernel refuses to write more, as a full disk
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*out\.bin: File too large: free space"):
+            make(jsonl)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+def test_command_line(jsonl, tokenizer_dir, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    data_cli.add_parser(parser.add_subparsers())
+    words = ["data", "preprocess", "--input", jsonl, "--tokenizer-model", tokenizer_dir, "--workers", "1"]
+    args = parser.parse_args([*map(str, words), "--output-prefix", f"{tmp_path}/o"])
+    assert args.run(args) == 0
+    assert read(tmp_path / "o") == naive(tokenizer_dir, DOCUMENTS)
+    assert "40 documents" in capsys.readouterr().err

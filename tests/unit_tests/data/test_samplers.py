@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of samples against naive lists, for any layout and any place to resume."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.bridge.data.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
+
+
+@st.composite
+def layouts(draw):
+    """(micro batch, ranks, microbatches in a step, total samples, completed steps)."""
+    micro, ranks, accumulation = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    batch = micro * ranks * accumulation
+    total = draw(st.integers(batch, 5 * batch + 3))
+    return micro, ranks, accumulation, total, draw(st.integers(0, total // batch))
+
+
+def global_batches(samplers, accumulation, count):
+    """What all ranks draw, put together step by step in the order of microbatches and ranks."""
+    draws = [iter(sampler) for sampler in samplers]
+    batches = []
+    for _ in range(count):
+        batch = []
+        for _ in range(accumulation):
+            for draw in draws:
+                batch += next(draw)
+        batches.append(batch)
+    return batches
+
+
+@given(layouts())
+def test_global_batch_k_is_the_kth_slice(layout):
+    micro, ranks, accumulation, total, steps = layout
+    batch = micro * ranks * accumulation
+    samplers = [MegatronPretrainingSampler(total, steps * batch, micro, rank, ranks) for rank in range(ranks)]
+    left = total // batch - steps
+    expected = [list(range(k * batch, (k + 1) * batch)) for k in range(steps, steps + left)]
+    assert global_batches(samplers, accumulation, left) == expected
+
+
+@given(layouts())
+def test_incomplete_draws_are_dropped_or_kept_as_asked(layout):
+    micro, ranks, _, total, _ = layout
+    dropped = [list(MegatronPretrainingSampler(total, 0, micro, rank, ranks)) for rank in range(ranks)]
+    kept = [
+        list(MegatronPretrainingSampler(total, 0, micro, rank, ranks, drop_last=False)) for rank in range(ranks)
+    ]
+    stride = micro * ranks
+    assert {len(draws) for draws in dropped} == {total // stride}
+    assert all(len(ids) == micro for draws in dropped for ids in draws)
+    assert sorted(i for draws in kept for ids in draws for i in ids) == list(range(total))
+
+
+def random_order(total, batch, seed, steps):
+    """Global batches of the shuffled order, written down epoch by epoch."""
+    flat, epoch = [], 0
+    while len(flat) < steps * batch:
+        flat += np.random.default_rng((seed, epoch)).permutation(total)[: total // batch * batch].tolist()
+        epoch += 1
+    return [flat[k * batch : (k + 1) * batch] for k in range(steps)]
+
+
+@given(layouts(), st.integers(0, 2**31))
+def test_random_order_does_not_depend_on_the_layout(layout, seed):
+    micro, ranks, accumulation, total, steps = layout
+    batch = micro * ranks * accumulation
+    samplers = [
+        MegatronPretrainingRandomSampler(
+            None, total, steps * batch, micro, rank, ranks, seed=seed, global_batch_size=batch
+        )
+        for rank in range(ranks)
+    ]
+    expected = random_order(total, batch, seed, steps + 7)[steps:]
+    assert global_batches(samplers, accumulation, 7) == expected
+
+
+@given(layouts())
+def test_sharded_epoch_visits_every_sample_of_each_ranks_part_once(layout):
+    micro, ranks, accumulation, total, _ = layout
+    batch = micro * ranks * accumulation
+    per_rank = total // batch * batch // ranks
+    for rank in range(ranks):
+        sampler = MegatronPretrainingRandomSampler(
+            None, total, 0, micro, rank, ranks, data_sharding=True, global_batch_size=batch
+        )
+        draws = iter(sampler)
+        seen = [index for _ in range(per_rank // micro) for index in next(draws)]
+        assert sorted(seen) == list(range(rank * per_rank, (rank + 1) * per_rank))
+
+
+@given(layouts(), st.booleans())
+def test_random_order_resumes_where_it_stopped(layout, sharded):
+    micro, ranks, accumulation, total, steps = layout
+    batch = micro * ranks * accumulation
+
+    def sampler(consumed):
+        return iter(
+            MegatronPretrainingRandomSampler(
+                None, total, consumed, micro, 0, ranks, data_sharding=sharded, global_batch_size=batch
+            )
+        )
+
+    whole, resumed = sampler(0), sampler(steps * batch)
+    for _ in range(steps * accumulation):
+        next(whole)
+    assert [next(whole) for _ in range(8)] == [next(resumed) for _ in range(8)]

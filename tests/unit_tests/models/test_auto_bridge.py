@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public face of a bridge, beside what the family tests show."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.utils.errors import UserError
+from tests.toy_models import make_llama, tokens
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hf")
+    make_llama(directory, num_hidden_layers=2)
+    return directory
+
+
+def test_what_is_supported(hf):
+    assert "LlamaForCausalLM" in AutoBridge.list_supported_models()
+    assert AutoBridge.can_handle(hf)
+    assert AutoBridge.supports(SimpleNamespace(architectures=["LlamaForCausalLM"]))
+    assert not AutoBridge.supports(SimpleNamespace(architectures=["NobodysForCausalLM"]))
+    assert not AutoBridge.supports(SimpleNamespace())
+
+
+def test_provider_says_what_the_config_says(hf):
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    assert isinstance(provider, GPTModelProvider)
+    assert (provider.num_layers, provider.kv_channels, provider.num_query_groups) == (2, 16, 2)
+    assert provider.vocab_size == 101
+    assert not provider.share_embeddings_and_output_weights
+    assert bridge.transformer_config.is_resolved
+
+
+def test_weights_fill_the_model_without_initialising_it_first(hf):
+    provider = AutoBridge.from_hf_pretrained(hf).to_megatron_provider()
+    (chunk,) = provider.provide_distributed_model(wrap_with_ddp=False)
+    assert chunk.config.perform_initialization is False
+    assert provider.perform_initialization is True  # what is declared, and saved, says nothing of it
+
+
+def test_weights_of_another_directory(hf, tmp_path):
+    other = make_llama(tmp_path, num_hidden_layers=2, seed=5)
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    (chunk,) = bridge.to_megatron_model(hf_path=tmp_path, wrap_with_ddp=False)
+    assert torch.equal(chunk.output_layer.weight, other.lm_head.weight)
+    (again,) = bridge.to_megatron_model(wrap_with_ddp=False)
+    assert not torch.equal(again.output_layer.weight, other.lm_head.weight)
+
+
+def test_import_and_export_of_checkpoints(hf, tmp_path):
+    AutoBridge.import_ckpt(hf, tmp_path / "megatron")
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    bridge.export_ckpt(tmp_path / "megatron", tmp_path / "out", show_progress=False)
+    for path in hf.iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    with pytest.raises(
+        UserError, match=r"mp_overrides.tensor_model_parallel is not a parallel size; did you mean"
+    ):
+        bridge.load_megatron_model(tmp_path / "megatron", mp_overrides={"tensor_model_parallel": 2})
+    with pytest.raises(UserError, match="absent"):
+        bridge.load_megatron_model(tmp_path / "absent")
+
+
+def test_a_checkpoint_of_an_uneven_pipeline_loads_in_one_process(hf, tmp_path):
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    provider = bridge.to_megatron_provider()
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    provider.pipeline_model_parallel_size, provider.num_layers_in_first_pipeline_stage = 2, 1
+    bridge.save_megatron_model(model, tmp_path)
+    (loaded,) = bridge.load_megatron_model(tmp_path, wrap_with_ddp=False)
+    with torch.no_grad():
+        assert torch.equal(loaded(*tokens(), None), model[0](*tokens(), None))
+
+
+def test_weights_alone_can_be_saved(hf, tmp_path):
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    bridge.save_hf_weights(bridge.to_megatron_model(wrap_with_ddp=False), tmp_path / "out", show_progress=False)
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".safetensors", ".json"}
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_the_plan_is_a_table(hf):
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    (chunk,) = model = bridge.to_megatron_model(wrap_with_ddp=False)
+    lines = str(bridge.plan(model)).splitlines()
+    assert len(lines) == 1 + len(list(chunk.parameters())) == 1 + len(bridge.get_conversion_tasks(model))
+    assert lines[-1].split() == ["output_layer.weight", "101x48", "column/1", "0", "AutoMapping", "lm_head.weight"]

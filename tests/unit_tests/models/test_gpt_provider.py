@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The provider: declared values stay as they were, and a model is built from a resolved copy."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.utils.errors import UserError
+
+
+def toy(**changes):
+    values = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 48,
+        "vocab_size": 101,
+        "seq_length": 16,
+        "normalization": "RMSNorm",
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return GPTModelProvider(**values | changes)
+
+
+@pytest.fixture(autouse=True)
+def fresh_groups():
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def logits(chunk, tokens):
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return chunk(input_ids=tokens, position_ids=positions, attention_mask=None)
+
+
+def test_nothing_is_derived_before_the_model_is_built():
+    provider = toy(kv_channels=None)
+    declared = dataclasses.asdict(provider)
+    provider.finalize()
+    assert dataclasses.asdict(provider) == declared
+    assert provider.resolved().kv_channels == 8
+
+
+def test_a_value_set_after_creation_takes_effect():
+    provider = toy()
+    provider.hidden_size, provider.num_layers = 64, 3
+    (chunk,) = provider.provide_distributed_model(wrap_with_ddp=False)
+    assert chunk.config.kv_channels == 16
+    assert len(chunk.decoder.layers) == 3
+
+
+def test_the_chunk_is_causal_and_gives_logits_batch_first():
+    torch.manual_seed(0)
+    (chunk,) = toy().provide_distributed_model(wrap_with_ddp=False)
+    tokens = torch.randint(0, 101, (2, 16))
+    changed = tokens.clone()
+    changed[:, 10:] = (tokens[:, 10:] + 1) % 101
+    before, after = logits(chunk, tokens), logits(chunk, changed)
+    assert before.shape == (2, 16, 101)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_half_precision_follows_the_flag():
+    (chunk,) = toy().provide_distributed_model(wrap_with_ddp=False, bf16=True)
+    assert {parameter.dtype for parameter in chunk.parameters()} == {torch.bfloat16}
+    assert logits(chunk, torch.zeros(1, 16, dtype=torch.long)).dtype == torch.float32
+
+
+def test_hooks_run_in_order_and_may_replace_the_chunks():
+    provider, calls = toy(), []
+    provider.register_pre_wrap_hook(lambda chunks: calls.append("second"))
+    provider.register_pre_wrap_hook(lambda chunks: calls.append("first"), prepend=True)
+    provider.register_post_wrap_hook(lambda chunks: [*chunks, *chunks])
+    chunks = provider.provide_distributed_model(wrap_with_ddp=True)
+    assert calls == ["first", "second"]
+    assert len(chunks) == 2
+
+
+def test_the_vocabulary_is_padded_only_when_asked():
+    assert toy().padded_vocab_size == 101
+    assert toy(should_pad_vocab=True, tensor_model_parallel_size=2).padded_vocab_size == 256
+    with pytest.raises(UserError, match="vocab_size is not set"):
+        _ = toy(vocab_size=None).padded_vocab_size
+
+
+def test_the_meta_model_takes_no_memory():
+    (chunk,) = toy().meta_model()
+    assert {parameter.device.type for parameter in chunk.parameters()} == {"meta"}
+
+
+def test_padded_heads_do_not_change_the_function():
+    """The padded model equals the declared one, and nothing of the padding ever gets a gradient."""
+    plain = toy(num_attention_heads=6, num_query_groups=3, hidden_size=48, add_qkv_bias=True)
+    padded = toy(
+        num_attention_heads=6,
+        num_query_groups=3,
+        hidden_size=48,
+        add_qkv_bias=True,
+        make_query_groups_divisible_by=4,
+    )
+    (small,), (large,) = (p.provide_distributed_model(wrap_with_ddp=False) for p in (plain, padded))
+    assert (large.config.num_attention_heads, large.config.num_query_groups, large.config.kv_channels) == (8, 4, 8)
+    values = dict(small.named_parameters())
+    for name, parameter in large.named_parameters():
+        value = values[name].detach()
+        region = tuple(slice(0, length) for length in value.shape)
+        assert parameter.shape == value.shape or not parameter[value.shape[0] :].any()
+        parameter.data[region] = value
+    tokens = torch.randint(0, 101, (2, 16))
+    torch.testing.assert_close(logits(large, tokens), logits(small, tokens))
+    logits(large, tokens).square().mean().backward()
+    for layer in large.decoder.layers:
+        attention = layer.self_attention
+        assert not attention.linear_qkv.weight.grad[3 * 4 * 8 :].any()
+        assert not attention.linear_qkv.bias.grad[3 * 4 * 8 :].any()
+        assert not attention.linear_proj.weight.grad[:, 6 * 8 :].any()
+
+
+def test_padded_vocabulary_takes_no_part_in_the_loss():
+    plain, padded = toy(), toy(should_pad_vocab=True)
+    (small,), (large,) = (p.provide_distributed_model(wrap_with_ddp=False) for p in (plain, padded))
+    values = dict(small.named_parameters())
+    for name, parameter in large.named_parameters():
+        parameter.data[: len(values[name])] = values[name].detach()
+    tokens = torch.randint(0, 101, (2, 16))
+    expected, found = (F.cross_entropy(logits(chunk, tokens).mT, tokens) for chunk in (small, large))
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    assert not large.embedding.word_embeddings.weight.grad[101:].any()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading and writing safetensors files, and finding models."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+from megatron.bridge.models.hf_pretrained.safetensors_files import INDEX, Checkpoint
+from megatron.bridge.models.hf_pretrained.safetensors_writer import (
+    Writer,
+    create,
+    layout_like,
+    layout_new,
+    write_index,
+)
+from megatron.bridge.utils.errors import UserError
+from tests.toy_models import make_llama
+
+TENSORS = {
+    "a": torch.arange(24, dtype=torch.float32).view(4, 6),
+    "b": torch.randn(7).bfloat16(),
+    "c": torch.tensor(3.5),
+    "d": torch.empty(0, 3),
+    "e": torch.arange(5, dtype=torch.int8),
+    "f": torch.randn(3, 2).half(),
+}
+
+
+def shapes(tensors):
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def written(directory, layouts, tensors):
+    create(directory, layouts)
+    with Writer(directory, layouts) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, 0, tensor)
+
+
+def test_views_equal_what_safetensors_reads(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert set(checkpoint) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(checkpoint[name], tensor)
+        assert checkpoint[name].dtype is tensor.dtype
+
+
+def test_misaligned_tensors_are_read(tmp_path):
+    data = torch.randn(3)
+    header = json.dumps({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}).encode()
+    header += b" " * (1 - len(header) % 2)  # an odd length
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data.numpy().tobytes())
+    assert torch.equal(Checkpoint(tmp_path)["x"], data)
+
+
+def test_copy_takes_ranges_into_any_target_and_counts_bytes(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    target = torch.zeros(6, 4, dtype=torch.float64).T[:, 1:3]
+    checkpoint.copy("a", (1, 2, 2), target)
+    assert torch.equal(target.float(), TENSORS["a"][:, 2:4])
+    assert checkpoint.bytes_read == 8 * 4
+    checkpoint.release("a")
+    assert torch.equal(checkpoint["a"], TENSORS["a"])
+
+
+def test_written_files_are_read_by_safetensors(tmp_path):
+    layouts = layout_new(shapes(TENSORS), shard_bytes=64)
+    assert len(layouts) > 1
+    written(tmp_path, layouts, TENSORS)
+    write_index(tmp_path, layouts, None)
+    where = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    for name, tensor in TENSORS.items():
+        with safe_open(tmp_path / where[name], "pt") as file:
+            assert torch.equal(file.get_tensor(name), tensor)
+    assert set(Checkpoint(tmp_path)) == set(TENSORS)
+
+
+def test_rows_may_come_in_any_order_and_dtype(tmp_path):
+    layouts = layout_new(shapes(TENSORS))
+    create(tmp_path, layouts)
+    with Writer(tmp_path, layouts) as writer:
+        writer.write("a", 2, TENSORS["a"][2:].double())
+        writer.write("a", 0, TENSORS["a"].T.contiguous().T[:2])
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], TENSORS["a"])
+
+
+def test_layout_of_a_source_keeps_its_files_and_headers(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    parts = [{"a": TENSORS["a"], "c": TENSORS["c"]}, {"b": TENSORS["b"]}]
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, source / name, metadata={"format": "pt", "note": "kept"})
+    weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+    (source / INDEX).write_text(json.dumps({"metadata": {"other": 1}, "weight_map": weight_map}))
+    checkpoint = Checkpoint(source)
+
+    layouts = layout_like(checkpoint, shapes({**parts[0], **parts[1]}))
+    written(out, layouts, {**parts[0], **parts[1]})
+    write_index(out, layouts, checkpoint)
+
+    for name in (*names, INDEX):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_layout_of_a_source_takes_other_shapes_and_surplus_tensors(tmp_path):
+    save_file({"a": TENSORS["a"]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    wanted = {"a": torch.randn(2, 2), "new": torch.randn(3)}
+    layouts = layout_like(Checkpoint(tmp_path), shapes(wanted))
+    assert [layout.name for layout in layouts] == ["model.safetensors", "extra-model.safetensors"]
+    out = tmp_path / "out"
+    out.mkdir()
+    written(out, layouts, wanted)
+    write_index(out, layouts, Checkpoint(tmp_path))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in Checkpoint(out).items())
+
+
+def test_a_hub_id_is_found_in_the_cache(tmp_path):
+    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    refs = tmp_path / "models--someone--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    make_llama(snapshot, num_hidden_layers=1)
+    bridge = AutoBridge.from_hf_pretrained("someone/tiny", cache_dir=str(tmp_path))
+    assert bridge.hf_config.hidden_size == 48
+    assert "lm_head.weight" in bridge.hf_pretrained.state
+    with pytest.raises(UserError, match="someone/absent is neither a local directory nor"):
+        AutoBridge.from_hf_pretrained("someone/absent", cache_dir=str(tmp_path))
+
+
+def test_side_files_are_all_files_but_weights(tmp_path):
+    make_llama(tmp_path, num_hidden_layers=1)
+    for name in ("LICENSE", "pytorch_model.bin", "original/consolidated.00.pth", "original/params.json", ".git/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = [str(path) for path in PreTrainedCausalLM(tmp_path).side_files()]
+    assert found == [
+        "LICENSE",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "original/params.json",
+    ]
+
+
+def test_pytorch_checkpoints_are_refused(tmp_path):
+    make_llama(tmp_path, num_hidden_layers=1)
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match="save the model with transformers' save_pretrained to get safetensors"):
+        AutoBridge.from_hf_pretrained(tmp_path).to_megatron_model(wrap_with_ddp=False)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A damaged or misdescribed checkpoint is refused by name, before anything is loaded."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.utils.errors import UserError
+from tests.toy_models import make_llama
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("llama")
+    make_llama(directory, num_hidden_layers=2)
+    return directory
+
+
+@pytest.fixture
+def hf(original, tmp_path):
+    """A copy to damage."""
+    for path in original.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def index(hf):
+    return json.loads((hf / "model.safetensors.index.json").read_text())
+
+
+def edit(hf, name, change):
+    """Replace tensor ``name`` by what ``change`` returns: {name: tensor}."""
+    where = index(hf)
+    file = where["weight_map"].pop(name)
+    tensors = load_file(hf / file)
+    new = change(tensors.pop(name))
+    save_file({**tensors, **new}, hf / file, metadata={"format": "pt"})
+    where["weight_map"] |= dict.fromkeys(new, file)
+    (hf / "model.safetensors.index.json").write_text(json.dumps(where))
+
+
+def edit_config(hf, **changes):
+    path = hf / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def shard_of(hf, name):
+    return hf / index(hf)["weight_map"][name]
+
+
+def truncate(path):
+    data = path.read_bytes()
+    path.write_bytes(data[:-10])
+
+
+MUTATIONS = {
+    "dropped": (lambda hf: edit(hf, Q, lambda _: {}), f"tensor {Q} is missing from the checkpoint"),
+    "renamed": (
+        lambda hf: edit(hf, Q, lambda t: {Q.replace("q_proj", "q_prog"): t}),
+        rf"tensor {Q} is missing .* did you mean model.layers.1.self_attn.q_prog.weight",
+    ),
+    "surplus": (
+        lambda hf: edit(hf, Q, lambda t: {Q: t, "model.layers.1.self_attn.extra.weight": t.clone()}),
+        "tensor model.layers.1.self_attn.extra.weight of the checkpoint has no Megatron parameter",
+    ),
+    "transposed": (
+        lambda hf: edit(hf, DOWN, lambda t: {DOWN: t.T.contiguous()}),
+        rf"tensor {DOWN} in model-.* has shape \[72, 48\], the config means \[48, 72\]",
+    ),
+    "reshaped": (lambda hf: edit(hf, Q, lambda t: {Q: t[:-16].clone()}), f"tensor {Q} .* has shape"),
+    "half precision": (
+        lambda hf: edit(hf, Q, lambda t: {Q: t.half()}),
+        f"tensor {Q} in .* is float16, config.json says float32",
+    ),
+    "integers": (lambda hf: edit(hf, Q, lambda t: {Q: t.to(torch.int8)}), f"tensor {Q} in .* is int8"),
+    "missing shard": (lambda hf: shard_of(hf, Q).unlink(), r"lacks model-0000.*, which model.safetensors.index"),
+    "truncated shard": (lambda hf: truncate(shard_of(hf, Q)), r"model-0000.* is truncated: \d+ bytes of \d+"),
+    "empty shard": (lambda hf: shard_of(hf, Q).write_bytes(b""), "is not a whole safetensors file"),
+    "not a shard": (lambda hf: shard_of(hf, Q).write_bytes(b"\xff" * 64), "is not a whole safetensors file"),
+    "index names a tensor that is not there": (
+        lambda hf: (hf / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {**index(hf)["weight_map"], "ghost": index(hf)["weight_map"][Q]}})
+        ),
+        "tensor ghost is not in model-0000",
+    ),
+    "broken index": (lambda hf: (hf / "model.safetensors.index.json").write_text("{"), "index.json is damaged"),
+    "no weights": (
+        lambda hf: [path.unlink() for path in hf.glob("model*")],
+        "has neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "unknown key": (
+        lambda hf: edit_config(hf, attention_biases=True),
+        "config of LlamaForCausalLM: key attention_biases=True is not known; did you mean attention_bias",
+    ),
+    "unsupported key": (lambda hf: edit_config(hf, quantization_config={"bits": 4}), "quantization_config=.*bits"),
+    "unknown activation": (lambda hf: edit_config(hf, hidden_act="mish"), "hidden_act='mish' is not supported"),
+    "tied": (
+        lambda hf: edit_config(hf, tie_word_embeddings=True),
+        "lm_head.weight differs from model.embed_tokens",
+    ),
+    "rope kind": (
+        lambda hf: edit_config(hf, rope_parameters={"rope_type": "axial", "rope_theta": 1e4}),
+        "rope_parameters.rope_type='axial' is not one of",
+    ),
+    "rope key": (
+        lambda hf: edit_config(hf, rope_parameters={"rope_type": "linear", "factor": 2.0, "beta_fest": 1.0}),
+        "rope_parameters.beta_fest is not a parameter of rope_type='linear'",
+    ),
+    "rope without its factor": (
+        lambda hf: edit_config(hf, rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
+        "factor",
+    ),
+    "more heads": (lambda hf: edit_config(hf, num_key_value_heads=6), "k_proj.weight in .* has shape"),
+    "odd heads": (
+        lambda hf: edit_config(hf, num_attention_heads=7),
+        r"transformers refuses .*config.json: ValueError: The hidden size \(48\) is not a multiple of",
+    ),
+    "wrong type": (
+        lambda hf: edit_config(hf, hidden_size="wide"),
+        "transformers refuses .*config.json: TypeError: Field 'hidden_size' expected int, got str",
+    ),
+    "groups that do not divide the heads": (
+        lambda hf: edit_config(hf, num_key_value_heads=4),
+        "num_key_value_heads=4 does not divide num_attention_heads=6",
+    ),
+    "factors of another head width": (
+        lambda hf: edit_config(
+            hf,
+            rope_parameters={
+                "rope_type": "longrope",
+                "short_factor": [1.0],
+                "long_factor": [2.0],
+                "original_max_position_embeddings": 32,
+            },
+        ),
+        "rope_parameters.short_factor has 1 numbers, the heads have 8 pairs",
+    ),
+    "head width": (lambda hf: edit_config(hf, head_dim=8), "q_proj.weight in .* has shape"),
+    "more layers": (lambda hf: edit_config(hf, num_hidden_layers=3), "model.layers.2.* is missing"),
+    "fewer layers": (
+        lambda hf: edit_config(hf, num_hidden_layers=1),
+        "model.layers.1.* has no Megatron parameter",
+    ),
+    "biases": (lambda hf: edit_config(hf, attention_bias=True), "q_proj.bias is missing"),
+    "vocabulary": (lambda hf: edit_config(hf, vocab_size=100), "embed_tokens.weight in .* has shape"),
+    "declared dtype": (lambda hf: edit_config(hf, dtype="bfloat16"), "is float32, config.json says bfloat16"),
+    "integer dtype": (lambda hf: edit_config(hf, dtype="int8"), "dtype=.*int8 is not supported"),
+    "broken config": (lambda hf: (hf / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "other architecture": (
+        lambda hf: edit_config(hf, architectures=["LlamaForCausalML"]),
+        "architecture LlamaForCausalML is not supported; did you mean LlamaForCausalLM",
+    ),
+    "no architecture": (lambda hf: edit_config(hf, architectures=None), "the config names no architecture"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_refused(name, hf):
+    mutate, message = MUTATIONS[name]
+    mutate(hf)
+    with pytest.raises(UserError, match=message):
+        AutoBridge.from_hf_pretrained(hf).to_megatron_model(wrap_with_ddp=False)
+
+
+def test_a_tied_checkpoint_called_untied_is_refused(tmp_path):
+    make_llama(tmp_path, num_hidden_layers=1, tie_word_embeddings=True)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(UserError, match=r"tensor lm_head\.weight is missing from the checkpoint"):
+        AutoBridge.from_hf_pretrained(tmp_path).to_megatron_model(wrap_with_ddp=False)
+
+
+def test_the_unmutated_checkpoint_loads(hf):
+    assert AutoBridge.can_handle(hf)
+    AutoBridge.from_hf_pretrained(hf).to_megatron_model(wrap_with_ddp=False)
+
+
+def test_an_allowed_mismatch_keeps_the_parameter(hf, capsys):
+    edit(hf, "lm_head.weight", lambda tensor: {"lm_head.weight": tensor[:50].clone()})
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    model = bridge.to_megatron_model(load_weights=False, wrap_with_ddp=False)
+    before = model[0].output_layer.weight.clone()
+    with pytest.raises(UserError, match=r"lm_head\.weight in"):
+        bridge.load_hf_weights(model)
+    bridge.load_hf_weights(model, allowed_mismatched_params=["output_layer.*"])
+    assert torch.equal(model[0].output_layer.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("{tmp}/absent", "absent does not exist: give the directory of a model, or a hub id"),
+        ("{tmp}", "is not a Hugging Face model: it has no config.json"),
+        ("{tmp}/file", "is a file: give the directory of the model, or a hub id"),
+        ("nobody/nothing", "neither a local directory nor"),
+        ("not a model", "neither a local directory nor"),
+    ],
+)
+def test_a_path_that_is_not_a_model(path, message, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=message):
+        AutoBridge.from_hf_pretrained(path.format(tmp=tmp_path))
+    assert not AutoBridge.can_handle(path.format(tmp=tmp_path))
+
+
+def test_misspelt_options_are_refused(hf):
+    with pytest.raises(UserError, match="from_hf_pretrained takes no option revison; did you mean revision"):
+        AutoBridge.from_hf_pretrained(hf, revison="main")

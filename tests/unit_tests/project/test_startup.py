@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What starting costs: importing the package and asking for help load nothing heavy."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit_tests.project.tree import ROOT, tracked
+
+HEAVY = {"torch", "transformers", "megatron.core", "datasets", "matplotlib", "omegaconf"}
+
+PROBE = """
+import json, runpy, sys
+sys.argv = {argv!r}
+try:
+    {statement}
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print(json.dumps(sorted(set(sys.modules))), file=sys.stderr)
+"""
+
+
+def loaded_by(statement, *argv):
+    """Modules that a fresh interpreter holds after ``statement``, and what it printed."""
+    code = PROBE.format(argv=list(argv), statement=statement)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return set(json.loads(result.stderr.splitlines()[-1])), result.stdout
+
+
+def test_import_is_light():
+    modules, _ = loaded_by("import megatron.bridge", "probe")
+    assert "megatron.bridge" in modules
+    assert not modules & HEAVY
+
+
+def test_help_of_the_command_is_light():
+    from megatron.bridge.cli.main import SUBCOMMANDS
+
+    for command in ([], *([name] for name in SUBCOMMANDS)):
+        modules, output = loaded_by(
+            "from megatron.bridge.cli.main import main; sys.exit(main())", "megatron-bridge", *command, "--help"
+        )
+        assert output.startswith("usage: ")
+        assert not modules & HEAVY
+
+
+SCRIPTS = [
+    str(path.relative_to(ROOT))
+    for folder in ("scripts/training", "scripts/data", "examples/conversion")
+    for path in tracked(f"{folder}/*.py")
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_of_scripts_is_light(script):
+    modules, output = loaded_by(f"runpy.run_path({script!r}, run_name='__main__')", script, "--help")
+    assert output.startswith("usage: ")
+    assert not modules & HEAVY

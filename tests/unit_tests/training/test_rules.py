@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rule refuses what it is for, in a sentence with the key, the value and the way out."""
+
+import pytest
+
+from megatron.bridge.data.config import FinetuningDatasetConfig
+from megatron.bridge.training import rules
+from megatron.bridge.utils.errors import UserError
+from tests.toy_run import toy_config
+
+TP, PP, VP, CP, EP = (
+    "model.tensor_model_parallel_size",
+    "model.pipeline_model_parallel_size",
+    "model.virtual_pipeline_model_parallel_size",
+    "model.context_parallel_size",
+    "model.expert_model_parallel_size",
+)
+
+# rule: (what is set, number of processes, what the sentence says)
+CASES = {
+    "sizes_are_positive": ({TP: 0, "train.train_iters": 0}, 1, [f"{TP}=0", "train.train_iters=0", "at least 1"]),
+    "world_holds_the_layout": ({TP: 2, PP: 2}, 6, [f"{TP}=2", "needs 4 processes", "there are 6", "start 4 or 8"]),
+    "future_blocks_are_unset": ({"peft": object()}, 1, ["peft", "not available"]),
+    "groups_divide_heads": ({"model.num_query_groups": 3}, 1, ["num_query_groups=3", "use 2 or 4"]),
+    "tp_divides_heads": ({TP: 8}, 8, [f"{TP}=8", "num_attention_heads=4", "use 4"]),
+    "tp_fits_query_groups": (
+        {TP: 4, "model.num_attention_heads": 12, "model.num_query_groups": 6, "model.hidden_size": 48},
+        4,
+        [f"{TP}=4", "num_query_groups=6", "use 3 or 6"],
+    ),
+    "tp_divides_ffn": ({TP: 4, "model.ffn_hidden_size": 90}, 4, ["ffn_hidden_size=90", "use 3 or 5"]),
+    "tp_divides_vocabulary": ({TP: 2, "model.vocab_size": 97}, 2, ["vocabulary of 97", "should_pad_vocab=true"]),
+    "sp_needs_tp": ({"model.sequence_parallel": True}, 1, ["sequence_parallel=True", TP]),
+    "sp_divides_sequence": (
+        {"model.sequence_parallel": True, TP: 2, "dataset.seq_length": 31},
+        2,
+        ["dataset.seq_length=31", "use 30 or 32"],
+    ),
+    "pp_divides_layers": ({PP: 3}, 3, [f"{PP}=3", "num_layers=4", "use 2 or 4"]),
+    "vp_needs_pp": ({VP: 2}, 1, [f"{VP}=2", "pipeline_model_parallel_size=1"]),
+    "vp_fits_microbatches": (
+        {VP: 2, PP: 2, "train.global_batch_size": 6},
+        2,
+        ["global_batch_size=6", "3 microbatches", "use 2 or 4 microbatches"],
+    ),
+    "p2p_is_batched_or_overlapped": (
+        {"model.overlap_p2p_comm": True},
+        1,
+        ["overlap_p2p_comm=True", "batch_p2p_comm=false"],
+    ),
+    "cp_divides_sequence": ({CP: 2, "dataset.seq_length": 30}, 2, ["seq_length=30", "use 28 or 32"]),
+    "cp_a2a_divides_heads": (
+        {CP: 4, TP: 2, "model.cp_comm_type": "a2a"},
+        8,
+        ["cp_comm_type=a2a", "2 query and 1 key heads", "all_gather"],
+    ),
+    "cp_kind_exists": (
+        {CP: 2, "model.cp_comm_type": "p2p", "model.backend": "torch"},
+        2,
+        ["cp_comm_type=p2p", "all_gather or a2a"],
+    ),
+    "ep_divides_experts": ({EP: 4, "model.num_moe_experts": 6}, 4, [f"{EP}=4", "num_moe_experts=6", "use 3 or 6"]),
+    "tp_with_experts_needs_sp": ({TP: 2, "model.num_moe_experts": 4}, 2, ["sequence_parallel=true"]),
+    "replicas_divide_batch": ({"train.global_batch_size": 10}, 4, ["global_batch_size=10", "use 8 or 16"]),
+    "sequence_fits_model": ({"dataset.seq_length": 64}, 1, ["seq_length=64", "model.seq_length=32"]),
+    "one_half_precision": ({"model.bf16": True, "model.fp16": True, "mixed_precision": None}, 1, ["bf16", "fp16"]),
+    "learning_rates_are_ordered": ({"optimizer.lr": None}, 1, ["optimizer.lr=None", "above 0"]),
+    "warmup_ends_before_decay": (
+        {"scheduler.lr_warmup_iters": 10, "scheduler.lr_decay_iters": 10},
+        1,
+        ["lr_warmup_iters=10", "lr_decay_iters=10", "at most 9"],
+    ),
+    "wsd_has_a_decay": ({"scheduler.lr_decay_style": "WSD"}, 1, ["lr_wsd_decay_iters=None", "between 1 and 10"]),
+    "weight_decay_grows": (
+        {"scheduler.start_weight_decay": 0.2, "scheduler.end_weight_decay": 0.1},
+        1,
+        ["start_weight_decay=0.2", "end_weight_decay=0.1"],
+    ),
+    "resumed_schedule_has_one_source": (
+        {"scheduler.use_checkpoint_opt_param_scheduler": True, "scheduler.override_opt_param_scheduler": True},
+        1,
+        ["exclude each other"],
+    ),
+    "param_gather_overlap_fits": (
+        {"ddp.overlap_param_gather": True, "ddp.use_distributed_optimizer": False},
+        2,
+        ["overlap_param_gather=True", "use_distributed_optimizer=true"],
+    ),
+    "per_token_loss_is_summed": (
+        {"ddp.average_in_collective": True},
+        1,
+        ["average_in_collective=True", "calculate_per_token_loss=True"],
+    ),
+    "cp_with_masks_counts_tokens": (
+        {
+            CP: 2,
+            "model.calculate_per_token_loss": False,
+            "dataset": FinetuningDatasetConfig(seq_length=32, dataset_root="."),
+        },
+        2,
+        ["context_parallel_size=2", "calculate_per_token_loss=True"],
+    ),
+    "no_partial_checkpointing": (
+        {"model.num_microbatches_with_partial_activation_checkpoints": 1},
+        1,
+        ["partial_activation_checkpoints=1"],
+    ),
+    "no_fsdp_yet": ({"ddp.use_megatron_fsdp": True}, 1, ["use_megatron_fsdp=True", "distributed_optimizer"]),
+    "dropouts_are_probabilities": ({"model.hidden_dropout": 1.0}, 1, ["hidden_dropout=1.0", "[0, 1)"]),
+    "intervals_are_positive": (
+        {"checkpoint.save_interval": 0, "validation.eval_iters": -1},
+        1,
+        ["save_interval=0", "eval_iters=-1"],
+    ),
+    "checkpoints_have_a_folder": (
+        {"checkpoint.save_interval": 5},
+        1,
+        ["checkpoint.save_interval=5", "checkpoint.save"],
+    ),
+}
+
+
+BY_NAME = {rule.__name__: rule for rule in (*rules.SIZES, *rules.RULES)}
+
+
+def configured(values):
+    config = toy_config()
+    for key, value in values.items():
+        *blocks, name = key.split(".")
+        owner = config
+        for block in blocks:
+            owner = getattr(owner, block)
+        setattr(owner, name, value)
+    return config
+
+
+def test_every_rule_has_a_case():
+    assert set(BY_NAME) == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule_refuses(name):
+    values, world_size, words = CASES[name]
+    config = configured(values)
+    sentence = BY_NAME[name](_resolved(config, world_size), world_size)
+    assert sentence is not None
+    for word in words:
+        assert word in sentence
+    assert "\n" not in sentence
+    with pytest.raises(UserError) as refusal:
+        config.validate(world_size)
+    assert sentence in str(refusal.value)
+
+
+def _resolved(config, world_size):
+    """The config as the rules find it: those on sizes come before values are derived."""
+    from megatron.bridge.training.resolve import resolve
+
+    if not rules.violations(rules.SIZES, config, world_size):
+        resolve(config, world_size)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("values", "world_size"),
+    [
+        ({}, 1),
+        ({}, 4),
+        ({TP: 2, PP: 2, VP: 2, "model.sequence_parallel": True}, 8),
+        ({TP: 4}, 4),  # more ranks than groups of keys and values
+        ({CP: 2, "model.cp_comm_type": "a2a"}, 2),
+        ({CP: 4, "model.cp_comm_type": "a2a"}, 4),  # key heads are repeated
+        ({CP: 2}, 4),
+        ({PP: 3, "model.num_layers_in_first_pipeline_stage": 2, "model.num_layers_in_last_pipeline_stage": 1}, 3),
+        ({"ddp.overlap_grad_reduce": True, "ddp.overlap_param_gather": True}, 2),
+        ({"scheduler.lr_decay_style": "WSD", "scheduler.lr_wsd_decay_iters": 3}, 1),
+    ],
+)
+def test_good_layouts_pass(values, world_size):
+    configured(values).validate(world_size)
+
+
+def test_all_problems_are_reported_together():
+    config = configured({TP: 3, "train.global_batch_size": 7, "optimizer.lr": None, "dataset.seq_length": 64})
+    with pytest.raises(UserError) as refusal:
+        config.validate(3)
+    lines = str(refusal.value).splitlines()
+    assert len(lines) >= 5
+    assert all(line == line.strip() for line in lines)
