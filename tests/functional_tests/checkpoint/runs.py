@@ -3,6 +3,8 @@
 
 import hashlib
 import io
+import tempfile
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -79,9 +81,11 @@ def tensors_of(path):
     """All tensors of a checkpoint in full, by an independent reader: torch's own conversion."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    target = path.with_suffix(".pt")
-    dcp_to_torch_save(path, target)
-    state = torch.load(target, weights_only=False)
+    # several ranks read at once: each needs a file of its own
+    with tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch) / "whole.pt"
+        dcp_to_torch_save(path, target)
+        state = torch.load(target, weights_only=False)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
