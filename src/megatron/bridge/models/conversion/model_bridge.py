@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.bridge.models.conversion import fields as config_fields
 from megatron.bridge.models.conversion.blocks import Block
-from megatron.bridge.models.conversion.fields import Field
+from megatron.bridge.models.conversion.fields import IRRELEVANT, Field
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.plan import WeightConversionTask
 from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -152,6 +152,8 @@ class DecoderBridge(MegatronModelBridge):
     fields: ClassVar[tuple[Field, ...]] = ()
     fixed: ClassVar[dict[str, Any]] = {}
     weights: ClassVar[tuple[Block, ...]] = ()
+    irrelevant: ClassVar[config_fields.Harmless] = {}
+    """Keys of this architecture that change nothing, beside those of every architecture."""
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         """The provider whose attributes are the fields' and the fixed values.
@@ -161,7 +163,7 @@ class DecoderBridge(MegatronModelBridge):
         """
         config = as_dict(hf_pretrained.config)
         try:
-            values = config_fields.read_all(self.fields, config)
+            values = config_fields.read_all(self.fields, config, {**IRRELEVANT, **self.irrelevant})
         except UserError as error:
             raise UserError(f"config of {self._architecture}: {error}") from error
         return self._provider(**{**self.fixed, **values})

@@ -2,7 +2,7 @@
 """Llama decoders: Llama 1 to 3.3, Code Llama, SmolLM2 and others of the same architecture."""
 
 from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.fields import BIASES, DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.decoder_fields import BIASES, DENSE, LLAMA_LIKE
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 

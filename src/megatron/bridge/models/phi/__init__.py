@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phi 3 and 4."""
