@@ -42,7 +42,7 @@ class SegmentedMapping(MegatronParamMapping):
 
 
 class MambaInProjMapping(SegmentedMapping):
-    """A Mamba-2 mixer's input projection: gate, inputs, B, C and time steps; [2 inner + 2 groups x state + heads]."""
+    """The input projection of a Mamba-2 mixer, weight [2 inner + 2 groups x state + heads, hidden]."""
 
     def segments(self, config: Any) -> tuple[int, ...]:
         """Rows of z, x, B, C and dt."""
