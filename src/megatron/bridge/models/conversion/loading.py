@@ -64,7 +64,7 @@ def _copy(task: WeightConversionTask, checkpoint: Checkpoint) -> None:
     parameter = cast(Tensor, task.param_weight)
     pieces = task.mapping.pieces(task.shard)
     for piece in pieces:
-        checkpoint.copy(piece.hf, (piece.dim, piece.source, piece.length), piece.of_shard(parameter))
+        checkpoint.copy(piece.hf, piece.hf_index, piece.of_shard(parameter))
     for start, length in _gaps(pieces, task.shard.local):
         parameter.narrow(task.shard.dim, start, length).zero_()
 

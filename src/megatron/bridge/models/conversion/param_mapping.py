@@ -47,9 +47,14 @@ class Piece:
     target: int
     length: int
 
+    @property
+    def hf_index(self) -> tuple[int | slice, ...]:
+        """Which numbers of the Hugging Face tensor these are."""
+        return (*[slice(None)] * self.dim, slice(self.source, self.source + self.length))
+
     def of_hf(self, tensor: Tensor) -> Tensor:
         """The view of a whole Hugging Face tensor."""
-        return tensor.narrow(self.dim, self.source, self.length) if tensor.ndim else tensor
+        return tensor[self.hf_index] if tensor.ndim else tensor
 
     def of_shard(self, shard: Tensor) -> Tensor:
         """The view of a Megatron shard."""

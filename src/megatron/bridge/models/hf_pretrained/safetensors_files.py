@@ -184,18 +184,21 @@ class Checkpoint(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self.entries
 
-    def copy(self, name: str, source: tuple[int, int, int], target: Tensor) -> None:
-        """Copy a range of a tensor into ``target``, whatever its strides, dtype and device.
+    def copy(self, name: str, index: tuple[int | slice, ...], target: Tensor) -> None:
+        """Copy a part of a tensor into ``target``, whatever its strides, dtype and device.
 
         Args:
             name: the tensor.
-            source: dimension, first index and number of indices.
-            target: of the range's shape.
+            index: which part, as a view ``tensor[index]``; a scalar is copied whole.
+            target: of the part's shape.
         """
         tensor = self[name]
-        target.copy_(tensor.narrow(*source) if tensor.ndim else tensor)
+        target.copy_(tensor[index] if tensor.ndim else tensor)
+        self._count(target.numel() * tensor.itemsize)
+
+    def _count(self, read: int) -> None:
         with self._lock:
-            self.bytes_read += target.numel() * tensor.itemsize
+            self.bytes_read += read
 
     def release(self, name: str) -> None:
         """Give back the memory in which a tensor's pages were mapped; it can still be read."""
