@@ -3,11 +3,12 @@
 """Fields that decoder-only architectures share: sizes, activations, rotary embeddings, precision, biases."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
+from megatron.core.transformer import utils as transformer_utils
 
 from megatron.bridge.models.conversion.fields import Field
 from megatron.bridge.models.rope import check_parameters
@@ -89,6 +90,39 @@ def _first(values: tuple[Any, ...], _: Any) -> Any:
     return values[0]
 
 
+def _window(width: Any, _: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(keys seen before, keys seen after) a query; Hugging Face counts the query's own key as well."""
+    if width is None:
+        return None
+    if width < 1:
+        raise UserError(f"sliding_window={width} must be at least 1, or null for no window")
+    return width - 1, 0
+
+
+def _window_back(window: tuple[int, int] | None, _: Any) -> int | None:
+    return None if window is None else window[0] + 1
+
+
+def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    """1 for each layer with a window, 0 for each without."""
+    for kind in sorted(set(kinds) - set(_LAYER_TYPES)):
+        raise UserError(f"layer_types={kind!r} is not supported: {' and '.join(_LAYER_TYPES)} are")
+    if len(kinds) != config["num_hidden_layers"]:
+        raise UserError(f"layer_types has {len(kinds)} layers, num_hidden_layers={config['num_hidden_layers']}")
+    if _LAYER_TYPES[1] in kinds and config.get("sliding_window") is None:
+        raise UserError(f"sliding_window is missing: layer_types has {_LAYER_TYPES[1]}")
+    return [_LAYER_TYPES.index(kind) for kind in kinds]
+
+
+def _windowed_back(pattern: Any, provider: Any) -> list[str]:
+    windowed = cast(Any, transformer_utils).is_layer_window_attention
+    layers = range(1, provider.num_layers + 1)
+    return [_LAYER_TYPES[windowed(provider.window_size, pattern, layer)] for layer in layers]
+
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
 # ---- groups that families share ---------------------------------------------------------------------------------
 
 DTYPE = Field("dtype", ("params_dtype", "bf16", "fp16"), default=None, to=_precision, back=_precision_back)
@@ -124,6 +158,15 @@ BIASES: tuple[Field, ...] = (
     Field("mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_with_any_bias, back=_first),
 )
 """Attention (output projection included) and feed-forward biases, each on its own switch."""
+
+WINDOW = Field("sliding_window", "window_size", default=None, to=_window, back=_window_back)
+"""Every layer sees a window of this many keys, its own included; null is all keys."""
+
+WINDOWS: tuple[Field, ...] = (
+    WINDOW,
+    Field("layer_types", "window_attn_skip_freq", to=_windowed, back=_windowed_back),
+)
+"""A window in the layers that ``layer_types`` names."""
 
 LLAMA_LIKE: dict[str, Any] = {
     "normalization": "RMSNorm",
