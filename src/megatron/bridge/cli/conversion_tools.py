@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli import convert
+from megatron.bridge.cli import convert, export
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,11 +24,16 @@ def convert_checkpoints(argv: Sequence[str]) -> int:
         description="Convert a checkpoint between Hugging Face and Megatron format, bit for bit.",
         allow_abbrev=False,
     )
-    convert.add_commands(parser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in (("import", convert), ("export", export)):
+        subparser = commands.add_parser(name, help=command.__doc__, allow_abbrev=False)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
     arguments = list(argv)
     if arguments and arguments[0].startswith("--hf-model"):
         arguments.insert(0, "import")
-    return convert.run(parser.parse_args(arguments))
+    args = parser.parse_args(arguments)
+    return args.run(args)
 
 
 def roundtrip(argv: Sequence[str]) -> int:
@@ -42,9 +47,7 @@ def roundtrip(argv: Sequence[str]) -> int:
 
     sizes = convert.layout(args)
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
-    provider = bridge.to_megatron_provider()
-    convert.set_layout(provider, sizes)
-    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    model = convert.build_model(bridge, sizes)
     if args.output_dir:
         bridge.save_hf_pretrained(model, args.output_dir)
     return _report_round_trip(bridge, model, args.hf_model)
@@ -92,22 +95,20 @@ def compare_models(argv: Sequence[str]) -> int:
     bridge = AutoBridge.from_hf_pretrained(
         args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
     )
-    ids, tokenizer = _tokens(bridge, args.prompt)
+    ids, tokenizer = tokens(bridge, args.prompt)
     if args.megatron_path:
         model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False)
     else:
-        provider = bridge.to_megatron_provider()
-        convert.set_layout(provider, sizes)
-        model = provider.provide_distributed_model(wrap_with_ddp=False)
+        model = convert.build_model(bridge, sizes)
     for chunk in model:
         chunk.eval()
     found = verify.run_megatron(model, ids)
-    reference = _reference(bridge, ids)
+    reference = reference_activations(bridge, ids)
     report = verify.compare(reference, found)
     return _report_logits(report, args.tolerance or TOLERANCES[args.dtype], reference, found, tokenizer)
 
 
-def _tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
+def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     """(token ids [1, sequence], tokenizer or None)."""
     import torch
 
@@ -125,7 +126,8 @@ def _tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     return tokenizer(prompt or PROMPT, return_tensors="pt").input_ids, tokenizer
 
 
-def _reference(bridge: Any, ids: "Tensor") -> "Activations":
+def reference_activations(bridge: Any, ids: "Tensor") -> "Activations":
+    """What transformers computes for the tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 

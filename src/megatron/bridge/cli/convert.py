@@ -1,51 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge convert``: Hugging Face to Megatron and back."""
+"""``megatron-bridge convert``: Hugging Face to Megatron."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 EXAMPLE = """examples:
-  megatron-bridge convert import --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2
-  megatron-bridge convert export --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2 \\
-      --hf-path exported
+  megatron-bridge convert --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2
+  torchrun --nproc-per-node 2 --module megatron.bridge.cli.main convert --tp 2 \\
+      --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2
 """
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``convert`` and its subcommands."""
+    """Add ``convert``."""
     parser = subparsers.add_parser(
         "convert",
-        help="convert between Hugging Face and Megatron",
-        description="Convert a checkpoint between Hugging Face and Megatron format, bit for bit.",
+        help="Hugging Face -> Megatron",
+        description="Convert a Hugging Face model to a Megatron checkpoint, bit for bit.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    add_commands(parser)
+    add_arguments(parser)
     parser.set_defaults(run=run)
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add ``import`` and ``export``."""
-    commands = parser.add_subparsers(dest="convert_command", required=True, metavar="COMMAND")
-    into = commands.add_parser("import", help="Hugging Face -> Megatron", allow_abbrev=False)
-    add_model_arguments(into)
-    into.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what an import needs."""
+    add_model_arguments(parser)
+    parser.add_argument(
         "--megatron-path", "--output-dir", type=Path, required=True, help="checkpoint directory to make"
     )
-    into.add_argument(
+    parser.add_argument(
         "--dtype", "--torch-dtype", choices=DTYPES, help="dtype of the model (default: the checkpoint's)"
-    )
-    out = commands.add_parser("export", help="Megatron -> Hugging Face", allow_abbrev=False)
-    add_model_arguments(out)
-    out.add_argument(
-        "--megatron-path", type=Path, required=True, help="checkpoint directory, or an iteration of it"
-    )
-    out.add_argument("--hf-path", type=Path, required=True, help="model directory to make")
-    out.add_argument("--no-progress", action="store_true", help="do not say what is written")
-    out.add_argument(
-        "--not-strict", action="store_true", help="export even if the tensors are not those of --hf-model"
     )
 
 
@@ -54,6 +43,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
     parser.add_argument(
         "--hf-model", *names, dest="hf_model", required=True, metavar="ID", help="model directory or hub id"
     )
+    add_shared_arguments(parser)
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what every command that builds a model takes."""
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="allow a model with Python code of its own"
     )
@@ -106,23 +100,22 @@ def set_layout(provider: Any, sizes: dict[str, Any]) -> None:
         console().print(f"{groups} query groups are padded for --tp {ranks}; the padding is zero and not exported")
 
 
+def build_model(bridge: Any, sizes: dict[str, Any]) -> list[Any]:
+    """This rank's chunks under the parallel sizes of ``layout``, filled with the Hugging Face weights."""
+    provider = bridge.to_megatron_provider()
+    set_layout(provider, sizes)
+    return provider.provide_distributed_model(wrap_with_ddp=False)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen subcommand."""
+    """Write the checkpoint."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.utils.console import console
 
     sizes = layout(args)
-    if args.convert_command == "import":
-        AutoBridge.import_ckpt(
-            args.hf_model,
-            args.megatron_path,
-            trust_remote_code=args.trust_remote_code,
-            dtype=args.dtype,
-            **sizes,
-        )
-        console().print(f"Megatron checkpoint: {args.megatron_path}")
-        return 0
-    bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
-    model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False)
-    bridge.save_hf_pretrained(model, args.hf_path, not args.no_progress, strict=not args.not_strict)
+    bridge = AutoBridge.from_hf_pretrained(
+        args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
+    )
+    bridge.save_megatron_model(build_model(bridge, sizes), args.megatron_path)
+    console().print(f"Megatron checkpoint: {args.megatron_path}")
     return 0

@@ -156,15 +156,17 @@ def fetch(stages: Stages, places: Places) -> None:
 def convert(stages: Stages, places: Places) -> None:
     """Hugging Face to Megatron."""
     with stages.stage("Convert it to a Megatron checkpoint"):
-        megatron = places.out / "megatron"
-        stages.run(sys.executable, script("import_model.py"), places.source_model, megatron, str(PROCESSES))
+        stages.run(
+            *torchrun(), "--module", "megatron.bridge.cli.main", "convert", "--tp", str(PROCESSES),
+            "--hf-model", places.source_model, "--megatron-path", places.out / "megatron",
+        )  # fmt: skip
 
 
 def train(stages: Stages, places: Places, steps: int) -> None:
     """Fine-tune with tensor parallelism over two processes."""
     overrides = {
         "model.tensor_model_parallel_size": PROCESSES,
-        "model.make_query_groups_divisible_by": PROCESSES,  # see scripts/demo/import_model.py
+        "model.make_query_groups_divisible_by": PROCESSES,  # 9 heads in 3 groups do not split over two
         "train.train_iters": steps,
         "train.global_batch_size": GLOBAL_BATCH_SIZE,
         "train.micro_batch_size": GLOBAL_BATCH_SIZE,
@@ -197,7 +199,7 @@ def export(stages: Stages, places: Places) -> None:
     """Megatron to Hugging Face."""
     with stages.stage("Export the fine-tuned model to Hugging Face format"):
         stages.run(
-            *bridge("convert", "export"), "--hf-model", places.source_model, "--megatron-path", places.out / "run",
+            *bridge("export"), "--hf-model", places.source_model, "--megatron-path", places.out / "run",
             "--hf-path", places.exported,
         )  # fmt: skip
 

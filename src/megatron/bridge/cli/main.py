@@ -20,7 +20,11 @@ from megatron.bridge.version import __version__
 
 SUBCOMMANDS = {
     "train": "pretrain or fine-tune a model from a recipe",
-    "convert": "convert a checkpoint between Hugging Face and Megatron",
+    "convert": "Hugging Face -> Megatron",
+    "export": "Megatron -> Hugging Face",
+    "plan": "which tensor becomes which parameter, without reading weights",
+    "inspect": "what a Hugging Face or Megatron checkpoint holds",
+    "verify": "prove that a Megatron checkpoint equals a Hugging Face model",
     "data": "prepare training data",
     "demo": "convert, fine-tune and export a small model, start to end",
 }

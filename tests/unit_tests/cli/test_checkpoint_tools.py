@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``plan``, ``inspect`` and ``verify``, on a tiny Llama in both formats."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.cli.main import main
+from megatron.bridge.utils.console import console
+from tests.toy_models import make_llama
+
+SHARD = "model-00001-of-{:05d}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """(Hugging Face directory, Megatron directory) of the same model."""
+    hf, megatron = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("megatron")
+    make_llama(hf, num_hidden_layers=2, tie_word_embeddings=True)
+    (hf / "tokenizer.json").unlink()
+    assert main(["convert", "--hf-model", str(hf), "--megatron-path", str(megatron)]) == 0
+    return hf, megatron
+
+
+def test_convert_and_export_give_the_same_model_back(places, tmp_path):
+    hf, megatron = places
+    arguments = ["--hf-model", str(hf), "--megatron-path", str(megatron), "--hf-path", str(tmp_path / "out")]
+    assert main(["export", *arguments]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in hf.iterdir()}
+
+
+def test_the_plan_is_folded_over_layers(places, capsys):
+    assert main(["plan", "--hf-model", str(places[0])]) == 0
+    text = capsys.readouterr().out
+    assert "layers.1." not in text
+    assert "QKVMapping" in text
+    assert "the plan closes" in text
+
+
+def test_the_full_plan_names_every_parameter(places, capsys):
+    assert main(["plan", "--hf-model", str(places[0]), "--full"]) == 0
+    text = capsys.readouterr().out
+    for layer in range(2):
+        assert f"model.layers.{layer}.self_attn.q_proj.weight" in text
+
+
+def test_both_formats_have_the_same_number_of_parameters(places, capsys):
+    numbers = []
+    for place in places:
+        assert main(["inspect", str(place), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        numbers.append(sum(torch.Size(tensor["shape"]).numel() for tensor in found["tensors"]))
+    assert numbers[0] == numbers[1] > 0
+
+
+def test_inspect_tells_what_it_is(places, capsys):
+    assert main(["inspect", str(places[1]), "--tensors"]) == 0
+    text = capsys.readouterr().out
+    assert "Megatron checkpoint" in text
+    assert "iteration" in text
+    assert "decoder" in text
+
+
+def test_inspect_refuses_what_is_neither(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "is no checkpoint: a Hugging Face model has a config.json" in capsys.readouterr().err
+
+
+def test_a_certificate_says_that_both_are_the_same(places, tmp_path):
+    hf, megatron = places
+    assert main(["verify", str(hf), str(megatron), "--certificate", str(tmp_path / "c.json")]) == 0
+    certificate = json.loads((tmp_path / "c.json").read_text())
+    assert certificate["holds"]
+    assert certificate["logits"]["largest"] < 1e-3
+    assert set(certificate["tensors"]) == set(AutoBridge.from_hf_pretrained(hf).hf_pretrained.state)
+    assert all(proof["equal"] and len(proof["sha256"]) == 64 for proof in certificate["tensors"].values())
+
+
+def test_one_other_bit_is_named(places, tmp_path):
+    hf, megatron = places
+    other = tmp_path / "hf"
+    other.mkdir()
+    for path in hf.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    name = "model.layers.1.mlp.down_proj.weight"
+    index = json.loads((other / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = load_file(other / index[name])
+    tensors[name][0, 0] = tensors[name][0, 0].nextafter(torch.tensor(9.0))
+    save_file(tensors, other / index[name], metadata={"format": "pt"})
+    with console().capture() as printed:
+        code = main(
+            ["verify", str(other), str(megatron), "--skip-logits", "--certificate", str(tmp_path / "c.json")]
+        )
+    assert code == 1
+    assert f"tensor {name} differs" in printed.get()
+    proofs = json.loads((tmp_path / "c.json").read_text())["tensors"]
+    assert [key for key, proof in proofs.items() if not proof["equal"]] == [name]
