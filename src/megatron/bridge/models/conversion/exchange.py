@@ -2,6 +2,7 @@
 # pyright: reportMissingTypeStubs=false
 """Everything that conversion says to other ranks; the rest of the package never touches ``torch.distributed``."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,11 +15,16 @@ from megatron.bridge.utils import dist
 Group = torch_dist.ProcessGroup | None
 
 
+def is_expert(megatron_param: str) -> bool:
+    """Whether a parameter is one expert's own."""
+    return ".experts." in megatron_param
+
+
 def shard_group(megatron_param: str) -> Group:
     """The group over which a parameter is cut; None in a process without model parallelism."""
     if not parallel_state.model_parallel_is_initialized():
         return None
-    if ".experts." in megatron_param:
+    if is_expert(megatron_param):
         return cast(Group, parallel_state.get_expert_tensor_parallel_group())
     return tensor_group()
 
@@ -38,6 +44,18 @@ def stage() -> int:
     return rank_and_size(pipeline_group())[0]
 
 
+def expert_rank() -> int:
+    """This rank's place among those that share out the experts."""
+    return rank_and_size(expert_group())[0]
+
+
+def expert_group() -> Group:
+    """The ranks that hold the other experts of this rank's stage; they are of different data-parallel ranks."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return cast(Group, parallel_state.get_expert_model_parallel_group())
+
+
 def pipeline_group() -> Group:
     """The ranks that hold the other pipeline stages of this rank's model replica."""
     if not parallel_state.model_parallel_is_initialized():
@@ -45,10 +63,15 @@ def pipeline_group() -> Group:
     return cast(Group, parallel_state.get_pipeline_model_parallel_group())
 
 
-def is_first_replica() -> bool:
-    """Whether this rank holds the first data- and context-parallel copy of its part of the model."""
+def is_first_replica(megatron_param: str) -> bool:
+    """Whether this rank holds the first data- and context-parallel copy of a parameter.
+
+    Experts have copies of their own: on fewer ranks than the rest of the model, and on other ones.
+    """
     if not parallel_state.model_parallel_is_initialized():
         return True
+    if is_expert(megatron_param):
+        return bool(cast(int, parallel_state.get_expert_data_parallel_rank()) == 0)
     return bool(cast(int, parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0)
 
 
@@ -80,14 +103,47 @@ def gather(tensor: Tensor, group: Group, parts: int, receiver: int) -> list[Tens
     return shards
 
 
-def from_stage(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: int) -> Tensor:
-    """A tensor that the pipeline stage ``owner`` holds, on all stages."""
-    group = pipeline_group()
-    if rank_and_size(group)[1] == 1:
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a parameter, among the ranks of a model replica.
+
+    Attributes:
+        stage: the pipeline stage.
+        expert_rank: which of the ranks that share out the experts; None where all of them hold it.
+    """
+
+    stage: int
+    expert_rank: int | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank does."""
+        return self.stage == stage() and self.expert_rank in (None, expert_rank())
+
+
+def said_by[T](owner: Owner, value: T) -> T:
+    """The value of ``owner``, on every rank of the replica."""
+    if owner.expert_rank is not None and (experts := expert_group()) is not None:
+        value = dist.all_gather_object(value, experts)[owner.expert_rank]
+    return all_stages(value)[owner.stage]
+
+
+def from_owner(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: Owner) -> Tensor:
+    """A tensor that ``owner`` holds, on every rank of the replica: first within its stage, then on all stages."""
+    if owner.expert_rank is not None and owner.stage == stage():
+        tensor = _broadcast(tensor, shape, dtype, expert_group(), owner.expert_rank)
+    return _broadcast(tensor, shape, dtype, pipeline_group(), owner.stage)
+
+
+def _broadcast(
+    tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: Group, owner: int
+) -> Tensor:
+    rank, size = rank_and_size(group)
+    if size == 1:
         assert tensor is not None
         return tensor
     assert group is not None
-    if tensor is None:
+    if rank != owner or tensor is None:
         tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
     tensor = tensor.contiguous()
     torch_dist.broadcast(tensor, group=group, group_src=owner)

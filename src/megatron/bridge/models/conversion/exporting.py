@@ -4,6 +4,7 @@
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -39,29 +40,56 @@ def stream(
     same_as: dict[str, list[str]] = {}
     for name, same in plan.ties.items():
         same_as.setdefault(same, []).append(name)
+    stacks: dict[str, _Stack] = {}
     for task in plan.tasks:
         if task.is_copy:
             continue
-        weights = _on_all_stages(task)
+        weights = _on_all_ranks(task)
         if bridge.computes_on_export:
             weights = bridge.maybe_modify_converted_hf_weight(task, weights, source or {})
-        for name, weight in weights.items():
+        for name, weight in _stacked(task, weights, stacks) if task.mapping.is_stacked else weights.items():
             for alias in (name, *same_as.get(name, ())):
                 yield HFWeightTuple(alias, weight.cpu() if cpu else weight)
+    if stacks:
+        raise UserError(f"the tasks leave out experts of {', '.join(stacks)}: give those of all experts")
 
 
 @torch.no_grad()
-def _on_all_stages(task: WeightConversionTask) -> dict[str, Tensor]:
+def _on_all_ranks(task: WeightConversionTask) -> dict[str, Tensor]:
     mine = task.mapping.megatron_to_hf(task.param_weight, task.megatron_module)
     if task.mapping.copies:
-        shapes = {name: (shape, task.dtype) for name, shape in task.hf_shapes.items()}
+        found = task.mapping.slice_shapes(task.shard)
+        shapes = {name: (shape, task.dtype) for name, shape in found.items()}
     else:
         described = {name: (tuple(weight.shape), weight.dtype) for name, weight in mine.items()}
-        shapes = exchange.all_stages(described)[task.pp_rank]
+        shapes = exchange.said_by(task.owner, described)
     return {
-        name: exchange.from_stage(mine.get(name), shape, dtype, task.pp_rank)
+        name: exchange.from_owner(mine.get(name), shape, dtype, task.owner)
         for name, (shape, dtype) in shapes.items()
     }
+
+
+@dataclass
+class _Stack:
+    """A tensor of all experts, and how many of them are still to come."""
+
+    whole: Tensor
+    missing: int
+
+
+def _stacked(
+    task: WeightConversionTask, weights: Mapping[str, Tensor], stacks: dict[str, _Stack]
+) -> Iterator[tuple[str, Tensor]]:
+    """Put an expert's part into its tensors; those that are whole now."""
+    experts: int = task.shard.config.num_moe_experts
+    for name, weight in weights.items():
+        if name not in stacks:
+            stacks[name] = _Stack(weight.new_empty((experts, *weight.shape)), experts)
+        stack = stacks[name]
+        stack.whole[task.mapping.expert] = weight
+        stack.missing -= 1
+        if not stack.missing:
+            yield name, stacks.pop(name).whole
 
 
 def save(
@@ -120,7 +148,8 @@ def _write_all(
     pending: list[Future[None]] = []
     with ThreadPoolExecutor(THREADS) as pool:
         for index, task in enumerate(plan.tasks):
-            if task.is_copy or task.param_weight is None or not exchange.is_first_replica():
+            here = task.param_weight is not None and exchange.is_first_replica(task.global_param_name)
+            if task.is_copy or not here:
                 continue
             parts = _gathered(bridge, task, index, source)
             if parts is not None:
@@ -163,17 +192,24 @@ def _write(task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mappi
 
 def _rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, Tensor]]:
     """(tensor, first row, rows): views of the shards where rows lie together, else tensors put together."""
+    shard, expert = task.shard, task.mapping.expert
+    if not isinstance(parts, dict) and not _in_rows(task, parts):
+        parts = task.mapping.join(shard, parts)
     if isinstance(parts, dict):
-        yield from ((name, 0, weight) for name, weight in parts.items())
-        return
-    shard = task.shard
-    if shard.dim > 0 and (len(parts) > 1 or len(task.mapping.pieces(shard)) > 1):
-        yield from ((name, 0, weight) for name, weight in task.mapping.join(shard, parts).items())
+        for name, weight in parts.items():
+            yield (name, 0, weight) if expert is None else (name, expert, weight[None])
         return
     for rank, weight in enumerate(parts):
         peer = Shard(shard.shape, shard.kind, rank, shard.size, shard.config)
         for piece in task.mapping.pieces(peer):
             yield piece.hf, piece.source if piece.dim == 0 else 0, piece.of_shard(weight)
+
+
+def _in_rows(task: WeightConversionTask, parts: list[Tensor]) -> bool:
+    """Whether each piece of a shard is a run of rows of its tensor, or the whole of it."""
+    pieces = task.mapping.pieces(task.shard)
+    whole = len(parts) == len(pieces) == 1
+    return (task.shard.dim == 0 or whole) and all(piece.is_plain for piece in pieces)
 
 
 def _raise(error: BaseException | None, directory: Path) -> None:

@@ -51,9 +51,9 @@ def load(
                 _compute(bridge, task, checkpoint)
             else:
                 _copy(task, checkpoint)
-        for name in task.mapping.hf_names:
+        for name, expert in task.mapping.parts:
             if name in checkpoint:
-                checkpoint.release(name)
+                checkpoint.release(name, expert)
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(fill, tasks))

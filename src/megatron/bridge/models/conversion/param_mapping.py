@@ -7,6 +7,7 @@ share, copied one way to load and the other way to export. Nothing here communic
 ``megatron_to_hf``, which asks ``exchange`` for the other ranks' shards.
 """
 
+import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from megatron.bridge.models.conversion.patterns import substitute
 
 Kind = Literal["column", "row", "replicated"]
 HFNames = str | dict[str, str]
+Part = tuple[str, int | None]
+"""A Hugging Face tensor, or one expert of a tensor that holds all of them."""
 HFWeights = Tensor | Mapping[str, Tensor]
 
 # what Megatron may pad to a multiple of the ranks; Hugging Face holds the true rows, or columns, only
@@ -30,35 +33,71 @@ _HEADS = ("self_attention.linear_proj.weight",)
 
 @dataclass(frozen=True)
 class Block:
-    """``length`` rows (columns, for a row-parallel parameter) of one Hugging Face tensor from ``start`` on."""
+    """``length`` rows (or columns) of one Hugging Face tensor, every ``step``-th from ``start`` on."""
 
     hf: str
     start: int
     length: int
+    step: int = 1
+
+    @property
+    def stop(self) -> int:
+        """One past the last row."""
+        return self.start + (self.length - 1) * self.step + 1
 
 
 @dataclass(frozen=True)
 class Piece:
-    """``hf`` from ``source`` on equals the Megatron shard from ``target`` on, ``length`` indices along ``dim``."""
+    """``hf`` from ``source`` on equals the Megatron shard from ``target`` on, ``length`` indices along ``dim``.
+
+    Attributes:
+        hf: the Hugging Face tensor.
+        dim: the dimension, as Megatron orders them.
+        source: first index in the Hugging Face tensor.
+        target: first index in the shard.
+        length: number of indices.
+        step: from one index of the Hugging Face tensor to the next.
+        expert: the entry along the first dimension of a tensor that holds all experts; None is a tensor by itself.
+        transposed: the Hugging Face matrix is the other way round.
+    """
 
     hf: str
     dim: int
     source: int
     target: int
     length: int
+    step: int = 1
+    expert: int | None = None
+    transposed: bool = False
 
     @property
     def hf_index(self) -> tuple[int | slice, ...]:
         """Which numbers of the Hugging Face tensor these are."""
-        return (*[slice(None)] * self.dim, slice(self.source, self.source + self.length))
+        return self._slice_index if self.expert is None else (self.expert, *self._slice_index)
+
+    @property
+    def _slice_index(self) -> tuple[slice, ...]:
+        dim = 1 - self.dim if self.transposed else self.dim
+        stop = self.source + (self.length - 1) * self.step + 1
+        return (*[slice(None)] * dim, slice(self.source, stop, self.step))
 
     def of_hf(self, tensor: Tensor) -> Tensor:
         """The view of a whole Hugging Face tensor."""
         return tensor[self.hf_index] if tensor.ndim else tensor
 
+    def of_slice(self, tensor: Tensor) -> Tensor:
+        """The view of the Hugging Face tensor, or of the expert's part of one that holds all."""
+        return tensor[self._slice_index] if tensor.ndim else tensor
+
     def of_shard(self, shard: Tensor) -> Tensor:
-        """The view of a Megatron shard."""
-        return shard.narrow(self.dim, self.target, self.length) if shard.ndim else shard
+        """The view of a Megatron shard, turned as the Hugging Face tensor is."""
+        view = shard.narrow(self.dim, self.target, self.length) if shard.ndim else shard
+        return view.mT if self.transposed else view
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the Hugging Face side is a range of a tensor by itself, the same way round."""
+        return self.step == 1 and self.expert is None and not self.transposed
 
 
 @dataclass(frozen=True)
@@ -114,6 +153,13 @@ class MegatronParamMapping:
     kind: ClassVar[Kind | None] = None
     """How the parameter is cut; None asks the module."""
 
+    is_stacked = False
+    """Whether each Hugging Face tensor holds all experts, of which this parameter is one."""
+    transposed = False
+    """Whether the Hugging Face matrices are [in, out]."""
+    expert: int | None = None
+    """This parameter's expert where tensors are stacked; None while the number is a wildcard."""
+
     def __init__(self, megatron_param: str, hf_param: HFNames) -> None:
         self.megatron_param = megatron_param
         self.hf_param = hf_param
@@ -123,13 +169,34 @@ class MegatronParamMapping:
         """The Hugging Face names, without their roles."""
         return [self.hf_param] if isinstance(self.hf_param, str) else list(self.hf_param.values())
 
+    @property
+    def parts(self) -> list[Part]:
+        """What the parameter covers."""
+        return [(name, self.expert) for name in self.hf_names]
+
+    def stacked(self, transposed: bool = False) -> Self:
+        """This mapping for Hugging Face tensors that each hold all experts along their first dimension.
+
+        The last wildcard of ``megatron_param`` is the expert's number.
+
+        Args:
+            transposed: an expert's matrix is stored as [in, out].
+        """
+        mapping = copy.copy(self)
+        mapping.is_stacked, mapping.transposed = True, transposed
+        return mapping
+
     def resolve(self, captures: Iterable[str]) -> Self:
         """The mapping of one concrete parameter: wildcards replaced, in order, by ``captures``."""
         values = tuple(captures)
         name = substitute(self.megatron_param, values)
         if isinstance(self.hf_param, str):
-            return self._rebuild(name, substitute(self.hf_param, values))
-        return self._rebuild(name, {role: substitute(hf, values) for role, hf in self.hf_param.items()})
+            mapping = self._rebuild(name, substitute(self.hf_param, values))
+        else:
+            mapping = self._rebuild(name, {role: substitute(hf, values) for role, hf in self.hf_param.items()})
+        if self.is_stacked:
+            mapping.is_stacked, mapping.transposed, mapping.expert = True, self.transposed, int(values[-1])
+        return mapping
 
     def _rebuild(self, megatron_param: str, hf_param: HFNames) -> Self:
         create = cast(Any, type(self))
@@ -155,20 +222,29 @@ class MegatronParamMapping:
         for block in self.blocks(shard):
             start, stop = max(first, position), min(last, position + block.length)
             if start < stop:
-                source = block.start + start - position
-                pieces.append(Piece(block.hf, shard.dim, source, start - first, stop - start))
+                source = block.start + (start - position) * block.step
+                where = (block.hf, shard.dim, source, start - first, stop - start)
+                pieces.append(Piece(*where, block.step, self.expert, self.transposed))
             position += block.length
         return pieces
 
     def hf_shapes(self, shard: Shard) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole Hugging Face tensors."""
+        shapes = self.slice_shapes(shard)
+        if not self.is_stacked:
+            return shapes
+        return {hf: (shard.config.num_moe_experts, *shape) for hf, shape in shapes.items()}
+
+    def slice_shapes(self, shard: Shard) -> dict[str, tuple[int, ...]]:
+        """The same; of one expert's part where a tensor holds all of them."""
         extent: dict[str, int] = {}
         for block in self.blocks(shard):
-            extent[block.hf] = max(extent.get(block.hf, 0), block.start + block.length)
+            extent[block.hf] = max(extent.get(block.hf, 0), block.stop)
         if not shard.shape:
             return dict.fromkeys(extent, ())
         before, after = shard.shape[: shard.dim], shard.shape[shard.dim + 1 :]
-        return {hf: (*before, length, *after) for hf, length in extent.items()}
+        turn = -1 if self.transposed else 1
+        return {hf: (*before, length, *after)[::turn] for hf, length in extent.items()}
 
     @property
     def copies(self) -> bool:
@@ -197,7 +273,10 @@ class MegatronParamMapping:
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
     ) -> dict[str, Tensor]:
-        """Whole Hugging Face tensors on all ranks of the stage that owns the parameter; nothing elsewhere."""
+        """Whole Hugging Face tensors on all ranks of the stage that owns the parameter; nothing elsewhere.
+
+        Of a tensor that holds all experts, this one's part.
+        """
         if megatron_weights is None or megatron_module is None:
             return {}
         shard = self.shard_of(megatron_module, megatron_weights)
@@ -205,14 +284,14 @@ class MegatronParamMapping:
         return self.join(shard, weights)
 
     def join(self, shard: Shard, weights: list[Tensor]) -> dict[str, Tensor]:
-        """Whole Hugging Face tensors from the shards of all ranks, given in rank order."""
+        """Whole Hugging Face tensors (an expert's part where they are stacked) from the shards in rank order."""
         whole = {
             hf: torch.empty(shape, dtype=weights[0].dtype, device=weights[0].device)
-            for hf, shape in self.hf_shapes(shard).items()
+            for hf, shape in self.slice_shapes(shard).items()
         }
         for rank, weight in enumerate(weights):
             for piece in self.pieces(Shard(shard.shape, shard.kind, rank, len(weights), shard.config)):
-                piece.of_hf(whole[piece.hf]).copy_(piece.of_shard(weight))
+                piece.of_slice(whole[piece.hf]).copy_(piece.of_shard(weight))
         return whole
 
     def _by_name(self, hf_weights: HFWeights) -> dict[str, Tensor]:
@@ -335,6 +414,34 @@ class GatedMLPMapping(MegatronParamMapping):
         for rank in range(shard.parts):
             yield Block(names["gate"], rank * half, half)
             yield Block(names["up"], rank * half, half)
+
+
+class ConcatenatedGatedMLPMapping(MegatronParamMapping):
+    """One Hugging Face tensor with the gate's rows above those of up."""
+
+    kind = "column"
+
+    def blocks(self, shard: Shard) -> Iterator[Block]:
+        """Gate and up of the first rank, then of the second, and so on."""
+        assert isinstance(self.hf_param, str)
+        half = shard.local // 2
+        for rank in range(shard.parts):
+            yield Block(self.hf_param, rank * half, half)
+            yield Block(self.hf_param, (shard.parts + rank) * half, half)
+
+
+class InterleavedGatedMLPMapping(MegatronParamMapping):
+    """One Hugging Face tensor in which rows of the gate and of up alternate."""
+
+    kind = "column"
+
+    def blocks(self, shard: Shard) -> Iterator[Block]:
+        """Gate and up of the first rank, then of the second, and so on."""
+        assert isinstance(self.hf_param, str)
+        half = shard.local // 2
+        for rank in range(shard.parts):
+            yield Block(self.hf_param, 2 * rank * half, half, step=2)
+            yield Block(self.hf_param, 2 * rank * half + 1, half, step=2)
 
 
 @dataclass(frozen=True)

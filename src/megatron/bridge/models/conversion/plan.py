@@ -2,32 +2,36 @@
 """The plan of a conversion: one task per Megatron parameter, proven to cover both sides before a byte moves."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from megatron.bridge.models.conversion import exchange, patterns
+from megatron.bridge.models.conversion.exchange import Owner
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, Shard
+from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, Part, Shard, parallel_kind
 from megatron.bridge.models.hf_pretrained.safetensors_files import Entry
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
+# experts.linear_fc1.weight3, or experts.local_experts.3.linear_fc1.weight
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|.*\.(?:weight|bias)))(\d+)(.*)")
 _MOST_PROBLEMS = 6
 
 
 @dataclass(frozen=True)
 class Located:
-    """A Megatron parameter and where in the pipeline it is; the same on every rank of a model replica.
+    """A Megatron parameter and who holds it; the same on every rank of a model replica.
 
     Attributes:
-        name: name in the whole model, layers counted from its start.
+        name: name in the whole model, layers and experts counted from its start.
         local_name: name in its chunk.
-        stage: pipeline stage.
+        owner: pipeline stage and, of an expert, place among the ranks that share out the experts.
         chunk: index of the chunk on that stage.
         shape: shape of one shard.
         dtype: dtype of the parameter.
@@ -36,7 +40,7 @@ class Located:
 
     name: str
     local_name: str
-    stage: int
+    owner: Owner
     chunk: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,7 +49,7 @@ class Located:
 
 @dataclass(frozen=True)
 class WeightConversionTask:
-    """One parameter to convert; the last two attributes are None on the stages that do not hold it.
+    """One parameter to convert; the last two attributes are None on the ranks that do not hold it.
 
     Attributes:
         param_name: name in its chunk.
@@ -53,7 +57,7 @@ class WeightConversionTask:
         mapping: the mapping, its names resolved.
         shard: shape and cut of one shard, as held by this rank or by its peer on the owning stage.
         dtype: dtype of the parameter.
-        pp_rank: the stage that owns it.
+        owner: the pipeline stage and, of an expert, the expert-parallel rank that hold it.
         vp_stage: index of the chunk on that stage.
         is_copy: another task maps the same Hugging Face tensors; loaded, not exported.
         megatron_module: the module that owns the parameter.
@@ -65,11 +69,21 @@ class WeightConversionTask:
     mapping: MegatronParamMapping
     shard: Shard
     dtype: torch.dtype
-    pp_rank: int
+    owner: Owner
     vp_stage: int
     is_copy: bool = False
     megatron_module: nn.Module | None = None
     param_weight: Tensor | None = None
+
+    @property
+    def pp_rank(self) -> int:
+        """The stage that owns it."""
+        return self.owner.stage
+
+    @property
+    def ep_rank(self) -> int | None:
+        """The expert-parallel rank that owns it; None where all do."""
+        return self.owner.expert_rank
 
     @property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -102,7 +116,7 @@ class Plan:
                 task.global_param_name,
                 "x".join(map(str, task.shard.shape)) or "scalar",
                 f"{task.shard.kind}/{task.shard.parts}",
-                str(task.pp_rank),
+                str(task.pp_rank) if task.ep_rank is None else f"{task.pp_rank}, experts {task.ep_rank}",
                 type(task.mapping).__name__ + (" (copy)" if task.is_copy else ""),
                 ", ".join(task.mapping.hf_names),
             )
@@ -138,11 +152,11 @@ def build_plan(
     """
     config = cast(Any, chunks[0]).config
     modules = _parameters(chunks)
-    located = _locate(registry, modules)
+    located = _locate(registry, modules, config)
     tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
     problems: list[str] = []
     tasks: list[WeightConversionTask] = []
-    owner_of: dict[str, str] = {}
+    owner_of: dict[Part, str] = {}
     for item in located:
         mapping = _lookup(registry, item.name, tied)
         if mapping is None:
@@ -170,30 +184,67 @@ def global_name(chunk: nn.Module, local_name: str) -> str:
     return f"{found[1]}.{number - 1}.{local_name[found.end() :]}"
 
 
-def _parameters(chunks: Sequence[nn.Module]) -> dict[tuple[int, str], tuple[str, nn.Module, Tensor]]:
-    """(chunk, local name) -> global name, owning module, parameter."""
-    found: dict[tuple[int, str], tuple[str, nn.Module, Tensor]] = {}
+Held = dict[tuple[int, str], tuple[str, nn.Module, Tensor]]
+"""(chunk, local name) -> name with its layer's number in the whole model, owning module, parameter."""
+
+
+def _parameters(chunks: Sequence[nn.Module]) -> Held:
+    """What this rank holds: parameters, and the buffers that are saved with them (a router's correction bias)."""
+    found: Held = {}
+    seen: set[int] = set()
     for index, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
-            module = chunk.get_submodule(name.rpartition(".")[0])
-            found[index, name] = (global_name(chunk, name), module, parameter)
+        for path, module in chunk.named_modules():
+            prefix = f"{path}." if path else ""
+            within = global_name(chunk, prefix)
+            for name, parameter in _own_state(module):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found[index, prefix + name] = (within + name, module, parameter)
     return found
 
 
-def _locate(
-    registry: MegatronMappingRegistry, modules: Mapping[tuple[int, str], tuple[str, nn.Module, Tensor]]
-) -> list[Located]:
-    """The parameters of all stages."""
-    stage = exchange.stage()
+def _own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    recomputed = cast(set[str], vars(module)["_non_persistent_buffers_set"])
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in recomputed:
+            yield name, buffer
+
+
+def _locate(registry: MegatronMappingRegistry, modules: Held, config: Any) -> list[Located]:
+    """The parameters of all ranks of the replica."""
+    owner = Owner(exchange.stage())
     mine: list[Located] = []
     for (chunk, local), (name, module, parameter) in modules.items():
         mapping = registry.megatron_to_hf_lookup(name)
-        kind = mapping.shard_of(module, parameter).kind if mapping else "replicated"
-        mine.append(Located(name, local, stage, chunk, tuple(parameter.shape), parameter.dtype, kind))
+        kind = (mapping.kind or parallel_kind(module, parameter)) if mapping else "replicated"
+        mine.append(Located(name, local, owner, chunk, tuple(parameter.shape), parameter.dtype, kind))
     stages = exchange.all_stages(mine)
     chunks = 1 + max((item.chunk for items in stages for item in items), default=0)
     # the order of the model: all first chunks, then all second chunks
-    return [item for chunk in range(chunks) for items in stages for item in items if item.chunk == chunk]
+    ordered = [item for chunk in range(chunks) for items in stages for item in items if item.chunk == chunk]
+    ranks = exchange.rank_and_size(exchange.expert_group())[1]
+    return ordered if ranks == 1 else list(_with_all_experts(ordered, ranks, config.num_moe_experts // ranks))
+
+
+def _with_all_experts(items: Iterable[Located], ranks: int, each: int) -> Iterator[Located]:
+    """Add the experts of the other ranks: like this one's, and ``each`` numbers further from rank to rank."""
+    for experts, run in groupby(items, lambda item: _experts_of(item.name)):
+        if not experts:
+            yield from run
+            continue
+        mine = [(item, cast(re.Match[str], _EXPERT.fullmatch(item.name)).groups()) for item in run]
+        for rank in range(ranks):
+            for item, (before, number, after) in mine:
+                name = f"{before}{int(number) + rank * each}{after}"
+                owner = Owner(item.owner.stage, rank)
+                yield Located(name, item.local_name, owner, item.chunk, item.shape, item.dtype, item.kind)
+
+
+def _experts_of(name: str) -> str:
+    """The module that holds this expert and others; nothing for other parameters."""
+    found = _EXPERT.fullmatch(name)
+    return found[1].rpartition(".")[0] if found else ""
 
 
 def _lookup(registry: MegatronMappingRegistry, name: str, tied: bool) -> MegatronParamMapping | None:
@@ -205,12 +256,13 @@ def _lookup(registry: MegatronMappingRegistry, name: str, tied: bool) -> Megatro
 
 
 def _claim(
-    mapping: MegatronParamMapping, item: Located, owner_of: dict[str, str], tied: bool, problems: list[str]
+    mapping: MegatronParamMapping, item: Located, owner_of: dict[Part, str], tied: bool, problems: list[str]
 ) -> bool:
     """Note who covers the Hugging Face tensors; whether somebody did already, as is right for a tied output."""
-    owners = {owner_of[name] for name in mapping.hf_names if name in owner_of}
+    parts = mapping.parts
+    owners = {owner_of[part] for part in parts if part in owner_of}
     if not owners:
-        owner_of |= dict.fromkeys(mapping.hf_names, item.name)
+        owner_of |= dict.fromkeys(parts, item.name)
         return False
     if not (owners == {item.name} or (tied and item.name == OUTPUT)):
         problems.append(
@@ -224,11 +276,11 @@ def _task(
     mapping: MegatronParamMapping,
     config: Any,
     is_copy: bool,
-    modules: Mapping[tuple[int, str], tuple[str, nn.Module, Tensor]],
+    modules: Held,
 ) -> WeightConversionTask:
     rank, size = exchange.rank_and_size(exchange.shard_group(item.name))
     module, parameter = None, None
-    if item.stage == exchange.stage():
+    if item.owner.is_here:
         _, module, parameter = modules[item.chunk, item.local_name]
     return WeightConversionTask(
         param_name=item.local_name,
@@ -236,7 +288,7 @@ def _task(
         mapping=mapping,
         shard=Shard(item.shape, item.kind, rank, size, config),
         dtype=item.dtype,
-        pp_rank=item.stage,
+        owner=item.owner,
         vp_stage=item.chunk,
         is_copy=is_copy,
         megatron_module=module,

@@ -33,6 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -103,6 +104,9 @@ class Checkpoint(Mapping[str, Tensor]):
     Raises:
         UserError: a shard is missing, truncated or damaged, or disagrees with the index.
     """
+
+    as_stored = True
+    """Whether the tensors are in the files as they appear here."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -200,13 +204,20 @@ class Checkpoint(Mapping[str, Tensor]):
         with self._lock:
             self.bytes_read += read
 
-    def release(self, name: str) -> None:
-        """Give back the memory in which a tensor's pages were mapped; it can still be read."""
+    def release(self, name: str, row: int | None = None) -> None:
+        """Give back the memory in which the pages of a tensor, or of one row of it, were mapped.
+
+        They can still be read.
+        """
         entry = self.entries[name]
         mapped = self._maps.get(entry.file)
-        if mapped is not None and entry.end > entry.begin:
-            begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped[0].madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+        begin, end = entry.begin, entry.end
+        if row is not None:
+            size = (end - begin) // entry.shape[0]
+            begin, end = begin + row * size, begin + (row + 1) * size
+        if mapped is not None and end > begin:
+            page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped[0].madvise(mmap.MADV_DONTNEED, page, end - page)
 
     def _mapped(self, file: Path) -> tuple[mmap.mmap, Tensor]:
         with self._lock:
