@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the files of a model are: a local directory, or the hub's cache."""
+"""Where the files of a model are: a local directory, or the hub's cache; and the way back to the hub."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -82,3 +82,47 @@ def _download(model: str, weights: bool, revision: str | None, cache_dir: str | 
     if not (path / "config.json").is_file():
         raise UserError(f"hub model {model} has no config.json, so it is not a transformers model")
     return path
+
+
+def push(
+    directory: str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Upload a complete Hugging Face model as one commit, and return its address.
+
+    Args:
+        directory: the model, as ``save_hf_pretrained`` writes it.
+        repo_id: ``owner/name``; made if it does not exist.
+        private: whether a new repository is private; None is the owner's default.
+        revision: branch to commit to; the main one when None.
+        commit_message: what the commit says.
+        token: credentials; those of ``hf auth login`` when None.
+
+    Raises:
+        UserError: not a model directory, or the hub refuses.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    path = Path(directory).expanduser()
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory: give the model that was exported")
+    resolve(path, weights=True)
+    if not any(path.glob("*.safetensors")):
+        raise UserError(f"{path} has no weights to push: export the model first")
+    api: Any = cast(Any, huggingface_hub).HfApi(token=token)
+    try:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        message = commit_message or "Upload model"
+        api.upload_folder(repo_id=repo, folder_path=path, revision=revision, commit_message=message)
+    except HFValidationError as error:
+        raise UserError(f"repo_id={repo_id!r} is not a name on the hub: use owner/name") from error
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"the hub does not take {repo_id}: {reason}; log in with `hf auth login`") from error
+    return f"{api.endpoint}/{repo}"
