@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron.core import parallel_state
 from torch import nn
@@ -25,7 +25,8 @@ from megatron.bridge.models.conversion.model_bridge import (
     bridge_for,
 )
 from megatron.bridge.models.conversion.plan import Plan, WeightConversionTask, build_plan
-from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
+from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub
+from megatron.bridge.models.hf_pretrained.quantized import without_quantization
 from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
 from megatron.bridge.models.model_provider import PARALLEL_SIZES
 from megatron.bridge.utils import atomic, console, dist
@@ -215,7 +216,7 @@ class AutoBridge:
             self._save_weights(model, staging, self._source(source_path), strict)
             on_first_rank(lambda: self._save_side_files(model, staging, pretrained))
         if show_progress:
-            console.console().print(f"Hugging Face model: {path}")
+            console.console().print(f"Hugging Face model: {path}{_in_full(pretrained)}")
 
     def save_hf_weights(
         self, model: Chunks, path: str | Path, show_progress: bool = True, strict: bool = True
@@ -225,6 +226,22 @@ class AutoBridge:
             self._save_weights(model, staging, self._source(None), strict)
         if show_progress:
             console.console().print(f"Hugging Face weights: {path}")
+
+    def push_to_hub(self, path: str | Path, repo_id: str | None = None, **options: Any) -> str:
+        """Upload an exported model to the hub as one commit.
+
+        Args:
+            path: directory that ``save_hf_pretrained`` or ``export_ckpt`` wrote.
+            repo_id: ``owner/name``; the directory's name under the user's own account when None.
+            **options: ``private``, ``revision``, ``commit_message`` and ``token`` of ``hub.push``.
+
+        Returns:
+            The model's address.
+
+        Raises:
+            UserError: not a model directory, or the hub refuses.
+        """
+        return hub.push(path, repo_id or Path(path).resolve().name, **options)
 
     # ---- Megatron checkpoints -----------------------------------------------------------------------------------
 
@@ -354,18 +371,19 @@ class AutoBridge:
 
     def _save_side_files(self, model: Chunks, staging: Path, source: Any) -> None:
         if not isinstance(source, PreTrainedCausalLM):
-            source.save_pretrained(staging)
+            plain: Any = without_quantization(as_dict(source))
+            cast(Any, type(source)).from_dict(plain).save_pretrained(staging)
             return
         for name in source.side_files():
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source.directory / name, staging / name)
         changed = self._bridge.changed_config(_provider_of(model), as_dict(source.config))
         changed.pop("dtype", None)  # the files keep the source's dtypes
-        if changed:
-            config = {**source.raw_config, **changed}
-            for name in changed:
-                for old in _REPLACED.get(name, ()):
-                    config.pop(old, None)
+        config = without_quantization({**source.raw_config, **changed})
+        for name in changed:
+            for old in _REPLACED.get(name, ()):
+                config.pop(old, None)
+        if config != source.raw_config:
             (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -381,6 +399,14 @@ def _published(path: Path) -> Generator[Path]:
         if dist.rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def _in_full(source: Any) -> str:
+    """What to add to the name of an exported model whose source is quantised."""
+    quantization = source.raw_config.get("quantization_config") if isinstance(source, PreTrainedCausalLM) else None
+    if quantization is None:
+        return ""
+    return f" (in full: its source is stored in {quantization['quant_method']}, which is not written)"
 
 
 def _provider_of(model: Chunks) -> Any:

@@ -21,6 +21,7 @@ from megatron.bridge.models.conversion.fields import IRRELEVANT, Field
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.plan import WeightConversionTask
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.hf_pretrained.quantized import without_quantization
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 __all__ = [
@@ -161,8 +162,8 @@ class DecoderBridge(MegatronModelBridge):
         Raises:
             UserError: a key of the config is unknown, missing, or cannot be represented.
         """
-        config = as_dict(hf_pretrained.config)
         try:
+            config = without_quantization(as_dict(hf_pretrained.config))
             values = config_fields.read_all(self.fields, config, {**IRRELEVANT, **self.irrelevant})
         except UserError as error:
             raise UserError(f"config of {self._architecture}: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from megatron.bridge.models.hf_pretrained import hub
+from megatron.bridge.models.hf_pretrained import hub, quantized
 from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -101,8 +101,9 @@ class PreTrainedCausalLM:
 
     @cached_property
     def state(self) -> Checkpoint:
-        """The weights, as lazy views."""
-        return Checkpoint(hub.resolve(self.model_name_or_path, weights=True, **self._hub))
+        """The weights in full, as lazy views; quantised ones are dequantised when they are read."""
+        directory = hub.resolve(self.model_name_or_path, weights=True, **self._hub)
+        return quantized.open_checkpoint(directory, self.raw_config, self.declared_dtype)
 
     @property
     def declared_dtype(self) -> torch.dtype | None:

@@ -45,8 +45,10 @@ class FileLayout:
 def layout_like(source: Checkpoint, tensors: Shapes) -> list[FileLayout]:
     """The files of ``source`` for ``tensors``; a file with the same tensors gets the same header, byte for byte.
 
-    Tensors that the source lacks go into files of their own.
+    Tensors that the source lacks go into files of their own. Of a quantised source nothing can be kept.
     """
+    if not source.as_stored:
+        return layout_new(tensors)
     layouts: list[FileLayout] = []
     placed: set[str] = set()
     for file, (entries, metadata) in source.files.items():
@@ -81,7 +83,7 @@ def write_index(directory: Path, layouts: Iterable[FileLayout], source: Checkpoi
     """Write the index where there are several files, or where the source has one; unchanged if it still holds."""
     where = {name: layout.name for layout in layouts for name in layout.entries}
     sizes = sum(entry.end - entry.begin for layout in layouts for entry in layout.entries.values())
-    original = source.directory / INDEX if source is not None else None
+    original = source.directory / INDEX if source is not None and source.as_stored else None
     if original is not None and original.is_file():
         text = original.read_text()
         if json.loads(text)["weight_map"] == where:

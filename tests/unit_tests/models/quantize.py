@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised tensors made one number at a time, and what they stand for, as independent references."""
+
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def to_fp8(weight, block):
+    """(float8 matrix, scales by block) of a matrix; ``block`` None is one scale."""
+    height, width = block or weight.shape
+    grid = [-(-size // length) for size, length in zip(weight.shape, (height, width), strict=True)]
+    scale, packed = torch.empty(grid), torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for row in range(grid[0]):
+        for column in range(grid[1]):
+            here = (slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width))
+            scale[row, column] = weight[here].abs().max().float() / 448.0 + 1e-6
+            packed[here] = (weight[here].float() / scale[row, column]).to(torch.float8_e4m3fn)
+    return packed, scale if block else scale.reshape(())
+
+
+def from_fp8(packed, scale, block):
+    """The numbers of a float8 matrix, one by one."""
+    height, width = block or packed.shape
+    scale = scale.float().reshape(-(-packed.shape[0] // height), -(-packed.shape[1] // width))
+    whole = torch.empty(packed.shape)
+    for row in range(packed.shape[0]):
+        for column in range(packed.shape[1]):
+            whole[row, column] = packed[row, column].float() * scale[row // height, column // width]
+    return whole
+
+
+def random_mxfp4(experts, rows, columns):
+    """Random (blocks, scales) of ``experts`` matrices [rows, columns]; rows divide by 32."""
+    blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+    return blocks, torch.randint(118, 126, (experts, columns, rows // 32), dtype=torch.uint8)
+
+
+def from_mxfp4(blocks, scales):
+    """The numbers of MXFP4 matrices [experts, rows, columns], one by one."""
+    experts, columns, groups, _ = blocks.shape
+    whole = torch.empty(experts, 32 * groups, columns)
+    for expert in range(experts):
+        for column in range(columns):
+            for row in range(32 * groups):
+                byte = int(blocks[expert, column, row // 32, row % 32 // 2])
+                number = E2M1[byte >> 4 if row % 2 else byte & 15]
+                whole[expert, row, column] = number * 2.0 ** (int(scales[expert, column, row // 32]) - 127)
+    return whole
+
+
+def rewrite(directory, change, quantization):
+    """Change the tensors of the saved model in ``directory`` in place and declare how they are quantised.
+
+    Args:
+        directory: holds one ``model.safetensors``.
+        change: called with (name, tensor), gives the tensors to store for it by name.
+        quantization: ``quantization_config``; None leaves ``config.json`` as it is.
+    """
+    path = directory / "model.safetensors"
+    stored = {}
+    for name, tensor in load_file(path).items():
+        stored |= change(name, tensor)
+    save_file(stored, path, metadata={"format": "pt"})
+    if quantization is not None:
+        config = json.loads((directory / "config.json").read_text())
+        config["quantization_config"] = quantization
+        (directory / "config.json").write_text(json.dumps(config))
+
+
+def fp8_config(block, **more):
+    """A ``quantization_config`` as DeepSeek and Qwen publish it."""
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": block,
+        **more,
+    }
+
+
+def store_in_fp8(
+    directory, block=(16, 16), scale_dtype=torch.float32, skip=("embed", "norm", "lm_head"), **config
+):
+    """Rewrite a saved model with all matrices but ``skip`` in float8."""
+
+    def change(name, tensor):
+        if tensor.ndim != 2 or any(part in name for part in skip):
+            return {name: tensor}
+        packed, scale = to_fp8(tensor, block)
+        return {name: packed, f"{name}_scale_inv": scale.to(scale_dtype)}
+
+    rewrite(directory, change, fp8_config(block and list(block), **config))
