@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron.bridge.backends import moe_metrics, torch_kernels
+from megatron.bridge.backends import layer_features, moe_metrics, torch_kernels
 from megatron.bridge.backends.device import has_cuda
 from megatron.bridge.backends.torch_spec import TorchLatentAttention, TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
@@ -69,16 +69,18 @@ def decoder_block_spec(
     if config.num_moe_experts is not None:
         moe_metrics.allow_deeper_models()
     if backend == "transformer_engine":
-        return get_gpt_decoder_block_spec(
+        block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
         )
+        return layer_features.add_features(block, config, get_backend("transformer_engine"))
     provider = TorchSpecProvider()
     kinds = {0: layer_spec(config, provider, moe=False)}
     if config.num_moe_experts is not None:
         kinds[1] = layer_spec(config, provider, moe=True)
     pattern = moe_pattern(config)
     layers = [kinds[pattern[index]] for index in _layers_here(config, vp_stage)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm())
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm())
+    return layer_features.add_features(block, config, provider)
 
 
 def mtp_block_spec(

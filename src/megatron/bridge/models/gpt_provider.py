@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.backends import layer_specs
-from megatron.bridge.models import biases, padding, rope
+from megatron.bridge.models import biases, multipliers, padding, rope
 from megatron.bridge.models.model_provider import ModelProvider, without_warnings_of
 from megatron.bridge.utils.errors import UserError
 
@@ -32,6 +32,17 @@ class GPTModelProvider(ModelProvider):
             of padding take no part in the softmax.
         rope_parameters: Hugging Face's own description of a scaled rotary embedding (``rope_type``, ``factor``,
             ...); None is the plain one of ``rotary_base``.
+        local_rope_parameters: the same, ``rope_theta`` included, for the layers with an attention window; None is
+            the one of the other layers.
+        norm_placement: norms before attention and MLP (``pre``), after them (``post``), or ``both``.
+        qk_norm_across_heads: norm queries and keys over the width of all heads together; ``qk_layernorm`` norms
+            each head.
+        embedding_multiplier: multiplies the embeddings; ``sqrt_hidden_size`` is rounded to their precision, as
+            Gemma was trained.
+        residual_multiplier: multiplies what attention and MLP add to the residual stream.
+        logits_scaling: divides the logits.
+        final_logit_softcapping: bounds the logits (after scaling) to +-cap by ``cap * tanh(logits / cap)``.
+        attn_logit_softcapping: bounds the scores of attention in the same way.
         attention_bias: False removes the attention's biases where ``add_bias_linear`` is on; None leaves them.
         mlp_bias: the same for the feed-forward layers.
         transformer_layer_spec: a spec, or a function from this config to one; None takes ``backend``'s.
@@ -47,6 +58,7 @@ class GPTModelProvider(ModelProvider):
     rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
     rope_parameters: dict[str, Any] | None = None
+    local_rope_parameters: dict[str, Any] | None = None
     seq_len_interpolation_factor: float | None = None
     share_embeddings_and_output_weights: bool = True
     make_vocab_size_divisible_by: int = 128
@@ -54,7 +66,13 @@ class GPTModelProvider(ModelProvider):
     parallel_output: bool = True
     fp16_lm_cross_entropy: bool = False
     scatter_embedding_sequence_parallel: bool = True
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    qk_norm_across_heads: bool = False
+    embedding_multiplier: float | Literal["sqrt_hidden_size"] = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     make_query_groups_divisible_by: int = 1
@@ -89,6 +107,8 @@ class GPTModelProvider(ModelProvider):
         """Add the padding of attention heads; ``unpadded_heads`` still tells what was declared."""
         super().derive()
         rope.check_parameters(self.rope_parameters or {})
+        rope.check_parameters(self.local_rope_parameters or {})
+        self._check_layer_lists()
         self.__dict__["_unpadded_heads"] = self.unpadded_heads
         if self.make_query_groups_divisible_by > 1:
             self.kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -132,8 +152,17 @@ class GPTModelProvider(ModelProvider):
             )
         rope.apply_rope(model, config)
         biases.apply_biases(model, config)
+        multipliers.apply_multipliers(model, config)
         padding.apply_padding(model, config)
         return model
+
+    def _check_layer_lists(self) -> None:
+        for name in ("window_attn_skip_freq", "no_rope_freq"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != self.num_layers:
+                raise UserError(
+                    f"{name} has {len(value)} layers, num_layers={self.num_layers}: give a number for each layer"
+                )
 
     def _decoder_spec(self, vp_stage: int | None) -> Any:
         spec = self.transformer_layer_spec

@@ -7,6 +7,7 @@ model has one of them.
 
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
+    ConcatenatedGatedMLPMapping,
     GatedMLPMapping,
     MegatronParamMapping,
     QKVMapping,
@@ -32,7 +33,7 @@ def ends(
 
 def attention(
     layers: str = "model.layers.*",
-    norm: str = "input_layernorm",
+    norm: str | None = "input_layernorm",
     output: str = "self_attn.o_proj",
     qk_norm: bool = False,
 ) -> Block:
@@ -40,7 +41,7 @@ def attention(
 
     Args:
         layers: Hugging Face's name of a layer.
-        norm: the normalisation before the attention.
+        norm: the normalisation before the attention; None where there is none.
         output: the output projection.
         qk_norm: queries and keys are normalised.
     """
@@ -56,26 +57,58 @@ def attention(
             for name in ("weight", "bias")
         ),
         *linear(f"{ours}.linear_proj", f"{layers}.{output}"),
-        *fused_norm("decoder.layers.*.input_layernorm", f"{ours}.linear_qkv", f"{layers}.{norm}"),
     )
+    if norm:
+        block += fused_norm("decoder.layers.*.input_layernorm", f"{ours}.linear_qkv", f"{layers}.{norm}")
     if not qk_norm:
         return block
-    norms = (ReplicatedMapping(f"{ours}.{role}_layernorm.weight", f"{theirs}.{role}_norm.weight") for role in "qk")
+    # whole on every rank if it is one head's, cut like the heads if it is over all of them
+    norms = (AutoMapping(f"{ours}.{role}_layernorm.weight", f"{theirs}.{role}_norm.weight") for role in "qk")
     return (*block, *norms)
 
 
-def mlp(layers: str = "model.layers.*", norm: str = "post_attention_layernorm", names: str = "mlp") -> Block:
-    """Gated feed-forward layer with separate gate and up projections, and the normalisation before it."""
+def mlp(
+    layers: str = "model.layers.*",
+    norm: str | None = "post_attention_layernorm",
+    names: str = "mlp",
+    gated: bool = True,
+    fused: bool = False,
+) -> Block:
+    """Feed-forward layer, and the normalisation before it.
+
+    Args:
+        layers: Hugging Face's name of a layer.
+        norm: the normalisation before the feed-forward layer; None where there is none.
+        names: Hugging Face's name of the feed-forward layer in a layer.
+        gated: there is a gate beside the up projection.
+        fused: gate and up projection are one tensor, ``gate_up_proj``.
+    """
     ours, theirs = "decoder.layers.*.mlp", f"{layers}.{names}"
-    return (
-        *(
-            GatedMLPMapping(
-                f"{ours}.linear_fc1.{name}", gate=f"{theirs}.gate_proj.{name}", up=f"{theirs}.up_proj.{name}"
-            )
-            for name in ("weight", "bias")
-        ),
-        *linear(f"{ours}.linear_fc2", f"{theirs}.down_proj"),
-        *fused_norm("decoder.layers.*.pre_mlp_layernorm", f"{ours}.linear_fc1", f"{layers}.{norm}"),
+    fc1 = (
+        _gated(f"{ours}.linear_fc1", theirs, fused) if gated else linear(f"{ours}.linear_fc1", f"{theirs}.up_proj")
+    )
+    block = (*fc1, *linear(f"{ours}.linear_fc2", f"{theirs}.down_proj"))
+    if norm:
+        block += fused_norm("decoder.layers.*.pre_mlp_layernorm", f"{ours}.linear_fc1", f"{layers}.{norm}")
+    return block
+
+
+def _gated(ours: str, theirs: str, fused: bool) -> Block:
+    if fused:
+        names = ((f"{ours}.{name}", f"{theirs}.gate_up_proj.{name}") for name in ("weight", "bias"))
+        return tuple(ConcatenatedGatedMLPMapping(*pair) for pair in names)
+    return tuple(
+        GatedMLPMapping(f"{ours}.{name}", gate=f"{theirs}.gate_proj.{name}", up=f"{theirs}.up_proj.{name}")
+        for name in ("weight", "bias")
+    )
+
+
+def post_norms(attention: str, mlp: str, layers: str = "model.layers.*") -> Block:
+    """The normalisations after attention and feed-forward layer, before they are added to the residual stream."""
+    names = {"self_attn_bda": attention, "mlp_bda": mlp}
+    return tuple(
+        ReplicatedMapping(f"decoder.layers.*.{ours}.norm.weight", f"{layers}.{theirs}.weight")
+        for ours, theirs in names.items()
     )
 
 

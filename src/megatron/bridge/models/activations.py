@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations that PyTorch has only as an option of a function: a config needs them by name."""
+
+import torch
+import torch.nn.functional as F
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation, Hugging Face's ``gelu_pytorch_tanh``."""
+    return F.gelu(x, approximate="tanh")

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaled embeddings, scaled and soft-capped logits.
+
+They are applied where the embedding and the output layer return, so everything that calls one of the two sees
+them, once: losses, multi-token prediction, tied weights, a caller that asks for logits.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SQRT_HIDDEN_SIZE = "sqrt_hidden_size"
+
+
+def apply_multipliers(model: nn.Module, config: Any) -> None:
+    """Scale the embeddings and the logits of ``model`` (a ``GPTModel``) as ``config`` declares."""
+    if config.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
+        model.get_submodule("embedding.word_embeddings").register_forward_hook(_scale_embeddings(config))
+    changes = (config.logits_scaling, config.final_logit_softcapping) != (1.0, None)
+    if changes and hasattr(model, "output_layer"):
+        model.get_submodule("output_layer").register_forward_hook(_change_logits(config))
+
+
+def _scale_embeddings(config: Any) -> Any:
+    factor = config.embedding_multiplier
+
+    def scale(_module: nn.Module, _inputs: Any, embeddings: Tensor) -> Tensor:
+        if factor != SQRT_HIDDEN_SIZE:
+            return embeddings * factor
+        # Gemma was trained with the factor in the precision of its embeddings: 55.5 in bf16, not 55.4256
+        return embeddings * torch.tensor(math.sqrt(config.hidden_size), dtype=embeddings.dtype)
+
+    return scale
+
+
+def _change_logits(config: Any) -> Any:
+    divisor, cap = config.logits_scaling, config.final_logit_softcapping
+
+    def change(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        logits, bias = outputs
+        logits = logits if divisor == 1.0 else logits / divisor
+        return (logits if cap is None else torch.tanh(logits / cap) * cap), bias
+
+    return change
