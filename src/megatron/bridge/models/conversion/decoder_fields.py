@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer import utils as transformer_utils
 
+from megatron.bridge.models.activations import gelu_tanh
 from megatron.bridge.models.conversion.fields import Field
 from megatron.bridge.models.rope import check_parameters
 from megatron.bridge.utils.errors import UserError
@@ -20,6 +21,7 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
     "relu2": squared_relu,
 }
@@ -53,6 +55,33 @@ def _rope_back(values: tuple[dict[str, Any] | None, float, float], _: Any) -> di
     scaling, base, share = values
     partial = {} if share == 1.0 else {"partial_rotary_factor": share}
     return {"rope_type": "default", **partial, **(scaling or {}), "rope_theta": base}
+
+
+def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """(scaling, base and rotated share of layers without a window, everything of those with one)."""
+    if not isinstance(parameters, Mapping) or set(parameters) != set(_LAYER_TYPES):
+        raise UserError(f"rope_parameters={parameters} must have the keys {' and '.join(_LAYER_TYPES)}")
+    everywhere, local = (_rope(parameters[kind], config) for kind in _LAYER_TYPES)
+    if everywhere[2] != 1.0 or local[2] != 1.0:
+        raise UserError("rope_parameters.partial_rotary_factor is not supported: whole heads are rotated")
+    return *everywhere, _rope_back(local, None)
+
+
+def _ropes_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
+    *everywhere, local = values
+    return dict(
+        zip(_LAYER_TYPES, (_rope_back((everywhere[0], everywhere[1], everywhere[2]), None), local), strict=True)
+    )
+
+
+def _to_scale(scalar: Any, _: Any) -> float:
+    return scalar**-0.5
+
+
+def _from_scale(scale: float, _: Any) -> float | int:
+    """The integer that was meant, if one gives the same scale."""
+    scalar = scale**-2
+    return round(scalar) if round(scalar) ** -0.5 == scale else scalar
 
 
 def _precision(dtype: Any, _: Mapping[str, Any]) -> tuple[torch.dtype, bool, bool]:
@@ -109,7 +138,7 @@ def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
         raise UserError(f"layer_types={kind!r} is not supported: {' and '.join(_LAYER_TYPES)} are")
     if len(kinds) != config["num_hidden_layers"]:
         raise UserError(f"layer_types has {len(kinds)} layers, num_hidden_layers={config['num_hidden_layers']}")
-    if _LAYER_TYPES[1] in kinds and config.get("sliding_window") is None:
+    if _LAYER_TYPES[1] in kinds and not config.get("sliding_window"):
         raise UserError(f"sliding_window is missing: layer_types has {_LAYER_TYPES[1]}")
     return [_LAYER_TYPES.index(kind) for kind in kinds]
 
@@ -135,6 +164,16 @@ ROPE = Field(
     back=_rope_back,
 )
 
+LAYER_ROPE = Field(
+    "rope_parameters",
+    ("rope_parameters", "rotary_base", "rotary_percent", "local_rope_parameters"),
+    to=_ropes,
+    back=_ropes_back,
+)
+"""One rotary embedding for layers with a window and one for those without."""
+
+ACTIVATION = Field("hidden_act", "activation_func", default="silu", to=_activation, back=_activation_name)
+
 DENSE: tuple[Field, ...] = (
     DTYPE,
     Field("vocab_size", "vocab_size"),
@@ -144,7 +183,7 @@ DENSE: tuple[Field, ...] = (
     Field("num_attention_heads", "num_attention_heads"),
     Field("num_key_value_heads", "num_query_groups", default=None, to=_or_heads),
     Field("head_dim", "kv_channels", default=None, to=_head_width),
-    Field("hidden_act", "activation_func", default="silu", to=_activation, back=_activation_name),
+    ACTIVATION,
     Field("max_position_embeddings", ("max_position_embeddings", "seq_length")),
     Field("initializer_range", "init_method_std", default=0.02),
     Field("rms_norm_eps", "layernorm_epsilon"),
@@ -159,13 +198,16 @@ BIASES: tuple[Field, ...] = (
 )
 """Attention (output projection included) and feed-forward biases, each on its own switch."""
 
+QUERY_SCALE = Field("query_pre_attn_scalar", "softmax_scale", to=_to_scale, back=_from_scale)
+"""Attention's scores are divided by the root of this, not of the head's width."""
+
 WINDOW = Field("sliding_window", "window_size", default=None, to=_window, back=_window_back)
 """Every layer sees a window of this many keys, its own included; null is all keys."""
 
-WINDOWS: tuple[Field, ...] = (
-    WINDOW,
-    Field("layer_types", "window_attn_skip_freq", to=_windowed, back=_windowed_back),
-)
+LAYER_TYPES = Field("layer_types", "window_attn_skip_freq", to=_windowed, back=_windowed_back)
+"""Which layers have the window."""
+
+WINDOWS: tuple[Field, ...] = (WINDOW, LAYER_TYPES)
 """A window in the layers that ``layer_types`` names."""
 
 LLAMA_LIKE: dict[str, Any] = {
