@@ -59,7 +59,7 @@ def _rope_back(values: tuple[dict[str, Any] | None, float, float], _: Any) -> di
 
 def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """(scaling, base and rotated share of layers without a window, everything of those with one)."""
-    if not isinstance(parameters, Mapping) or set(parameters) != set(_LAYER_TYPES):
+    if sorted(parameters or ()) != sorted(_LAYER_TYPES):
         raise UserError(f"rope_parameters={parameters} must have the keys {' and '.join(_LAYER_TYPES)}")
     everywhere, local = (_rope(parameters[kind], config) for kind in _LAYER_TYPES)
     if everywhere[2] != 1.0 or local[2] != 1.0:
@@ -68,10 +68,8 @@ def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _ropes_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
-    *everywhere, local = values
-    return dict(
-        zip(_LAYER_TYPES, (_rope_back((everywhere[0], everywhere[1], everywhere[2]), None), local), strict=True)
-    )
+    scaling, base, share, local = values
+    return dict(zip(_LAYER_TYPES, (_rope_back((scaling, base, share), None), local), strict=True))
 
 
 def _to_scale(scalar: Any, _: Any) -> float:

@@ -63,6 +63,12 @@ class Field:
         return values[0]
 
 
+def instead(fields: Iterable[Field], *own: Field) -> tuple[Field, ...]:
+    """``fields`` with an architecture's ``own`` in place of those that set the same attributes."""
+    taken = {name for field in own for name in field.names}
+    return (*(field for field in fields if not taken & set(field.names)), *own)
+
+
 # key -> the values with which it changes nothing; None: with no value does it change anything
 IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(
@@ -74,6 +80,7 @@ IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
             "architectures",
             "auto_map",
             "bos_token_id",
+            "cache_implementation",
             "chunk_size_feed_forward",
             "eos_token_id",
             "finetuning_task",
