@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Markers by folder, no network, no hub, and the worker pools."""
 
+import functools
 import ipaddress
 import os
 import socket
@@ -51,6 +52,19 @@ def _pool(size):
     pool = WorkerPool(size)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def family_case(tmp_path_factory):
+    """Name of a row of ``tests/families`` -> its checkpoint and reference, made once."""
+    from tests.families import harness
+    from tests.families.rows import ROWS
+
+    @functools.cache
+    def case(name):
+        return harness.make_reference(ROWS[name], tmp_path_factory.mktemp(name))
+
+    return case
 
 
 @pytest.fixture(scope="session")
