@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4-0414, 9B and 32B: GLM with norms after attention and MLP as well."""
+
+from megatron.bridge.models.conversion.blocks import post_norms
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.glm.glm_bridge import GlmBridge
+
+
+@register_bridge("Glm4ForCausalLM", model_type="glm4")
+class Glm4Bridge(GlmBridge):
+    """Hugging Face's ``Glm4ForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fixed = {**GlmBridge.fixed, "norm_placement": "both"}
+    weights = (*GlmBridge.weights, post_norms("post_self_attn_layernorm", "post_mlp_layernorm"))

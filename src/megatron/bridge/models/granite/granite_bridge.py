@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Granite 3: Llama with multipliers of embeddings, attention scores, residuals and logits."""
+
+from megatron.bridge.models.conversion.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.decoder_fields import BIASES, DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.fields import Field
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("GraniteForCausalLM", model_type="granite")
+class GraniteBridge(DecoderBridge):
+    """Hugging Face's ``GraniteForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *DENSE,
+        *BIASES,
+        Field("embedding_multiplier", "embedding_multiplier", default=1.0),
+        Field("attention_multiplier", "softmax_scale", default=1.0),
+        Field("residual_multiplier", "residual_multiplier", default=1.0),
+        Field("logits_scaling", "logits_scaling", default=1.0),
+    )
+    fixed = LLAMA_LIKE
+    weights = (ends(), attention(), mlp())

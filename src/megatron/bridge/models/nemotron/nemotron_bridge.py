@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron-4 and Minitron: LayerNorms stored as their distance from one, squared ReLU without a gate."""
+
+from megatron.bridge.models.conversion.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.decoder_fields import BIASES, DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.fields import Field, instead
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("NemotronForCausalLM", model_type="nemotron")
+class NemotronBridge(DecoderBridge):
+    """Hugging Face's ``NemotronForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (*instead(DENSE, Field("norm_eps", "layernorm_epsilon")), *BIASES)
+    fixed = {
+        **LLAMA_LIKE,
+        "normalization": "LayerNorm",
+        "layernorm_zero_centered_gamma": True,
+        "gated_linear_unit": False,
+    }
+    weights = (ends(), attention(), mlp(gated=False))

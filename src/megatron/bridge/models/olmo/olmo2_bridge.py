@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OLMo 2: norms after attention and MLP instead of before, queries and keys normed over all heads together."""
+
+from megatron.bridge.models.conversion.blocks import attention, ends, mlp, post_norms
+from megatron.bridge.models.conversion.decoder_fields import BIASES, DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("Olmo2ForCausalLM", model_type="olmo2")
+class Olmo2Bridge(DecoderBridge):
+    """Hugging Face's ``Olmo2ForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (*DENSE, BIASES[0])
+    fixed = {**LLAMA_LIKE, "norm_placement": "post", "qk_norm_across_heads": True, "mlp_bias": False}
+    weights = (
+        ends(),
+        attention(norm=None, qk_norm=True),
+        mlp(norm=None),
+        post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+    )
