@@ -23,6 +23,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Module
 
 from megatron.bridge.backends import layer_specs
 from megatron.bridge.utils import dist
@@ -75,8 +77,8 @@ class ModelProvider(TransformerConfig):
         if config.backend == "torch":
             _report(config, layer_specs.apply_cpu_settings(config))
         try:
-            TransformerConfig.__post_init__(config)
-        except ValueError as error:
+            super(ModelProvider, config).__post_init__()  # that of the Megatron config behind the provider
+        except (ValueError, NotImplementedError) as error:
             raise UserError(f"Megatron-Core refuses the model's config: {error}") from error
         config.__dict__["_declared"] = self
         return config
@@ -223,9 +225,22 @@ def _place(chunks: list[MegatronModule], config: ModelProvider) -> list[Megatron
     """Move the chunks to this rank's device, in half precision where asked."""
     for chunk in chunks:
         chunk.cuda(torch.cuda.current_device())  # the identity on a machine without a GPU
-    if config.fp16 or config.bf16:
-        return [Float16Module(config, chunk) for chunk in chunks]
-    return chunks
+    if not (config.fp16 or config.bf16):
+        return chunks
+    # a router's correction bias is small steps summed up: it stays in single precision
+    exact = [(module, name, buffer) for chunk in chunks for module, name, buffer in _saved_buffers(chunk)]
+    halved = [Float16Module(config, chunk) for chunk in chunks]
+    for module, name, buffer in exact:
+        module.register_buffer(name, buffer)
+    return halved
+
+
+def _saved_buffers(chunk: MegatronModule) -> Iterator[tuple[Module, str, Tensor]]:
+    """The buffers that are part of a checkpoint, with their modules and names."""
+    for module in chunk.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield module, name, buffer
 
 
 def _wrap_data_parallel(

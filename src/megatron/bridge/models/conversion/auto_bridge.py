@@ -346,11 +346,13 @@ class AutoBridge:
     # ---- private ------------------------------------------------------------------------------------------------
 
     def _export_plan(self, model: Chunks, source: Checkpoint | None) -> Plan:
+        chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model]
         return build_plan(
-            self._bridge.mapping_registry(),
-            [model_io.unwrap(chunk) for chunk in model],
+            self._bridge.registry_for(chunks[0].config),
+            chunks,
             None if source is None else source.entries,
             self._bridge.buffers,
+            self._bridge.copies,
         )
 
     def _weights(self, hf_path: str | Path | None) -> PreTrainedCausalLM:

@@ -5,9 +5,13 @@ A normalisation weight is a module of its own, or fused into the linear that fol
 model has one of them.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
     ConcatenatedGatedMLPMapping,
+    ConcatenatedQKVMapping,
     GatedMLPMapping,
     MegatronParamMapping,
     QKVMapping,
@@ -15,6 +19,8 @@ from megatron.bridge.models.conversion.param_mapping import (
 )
 
 Block = tuple[MegatronParamMapping, ...]
+SizedBlock = Callable[[Any], Block]
+"""A block whose names depend on the sizes of the model, made from its config."""
 
 
 def ends(
@@ -36,26 +42,20 @@ def attention(
     norm: str | None = "input_layernorm",
     output: str = "self_attn.o_proj",
     qk_norm: bool = False,
+    fused: bool = False,
 ) -> Block:
-    """Attention with separate projections, and the normalisation before it.
+    """Attention, and the normalisation before it.
 
     Args:
         layers: Hugging Face's name of a layer.
         norm: the normalisation before the attention; None where there is none.
         output: the output projection.
         qk_norm: queries and keys are normalised.
+        fused: queries, keys and values are one tensor, ``qkv_proj``.
     """
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.self_attn"
     block: Block = (
-        *(
-            QKVMapping(
-                f"{ours}.linear_qkv.{name}",
-                q=f"{theirs}.q_proj.{name}",
-                k=f"{theirs}.k_proj.{name}",
-                v=f"{theirs}.v_proj.{name}",
-            )
-            for name in ("weight", "bias")
-        ),
+        *_qkv(f"{ours}.linear_qkv", theirs, fused),
         *linear(f"{ours}.linear_proj", f"{layers}.{output}"),
     )
     if norm:
@@ -65,6 +65,16 @@ def attention(
     # whole on every rank if it is one head's, cut like the heads if it is over all of them
     norms = (AutoMapping(f"{ours}.{role}_layernorm.weight", f"{theirs}.{role}_norm.weight") for role in "qk")
     return (*block, *norms)
+
+
+def _qkv(ours: str, theirs: str, fused: bool) -> Block:
+    if fused:
+        names = ((f"{ours}.{name}", f"{theirs}.qkv_proj.{name}") for name in ("weight", "bias"))
+        return tuple(ConcatenatedQKVMapping(*pair) for pair in names)
+    return tuple(
+        QKVMapping(f"{ours}.{name}", **{role: f"{theirs}.{role}_proj.{name}" for role in "qkv"})
+        for name in ("weight", "bias")
+    )
 
 
 def mlp(

@@ -8,7 +8,7 @@ subclass ``DecoderBridge`` and declare three things: fields, fixed values, weigh
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 from torch import Tensor
 
 from megatron.bridge.models.conversion import fields as config_fields
-from megatron.bridge.models.conversion.blocks import Block
+from megatron.bridge.models.conversion.blocks import Block, SizedBlock
 from megatron.bridge.models.conversion.fields import IRRELEVANT, Field
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.plan import WeightConversionTask
@@ -71,6 +71,9 @@ class MegatronModelBridge:
     """Tensors that old checkpoints store and that are recomputed; neither read nor written unless the source has
     them."""
 
+    copies: ClassVar[Mapping[str, str]] = {}
+    """Tensors that checkpoints may store a second time, by pattern, and the tensors that they must be equal to."""
+
     registration: ClassVar[Registration | None] = None
 
     @classmethod
@@ -107,6 +110,11 @@ class MegatronModelBridge:
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The mappings of all parameters."""
         raise NotImplementedError(f"{type(self).__name__} must define mapping_registry")
+
+    def registry_for(self, config: Any) -> MegatronMappingRegistry:
+        """The mappings of a model built from the provider ``config``, on whose sizes names may depend."""
+        del config
+        return self.mapping_registry()
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
         """The Hugging Face config of a provider; empty where the bridge does not say."""
@@ -152,7 +160,7 @@ class DecoderBridge(MegatronModelBridge):
 
     fields: ClassVar[tuple[Field, ...]] = ()
     fixed: ClassVar[dict[str, Any]] = {}
-    weights: ClassVar[tuple[Block, ...]] = ()
+    weights: ClassVar[tuple[Block | SizedBlock, ...]] = ()
     irrelevant: ClassVar[config_fields.Harmless] = {}
     """Keys of this architecture that change nothing, beside those of every architecture."""
 
@@ -170,8 +178,12 @@ class DecoderBridge(MegatronModelBridge):
         return self._provider(**{**self.fixed, **values})
 
     def mapping_registry(self) -> MegatronMappingRegistry:
+        """All blocks whose names do not depend on the size of the model."""
+        return _registry(block for block in self.weights if not callable(block))
+
+    def registry_for(self, config: Any) -> MegatronMappingRegistry:
         """All blocks in one registry."""
-        return MegatronMappingRegistry(*(mapping for block in self.weights for mapping in block))
+        return _registry(block(config) if callable(block) else block for block in self.weights)
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
         """All keys that the fields cover, with the architecture's name."""
@@ -192,6 +204,10 @@ class DecoderBridge(MegatronModelBridge):
     @property
     def _provider(self) -> Any:
         return (self.registration.provider if self.registration else None) or GPTModelProvider
+
+
+def _registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:
+    return MegatronMappingRegistry(*(mapping for block in blocks for mapping in block))
 
 
 def register_bridge(architecture: str, *, provider: Any = None, model_type: str | None = None) -> Callable[[B], B]:

@@ -9,7 +9,7 @@ share, copied one way to load and the other way to export. Nothing here communic
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, cast
@@ -189,13 +189,19 @@ class MegatronParamMapping:
     def resolve(self, captures: Iterable[str]) -> Self:
         """The mapping of one concrete parameter: wildcards replaced, in order, by ``captures``."""
         values = tuple(captures)
-        name = substitute(self.megatron_param, values)
-        if isinstance(self.hf_param, str):
-            mapping = self._rebuild(name, substitute(self.hf_param, values))
-        else:
-            mapping = self._rebuild(name, {role: substitute(hf, values) for role, hf in self.hf_param.items()})
+        mapping = self.renamed(lambda name: substitute(name, values), lambda name: substitute(name, values))
         if self.is_stacked:
-            mapping.is_stacked, mapping.transposed, mapping.expert = True, self.transposed, int(values[-1])
+            mapping.expert = int(values[-1])
+        return mapping
+
+    def renamed(self, megatron: Callable[[str], str], hf: Callable[[str], str]) -> Self:
+        """This mapping between the names that the two functions make of its own."""
+        name = megatron(self.megatron_param)
+        if isinstance(self.hf_param, str):
+            mapping = self._rebuild(name, hf(self.hf_param))
+        else:
+            mapping = self._rebuild(name, {role: hf(theirs) for role, theirs in self.hf_param.items()})
+        mapping.is_stacked, mapping.transposed, mapping.expert = self.is_stacked, self.transposed, self.expert
         return mapping
 
     def _rebuild(self, megatron_param: str, hf_param: HFNames) -> Self:

@@ -5,12 +5,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from megatron.bridge.models.conversion import exchange, patterns
+from megatron.bridge.models.conversion.adapted import AdaptedModule, in_adapter
 from megatron.bridge.models.conversion.exchange import Owner
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, Part, Shard, parallel_kind
@@ -62,6 +64,7 @@ class WeightConversionTask:
         is_copy: another task maps the same Hugging Face tensors; loaded, not exported.
         megatron_module: the module that owns the parameter.
         param_weight: the parameter.
+        merges: export the parameter with its layer's adapter put into it.
     """
 
     param_name: str
@@ -74,6 +77,14 @@ class WeightConversionTask:
     is_copy: bool = False
     megatron_module: nn.Module | None = None
     param_weight: Tensor | None = None
+    merges: bool = False
+
+    @property
+    def exported(self) -> Tensor | None:
+        """What an export takes for the parameter; with ``merges``, collective over the ranks that it is cut over."""
+        if self.merges and self.param_weight is not None and isinstance(self.megatron_module, AdaptedModule):
+            return self.megatron_module.merged_weight(self.param_weight)
+        return self.param_weight
 
     @property
     def pp_rank(self) -> int:
@@ -137,6 +148,7 @@ def build_plan(
     chunks: Sequence[nn.Module],
     entries: Mapping[str, Entry] | None = None,
     buffers: Sequence[str] = (),
+    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Match every parameter of the model with the tensors of a checkpoint.
 
@@ -145,6 +157,7 @@ def build_plan(
         chunks: this rank's bare model chunks.
         entries: the checkpoint's tensors; None plans without one, on the mappings' word.
         buffers: patterns of tensors that may be in the checkpoint and are recomputed.
+        copies: patterns of tensors that may be in the checkpoint a second time, and what they are copies of.
 
     Raises:
         UserError: the plan does not close: a parameter without a mapping, a tensor that is missing, left over or
@@ -166,6 +179,7 @@ def build_plan(
         tasks.append(_task(item, mapping, config, is_copy, modules))
     claimed = dict.fromkeys(name for task in tasks for name in task.mapping.hf_names)
     ties = _ties(registry, tied, entries)
+    ties |= _stored_twice(entries or (), copies, claimed, ties)
     found = _recomputed(entries or (), buffers, claimed)
     if entries is not None:
         problems += _differences(tasks, claimed, entries, ties, found)
@@ -194,6 +208,8 @@ def _parameters(chunks: Sequence[nn.Module]) -> Held:
     seen: set[int] = set()
     for index, chunk in enumerate(chunks):
         for path, module in chunk.named_modules():
+            if in_adapter(path):
+                continue
             prefix = f"{path}." if path else ""
             within = global_name(chunk, prefix)
             for name, parameter in _own_state(module):
@@ -303,6 +319,18 @@ def _ties(registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, E
         return {}
     names = zip(output.hf_names, embedding.hf_names, strict=True)
     return {ours: theirs for ours, theirs in names if ours in entries and ours != theirs}
+
+
+def _stored_twice(
+    names: Iterable[str], copies: Mapping[str, str], claimed: Mapping[str, None], ties: Mapping[str, str]
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in names:
+        for pattern, same in copies.items():
+            origin = ties.get(same, same)
+            if name not in claimed and origin in claimed and patterns.match(pattern, name) is not None:
+                found[name] = origin
+    return found
 
 
 def _recomputed(names: Iterable[str], buffers: Sequence[str], claimed: Mapping[str, None]) -> tuple[str, ...]:

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V2 and V2-Lite: latent attention, softmax routing, experts in groups ranked by their best."""
+
+from megatron.bridge.models.conversion.blocks import ends, mlp
+from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.expert_fields import DENSE_BEFORE_SPARSE, SCALING, SHARED_EXPERTS
+from megatron.bridge.models.conversion.expert_fields import experts as expert_sizes
+from megatron.bridge.models.conversion.latent_blocks import latent_attention
+from megatron.bridge.models.conversion.latent_fields import (
+    BALANCING,
+    BEST_GROUPS,
+    LATENT,
+    LATENT_LIKE,
+    PLAIN_SOFTMAX_ROUTING,
+    UNSPOKEN,
+)
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.mla_provider import MLAModelProvider
+
+
+@register_bridge("DeepseekV2ForCausalLM", provider=MLAModelProvider, model_type="deepseek_v2")
+class DeepseekV2Bridge(DecoderBridge):
+    """Hugging Face's ``DeepseekV2ForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *LATENT,
+        *expert_sizes("n_routed_experts"),
+        *BEST_GROUPS,
+        *BALANCING,
+        DENSE_BEFORE_SPARSE,
+        SHARED_EXPERTS,
+        SCALING,
+    )
+    fixed = {**LATENT_LIKE, **PLAIN_SOFTMAX_ROUTING}
+    # transformers never normalises the weights of the chosen experts
+    irrelevant = {**UNSPOKEN, "norm_topk_prob": (False, None), "scoring_func": ("softmax",)}
+    weights = (ends(), latent_attention(), mlp(), router(), experts(), shared_experts())

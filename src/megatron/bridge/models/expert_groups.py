@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group-limited routing by the best expert of each group.
+
+Megatron-Core ranks groups by the sum of their ``topk / group_topk`` best scores, which is DeepSeek-V3's rule. In
+DeepSeek-V2 the best score alone ranks them (``group_limited_greedy``).
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron.bridge.utils.errors import UserError
+
+
+class BestExpertGroups:
+    """Takes the place of a router's replay, through which Megatron-Core lets the choice of experts be replaced."""
+
+    layer_number: int | None = None
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, _default: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(scores, experts), both [tokens, topk], from scores [tokens, experts]."""
+        groups = scores.view(len(scores), num_groups, -1)
+        chosen = groups.amax(dim=-1).topk(group_topk, dim=-1).indices
+        hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, chosen, False)
+        limited = groups.masked_fill(hidden[..., None], float("-inf")).flatten(1)
+        return limited.topk(topk, dim=-1)
+
+
+def apply(model: Any, config: Any) -> None:
+    """Make the routers of ``model`` choose groups as ``config.moe_router_group_score`` says.
+
+    Raises:
+        UserError: another setting takes the choice of experts away from the router's own code.
+    """
+    if config.moe_router_group_score == "sum" or not config.moe_router_num_groups:
+        return
+    for name in ("moe_router_fusion", "moe_enable_routing_replay"):
+        if getattr(config, name):
+            raise UserError(f"moe_router_group_score='max' does not work with {name}=True: set model.{name}=False")
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.router_replay = BestExpertGroups()  # type: ignore[assignment]

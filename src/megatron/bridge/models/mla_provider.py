@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The provider of a ``GPTModel`` with multi-latent attention."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from megatron.bridge.models import expert_groups, latent_rope
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.utils.errors import UserError
+
+# fields of other kinds of attention -> the value with which they change nothing
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rope_scaling": False,
+    "seq_len_interpolation_factor": None,
+    "local_rope_parameters": None,
+    "rotary_percent": 1.0,
+    "make_query_groups_divisible_by": 1,
+}
+
+
+@dataclass
+class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
+    """A ``MLATransformerConfig`` with all that ``GPTModelProvider`` adds.
+
+    Attributes:
+        q_lora_rank: rank of the queries' latent; None projects the hidden states to queries directly.
+        rope_type: ``rope`` or ``yarn``, Megatron-Core's own rules; ``rope_parameters`` replaces them.
+        latent_layernorm_epsilon: epsilon of the norms of both latents; None is ``layernorm_epsilon``.
+        moe_router_group_score: what ranks the groups of experts: the ``sum`` of the best scores in a group, or its
+            best score alone (``max``), as DeepSeek-V2 was trained.
+    """
+
+    multi_latent_attention: bool = True
+    normalization: str = "RMSNorm"
+    q_lora_rank: int | None = 512  # type: ignore[assignment] - Megatron-Core takes None and does not say so
+    latent_layernorm_epsilon: float | None = None
+    moe_router_group_score: Literal["sum", "max"] = "sum"
+
+    def derive(self) -> None:
+        """Refuse what has no effect on latent attention, and fill in what Megatron-Core reads."""
+        super().derive()
+        for name, harmless in _WITHOUT_EFFECT.items():
+            if getattr(self, name) != harmless:
+                raise UserError(
+                    f"{name}={getattr(self, name)!r} has no effect with multi-latent attention: set "
+                    f"model.{name}={harmless!r}"
+                )
+        self.kv_channels = self.v_head_dim  # what a head gives to the output projection
+        latent_rope.derive(self)
+
+    def provide(
+        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+    ) -> GPTModel:
+        """Build the ``GPTModel`` chunk of one pipeline stage; see ``GPTModelProvider.provide``."""
+        config = self.resolved()
+        model = super(MLAModelProvider, config).provide(pre_process, post_process, vp_stage)
+        latent_rope.apply(model, config)
+        expert_groups.apply(model, config)
+        _set_latent_epsilon(model, config.latent_layernorm_epsilon)
+        return model
+
+
+def _set_latent_epsilon(model: GPTModel, epsilon: float | None) -> None:
+    if epsilon is None:
+        return
+    for module in model.modules():
+        if isinstance(module, MultiLatentAttention):
+            # Transformer Engine fuses each norm into the projection behind it
+            for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+                if hasattr(getattr(module, name, None), "eps"):
+                    getattr(module, name).eps = epsilon
