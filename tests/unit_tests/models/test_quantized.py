@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.hf_pretrained.quantized import check, open_checkpoint, without_quantization
 from megatron.bridge.utils.errors import UserError
-from tests.toy_models import make_llama, tokens
-from tests.unit_tests.models.quantize import (
+from tests.quantize import (
     fp8_config,
     from_fp8,
     from_mxfp4,
@@ -20,6 +19,7 @@ from tests.unit_tests.models.quantize import (
     store_in_fp8,
     to_fp8,
 )
+from tests.toy_models import make_llama, tokens
 from tests.unit_tests.models.test_llama import TOLERANCE, difference
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -234,7 +234,7 @@ def test_a_static_scheme_has_scales_of_activations(tmp_path):
         scale = {name.replace("weight_scale_inv", "activation_scale"): torch.tensor(0.5)}
         return {name: tensor} | (scale if name.endswith("_scale_inv") else {})
 
-    rewrite(tmp_path / "hf", change, None)
+    rewrite(tmp_path / "hf", change)
     bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf", dtype=torch.float32)
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     assert difference(reference(tmp_path / "hf"), model[0], *tokens()) <= TOLERANCE

@@ -141,6 +141,20 @@ def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     return [_LAYER_TYPES.index(kind) for kind in kinds]
 
 
+def _switched_window(_: Any, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    return _window(config.get("sliding_window") if config.get("use_sliding_window") else None, config)
+
+
+def _has_window(window: Any, _: Any) -> bool:
+    return window is not None
+
+
+def _switched_layers(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    if _LAYER_TYPES[1] in kinds and not config.get("use_sliding_window"):
+        raise UserError(f"use_sliding_window=False and layer_types has {_LAYER_TYPES[1]}: make them agree")
+    return _windowed(kinds, config)
+
+
 def _windowed_back(pattern: Any, provider: Any) -> list[str]:
     windowed = cast(Any, transformer_utils).is_layer_window_attention
     layers = range(1, provider.num_layers + 1)
@@ -190,11 +204,19 @@ DENSE: tuple[Field, ...] = (
     ROPE,
 )
 
+ATTENTION_BIAS = Field(
+    "attention_bias", ("attention_bias", "add_bias_linear"), default=False, to=_with_any_bias, back=_first
+)
+"""All four projections of attention have a bias; that the feed-forward layer has none is for ``fixed`` to say."""
+
 BIASES: tuple[Field, ...] = (
-    Field("attention_bias", ("attention_bias", "add_bias_linear"), default=False, to=_with_any_bias, back=_first),
+    ATTENTION_BIAS,
     Field("mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_with_any_bias, back=_first),
 )
 """Attention (output projection included) and feed-forward biases, each on its own switch."""
+
+ONLY_QKV_BIAS: dict[str, Any] = {"add_qkv_bias": True, "add_bias_linear": False}
+"""Queries, keys and values have a bias, always, and nothing else has."""
 
 QUERY_SCALE = Field("query_pre_attn_scalar", "softmax_scale", to=_to_scale, back=_from_scale)
 """Attention's scores are divided by the root of this, not of the head's width."""
@@ -207,6 +229,13 @@ LAYER_TYPES = Field("layer_types", "window_attn_skip_freq", to=_windowed, back=_
 
 WINDOWS: tuple[Field, ...] = (WINDOW, LAYER_TYPES)
 """A window in the layers that ``layer_types`` names."""
+
+SWITCHED_WINDOWS: tuple[Field, ...] = (
+    Field("use_sliding_window", "window_size", default=False, to=_switched_window, back=_has_window),
+    Field("sliding_window", "window_size", default=None, to=_switched_window, back=_window_back),
+    Field("layer_types", "window_attn_skip_freq", to=_switched_layers, back=_windowed_back),
+)
+"""The same, behind a switch."""
 
 LLAMA_LIKE: dict[str, Any] = {
     "normalization": "RMSNorm",

@@ -33,10 +33,11 @@ def from_fp8(packed, scale, block):
     return whole
 
 
-def random_mxfp4(experts, rows, columns):
+def random_mxfp4(experts, rows, columns, generator=None):
     """Random (blocks, scales) of ``experts`` matrices [rows, columns]; rows divide by 32."""
-    blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
-    return blocks, torch.randint(118, 126, (experts, columns, rows // 32), dtype=torch.uint8)
+    shape = (experts, columns, rows // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+    return blocks, torch.randint(121, 125, shape, dtype=torch.uint8, generator=generator)
 
 
 def from_mxfp4(blocks, scales):
@@ -52,19 +53,24 @@ def from_mxfp4(blocks, scales):
     return whole
 
 
-def rewrite(directory, change, quantization):
-    """Change the tensors of the saved model in ``directory`` in place and declare how they are quantised.
+def rewrite(directory, change, quantization=None):
+    """Change the tensors of a saved model in place, file by file, and declare how they are quantised.
 
     Args:
-        directory: holds one ``model.safetensors``.
+        directory: holds safetensors files, and their index if they are several.
         change: called with (name, tensor), gives the tensors to store for it by name.
         quantization: ``quantization_config``; None leaves ``config.json`` as it is.
     """
-    path = directory / "model.safetensors"
-    stored = {}
-    for name, tensor in load_file(path).items():
-        stored |= change(name, tensor)
-    save_file(stored, path, metadata={"format": "pt"})
+    where = {}
+    for path in directory.glob("*.safetensors"):
+        stored = {}
+        for name, tensor in load_file(path).items():
+            stored |= change(name, tensor)
+        save_file(stored, path, metadata={"format": "pt"})
+        where |= dict.fromkeys(stored, path.name)
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
     if quantization is not None:
         config = json.loads((directory / "config.json").read_text())
         config["quantization_config"] = quantization
@@ -83,14 +89,48 @@ def fp8_config(block, **more):
 
 
 def store_in_fp8(
-    directory, block=(16, 16), scale_dtype=torch.float32, skip=("embed", "norm", "lm_head"), **config
+    directory,
+    block=(16, 16),
+    scale_dtype=torch.float32,
+    skip=("embed", "norm", "lm_head", "mlp.gate.", "router"),
+    **config,
 ):
-    """Rewrite a saved model with all matrices but ``skip`` in float8."""
+    """Rewrite a saved model with all matrices in float8 but those with a part of ``skip`` in their name.
+
+    Returns:
+        All tensors that it stands for now, by name.
+    """
+    values = {}
 
     def change(name, tensor):
+        values[name] = tensor
         if tensor.ndim != 2 or any(part in name for part in skip):
             return {name: tensor}
         packed, scale = to_fp8(tensor, block)
-        return {name: packed, f"{name}_scale_inv": scale.to(scale_dtype)}
+        scale = scale.to(scale_dtype)
+        values[name] = from_fp8(packed, scale, block).to(tensor.dtype)
+        return {name: packed, f"{name}_scale_inv": scale}
 
     rewrite(directory, change, fp8_config(block and list(block), **config))
+    return values
+
+
+def store_in_mxfp4(directory, names=("gate_up_proj", "down_proj")):
+    """Rewrite a saved model with its stacked experts [experts, rows, columns] in MXFP4, random bits and all.
+
+    Returns:
+        All tensors that it stands for now, by name.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = {}
+
+    def change(name, tensor):
+        values[name] = tensor
+        if not name.endswith(names):
+            return {name: tensor}
+        blocks, scales = random_mxfp4(*tensor.shape, generator=generator)
+        values[name] = from_mxfp4(blocks, scales).to(tensor.dtype)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    rewrite(directory, change, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return values

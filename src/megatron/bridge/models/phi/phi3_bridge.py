@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: queries, keys and values in one tensor, gate and up in another."""
+
+from typing import Any
+
+from megatron.bridge.models.conversion.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, WINDOW
+from megatron.bridge.models.conversion.fields import Field
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+def _trained_length(_: Any, provider: Any) -> int:
+    scaling: dict[str, Any] = provider.rope_parameters or {}
+    return scaling.get("original_max_position_embeddings", provider.max_position_embeddings)
+
+
+@register_bridge("Phi3ForCausalLM", model_type="phi3")
+class Phi3Bridge(DecoderBridge):
+    """Hugging Face's ``Phi3ForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *DENSE,
+        WINDOW,
+        # a copy of what rope_parameters has, which transformers takes first
+        Field("original_max_position_embeddings", (), default=None, back=_trained_length),
+    )
+    fixed = {**LLAMA_LIKE, "add_bias_linear": False}
+    irrelevant = {
+        "resid_pdrop": (0.0,),
+        "embd_pdrop": (0.0,),
+        "partial_rotary_factor": None,  # transformers copies it into rope_parameters
+    }
+    weights = (ends(), attention(fused=True), mlp(fused=True))

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen1.5, Qwen2, Qwen2.5: biases on queries, keys and values only, a window in the layers that say so."""
+
+from megatron.bridge.models.conversion.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, ONLY_QKV_BIAS, SWITCHED_WINDOWS
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("Qwen2ForCausalLM", model_type="qwen2")
+class Qwen2Bridge(DecoderBridge):
+    """Hugging Face's ``Qwen2ForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (*DENSE, *SWITCHED_WINDOWS)
+    fixed = {**LLAMA_LIKE, **ONLY_QKV_BIAS}
+    irrelevant = {"max_window_layers": None}  # it stands in for layer_types, which transformers always fills in
+    weights = (ends(), attention(), mlp())

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3 dense decoders: normalised queries and keys, heads of their own width."""
+
+from megatron.bridge.models.conversion.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.decoder_fields import ATTENTION_BIAS, DENSE, LLAMA_LIKE, SWITCHED_WINDOWS
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("Qwen3ForCausalLM", model_type="qwen3")
+class Qwen3Bridge(DecoderBridge):
+    """Hugging Face's ``Qwen3ForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (*DENSE, ATTENTION_BIAS, *SWITCHED_WINDOWS)
+    fixed = {**LLAMA_LIKE, "mlp_bias": False, "qk_layernorm": True}
+    irrelevant = {"max_window_layers": None}  # it stands in for layer_types, which transformers always fills in
+    weights = (ends(), attention(qk_norm=True), mlp())
