@@ -6,7 +6,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.conversion.fields import IRRELEVANT
 from tests.families import configs, harness
 from tests.families.rows import ROWS
 
