@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts: odd numbers of them, experts that no token chooses, dense layers among the sparse."""
 
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+
 from tests.families.row import Row
 
 SIZES = {
@@ -19,7 +24,38 @@ SIZES = {
 SIX = {**SIZES, "num_experts": 6, "moe_intermediate_size": 20}
 # 40 tokens choose two experts each: some have no token
 THIRTY = {**SIX, "num_experts": 30, "num_experts_per_tok": 2}
+GLM = {
+    **SIZES,
+    "num_attention_heads": 4,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 6,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
+del GLM["router_aux_loss_coef"]  # it has none
 LAYOUTS = ("tp2", "pp2", "vp2", "ep2", "etp2")
+
+
+def add_next_token_layer(directory):
+    """Store, as the hub does, a layer of multi-token prediction, which transformers neither reads nor writes."""
+    layer = f"model.layers.{GLM['num_hidden_layers']}."
+    generator = torch.Generator().manual_seed(5)
+    stored = {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
+    last = f"model.layers.{GLM['num_hidden_layers'] - 1}."
+    shapes = {name.replace(last, layer): tensor.shape for name, tensor in stored.items() if name.startswith(last)}
+    width = GLM["hidden_size"]
+    shapes |= {f"{layer}{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{layer}eh_proj.weight"] = (width, 2 * width)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors[f"{layer}embed_tokens.weight"] = stored["model.embed_tokens.weight"]
+    tensors[f"{layer}shared_head.head.weight"] = stored["lm_head.weight"]
+    save_file(tensors, directory / "mtp.safetensors", {"format": "pt"})
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] |= dict.fromkeys(tensors, "mtp.safetensors")
+    path.write_text(json.dumps(index))
+
 
 ROWS = [
     Row("mixtral", "MixtralForCausalLM", {**SIZES, "num_local_experts": 6}, LAYOUTS),
@@ -64,4 +100,31 @@ ROWS = [
         four=("tp2ep2", "tp2pp2"),
     ),
     Row("qwen3_moe_idle_experts", "Qwen3MoeForCausalLM", {**THIRTY, "tie_word_embeddings": True}, ("ep2", "pp2")),
+    Row(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {**GLM, "use_qk_norm": True, "attention_bias": True},
+        LAYOUTS,
+    ),
+    Row(
+        "glm4_moe_groups",
+        "Glm4MoeForCausalLM",
+        {
+            **GLM,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 2,
+        },
+        ("ep2",),
+    ),
+    Row(
+        "glm4_moe_next_tokens",
+        "Glm4MoeForCausalLM",
+        {**GLM, "num_nextn_predict_layers": 1},
+        ("tp2", "pp2", "ep2"),
+        provider={"mtp_loss_scaling_factor": 0.0},  # transformers does not train it
+        rewrite=add_next_token_layer,
+    ),
 ]

@@ -8,18 +8,17 @@ Experts are parameters of one grouped layer (``experts.linear_fc1.weight3``) or 
 from megatron.bridge.models.conversion.blocks import Block
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, ReplicatedMapping
 
-DECODER = "decoder.layers.*"
+_LAYER = "decoder.layers.*.mlp"
 
 
-def expert_names(linear: str, kind: str = "weight", ours: str = DECODER) -> tuple[str, str]:
+def expert_names(linear: str, kind: str = "weight") -> tuple[str, str]:
     """Megatron's two names of one expert's parameter; the last wildcard is the expert's number.
 
     Args:
         linear: ``linear_fc1`` or ``linear_fc2``.
         kind: ``weight`` or ``bias``.
-        ours: Megatron's name of a layer.
     """
-    parent = f"{ours}.mlp.experts"
+    parent = f"{_LAYER}.experts"
     return f"{parent}.{linear}.{kind}*", f"{parent}.local_experts.*.{linear}.{kind}"
 
 
@@ -29,7 +28,6 @@ def experts(
     up: str = "up_proj",
     down: str = "down_proj",
     layers: str = "model.layers.*",
-    ours: str = DECODER,
 ) -> Block:
     """Gated experts without biases, each with its own tensors.
 
@@ -39,15 +37,14 @@ def experts(
         up: its up projection.
         down: its output projection.
         layers: Hugging Face's name of a layer.
-        ours: Megatron's name of a layer.
     """
     expert = f"{layers}.{names}"
     return (
         *(
             GatedMLPMapping(name, gate=f"{expert}.{gate}.weight", up=f"{expert}.{up}.weight")
-            for name in expert_names("linear_fc1", ours=ours)
+            for name in expert_names("linear_fc1")
         ),
-        *(AutoMapping(name, f"{expert}.{down}.weight") for name in expert_names("linear_fc2", ours=ours)),
+        *(AutoMapping(name, f"{expert}.{down}.weight") for name in expert_names("linear_fc2")),
     )
 
 
@@ -56,7 +53,6 @@ def router(
     correction: str = "e_score_correction_bias",
     norm: str | None = None,
     layers: str = "model.layers.*",
-    ours: str = DECODER,
 ) -> Block:
     """The router, with its bias and the correction that it adds to scores only to choose experts.
 
@@ -65,24 +61,22 @@ def router(
         correction: its name of the correction, in the router.
         norm: the normalisation before the experts; None where ``mlp``, for the dense layers, names it.
         layers: Hugging Face's name of a layer.
-        ours: Megatron's name of a layer.
     """
     theirs = f"{layers}.{name}"
     block: Block = (
-        ReplicatedMapping(f"{ours}.mlp.router.weight", f"{theirs}.weight"),
-        ReplicatedMapping(f"{ours}.mlp.router.bias", f"{theirs}.bias"),
-        ReplicatedMapping(f"{ours}.mlp.router.expert_bias", f"{theirs}.{correction}"),
+        ReplicatedMapping(f"{_LAYER}.router.weight", f"{theirs}.weight"),
+        ReplicatedMapping(f"{_LAYER}.router.bias", f"{theirs}.bias"),
+        ReplicatedMapping(f"{_LAYER}.router.expert_bias", f"{theirs}.{correction}"),
     )
     if norm is None:
         return block
-    return (*block, ReplicatedMapping(f"{ours}.pre_mlp_layernorm.weight", f"{layers}.{norm}.weight"))
+    return (*block, ReplicatedMapping("decoder.layers.*.pre_mlp_layernorm.weight", f"{layers}.{norm}.weight"))
 
 
 def shared_experts(
     name: str = "mlp.shared_experts",
     gate: str | None = None,
     layers: str = "model.layers.*",
-    ours: str = DECODER,
 ) -> Block:
     """The experts that every token passes, as one gated feed-forward layer.
 
@@ -90,9 +84,8 @@ def shared_experts(
         name: Hugging Face's name of them in a layer.
         gate: its name of the gate on their output, in a layer; None without one.
         layers: Hugging Face's name of a layer.
-        ours: Megatron's name of a layer.
     """
-    parent, theirs = f"{ours}.mlp.shared_experts", f"{layers}.{name}"
+    parent, theirs = f"{_LAYER}.shared_experts", f"{layers}.{name}"
     block: Block = (
         GatedMLPMapping(
             f"{parent}.linear_fc1.weight", gate=f"{theirs}.gate_proj.weight", up=f"{theirs}.up_proj.weight"

@@ -131,17 +131,20 @@ def _wrong_shapes(task: WeightConversionTask, checkpoint: Checkpoint) -> list[st
 
 
 def _wrong_dtypes(plan: Plan, checkpoint: Checkpoint, declared: torch.dtype | None) -> list[str]:
-    """Tensors that are not stored as declared: numbers would be lost, or were lost when the file was written."""
-    names = [name for task in plan.tasks if task.mapping.copies for name in task.mapping.hf_names]
-    found = [checkpoint.entries[name].dtype for name in names]
+    """Tensors that are not stored as declared: numbers would be lost, or were lost when the file was written.
+
+    A parameter that is more precise than the model (a router's correction bias) may be stored as it is.
+    """
+    kept = {name: task.dtype for task in plan.tasks if task.mapping.copies for name in task.mapping.hf_names}
+    found = [checkpoint.entries[name].dtype for name in kept]
     if not found:
         return []
     wanted = declared or max(set(found), key=found.count)
     return [
         f"tensor {name} in {checkpoint.entries[name].file.name} is {_short(dtype)}, "
         f"{'config.json says' if declared else 'the others are'} {_short(wanted)}"
-        for name, dtype in zip(names, found, strict=True)
-        if dtype is not wanted
+        for (name, ours), dtype in zip(kept.items(), found, strict=True)
+        if dtype not in (wanted, ours)
     ]
 
 

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4.5, 4.5-Air, 4.6 and 4.7: sigmoid routing, shared experts, dense layers first, multi-token prediction."""
+
+from megatron.bridge.models.conversion.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.expert_fields import (
+    DENSE_BEFORE_SPARSE,
+    GROUPS,
+    SCALING,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTING,
+)
+from megatron.bridge.models.conversion.expert_fields import experts as expert_sizes
+from megatron.bridge.models.conversion.fields import Field
+from megatron.bridge.models.conversion.latent_blocks import mtp, mtp_copies
+from megatron.bridge.models.conversion.latent_fields import NEXT_TOKENS
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+_LAYER = (attention(qk_norm=True), mlp(), router(), experts(), shared_experts())
+
+
+@register_bridge("Glm4MoeForCausalLM", model_type="glm4_moe")
+class Glm4MoeBridge(DecoderBridge):
+    """Hugging Face's ``Glm4MoeForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *DENSE,
+        *expert_sizes("n_routed_experts"),
+        *GROUPS,
+        DENSE_BEFORE_SPARSE,
+        SHARED_EXPERTS,
+        SCALING,
+        NEXT_TOKENS,
+        Field("attention_bias", "add_qkv_bias", default=False),
+        Field("use_qk_norm", "qk_layernorm", default=False),
+    )
+    fixed = {**LLAMA_LIKE, **SIGMOID_ROUTING, "add_bias_linear": False}
+    irrelevant = {"norm_topk_prob": (True,), "output_router_logits": None}
+    weights = (ends(), *_LAYER, mtp(*_LAYER))
+    copies = mtp_copies()
