@@ -83,7 +83,7 @@ def test_split_shares():
         ({"blend_per_split": ((["a"], None),)}, "has 1 entries"),
         ({"blend_per_split": ((["a"], None), None, None), "blend": (["a"], None)}, "both set"),
         ({"blend": (["a"], None), "split": "1", "data_sharding": True}, "data_sharding=True has no effect"),
-        ({"blend": (["a"], None), "split": "1", "dataloader_type": "random"}, "choose single or cyclic"),
+        ({"blend": (["a"], None), "split": "1", "dataloader_type": "random"}, "choose single, batch or cyclic"),
     ],
 )
 def test_wrong_configs_are_named(values, message):

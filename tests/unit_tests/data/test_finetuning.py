@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.bridge.data.config import DatasetRequest, FinetuningDatasetConfig
-from megatron.bridge.data.finetuning import read_examples
+from megatron.bridge.data.finetuning import prepare_split
 from megatron.bridge.utils.errors import UserError
 
 SEQ = 32
@@ -79,18 +79,18 @@ def long_records():
 
 
 def test_long_samples_are_refused_by_default(tmp_path, tokenizer):
-    path = write(tmp_path, "training", long_records())
+    write(tmp_path, "training", long_records())
     with pytest.raises(
         UserError, match=r"training\.jsonl:3: the sample has \d+ tokens, more than dataset.seq_length=32"
     ):
-        read_examples(path, config(tmp_path), tokenizer)
+        prepare_split(config(tmp_path), "train", tokenizer)
 
 
 def test_long_samples_are_cut_or_dropped_and_counted(tmp_path, tokenizer, capsys):
-    path = write(tmp_path, "training", long_records())
-    assert len(read_examples(path, config(tmp_path, truncation="drop"), tokenizer)) == 1
+    write(tmp_path, "training", long_records())
+    assert len(prepare_split(config(tmp_path, truncation="drop"), "train", tokenizer).examples) == 1
     assert "1 examples, 2 dropped as too long" in capsys.readouterr().err
-    examples = read_examples(path, config(tmp_path, truncation="right"), tokenizer)
+    examples = prepare_split(config(tmp_path, truncation="right"), "train", tokenizer).examples
     assert [len(example.tokens) for example in examples] == [4, SEQ + 1]
     assert "2 examples, 2 cut, 1 dropped without a token to learn" in capsys.readouterr().err
 
@@ -101,9 +101,9 @@ def test_long_samples_are_cut_or_dropped_and_counted(tmp_path, tokenizer, capsys
         ("", "leaves no example to learn from .it is empty"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"', r"training\.jsonl:2: this line is not JSON"),
         ("[1]", "must be a JSON object, not list"),
-        ('{"prompt": "a", "answer": "b"}', "expected prompt and completion, .* the keys are: answer, prompt"),
+        ('{"prompt": "a", "answer": "b"}', "expected messages, .* the keys are: answer, prompt"),
         ('{"prompt": "a", "completion": 3}', "completion must be a text, not int"),
-        ('{"messages": []}', "the keys are: messages"),
+        ('{"messages": []}', "messages must be a list with at least one message"),
     ],
 )
 def test_wrong_files_are_named(tmp_path, tokenizer, content, message):
@@ -115,5 +115,5 @@ def test_wrong_files_are_named(tmp_path, tokenizer, content, message):
 def test_a_missing_file_and_wrong_options_are_named(tmp_path, tokenizer):
     with pytest.raises(UserError, match=r"validation\.jsonl cannot be read: No such file"):
         build(tmp_path, tokenizer, (0, 4, 0))
-    with pytest.raises(UserError, match="truncation='left' is not known"):
-        build(tmp_path, tokenizer, (4, 0, 0), truncation="left")
+    with pytest.raises(UserError, match="truncation='middle' is not known"):
+        build(tmp_path, tokenizer, (4, 0, 0), truncation="middle")

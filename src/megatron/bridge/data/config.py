@@ -6,7 +6,8 @@ samples are dicts of ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``,
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,11 +16,24 @@ from megatron.bridge.utils.errors import UserError
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from megatron.bridge.data.sources import Source
     from megatron.bridge.data.tokenizer import Tokenizer
 
-SPLITS = ("train", "valid", "test")
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+LOADERS = ("single", "batch", "cyclic")
 
 Blend = tuple[list[str], list[float] | None]
+
+
+def choices(values: Sequence[str]) -> str:
+    """The values as a sentence has them.
+
+    Example:
+        >>> choices(["a", "b", "c"])
+        'a, b or c'
+    """
+    return f"{', '.join(values[:-1])} or {values[-1]}"
 
 
 @dataclass(frozen=True)
@@ -49,16 +63,27 @@ class DatasetConfig(ABC):
 
     Attributes:
         seq_length: tokens in a sample.
-        dataloader_type: ``single`` draws the dataset's own order once; ``cyclic`` reshuffles it every epoch.
+        dataloader_type: ``single`` draws the dataset's own order once; ``batch`` does so too, but deals the
+            samples of a global batch out one by one instead of in blocks; ``cyclic`` reshuffles it every epoch.
         data_sharding: with ``cyclic``, every data-parallel rank shuffles a part of its own (reads stay local,
             but the order then depends on the number of ranks).
         num_workers: processes that read ahead; 0 reads in the training process.
     """
 
     seq_length: int
-    dataloader_type: Literal["single", "cyclic"] = "single"
+    dataloader_type: Literal["single", "batch", "cyclic"] = "single"
     data_sharding: bool = False
     num_workers: int = 0
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether some tokens are not learnt, so that samples count differently many."""
+        return False
+
+    @property
+    def joins_samples(self) -> bool:
+        """Whether a row may hold several samples, of which attention is told by ``cu_seqlens``."""
+        return False
 
     @property
     @abstractmethod
@@ -86,10 +111,15 @@ class DatasetConfig(ABC):
             found.append(f"dataset.seq_length={self.seq_length}: it must be at least 1")
         if self.num_workers < 0:
             found.append(f"dataset.num_workers={self.num_workers}: it cannot be negative")
-        if self.dataloader_type not in ("single", "cyclic"):
-            found.append(f"dataset.dataloader_type={self.dataloader_type!r} is not known: choose single or cyclic")
-        if self.data_sharding and self.dataloader_type == "single":
-            found.append("dataset.data_sharding=True has no effect with dataloader_type=single: choose cyclic")
+        if self.dataloader_type not in LOADERS:
+            found.append(
+                f"dataset.dataloader_type={self.dataloader_type!r} is not known: choose {choices(LOADERS)}"
+            )
+        if self.data_sharding and self.dataloader_type != "cyclic":
+            found.append(
+                f"dataset.data_sharding=True has no effect with dataloader_type={self.dataloader_type}: "
+                f"choose cyclic"
+            )
         return found
 
     def finalize(self) -> None:
@@ -132,6 +162,11 @@ class GPTDatasetConfig(DatasetConfig):
     mmap_bin_files: bool = True
     num_dataset_builder_threads: int = 1
     mid_level_dataset_surplus: float = 0.005
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Ends of documents are not learnt with ``eod_mask_loss``."""
+        return self.eod_mask_loss
 
     @property
     def shuffle_seed(self) -> int:
@@ -190,44 +225,186 @@ class MockGPTDatasetConfig(DatasetConfig):
 
 
 @dataclass(kw_only=True)
-class FinetuningDatasetConfig(DatasetConfig):
-    """Prompts and their completions from ``training.jsonl``, ``validation.jsonl`` and ``test.jsonl``.
-
-    A line is an object with ``prompt`` and ``completion``, or ``input`` and ``output`` (the loss is taken on the
-    completion and the end-of-document token only), or ``text`` (the loss is taken on all of it).
+class PackedSequenceSpecs:
+    """Several samples in one row.
 
     Attributes:
-        dataset_root: directory of the three files; a file is needed only for what the run asks for.
-        seed: seed of the training order, which changes every epoch.
-        truncation: what happens to a sample of more than ``seq_length`` tokens: ``refuse`` the run, ``drop`` the
-            sample, or cut it off on the ``right``. A sample that keeps no token to learn is dropped. All are
-            counted and reported.
+        packed_sequence_size: length of a row: ``dataset.seq_length``, or -1 for one sample a row.
+        pad_seq_to_mult: each sample is filled up to a multiple of this. None takes what the layout needs: twice
+            the context-parallel size, or 1.
     """
 
-    dataset_root: str
+    packed_sequence_size: int = -1
+    pad_seq_to_mult: int | None = None
+
+
+@dataclass(kw_only=True)
+class SFTDatasetConfig(DatasetConfig):
+    """What all data sets for fine-tuning have in common.
+
+    A record is a conversation (``messages`` in OpenAI's form, ``conversations`` in ShareGPT's, with ``tools``
+    where there are some), ``prompt`` and ``completion`` (texts, or lists of messages), ``input`` and ``output``,
+    or ``text``. Of pairs the loss is taken on the completion and the end-of-document token, of ``text`` on all of
+    it, of conversations on what ``train_on`` says.
+
+    Attributes:
+        seed: seed of the training order, which changes every epoch.
+        truncation: what happens to a sample of more than ``seq_length`` tokens: ``refuse`` the run, ``drop`` the
+            sample, cut it off on the ``right`` or on the ``left``, or ``keep_answer``: cut what comes before the
+            last answer. A sample that keeps no token to learn is dropped. All are counted and reported.
+        train_on: what is learnt of a conversation: every answer of the ``assistant``, the ``last`` one, the
+            ``completion`` (all answers behind the last user message), or ``everything``, prompts included. Answers
+            with ``weight`` 0 are left out.
+        split_turns: make a sample of each answer and what came before it. For templates that render earlier
+            answers in another way than the last, as those of thinking models do.
+        chat_template: file with a Jinja template, or the template itself, instead of the tokenizer's own.
+        chat_template_options: values that the template reads, such as ``{"enable_thinking": False}``.
+        process_example_fn: a function that turns a record into one of the forms above, or into None to leave it
+            out; with two parameters it gets the tokenizer, too.
+        max_train_samples: use only the first records for training; the next two do the same for held-out data.
+        max_validation_samples: see ``max_train_samples``.
+        max_test_samples: see ``max_train_samples``.
+        do_validation: False needs no validation data, and evaluates on none.
+        do_test: the same for the test data.
+        packed_sequence_specs: several samples in one row, with attention and positions of their own.
+        padding_free: join the samples of a microbatch to one row without padding.
+        prepared_dir: keep tokenised samples in this folder for later runs; they are made anew when the records,
+            the tokenizer, or anything above changes. All machines must share it.
+        workers: processes that tokenise.
+    """
+
     seed: int = 1234
-    truncation: Literal["refuse", "drop", "right"] = "refuse"
+    truncation: Literal["refuse", "drop", "right", "left", "keep_answer"] = "refuse"
+    train_on: Literal["assistant", "last", "completion", "everything"] = "assistant"
+    split_turns: bool = False
+    chat_template: str | None = None
+    chat_template_options: dict[str, Any] = field(default_factory=dict)
+    process_example_fn: Callable[..., dict[str, Any] | None] | None = None
+    max_train_samples: int | None = None
+    max_validation_samples: int | None = None
+    max_test_samples: int | None = None
+    do_validation: bool = True
+    do_test: bool = True
+    packed_sequence_specs: PackedSequenceSpecs | None = None
+    padding_free: bool = False
+    prepared_dir: str | None = None
+    workers: int = 1
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Prompts are not learnt."""
+        return True
 
     @property
     def shuffle_seed(self) -> int:
         """The seed of the training order."""
         return self.seed
 
+    @property
+    def packed(self) -> bool:
+        """Whether rows hold several samples."""
+        return self.packed_sequence_specs is not None and self.packed_sequence_specs.packed_sequence_size > 0
+
+    @property
+    def joins_samples(self) -> bool:
+        """Whether attention must be told where samples begin and end."""
+        return self.packed or self.padding_free
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of each sample in a row of several is a multiple of."""
+        specs = self.packed_sequence_specs
+        return (specs.pad_seq_to_mult if specs else None) or 1
+
+    @abstractmethod
+    def source(self, split: Split) -> "Source | None":
+        """Where the records of a split come from; None if there are none."""
+
     def problems(self) -> list[str]:
         """What is wrong with the values, one sentence each."""
-        found = super().problems()
-        if self.truncation not in ("refuse", "drop", "right"):
-            found.append(f"dataset.truncation={self.truncation!r} is not known: choose refuse, drop or right")
-        return found
+        from megatron.bridge.data.finetuning import sft_problems
 
-    def check_sources(self) -> None:
-        """See that the directory is there."""
-        if not Path(self.dataset_root).is_dir():
-            raise UserError(f"dataset.dataset_root={self.dataset_root} is not a directory: check the path")
+        return [*super().problems(), *sft_problems(self)]
 
     def build(self, request: DatasetRequest) -> Splits:
-        """Tokenised samples, padded to ``seq_length``."""
+        """Rows of tokenised samples."""
         from megatron.bridge.data.finetuning import build_finetuning_datasets
 
         self.finalize()
         return build_finetuning_datasets(self, request)
+
+
+@dataclass(kw_only=True)
+class FinetuningDatasetConfig(SFTDatasetConfig):
+    """Records from the files ``training``, ``validation`` and ``test`` of a folder.
+
+    Each is a ``.jsonl``, ``.parquet`` or ``.arrow`` file, and is needed only for what the run asks for.
+
+    Attributes:
+        dataset_root: the folder.
+    """
+
+    dataset_root: str
+
+    def check_sources(self) -> None:
+        """See that the folder is there."""
+        if not Path(self.dataset_root).is_dir():
+            raise UserError(f"dataset.dataset_root={self.dataset_root} is not a directory: check the path")
+
+    def source(self, split: Split) -> "Source":
+        """The file of the split."""
+        from megatron.bridge.data.finetuning import split_file
+        from megatron.bridge.data.sources import FileSource
+
+        return FileSource(split_file(Path(self.dataset_root), split))
+
+
+@dataclass(kw_only=True)
+class BlendedDatasetConfig(DatasetConfig):
+    """Several data sets for fine-tuning at once.
+
+    Attributes:
+        datasets: what is blended; all with the ``seq_length`` of the blend, and packed alike.
+        weights: shares of rows: of samples, or of packed rows and so of tokens.
+    """
+
+    datasets: list[SFTDatasetConfig]
+    weights: list[float]
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Prompts are not learnt."""
+        return True
+
+    @property
+    def shuffle_seed(self) -> int:
+        """That of the first one."""
+        return self.datasets[0].shuffle_seed if self.datasets else 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows hold several samples."""
+        return any(dataset.packed for dataset in self.datasets)
+
+    @property
+    def joins_samples(self) -> bool:
+        """Whether attention must be told where samples begin and end."""
+        return any(dataset.joins_samples for dataset in self.datasets)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, one sentence each."""
+        from megatron.bridge.data.finetuning import blend_problems
+
+        return [*super().problems(), *blend_problems(self)]
+
+    def check_sources(self) -> None:
+        """Look at those of all parts."""
+        for dataset in self.datasets:
+            dataset.check_sources()
+
+    def build(self, request: DatasetRequest) -> Splits:
+        """Rows of all parts in turn."""
+        from megatron.bridge.data.finetuning import build_blended_datasets
+
+        self.finalize()
+        return build_blended_datasets(self, request)

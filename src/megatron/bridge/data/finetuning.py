@@ -1,195 +1,196 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and completions: tokenised once, the loss on what is to be learnt only, nothing dropped in silence."""
+"""Data sets for fine-tuning: from a config to rows for the three purposes of a run."""
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset
 
-from megatron.bridge.data.config import DatasetRequest, Splits
+from megatron.bridge.data.config import SPLITS, DatasetRequest, Split, Splits, choices
+from megatron.bridge.data.encoding import EncodingRules
+from megatron.bridge.data.prepare import Preparation, Prepared, prepare
+from megatron.bridge.data.rows import BlendedRows, Epochs, OpenRows, PackedRows, PaddedRows, Row
+from megatron.bridge.data.sources import SUFFIXES, FirstRecords, Source
 from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron.bridge.data.config import FinetuningDatasetConfig
+    from megatron.bridge.data.config import BlendedDatasetConfig, SFTDatasetConfig
 
-FILES = ("training.jsonl", "validation.jsonl", "test.jsonl")
-PAIRS = (("prompt", "completion"), ("input", "output"))
-
-
-@dataclass(frozen=True)
-class Example:
-    """One tokenised line.
-
-    Attributes:
-        tokens: all tokens, the end of document included.
-        learn_from: index of the first token that is a target.
-    """
-
-    tokens: np.ndarray
-    learn_from: int
+STEMS: dict[Split, str] = {"train": "training", "valid": "validation", "test": "test"}
+TRUNCATIONS = ("refuse", "drop", "right", "left", "keep_answer")
+TRAIN_ON = ("assistant", "last", "completion", "everything")
 
 
-class FinetuningDataset(Dataset[dict[str, Any]]):
-    """Examples padded to ``seq_length``, in a new order each epoch.
-
-    Args:
-        examples: what there is.
-        size: number of samples to present; examples repeat.
-        seq_length: length of a sample.
-        padding: token that fills a sample up (its loss is masked).
-        seed: seed of the order; None keeps the file's.
-    """
-
-    def __init__(
-        self, examples: Sequence[Example], size: int, seq_length: int, padding: int, seed: int | None
-    ) -> None:
-        self.examples = examples
-        self.size = size
-        self.seq_length = seq_length
-        self.padding = padding
-        self.seed = seed
-        self._order: tuple[int, np.ndarray] | None = None
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        epoch, place = divmod(index, len(self.examples))
-        return self._sample(self.examples[self._example(epoch, place)])
-
-    def _example(self, epoch: int, place: int) -> int:
-        if self.seed is None:
-            return place
-        if self._order is None or self._order[0] != epoch:
-            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.examples))
-            self._order = (epoch, order)
-        return int(self._order[1][place])
-
-    def _sample(self, example: Example) -> dict[str, Any]:
-        text = torch.full((self.seq_length + 1,), self.padding)
-        count = len(example.tokens)
-        text[:count] = torch.from_numpy(example.tokens)
-        loss_mask = torch.zeros(self.seq_length)
-        loss_mask[max(example.learn_from, 1) - 1 : count - 1] = 1.0  # position i predicts token i + 1
-        return {
-            "tokens": text[:-1],
-            "labels": text[1:],
-            "loss_mask": loss_mask,
-            "position_ids": torch.arange(self.seq_length),
-        }
-
-
-def build_finetuning_datasets(config: "FinetuningDatasetConfig", request: DatasetRequest) -> Splits:
+def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetRequest) -> Splits:
     """Datasets of the requested sizes; only the training data is shuffled.
 
     Raises:
-        UserError: a file is missing or has a wrong line, or no example is left.
+        UserError: a source is missing or has a wrong record, or no example is left.
     """
-    datasets = []
-    for name, size in zip(FILES, request.sizes, strict=True):
-        if not size:
+    datasets: list[Dataset[Row] | None] = []
+    for split, size in zip(SPLITS, request.sizes, strict=True):
+        prepared = prepare_split(config, split, request.tokenizer) if size else None
+        if prepared is None:
             datasets.append(None)
             continue
-        examples = read_examples(Path(config.dataset_root) / name, config, request.tokenizer)
-        seed = config.seed if name == FILES[0] else None
-        padding = request.tokenizer.eod
-        datasets.append(FinetuningDataset(examples, size, config.seq_length, padding, seed))
+        seed = config.seed if split == "train" else None
+        datasets.append(Epochs(rows_of(config, prepared, request.tokenizer), size, seed))
     return Splits(*datasets)
 
 
-def read_examples(path: Path, config: "FinetuningDatasetConfig", tokenizer: Tokenizer) -> list[Example]:
-    """Tokenised examples of a file, with a report of what was cut or dropped.
-
-    Raises:
-        UserError: a wrong line, a too long one with ``truncation=refuse``, or nothing left.
-    """
-    examples: list[Example] = []
-    counts = {"cut": 0, "dropped as too long": 0, "dropped without a token to learn": 0}
-    for number, record in read_jsonl(path):
-        example = _tokenize(record, f"{path}:{number}", tokenizer)
-        if len(example.tokens) - 1 > config.seq_length:
-            if config.truncation == "refuse":
-                raise _too_long(f"{path}:{number}", len(example.tokens) - 1, config.seq_length)
-            if config.truncation == "drop":
-                counts["dropped as too long"] += 1
-                continue
-            counts["cut"] += 1
-            example = Example(example.tokens[: config.seq_length + 1], example.learn_from)
-        if max(example.learn_from, 1) >= len(example.tokens):
-            counts["dropped without a token to learn"] += 1
-            continue
-        examples.append(example)
-    said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    if not examples:
-        raise UserError(f"{path} leaves no example to learn from ({said or 'it is empty'})")
-    console().print(f"{path}: {len(examples)} examples{', ' + said if said else ''}")
-    return examples
+def build_blended_datasets(config: "BlendedDatasetConfig", request: DatasetRequest) -> Splits:
+    """Each split of all parts that have it, by their weights."""
+    parts = [part.build(request) for part in config.datasets]
+    blended: list[Dataset[Row] | None] = []
+    for number, size in enumerate(request.sizes):
+        found = [
+            (part[number], weight)
+            for part, weight in zip(parts, config.weights, strict=True)
+            if part[number] is not None
+        ]
+        datasets = [dataset for dataset, _ in found if dataset is not None]
+        blended.append(BlendedRows(datasets, [weight for _, weight in found], size) if found else None)
+    return Splits(*blended)
 
 
-def _too_long(where: str, length: int, seq_length: int) -> UserError:
-    return UserError(
-        f"{where}: the sample has {length} tokens, more than dataset.seq_length={seq_length}: raise it, or choose "
-        f"dataset.truncation=drop or right"
+def prepare_split(config: "SFTDatasetConfig", split: Split, tokenizer: Tokenizer) -> Prepared | None:
+    """The samples of a split; None if it is not wanted."""
+    source = limited_source(config, split)
+    if source is None:
+        return None
+    folder = Path(config.prepared_dir) if config.prepared_dir else None
+    return prepare(source, tokenizer, encoding_rules(config), Preparation(folder, config.workers))
+
+
+def limited_source(config: "SFTDatasetConfig", split: Split) -> Source | None:
+    """The records of a split that are wanted; None if it is not wanted."""
+    if {"train": True, "valid": config.do_validation, "test": config.do_test}[split]:
+        source = config.source(split)
+        limits = {
+            "train": config.max_train_samples,
+            "valid": config.max_validation_samples,
+            "test": config.max_test_samples,
+        }
+        limit = limits[split]
+        return source if source is None or limit is None else FirstRecords(source, limit)
+    return None
+
+
+def encoding_rules(config: "SFTDatasetConfig") -> EncodingRules:
+    """How records become samples."""
+    return EncodingRules(
+        max_tokens=longest_sample(config) + 1,
+        truncation=config.truncation,
+        train_on=config.train_on,
+        split_turns=config.split_turns,
+        chat_template=template_text(config.chat_template),
+        chat_template_options=config.chat_template_options,
+        process_example_fn=config.process_example_fn,
     )
 
 
-def _tokenize(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> Example:
-    """Prompt and completion are tokenised apart: a prompt at inference has the same tokens."""
-    if "text" in record:
-        tokens, learn_from = tokenizer.tokenize(_text(record, "text", where)), 0
-    else:
-        prompt_key, completion_key = _pair(record, where)
-        tokens = tokenizer.tokenize(_text(record, prompt_key, where))
-        learn_from = len(tokens)
-        tokens = tokens + tokenizer.continue_tokens(_text(record, completion_key, where))
-    return Example(np.array([*tokens, tokenizer.eod], dtype=np.int64), learn_from)
+def longest_sample(config: "SFTDatasetConfig") -> int:
+    """Most inputs of a sample: its length in a row is rounded up."""
+    return config.seq_length // config.sequence_multiple * config.sequence_multiple
 
 
-def _pair(record: dict[str, Any], where: str) -> tuple[str, str]:
-    for pair in PAIRS:
-        if all(key in record for key in pair):
-            return pair
-    keys = ", ".join(sorted(record)) or "none"
-    raise UserError(f"{where}: expected prompt and completion, input and output, or text; the keys are: {keys}")
+def rows_of(config: "SFTDatasetConfig", prepared: Prepared, tokenizer: Tokenizer) -> Dataset[Row]:
+    """The samples as rows, in the way that the config asks for."""
+    examples, multiple, padding = prepared.examples, config.sequence_multiple, tokenizer.eod
+    if config.padding_free:
+        return OpenRows(examples, padding, multiple)
+    if not config.packed:
+        return PaddedRows(examples, config.seq_length, padding)
+    rows = PackedRows(examples, config.seq_length, padding, multiple)
+    console().print(f"{len(examples):,} samples packed into {len(rows):,} rows, {rows.fill:.2%} full")
+    return rows
 
 
-def _text(record: dict[str, Any], key: str, where: str) -> str:
-    value = record[key]
-    if not isinstance(value, str):
-        raise UserError(f"{where}: {key} must be a text, not {type(value).__name__}")
-    return value
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers (from 1) and objects of a JSONL file; empty lines are skipped.
+def template_text(template: str | None) -> str | None:
+    """The template that a config names or holds.
 
     Raises:
-        UserError: the file cannot be read, or a line is not a JSON object.
+        UserError: it is neither a file nor a template.
     """
+    if template is None or "{{" in template or "{%" in template:
+        return template
     try:
-        file = path.open(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the data file {path} cannot be read: {error.strerror}") from error
-    with file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, _parse(line, f"{path}:{number}")
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"dataset.chat_template={template} cannot be read: {reason}") from error
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: this line is not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: a line must be a JSON object, not {type(record).__name__}")
-    return record
+def split_file(folder: Path, split: Split) -> Path:
+    """The file of a split in a folder.
+
+    Raises:
+        UserError: there are two, with different endings.
+    """
+    found = [path for suffix in SUFFIXES if (path := folder / f"{STEMS[split]}{suffix}").is_file()]
+    if len(found) > 1:
+        raise UserError(f"{' and '.join(map(str, found))} are both there: remove or rename one of them")
+    return found[0] if found else folder / f"{STEMS[split]}.jsonl"
+
+
+def sft_problems(config: "SFTDatasetConfig") -> Iterator[str]:
+    """What is wrong with the values, one sentence each."""
+    if config.truncation not in TRUNCATIONS:
+        yield f"dataset.truncation={config.truncation!r} is not known: choose {choices(TRUNCATIONS)}"
+    if config.train_on not in TRAIN_ON:
+        yield f"dataset.train_on={config.train_on!r} is not known: choose {choices(TRAIN_ON)}"
+    if config.split_turns and config.train_on != "assistant":
+        yield (
+            f"dataset.split_turns=True learns one answer of each sample, so train_on={config.train_on} has no "
+            f"effect: leave one of them out"
+        )
+    counts = ("workers", "max_train_samples", "max_validation_samples", "max_test_samples")
+    for name in counts:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            yield f"dataset.{name}={value}: it must be at least 1"
+    yield from _packing_problems(config)
+
+
+def _packing_problems(config: "SFTDatasetConfig") -> Iterator[str]:
+    specs = config.packed_sequence_specs
+    if specs is None:
+        return
+    size, multiple = specs.packed_sequence_size, config.sequence_multiple
+    if config.packed and config.padding_free:
+        yield "dataset.padding_free=True joins samples instead of packing them: leave one of the two out"
+    if config.packed and size != config.seq_length:
+        yield (
+            f"dataset.packed_sequence_specs.packed_sequence_size={size} is not dataset.seq_length="
+            f"{config.seq_length}: a packed row is as long as the model's rows, so set both to one value"
+        )
+    if not config.packed and size != -1:
+        yield f"dataset.packed_sequence_specs.packed_sequence_size={size}: give dataset.seq_length, or -1 for none"
+    if multiple < 1 or config.seq_length % multiple:
+        yield (
+            f"dataset.packed_sequence_specs.pad_seq_to_mult={multiple} does not divide dataset.seq_length="
+            f"{config.seq_length}: choose another"
+        )
+
+
+def blend_problems(config: "BlendedDatasetConfig") -> Iterator[str]:
+    """What is wrong with the values, one sentence each."""
+    if not config.datasets:
+        yield "dataset.datasets is empty: name at least one data set"
+    if len(config.weights) != len(config.datasets):
+        yield (
+            f"dataset.weights has {len(config.weights)} entries for {len(config.datasets)} data sets: give one "
+            f"for each"
+        )
+    if any(not weight > 0 for weight in config.weights):
+        yield f"dataset.weights={config.weights}: all must be positive"
+    for name in ("seq_length", "packed", "padding_free", "sequence_multiple"):
+        values = {getattr(dataset, name) for dataset in config.datasets}
+        expected = {config.seq_length} if name == "seq_length" else values
+        if len(values | expected) > 1:
+            yield f"dataset.datasets differ in {name}: rows must be alike, so set it the same in all"
+    for number, dataset in enumerate(config.datasets):
+        yield from (f"dataset.datasets[{number}]: {problem}" for problem in dataset.problems())

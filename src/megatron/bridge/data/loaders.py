@@ -4,19 +4,24 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.bridge.data.blend import get_blend_and_blend_per_split
 from megatron.bridge.data.config import SPLITS, DatasetConfig, DatasetRequest, Splits
-from megatron.bridge.data.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
+from megatron.bridge.data.samplers import (
+    MegatronPretrainingBatchSampler,
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+)
 from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.utils.errors import UserError
 
 __all__ = ["BatchIterator", "Iterators", "build_iterators", "get_blend_and_blend_per_split"]
 
 Batch = dict[str, Any]
-Sampler = MegatronPretrainingSampler | MegatronPretrainingRandomSampler
+Sampler = MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -25,7 +30,9 @@ class BatchIterator:
 
     A batch has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (fp32), each
     [micro_batch_size, seq_length], and ``attention_mask``: None for plain causal attention, else bool
-    [micro_batch_size, 1, seq_length, seq_length], True where attention is forbidden.
+    [micro_batch_size, 1, seq_length, seq_length], True where attention is forbidden. Where rows hold several
+    samples, all of a microbatch are one row, [1, length], and two more keys say where they are: ``cu_seqlens``
+    (int32, where each begins, and the end of the last) and ``max_seqlen`` (int, the longest).
 
     Attributes:
         sample_ids: numbers of the samples in the last batch.
@@ -78,10 +85,25 @@ class _Numbered(Dataset[tuple[int, Batch]]):
 
 def collate(samples: list[tuple[int, Batch]]) -> tuple[list[int], Batch]:
     """Sample numbers and one batch; a key that is not ours (``dataset_id`` of a blend) is left out."""
+    if "cu_seqlens" in samples[0][1]:
+        return [number for number, _ in samples], _one_row([sample for _, sample in samples])
     batch: Batch = {key: torch.stack([sample[key] for _, sample in samples]) for key in KEYS}
     masks = [sample.get("attention_mask") for _, sample in samples]
     batch["attention_mask"] = None if masks[0] is None else default_collate(masks)
     return [number for number, _ in samples], batch
+
+
+def _one_row(rows: list[Batch]) -> Batch:
+    """Rows of several samples one behind the other."""
+    batch: Batch = {key: torch.cat([row[key] for row in rows])[None] for key in KEYS}
+    lengths = np.concatenate([np.diff(row["cu_seqlens"].numpy()) for row in rows])
+    bounds = np.concatenate((np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)))
+    # the longest as it is: with the length of the row, Megatron-Core would count positions on through all samples
+    return batch | {
+        "attention_mask": None,
+        "cu_seqlens": torch.from_numpy(bounds),
+        "max_seqlen": int(lengths.max()),
+    }
 
 
 class Iterators(NamedTuple):
@@ -133,6 +155,9 @@ def build_iterators(
         def make_sampler() -> Sampler:
             if dataset_config.dataloader_type == "single":
                 return MegatronPretrainingSampler(*common)
+            if dataset_config.dataloader_type == "batch":
+                total, first, micro, rank, ranks = common
+                return MegatronPretrainingBatchSampler(total, first, micro, global_batch_size, rank, ranks)
             return MegatronPretrainingRandomSampler(
                 dataset,
                 *common,

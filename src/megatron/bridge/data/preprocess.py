@@ -6,28 +6,22 @@ input. The two files appear together, at the end, or not at all.
 """
 
 import json
-import multiprocessing
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron.bridge.data.tokenizer import load_hf_tokenizer
+from megatron.bridge.data.parallel import ordered_map
+from megatron.bridge.data.tokenizer import batch_encoder, load_hf_tokenizer
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Format = Literal["jsonl", "text"]
 
@@ -122,7 +116,7 @@ class Encoder:
         self._by_line = config.text_document == "line"
         self._special = config.add_special_tokens
         self._end = [self._eod(config)] if config.append_eod else []
-        self._batch = _batch_encoder(self._hf)
+        self._batch = batch_encoder(self._hf)
         # uint16 as Megatron-Core's readers expect it of small vocabularies; ids may have gaps, so not len()
         self.dtype = np.uint16 if max(self._hf.get_vocab().values()) < 65500 - 1 else np.int32
 
@@ -176,32 +170,6 @@ class Encoder:
         return text.rstrip("\r\n") if self._by_line else text
 
 
-def _batch_encoder(hf: "PreTrainedTokenizerBase") -> Callable[[list[str], bool], list[list[int]]]:
-    """The fastest way to encode many texts: 2.5x that of one at a time, where the tokenizer is a Rust one."""
-    backend: Any = getattr(hf, "backend_tokenizer", None)
-    if backend is None or not hasattr(backend, "encode_batch_fast"):
-
-        def slow(texts: list[str], special: bool) -> list[list[int]]:
-            return [hf.encode(text, add_special_tokens=special) for text in texts]
-
-        return slow
-    backend.no_truncation()  # a tokenizer.json may carry both from its training; they would cut documents
-    backend.no_padding()
-
-    def fast(texts: list[str], special: bool) -> list[list[int]]:
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
-
-    return fast
-
-
-_encoder: Encoder | None = None  # one per worker process
-
-
-def _encode(piece: Piece) -> Tokens:
-    assert _encoder is not None
-    return _encoder(piece)
-
-
 def preprocess(config: PreprocessConfig) -> Report:
     """Tokenise ``config.inputs`` into an indexed dataset.
 
@@ -214,7 +182,7 @@ def preprocess(config: PreprocessConfig) -> Report:
     encoder = Encoder(config)
     report, start = Report(), time.perf_counter()
     with (
-        _workers(config, encoder) as encode,
+        ordered_map(encoder, config.workers) as encode,
         _indexed_files(config.output_prefix, IndexedDatasetBuilder, encoder.dtype) as write,
     ):
         for result in _progress(encode(_pieces(config, formats)), config):
@@ -263,43 +231,6 @@ def _pieces(config: PreprocessConfig, formats: list[Format]) -> Iterator[Piece]:
                     line += len(lines)
         except OSError as error:
             raise UserError(f"the input {path} cannot be read: {error.strerror}") from error
-
-
-@contextmanager
-def _workers(
-    config: PreprocessConfig, encoder: Encoder
-) -> Iterator[Callable[[Iterator[Piece]], Iterator[Tokens]]]:
-    """A function that tokenises pieces, in order, in worker processes."""
-    if config.workers == 1:
-        yield lambda pieces: map(encoder, pieces)
-        return
-    global _encoder  # noqa: PLW0603 - forked workers inherit it, so that none loads the tokenizer again
-    _encoder = encoder
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(config.workers, context, initializer=_one_thread) as pool:
-        try:
-            yield lambda pieces: _in_order(pool, pieces, 2 * config.workers)
-        except BrokenProcessPool as error:
-            raise UserError("a worker process was killed, probably for memory: use fewer --workers") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-            _encoder = None
-
-
-def _one_thread() -> None:
-    """The processes are the parallelism; threads within each would only get in their way."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _in_order(pool: ProcessPoolExecutor, pieces: Iterator[Piece], ahead: int) -> Iterator[Tokens]:
-    """Results in the order of the pieces, with at most ``ahead`` of them in memory."""
-    waiting: deque[Future[Tokens]] = deque()
-    for piece in pieces:
-        waiting.append(pool.submit(_encode, piece))
-        if len(waiting) >= ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which samples a data-parallel rank takes, in which order.
 
-Both samplers yield one microbatch of sample ids at a time. The microbatches that all ranks draw together are
-consecutive samples, split between the ranks in order, so global batch ``k`` is samples
+The samplers yield one microbatch of sample ids at a time. Global batch ``k`` is samples
 ``[k * global_batch_size, (k + 1) * global_batch_size)`` of the order, whatever the layout.
 """
 
@@ -72,6 +71,42 @@ class MegatronPretrainingSampler(_Sampler):
             ids = range(first, min(first + self._stride, self.total_samples))
             if len(ids) == self._stride or not self.drop_last:
                 yield self._mine(ids)
+
+
+class MegatronPretrainingBatchSampler(_Sampler):
+    """Samples in order, once; those of a global batch are dealt out one by one.
+
+    Global batch ``k`` holds the same samples as with ``MegatronPretrainingSampler``, but each rank gets every
+    ``data_parallel_size``-th of them: where neighbours are alike (files sorted by length), ranks get equal work.
+
+    Args:
+        total_samples: length of the dataset.
+        consumed_samples: samples that all ranks together have drawn before: the first one to draw.
+        micro_batch_size: samples that one rank draws at a time.
+        global_batch_size: samples of one optimizer step.
+        data_parallel_rank: this rank.
+        data_parallel_size: number of ranks.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        global_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+        assert global_batch_size % self._stride == 0, (global_batch_size, self._stride)
+        self.global_batch_size = global_batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        last = self.total_samples - self.global_batch_size
+        for first in range(self.consumed_samples, last + 1, self.global_batch_size):
+            mine = range(first, first + self.global_batch_size)[self.data_parallel_rank :: self.data_parallel_size]
+            for place in range(0, len(mine), self.micro_batch_size):
+                yield list(mine[place : place + self.micro_batch_size])
 
 
 class MegatronPretrainingRandomSampler(_Sampler):
