@@ -37,7 +37,10 @@ def check_plan(case, plan, model):
 
 def check_transformers_loads(case, path):
     hf, loading = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
-    assert not any(loading.values()), loading
+    layers = len(hf.get_decoder().layers)
+    # layers of multi-token prediction come after the others; transformers has no modules for them
+    beyond = {name for name in loading["unexpected_keys"] if f"layers.{layers}." in name}
+    assert not any({**loading, "unexpected_keys": loading["unexpected_keys"] - beyond}.values()), loading
     with torch.no_grad():
         logits = hf.eval()(input_ids=case.batch[0], use_cache=False).logits
     assert torch.equal(logits, case.logits)
