@@ -10,9 +10,8 @@ import socket
 import time
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint import FileSystemWriter
-
 from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint.writer import Writer
 from megatron.bridge.utils import atomic
 from tests.functional_tests.checkpoint.runs import STEPS, Series, run_to
 
@@ -32,8 +31,8 @@ class Kill:
 
 # Point -> where the function lies that is about to be called.
 POINTS = {
-    "write shards": (FileSystemWriter, "write_data"),
-    "write metadata": (FileSystemWriter, "finish"),
+    "write shards": (Writer, "write_data"),
+    "write metadata": (Writer, "finish"),
     "publish": (atomic, "publish"),
     "move the tracker": (layout, "write_tracker"),
     "delete an old one": (shutil, "rmtree"),

@@ -54,6 +54,7 @@ def run_to(root, stop, arguments, pretrained=None, load=None):
     ddp = DistributedDataParallelConfig(**options.pop("ddp", {}))
     saving = options.pop("checkpoint", {})
     series = options.pop("series", None) or Series()
+    extra = options.pop("extra", [])
     config = toy_config(
         model=options.pop("model", {}),
         train={"train_iters": STEPS, "exit_interval": stop, **options.pop("train", {})},
@@ -65,7 +66,7 @@ def run_to(root, stop, arguments, pretrained=None, load=None):
     )
     config.model.register_pre_wrap_hook(initialize_by_name)
     try:
-        run = pretrain(config, forward_step, [series])
+        run = pretrain(config, forward_step, [series, *extra])
         return {
             "losses": series.losses,
             "tokens": series.tokens,

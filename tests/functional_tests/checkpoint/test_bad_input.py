@@ -2,14 +2,14 @@
 """What a run says when its folder, its disk or its checkpoint is not as it should be, and what it leaves."""
 
 import errno
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import layout, verification
 from megatron.bridge.training.config import OptimizerConfig
+from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 from tests.functional_tests.checkpoint.runs import STEPS, run_to
 
@@ -34,24 +34,68 @@ def _saved(two_workers, tmp_path, arguments=EVERY_TWO, stop=4):
     return tmp_path / "run"
 
 
-def test_a_damaged_shard_is_named_with_the_way_back(two_workers, tmp_path):
+REFUSE = {"checkpoint": {"save_interval": 2, "when_damaged": "refuse"}}
+
+
+def test_a_damaged_shard_is_named_and_the_checkpoint_before_is_used(two_workers, tmp_path):
+    undisturbed = two_workers.run(run_to, tmp_path / "undisturbed", STEPS, EVERY_TWO)
     root = _saved(two_workers, tmp_path)
     shard = max((root / "iter_0000004").glob("*.distcp"), key=lambda path: path.stat().st_size)
-    os.truncate(shard, 100)
-    message = _one_sentence(two_workers.run(refused, root, EVERY_TWO))
-    assert f"{root / 'iter_0000004'} is damaged: {shard.name} has 100 of" in message
-    assert f"to go back, write 2 into {root / layout.TRACKER}" in message
-    (root / layout.TRACKER).write_text("2")
-    losses = two_workers.run(run_to, root, STEPS, EVERY_TWO)[0]["losses"]
-    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    flip_bit(shard, shard.stat().st_size // 2)
+    message = _one_sentence(two_workers.run(refused, root, REFUSE))
+    assert f"{root / 'iter_0000004'} is damaged: the content of {shard.name} is not what was written" in message
+    assert "to go back to iter_0000002, set checkpoint.when_damaged=use_previous" in message
+    resumed = two_workers.run(spoken, root)
+    assert f"the content of {shard.name} is not what was written" in resumed[0][1]
+    assert f"going on from {root / 'iter_0000002'}" in resumed[0][1]
+    assert [result for result, _ in resumed] == undisturbed
+    verification.verify(root / "iter_0000004")  # replaced on the way
 
 
-def test_a_tracker_that_names_nothing(two_workers, tmp_path):
+def spoken(root):
+    """The result of a run, and what this rank printed."""
+    with console().capture() as capture:
+        result = run_to(root, STEPS, EVERY_TWO)
+    return result, capture.get()
+
+
+def flip_bit(path, position):
+    with path.open("r+b") as stream:
+        stream.seek(position)
+        byte = stream.read(1)[0]
+        stream.seek(position)
+        stream.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("damage", ["9", "", None], ids=["names nothing", "empty", "missing"])
+def test_a_damaged_tracker(two_workers, tmp_path, damage):
     root = _saved(two_workers, tmp_path)
-    (root / layout.TRACKER).write_text("9")
+    if damage is None:
+        (root / layout.TRACKER).unlink()
+    else:
+        (root / layout.TRACKER).write_text(damage)
+    message = _one_sentence(two_workers.run(refused, root, REFUSE))
+    assert layout.TRACKER in message
+    assert "iter_0000004" in message
+    result, said = two_workers.run(spoken, root)[0]
+    assert layout.TRACKER in said
+    assert f"resumed from {root / 'iter_0000004'} at step 4" in said
+    assert list(result["losses"]) == [1, 2, 3, 4, 5, 6]
+
+
+def test_when_nothing_is_whole_the_run_is_refused(two_workers, tmp_path):
+    root = _saved(two_workers, tmp_path)
+    for name in ("iter_0000002", "iter_0000004"):
+        (root / name / "__1_0.distcp").unlink()
     message = _one_sentence(two_workers.run(refused, root, EVERY_TWO))
-    assert "names iteration 9" in message
-    assert "iter_0000002, iter_0000004" in message
+    assert f"{root / 'iter_0000002'} is damaged: __1_0.distcp is missing" in message
+
+
+def test_a_stale_tracker_is_named(two_workers, tmp_path):
+    root = _saved(two_workers, tmp_path)
+    (root / layout.TRACKER).write_text("2")
+    _, said = two_workers.run(spoken, root)[0]
+    assert f"{root / layout.TRACKER} names iteration 2: going on from there, iter_0000004 will be replaced" in said
 
 
 def test_what_is_asked_for_but_was_not_saved(two_workers, tmp_path):
@@ -112,7 +156,7 @@ def _refused_on_a_full_disk(root, broken):
     opened = Path.open
 
     def on_a_full_disk(self, mode="r", *args, **kwargs):
-        if self.name == broken and self.parent.name == "iter_0000004.incomplete":
+        if self.name == broken and self.parent.name.startswith("iter_0000004."):
             return Path("/dev/full").open(mode, *args, **kwargs)
         return opened(self, mode, *args, **kwargs)
 

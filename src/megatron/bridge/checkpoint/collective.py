@@ -14,7 +14,7 @@ from megatron.bridge.utils.errors import UserError
 def on_first_rank[T](action: Callable[[], T]) -> T:
     """The result of ``action``, run on rank 0 only; an error there is raised on all ranks."""
     value, error = _attempt(action) if dist.rank() == 0 else (None, None)
-    value, carried = dist.broadcast_object((value, _portable(error)))
+    value, carried = dist.broadcast_object((value, portable(error)))
     if carried is not None:
         raise carried from error
     return value  # type: ignore[return-value]
@@ -23,7 +23,7 @@ def on_first_rank[T](action: Callable[[], T]) -> T:
 def on_every_rank[T](action: Callable[[], T]) -> T:
     """The result of ``action`` on this rank; one failure is raised on all ranks."""
     value, error = _attempt(action)
-    failures = [found for found in dist.all_gather_object(_portable(error)) if found is not None]
+    failures = [found for found in dist.all_gather_object(portable(error)) if found is not None]
     if failures:
         raise failures[0] from error  # the same message on all ranks
     return value  # type: ignore[return-value]
@@ -36,7 +36,7 @@ def _attempt[T](action: Callable[[], T]) -> tuple[T | None, BaseException | None
         return None, error
 
 
-def _portable(error: BaseException | None) -> BaseException | None:
+def portable(error: BaseException | None) -> BaseException | None:
     """The cause of an error in a form that pickles: torch's own carry the tracebacks of every rank."""
     if error is None:
         return None

@@ -1,58 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load a sharded state dict in Megatron-Core's ``torch_dist`` format, at one path, whole or not at all.
-
-Reading is Megatron-Core's own. Writing uses its planner over torch's synchronous writer: Megatron-Core's writer is
-made for saving in the background, spawns a manager process that imports the main module again (1.4 to 9.6 s), and
-hides a full disk behind an assertion.
-"""
+"""Load a sharded state dict in Megatron-Core's ``torch_dist`` format; what is damaged or foreign is refused."""
 
 import json
 import pickle
-import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, Metadata
+from torch.distributed.checkpoint import CheckpointException, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.bridge.checkpoint.collective import (
-    forget_frames,
-    on_every_rank,
-    on_first_rank,
-    out_of_space,
-    root_cause,
-)
-from megatron.bridge.utils import atomic, dist
+from megatron.bridge.checkpoint import manifest
+from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, root_cause
+from megatron.bridge.checkpoint.manifest import DamagedError
+from megatron.bridge.utils import dist
 from megatron.bridge.utils.errors import UserError
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 COMMON_STATE = "common_state"
-
-
-class DamagedError(UserError):
-    """A checkpoint that was whole once and is not any more; another one may still be."""
-
-    @classmethod
-    def of(cls, directory: Path, what: str) -> "DamagedError":
-        """The error for ``directory``, of which ``what`` is wrong."""
-        return cls(f"checkpoint {directory} is damaged: {what}; restore it or load another iteration")
-
 
 Keys = dict[str, tuple[int, ...] | None]
 """Name -> global shape of a tensor, or None for an object."""
@@ -80,62 +54,6 @@ class Difference:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 parts.append(f"{title} {', '.join(names[:3])}{more}")
         return "; ".join(parts)
-
-
-def save(
-    state: dict[str, Any],
-    directory: Path,
-    write_extra: Callable[[Path], None] | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Write ``state`` aside on all ranks, then publish it as ``directory``.
-
-    Args:
-        state: Megatron's sharded state dict; entries that are not sharded are stored once, from rank 0.
-        directory: The directory to appear; its file system must be shared by all ranks.
-        write_extra: Writes further files into the staging directory, on rank 0.
-        overwrite: Replace a directory that exists.
-
-    Raises:
-        UserError: the directory exists, cannot be written, or the disk is full; nothing is left behind.
-    """
-    existed = on_first_rank(directory.parent.exists)
-    staging = on_first_rank(lambda: atomic.create_staging(directory, overwrite))
-    try:
-        _write(state, staging)
-        on_first_rank(lambda: _finish(staging, directory, write_extra))
-    except BaseException as error:
-        forget_frames(error)
-        # No collective here: an error that only this rank saw must not make it wait for the others.
-        if dist.rank() == 0:
-            _discard(staging, None if existed else directory.parent)
-        raise _unwritable(error, directory) from error
-
-
-def _write(state: dict[str, Any], staging: Path) -> None:
-    sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], save_preprocess(state))
-    sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=dist.rank())
-    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    planner = MCoreSavePlanner(
-        dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
-    )
-    # One thread: torch drops the error of a writer thread, and the checkpoint would lack its tensors.
-    writer = FileSystemWriter(staging, thread_count=1)
-    with _quiet():
-        torch_checkpoint.save(mcore_to_pyt_state_dict(flat), storage_writer=writer, planner=planner)
-
-
-def _finish(staging: Path, directory: Path, write_extra: Callable[[Path], None] | None) -> None:
-    if write_extra is not None:
-        write_extra(staging)
-    save_config(FORMAT, str(staging))
-    atomic.publish(staging, directory)
-
-
-def _discard(staging: Path, created_root: Path | None) -> None:
-    shutil.rmtree(staging, ignore_errors=True)
-    if created_root is not None and created_root.is_dir() and not any(created_root.iterdir()):
-        created_root.rmdir()
 
 
 def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> dict[str, Any]:
@@ -168,12 +86,12 @@ def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Ite
 def _read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     # Under another layout ranks share one object of the old one, which Megatron-Core takes for a mistake: what is
     # wanted was compared with what there is, so its own check of the wish can go.
-    with _quiet():
+    with quiet():
         return cast(dict[str, Any], serialization.load(state, str(directory), validate_access_integrity=False))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without what torch says at every save and load: ranks read on their own, which it takes for a mistake."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -187,7 +105,7 @@ def load_common(directory: Path) -> dict[str, Any]:
 
     def read() -> dict[str, Any]:
         check_files(directory)
-        with _quiet():
+        with quiet():
             return serialization.load_common_state_dict(str(directory))
 
     try:
@@ -204,6 +122,8 @@ def check_files(directory: Path) -> Metadata:
     """
     _check_format(directory)
     metadata = _read_metadata(directory)
+    if _has_manifest(metadata) and not (directory / manifest.NAME).is_file():
+        raise DamagedError.of(directory, f"{manifest.NAME} is missing")
     needed: dict[str, int] = {}
     for place in metadata.storage_data.values():
         needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
@@ -214,6 +134,11 @@ def check_files(directory: Path) -> Metadata:
         if path.stat().st_size < size:
             raise DamagedError.of(directory, f"{name} has {path.stat().st_size} of {size} bytes")
     return metadata
+
+
+def _has_manifest(metadata: Metadata) -> bool:
+    save_id = getattr(metadata.storage_meta, "save_id", None) or ""
+    return save_id.startswith(manifest.SAVE_ID_PREFIX)
 
 
 def _check_format(directory: Path) -> None:
@@ -307,17 +232,6 @@ def _drop_extra_state(state: dict[str, Any], stored: Keys) -> None:
 def _reason(error: BaseException) -> str:
     """The first line of an error's text."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-def _unwritable(error: BaseException, directory: Path) -> BaseException:
-    """A failed save as a sentence where the user can do something about it, else the error itself."""
-    cause = root_cause(error)
-    if isinstance(cause, OSError):
-        way_out = (
-            "free some space or choose another disk" if out_of_space(cause) else "choose a folder that can be"
-        )
-        return UserError(f"{directory} cannot be written: {cause.strerror or cause}; {way_out}")
-    return cause if isinstance(cause, UserError) else error
 
 
 def _unreadable(error: BaseException, directory: Path) -> BaseException:

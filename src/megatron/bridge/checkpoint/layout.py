@@ -4,7 +4,8 @@
 ::
 
     <root>/iter_0000010/                        one published checkpoint
-    <root>/iter_0000020.incomplete/             left by an interrupted save; never loaded, removed later
+    <root>/iter_0000020.1f3a9c07.incomplete/    left by an interrupted save; never loaded, removed later
+    <root>/run.lock                             the run that writes here now
     <root>/latest_checkpointed_iteration.txt    the tracker: the newest published iteration
 
 The tracker, not the highest number, says what is newest: a directory appears before the tracker moves, and a run
@@ -15,6 +16,7 @@ import re
 import shutil
 from pathlib import Path
 
+from megatron.bridge.checkpoint.manifest import DamagedError
 from megatron.bridge.utils import atomic
 from megatron.bridge.utils.errors import UserError
 
@@ -61,7 +63,7 @@ def latest_iteration(root: str | Path) -> int | None:
     """The newest published iteration, as the tracker names it; None without a tracker.
 
     Raises:
-        UserError: the tracker does not hold a number, or names an iteration that is not there.
+        DamagedError: the tracker does not hold a number, or names an iteration that is not there.
     """
     tracker = Path(root) / TRACKER
     try:
@@ -69,11 +71,11 @@ def latest_iteration(root: str | Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {tracker}: {error}; write the iteration to load into it") from error
+        raise DamagedError(f"cannot read {tracker}: {error}; write the iteration to load into it") from error
     if not text.isdecimal():
-        raise UserError(f"{tracker} holds {text[:40]!r}, not an iteration number; {_choices(root)}")
+        raise DamagedError(f"{tracker} holds {text[:40]!r}, not an iteration number; {_choices(root)}")
     if not iteration_dir(root, int(text)).is_dir():
-        raise UserError(
+        raise DamagedError(
             f"{tracker} names iteration {text}, but {iteration_dir(root, int(text))} is missing; {_choices(root)}"
         )
     return int(text)
@@ -124,7 +126,7 @@ def recover(root: str | Path) -> None:
             continue
         if f".{suffix}" == REPLACED and not (root / name).exists():
             path.replace(root / name)
-        elif f".{suffix}" in (atomic.STAGING_SUFFIX, REPLACED, REMOVED):
+        elif f".{suffix}".endswith((atomic.STAGING_SUFFIX, REPLACED, REMOVED)):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -2,15 +2,17 @@
 """The weights of a model, with the config they belong to, at a path."""
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.bridge.checkpoint import distributed, layout
+from megatron.bridge.checkpoint import distributed, layout, lock, saving, verification
 from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.utils import dist
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
@@ -50,9 +52,25 @@ def save_model(
     """
     directory = layout.iteration_dir(root, iteration)
     state = {**model_state(chunks, MODEL_METADATA), CONTENT_METADATA: dict(MODEL_METADATA)}
-    distributed.save(state, directory, extra_files(run_config, tokenizer_files))
-    on_first_rank(lambda: layout.write_tracker(root, iteration))
+    with _writing_to(root):
+        saving.save(
+            state,
+            directory,
+            extra_files(run_config, tokenizer_files),
+            published=lambda: layout.write_tracker(root, iteration),
+        )
     return directory
+
+
+@contextmanager
+def _writing_to(root: str | Path) -> Iterator[None]:
+    """Keep other runs away from ``root``, unless this run does so already."""
+    taken = on_first_rank(lambda: lock.acquire(root))
+    try:
+        yield
+    finally:
+        if taken and dist.rank() == 0:
+            lock.release(root)
 
 
 def load_model(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
@@ -66,6 +84,7 @@ def load_model(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
         UserError: no checkpoint, a damaged one, or one of another model.
     """
     directory = on_first_rank(lambda: layout.resolve(path))
+    verification.verify(directory)
     check_vocabulary(chunks, directory)
     state = model_state(chunks, stored_metadata(distributed.load_common(directory)))
     loaded = distributed.load(state, directory, known=BESIDE_WEIGHTS)

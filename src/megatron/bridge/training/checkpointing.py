@@ -7,8 +7,7 @@ layout it goes on with the same next samples; random states belong to ranks, so 
 """
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron.bridge.checkpoint import distributed, layout, model_io
+from megatron.bridge.checkpoint import distributed, layout, lock, model_io, saving, verification
+from megatron.bridge.checkpoint.background import Background
 from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.checkpoint.manifest import DamagedError
 from megatron.bridge.training.config import CheckpointConfig, SchedulerConfig
 from megatron.bridge.training.optimizer import parts, set_step, step_of
 from megatron.bridge.training.optimizer_state import PREFIX, sharded_optimizer_state
@@ -71,11 +72,16 @@ class Layout:
         )
 
 
-def save_run(run: Run) -> Path:
+def save_run(run: Run, background: Background | None = None) -> Path:
     """Save ``run`` under its step, make that the newest checkpoint, and drop old ones beyond ``most_recent_k``.
 
+    Args:
+        run: The run.
+        background: Where to write while the run goes on; a save that still goes on there is waited for. The
+            checkpoint appears when ``background.poll`` finds that all ranks have written.
+
     Returns:
-        The directory that was published.
+        The directory that was published, or will be.
 
     Raises:
         UserError: the folder cannot be written, or the disk is full; the checkpoint before stays the newest.
@@ -84,12 +90,24 @@ def save_run(run: Run) -> Path:
     assert config.save is not None, "checkpoint.save is not set"
     root, step = Path(config.save), run.progress.step
     directory = layout.iteration_dir(root, step)
-    on_first_rank(lambda: layout.recover(root))
-    write_extra = model_io.extra_files(to_plain(run.config))
+    if background is not None:
+        background.poll(wait=True)
+    on_first_rank(lambda: _clear_folder(root))
     with gathered_params(run.model):
-        distributed.save(run_state(run), directory, write_extra, overwrite=True)
-    on_first_rank(lambda: _make_newest(root, step, config.most_recent_k))
+        saving.save(
+            run_state(run),
+            directory,
+            model_io.extra_files(to_plain(run.config)),
+            overwrite=True,
+            published=lambda: _make_newest(root, step, config.most_recent_k),
+            background=background,
+        )
     return directory
+
+
+def _clear_folder(root: Path) -> None:
+    lock.check(root)
+    layout.recover(root)
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -111,45 +129,64 @@ def run_state(run: Run) -> dict[str, Any]:
     return state
 
 
-def find_source(config: CheckpointConfig) -> tuple[Path | None, bool]:
+@dataclass(frozen=True)
+class Source:
+    """Where a run starts.
+
+    Attributes:
+        directories: The checkpoint to load, then those to go back to if it is damaged, newest first.
+        resumed: Whether the run goes on from a step of an earlier one.
+    """
+
+    directories: tuple[Path, ...]
+    resumed: bool
+
+
+def find_source(config: CheckpointConfig) -> Source | None:
     """Where a run starts: the first of these that there is.
 
     1. The newest checkpoint in ``checkpoint.save``: the run was interrupted and goes on.
     2. ``checkpoint.load``: it goes on from there, or with ``finetune`` takes the weights only.
     3. ``checkpoint.pretrained_checkpoint``: weights from a Megatron checkpoint or a Hugging Face directory.
 
-    To be called on all ranks, also before anything is built: a folder that is not there, or a checkpoint with a
-    missing or truncated file, is found at once.
+    To be called on all ranks, before anything is built: a folder that is not there, and a checkpoint that is not
+    what was saved, are found at once. A damaged one in ``checkpoint.save`` is left for the one before, as
+    ``checkpoint.when_damaged`` says; one that the config names is refused.
 
     Returns:
-        The directory, or None for a fresh start; and whether the run goes on from a step of an earlier one.
+        None for a fresh start.
 
     Raises:
         UserError: nothing is where the config says, or it is damaged.
     """
-    return on_first_rank(lambda: _source(config))
+    source = on_first_rank(lambda: _named_source(config))
+    if source is None or on_first_rank((source.directories[0] / "config.json").is_file):
+        return source
+    return _first_whole(source, config, lambda directory: verification.verify(directory, config.verify))
 
 
-def load_run(run: Run) -> bool:
-    """Bring ``run`` to where it shall start, as ``find_source`` tells.
+def load_run(run: Run, source: Source | None) -> bool:
+    """Bring ``run`` to where it shall start.
+
+    Args:
+        run: A run at step 0.
+        source: As ``find_source`` tells.
 
     Returns:
         Whether the run goes on from a step that an earlier one reached.
 
     Raises:
-        UserError: what ``find_source`` refuses, or a checkpoint of another model or schedule.
+        UserError: the checkpoint is damaged, or of another model or schedule.
     """
-    directory, resumed = find_source(run.config.checkpoint)
-    if directory is None:
+    if source is None:
         return False
-    if resumed:
-        with _way_back(run.config.checkpoint, directory):
-            resume(run, directory)
-        console().print(f"resumed from {directory} at step {run.progress.step}", markup=False)
+    if source.resumed:
+        source = _first_whole(source, run.config.checkpoint, lambda directory: resume(run, directory))
+        console().print(f"resumed from {source.directories[0]} at step {run.progress.step}", markup=False)
     else:
-        load_weights(run, directory)
-        console().print(f"weights from {directory}", markup=False)
-    return resumed
+        load_weights(run, source.directories[0])
+        console().print(f"weights from {source.directories[0]}", markup=False)
+    return source.resumed
 
 
 def load_weights(run: Run, path: Path) -> None:
@@ -262,43 +299,75 @@ def _make_newest(root: Path, step: int, keep: int) -> None:
     prune(root, step, keep)
 
 
-@contextmanager
-def _way_back(config: CheckpointConfig, directory: Path) -> Iterator[None]:
-    """Say how a run goes on without its newest checkpoint, if that is damaged and an older one is there."""
+def _first_whole(source: Source, config: CheckpointConfig, use: Callable[[Path], None]) -> Source:
+    """``source`` from the first directory on that ``use`` does not find damaged."""
+    directory, *older = source.directories
     try:
-        yield
-    except distributed.DamagedError as error:
-        root, newest = directory.parent, layout.iteration_of(directory)
-        older = [number for number in layout.published_iterations(root) if newest is None or number < newest]
-        if str(root) != config.save or not older:
-            raise
-        hint = f"to go back, write {older[-1]} into {root / layout.TRACKER}"
-        raise distributed.DamagedError(f"{error} ({hint})") from error
+        use(directory)
+    except DamagedError as error:
+        _go_back(config, error, older)
+        return _first_whole(Source(tuple(older), source.resumed), config, use)
+    return source
 
 
-def _source(config: CheckpointConfig) -> tuple[Path | None, bool]:
-    directory, resumed = _named_source(config)
-    if directory is not None and not (directory / "config.json").is_file():
-        directory = layout.resolve(directory)
-        with _way_back(config, directory):
-            distributed.check_files(directory)
-    return directory, resumed
+def _go_back(config: CheckpointConfig, error: DamagedError, older: list[Path]) -> None:
+    """Say that an older checkpoint is used instead.
+
+    Raises:
+        DamagedError: there is none, or the config forbids it.
+    """
+    if not older:
+        raise error
+    if config.when_damaged == "refuse":
+        raise DamagedError(
+            f"{error} (to go back to {older[0].name}, set checkpoint.when_damaged=use_previous)"
+        ) from error
+    console().print(f"{error}; going on from {older[0]}", markup=False)
 
 
-def _named_source(config: CheckpointConfig) -> tuple[Path | None, bool]:
-    if config.save is not None:
-        layout.recover(config.save)
-        if layout.latest_iteration(config.save) is not None:
-            return Path(config.save), True
+def _named_source(config: CheckpointConfig) -> Source | None:
+    if config.save is not None and (own := _own_checkpoints(config, Path(config.save))):
+        return Source(own, resumed=True)
     if config.load is not None and config.load != config.save:
-        return Path(config.load), not config.finetune
+        return Source((_resolved(config.load),), not config.finetune)
     if config.finetune and config.pretrained_checkpoint is None:
         raise UserError(
             "checkpoint.finetune=True needs weights: set checkpoint.load to the folder that holds them"
         )
     if config.pretrained_checkpoint is not None:
-        return Path(config.pretrained_checkpoint), False
-    return None, False
+        return Source((_resolved(config.pretrained_checkpoint),), resumed=False)
+    return None
+
+
+def _resolved(path: str) -> Path:
+    return Path(path) if (Path(path) / "config.json").is_file() else layout.resolve(path)
+
+
+def _own_checkpoints(config: CheckpointConfig, root: Path) -> tuple[Path, ...]:
+    """What is published in ``root``, from the newest backwards."""
+    if not root.is_dir():
+        return ()
+    with lock.held(root):  # what looks like left over may be a living run's
+        layout.recover(root)
+    published = layout.published_iterations(root)[::-1]
+    if not published:
+        return ()
+    directories = [layout.iteration_dir(root, number) for number in published]
+    try:
+        newest = layout.latest_iteration(root)
+        if newest is None:
+            raise DamagedError(f"{root / layout.TRACKER} is missing, but {directories[0].name} is there")
+    except DamagedError as error:
+        _go_back(config, error, directories)
+        return tuple(directories)
+    later = published.index(newest)
+    if later:
+        names = ", ".join(path.name for path in directories[:later])
+        console().print(
+            f"{root / layout.TRACKER} names iteration {newest}: going on from there, {names} will be replaced",
+            markup=False,
+        )
+    return tuple(directories[later:])
 
 
 def _saved_run(config: CheckpointConfig, common: dict[str, Any], directory: Path) -> dict[str, Any]:

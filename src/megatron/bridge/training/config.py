@@ -37,6 +37,7 @@ __all__ = [
     "MockGPTDatasetConfig",
     "OptimizerConfig",
     "RNGConfig",
+    "RerunStateMachineConfig",
     "SchedulerConfig",
     "TokenizerConfig",
     "TrainingConfig",
@@ -53,6 +54,10 @@ class TrainingConfig:
         global_batch_size: Samples in one optimizer step, over all ranks.
         train_iters: Optimizer steps of the whole run, resumed parts included.
         exit_interval: Stop after a step whose number is a multiple of this (a checkpoint is saved first).
+        exit_duration_in_mins: Save and stop at the end of the step in which this time is over, counted from the
+            start of this process; the exit code is 75, which asks to be started again.
+        exit_signal_handler: Do the same at SIGTERM and SIGUSR1, if ``checkpoint.save`` is set.
+        iterations_to_skip: Steps whose batch is drawn but not learned from.
         manual_gc: Switch Python's automatic garbage collection off and collect at the same step on all ranks.
         manual_gc_interval: Steps between collections with ``manual_gc``; 0 collects only around evaluation.
     """
@@ -61,6 +66,9 @@ class TrainingConfig:
     global_batch_size: int = 1
     train_iters: int = 0
     exit_interval: int | None = None
+    exit_duration_in_mins: float | None = None
+    exit_signal_handler: bool = True
+    iterations_to_skip: list[int] = field(default_factory=list[int])
     manual_gc: bool = False
     manual_gc_interval: int = 0
 
@@ -155,6 +163,10 @@ class CheckpointConfig:
         save_optim, save_rng: Save the optimizer's state, the random states.
         load_optim, load_rng: Restore them.
         finetune: Take only weights from ``load``, and start at step 0.
+        async_save: Write in the background; the run is stopped only until the state is safe from change.
+        verify: How a checkpoint is compared with its manifest before it is used: ``full`` reads every file,
+            ``fast`` compares sizes and reads small files only.
+        when_damaged: With a damaged checkpoint in ``save``: go on from the one before, or refuse to start.
     """
 
     save: str | None = None
@@ -167,6 +179,30 @@ class CheckpointConfig:
     load_optim: bool = True
     load_rng: bool = True
     finetune: bool = False
+    async_save: bool = False
+    verify: Literal["full", "fast"] = "full"
+    when_damaged: Literal["use_previous", "refuse"] = "use_previous"
+
+
+@dataclass
+class RerunStateMachineConfig:
+    """What is done about a step whose numbers are wrong; needs no time unless one is.
+
+    Attributes:
+        check_for_nan_in_loss: Repeat a step whose loss is not finite.
+        check_for_nan_in_grad: Repeat a step whose gradient is not finite; with fp16 such steps are skipped anyway.
+        check_for_spiky_loss: Repeat a step whose loss is ``spiky_loss_factor`` times the largest of the first
+            ``spiky_loss_samples`` steps.
+        when_persistent: If it is wrong again: ``stop``, or ``skip``, which notes the batch in the run's folder and
+            ends with exit code 75; started again, the run leaves it out.
+    """
+
+    check_for_nan_in_loss: bool = True
+    check_for_nan_in_grad: bool = True
+    check_for_spiky_loss: bool = False
+    spiky_loss_factor: float = 10.0
+    spiky_loss_samples: int = 100
+    when_persistent: Literal["stop", "skip"] = "stop"
 
 
 @dataclass
@@ -205,10 +241,13 @@ class DistributedInitConfig:
     Attributes:
         distributed_backend: None takes nccl where there is CUDA, else gloo.
         distributed_timeout_minutes: A collective that takes longer ends the run.
+        hang_timeout_minutes: If no step moves on for so long, the rank that the others wait for is named, stacks
+            are dumped, and the run ends with exit code 76. It must be longer than an evaluation batch or a save.
     """
 
     distributed_backend: Literal["nccl", "gloo"] | None = None
     distributed_timeout_minutes: int = 10
+    hang_timeout_minutes: float | None = None
 
 
 def _refuse(problems: list[str]) -> None:
@@ -246,7 +285,7 @@ class ConfigContainer:
     profiling: None = None
     peft: None = None
     comm_overlap: None = None
-    rerun_state_machine: None = None
+    rerun_state_machine: RerunStateMachineConfig | None = None
     inprocess_restart: None = None
     tensor_inspect: None = None
 
@@ -272,11 +311,13 @@ class ConfigContainer:
         """
         # these modules read this one's dataclasses
         from megatron.bridge.training.resolve import resolve
+        from megatron.bridge.training.resolve_data import resolve_data
         from megatron.bridge.training.rules import RULES, SIZES, violations
 
         world_size = process.world_size() if world_size is None else world_size
         _refuse(violations(SIZES, self, world_size))
         findings = resolve(self, world_size)
+        findings.notes += resolve_data(self)
         _refuse([*findings.problems, *self.dataset.problems(), *violations(RULES, self, world_size)])
         try:
             self.model.finalize()

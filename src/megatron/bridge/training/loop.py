@@ -36,8 +36,9 @@ def train(run: Run) -> Progress:
 def train_step(run: Run) -> StepResult:
     """Forward and backward over all microbatches, then one optimizer step."""
     zero_gradients(run)
-    losses = means(run.loss_totals(forward_backward(run, run.train_batches)))
+    run.reports = forward_backward(run, run.train_batches)
     run.emit("grads_ready")
+    losses = means(run.loss_totals(run.reports))
     learning_rate = current_learning_rate(run)
     updated, grad_norm, _ = cast(Any, run.optimizer).step()  # untyped
     if updated:

@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from megatron.bridge.training.callbacks.preemption import REQUEUE
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.loop import train
 from megatron.bridge.training.setup import Callbacks, setup
@@ -25,7 +26,10 @@ def pretrain(
 
     Raises:
         UserError: something in the config, the data or a checkpoint cannot be used.
+        SystemExit: with ``REQUEUE``, after a signal or when the time was over; everything is saved.
     """
     run = setup(config, forward_step_func, callbacks)
     train(run)
+    if run.requeue:
+        raise SystemExit(REQUEUE)
     return run

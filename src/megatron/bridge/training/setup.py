@@ -54,7 +54,7 @@ def setup(config: ConfigContainer, forward_step: Callable[..., Any], callbacks: 
     tokenizer = build_tokenizer(config.tokenizer)
     validate(config, tokenizer.vocab_size)
     initialize(config)
-    find_source(config.checkpoint)  # what cannot be loaded is refused before the model is built
+    source = find_source(config.checkpoint)  # what cannot be loaded is refused before the model is built
     model = build_model(config)
     optimizer = build_optimizer(config.optimizer, model)
     connect(model, optimizer, config)
@@ -68,7 +68,7 @@ def setup(config: ConfigContainer, forward_step: Callable[..., Any], callbacks: 
         callbacks=default_callbacks(config, callbacks or ()),
     )
     run.forward_step = adapt(forward_step, run)
-    load_run(run)
+    load_run(run, source)
     run.data = build_data(run)
     if run.data.train is not None:
         run.train_batches = per_chunk(run.data.train, len(model))

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.data.loaders import Iterators
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.losses import LossTotals
+from megatron.bridge.training.losses import LossTotals, Report
 
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks.base import CallbackManager
@@ -84,6 +84,9 @@ class Run:
         loss_totals: Adds up the training losses of all ranks.
         user_state: A place for the callbacks of the user; not saved (a callback's ``state_dict`` is).
         stop_reason: Set by a callback to end the loop after this step.
+        requeue: Set with ``stop_reason`` if the run shall be started again to go on.
+        reports: What the loss function reported for each microbatch of the step that goes on; a callback that
+            repeats the step before the optimizer sees it replaces them.
         last_step: The result of the step that just ended.
         total_loss_dict: Mean losses of the evaluation that just ended.
     """
@@ -101,6 +104,8 @@ class Run:
     loss_totals: LossTotals = field(default_factory=LossTotals)
     user_state: dict[str, Any] = field(default_factory=dict[str, Any])
     stop_reason: str | None = None
+    requeue: bool = False
+    reports: list[Report] = field(default_factory=list[Report])
     last_step: StepResult | None = None
     total_loss_dict: dict[str, torch.Tensor] | None = None
 

@@ -8,17 +8,32 @@ from megatron.bridge.training.callbacks.evaluation import Evaluation
 from megatron.bridge.training.callbacks.exit import ExitInterval
 from megatron.bridge.training.callbacks.finite import FiniteGradients
 from megatron.bridge.training.callbacks.garbage import GarbageCollection
+from megatron.bridge.training.callbacks.hangs import HangDetection
 from megatron.bridge.training.callbacks.logging import Logging
 from megatron.bridge.training.callbacks.params import GatherParams
+from megatron.bridge.training.callbacks.preemption import Preemption
 from megatron.bridge.training.callbacks.record import RunRecord
+from megatron.bridge.training.callbacks.rerun import Rerun, SkipBatches
 from megatron.bridge.training.callbacks.saving import Saving
 from megatron.bridge.training.config import ConfigContainer
+
+
+def _watches(config: ConfigContainer) -> list[Callback]:
+    minutes = config.dist.hang_timeout_minutes
+    return [] if minutes is None else [HangDetection(minutes)]
+
+
+def _repairs(config: ConfigContainer) -> list[Callback]:
+    rerun = config.rerun_state_machine
+    repeats = [] if rerun is None else [Rerun(rerun, bool(config.model.fp16))]
+    return [*repeats, SkipBatches(config)]
 
 
 def default_callbacks(config: ConfigContainer, users: Iterable[Callback] = ()) -> CallbackManager:
     """Framework features around the user's callbacks; the order is the order of the calls."""
     return CallbackManager(
         [
+            *_watches(config),  # from the first hook of the others on
             RunRecord(config),  # the resolved config is on disk before anything can fail
             GarbageCollection(config.train),
             GatherParams(),  # after the last step, before anyone reads the weights
@@ -26,7 +41,9 @@ def default_callbacks(config: ConfigContainer, users: Iterable[Callback] = ()) -
             FiniteGradients(),  # a ruined step is shown, but neither evaluated nor saved
             Evaluation(config),
             *users,  # what they change at a step is part of that step's checkpoint
+            *_repairs(config),  # on the batches as users see them
             Saving(),  # before the next batch is drawn
+            Preemption(config),  # every rank has done with the step
             ExitInterval(config.train),  # a run stops only after it was saved
         ]
     )

@@ -22,6 +22,8 @@ class Evaluation(Callback):
 
     def on_train_end(self, context: Run) -> None:
         """Evaluate the final weights, unless that was just done; then the test data."""
+        if context.requeue:
+            return  # not the final ones, and the time that is left is for saving
         if context.progress.step != self._evaluated_step:
             self._validate(context)
         if context.data.test is not None and context.progress.step >= self._train_iters:

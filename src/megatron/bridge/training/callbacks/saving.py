@@ -3,44 +3,73 @@
 
 from pathlib import Path
 
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import layout, lock
+from megatron.bridge.checkpoint.background import Background
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.checkpointing import save_run
 from megatron.bridge.training.state import Run
+from megatron.bridge.utils import dist
 from megatron.bridge.utils.errors import UserError
 
 
 class Saving(Callback):
-    """Saves every ``checkpoint.save_interval`` steps and after the last one, if ``checkpoint.save`` is set."""
+    """Saves every ``checkpoint.save_interval`` steps and after the last one, if ``checkpoint.save`` is set.
+
+    From the first step to the end, the folder is this run's: another run that would write there is refused.
+    """
 
     def __init__(self) -> None:
         self._saved: int | None = None
+        self._background: Background | None = None
+        self._root: Path | None = None
 
     def on_train_start(self, context: Run) -> None:
         """Find out now, not after hours, whether the folder can be written."""
-        root = context.config.checkpoint.save
-        if root is not None:
-            on_first_rank(lambda: _check_writable(Path(root)))
-            self._saved = on_first_rank(lambda: layout.latest_iteration(root))
+        config = context.config.checkpoint
+        if config.save is not None:
+            self._root = root = Path(config.save)
+            on_first_rank(lambda: _take(root))
+            step = context.progress.step
+            self._saved = step if on_first_rank(lambda: _is_newest(root, step)) else None
+            self._background = Background() if config.async_save else None
 
     def on_train_step_end(self, context: Run) -> None:
-        """Save if the step is due."""
+        """Publish what the background has written; save if the step is due."""
+        if self._background is not None:
+            self._background.poll()
         interval = context.config.checkpoint.save_interval
         if interval is not None and context.progress.step % interval == 0:
             self._save(context)
 
     def on_train_end(self, context: Run) -> None:
-        """Save where the run ends, unless that was just done."""
+        """Save where the run ends, unless that was just done; wait for the background."""
         self._save(context)
+        if self._background is not None:
+            self._background.poll(wait=True)
+
+    def close(self, context: Run) -> None:
+        """Let the folder go; what the background has not published by now, after an error, never appears."""
+        if self._background is not None:
+            self._background.abort()
+        if self._root is not None and dist.rank() == 0:
+            lock.release(self._root)
 
     def _save(self, context: Run) -> None:
         if context.config.checkpoint.save is not None and context.progress.step != self._saved:
-            save_run(context)
+            save_run(context, self._background)
             self._saved = context.progress.step
 
 
-def _check_writable(root: Path) -> None:
+def _is_newest(root: Path, step: int) -> bool:
+    """Whether the run stands at the newest checkpoint of its own folder."""
+    try:
+        return layout.latest_iteration(root) == step
+    except UserError:
+        return False
+
+
+def _take(root: Path) -> None:
     probe = root / ".writable"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -50,3 +79,4 @@ def _check_writable(root: Path) -> None:
         raise UserError(
             f"checkpoint.save={root} cannot be written: {error.strerror}; choose a folder that can"
         ) from error
+    lock.acquire(root)

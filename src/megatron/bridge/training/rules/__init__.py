@@ -8,7 +8,7 @@ key, its value, the rule and the nearest legal values.
 from collections.abc import Callable, Iterable
 
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.rules import layout, values
+from megatron.bridge.training.rules import data, layout, values
 
 Rule = Callable[[ConfigContainer, int], str | None]
 
@@ -46,11 +46,15 @@ RULES: tuple[Rule, ...] = (
     values.param_gather_overlap_fits,
     values.per_token_loss_is_summed,
     layout.cp_with_masks_counts_tokens,
+    data.packed_rows_come_alone,
+    data.samples_can_be_cut,
     values.no_partial_checkpointing,
     values.no_fsdp_yet,
     values.dropouts_are_probabilities,
     values.intervals_are_positive,
+    values.time_limits_are_positive,
     values.checkpoints_have_a_folder,
+    values.skipping_has_a_folder,
 )
 
 

@@ -10,7 +10,6 @@ NOT_YET = (
     "profiling",
     "peft",
     "comm_overlap",
-    "rerun_state_machine",
     "inprocess_restart",
     "tensor_inspect",
 )
@@ -179,6 +178,24 @@ def intervals_are_positive(config: ConfigContainer, world_size: int) -> str | No
     return "; ".join(sentences) or None
 
 
+def time_limits_are_positive(config: ConfigContainer, world_size: int) -> str | None:
+    """No time at all would end a run at once."""
+    limits = {
+        "train.exit_duration_in_mins": config.train.exit_duration_in_mins,
+        "dist.hang_timeout_minutes": config.dist.hang_timeout_minutes,
+    }
+    wrong = [f"{key}={minutes}" for key, minutes in limits.items() if minutes is not None and minutes <= 0]
+    return f"{', '.join(wrong)}: must be above 0, or unset" if wrong else None
+
+
+def skipping_has_a_folder(config: ConfigContainer, world_size: int) -> str | None:
+    """The batches to skip are noted there for the next start."""
+    rerun = config.rerun_state_machine
+    if rerun is None or rerun.when_persistent == "stop" or config.checkpoint.save is not None:
+        return None
+    return "rerun_state_machine.when_persistent=skip needs checkpoint.save: give the folder, or choose stop"
+
+
 def checkpoints_have_a_folder(config: ConfigContainer, world_size: int) -> str | None:
     """An interval without a folder would save nothing."""
     checkpoint = config.checkpoint
@@ -187,6 +204,8 @@ def checkpoints_have_a_folder(config: ConfigContainer, world_size: int) -> str |
             f"checkpoint.save_interval={checkpoint.save_interval} without checkpoint.save: give the folder, or "
             "remove the interval"
         )
+    if checkpoint.async_save and checkpoint.save is None:
+        return "checkpoint.async_save=True without checkpoint.save: give the folder, or switch it off"
     if checkpoint.most_recent_k == 0 or checkpoint.most_recent_k < -1:
         return f"checkpoint.most_recent_k={checkpoint.most_recent_k}: must be at least 1, or -1 to keep all"
     return None

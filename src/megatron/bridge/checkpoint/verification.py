@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""See that a checkpoint is what was saved, before any of it is used."""
+
+from pathlib import Path
+
+from megatron.bridge.checkpoint import distributed, layout, manifest
+from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
+from megatron.bridge.checkpoint.manifest import DamagedError, Manifest, Mode
+from megatron.bridge.utils import dist
+
+
+def verify(directory: Path, mode: Mode = "full") -> None:
+    """Compare a checkpoint with its manifest, on all ranks; one without a manifest is only looked over.
+
+    Args:
+        directory: One iteration's directory.
+        mode: ``fast`` compares names and sizes, and the content of small files. ``full`` reads every file, each on
+            one rank.
+
+    Raises:
+        DamagedError: naming what is damaged; the same on all ranks.
+        UserError: the directory is not a checkpoint.
+    """
+    found = on_first_rank(lambda: _look_over(directory, mode))
+    if found is None or mode == "fast":
+        return
+    mine = manifest.shares(found, dist.world_size())[dist.rank()]
+    sentences = on_every_rank(lambda: manifest.problems(directory, found, mine, "full"))
+    refuse(directory, sorted(sentence for part in dist.all_gather_object(sentences) for sentence in part))
+
+
+def refuse(directory: Path, sentences: list[str]) -> None:
+    """Raise what was found, if anything was.
+
+    Raises:
+        DamagedError: naming the first three files.
+    """
+    if sentences:
+        more = f" and {len(sentences) - 3} more" if len(sentences) > 3 else ""
+        raise DamagedError.of(directory, ", ".join(sentences[:3]) + more)
+
+
+def _look_over(directory: Path, mode: Mode) -> Manifest | None:
+    found = manifest.read(directory)
+    if found is None:
+        distributed.check_files(directory)
+        return None
+    manifest.check_identity(directory, found, layout.iteration_of(directory))
+    refuse(directory, manifest.problems(directory, found, found.files, "fast"))
+    if mode == "fast":
+        distributed.check_files(directory)
+    return found

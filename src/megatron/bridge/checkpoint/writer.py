@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch's writer of checkpoint files, taught to hash what it writes and to write in another process.
+
+A save has three parts: all ranks agree on who writes what (``prepare``), each writes its files
+(``Prepared.write_files``), the first rank writes down where everything lies (``Prepared.finish``). Only the first
+and the last communicate, so the middle one can run in a forked process while the training goes on.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from megatron.bridge.checkpoint import manifest
+from megatron.bridge.utils import dist
+
+
+class _HashingFiles(FileSystem):
+    """Torch's file system, with a record of each file that was written."""
+
+    def __init__(self, records: manifest.Records) -> None:
+        self._records = records
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", mode
+        name = Path(path).name.removesuffix(".tmp")  # renamed when it is whole
+        with manifest.hashing(Path(path), self._records, name) as stream:
+            yield stream  # type: ignore[misc] - all that torch calls is there
+
+
+class Writer(FileSystemWriter):
+    """Writes one file a rank.
+
+    Attributes:
+        records: Size and hash of the files that this process has written.
+    """
+
+    def __init__(self, directory: Path, save_id: str) -> None:
+        # One thread: torch drops the error of a writer thread, and the checkpoint would lack its tensors.
+        # Copying ahead would start a CUDA stream, which a forked process cannot.
+        super().__init__(directory, thread_count=1, per_thread_copy_ahead=0)
+        self.records: manifest.Records = {}
+        self.fs = _HashingFiles(self.records)
+        self.save_id = save_id
+
+
+class _OnHost(DefaultSavePlanner):
+    """Answers with what this rank writes, which is in the memory of the CPU already."""
+
+    def __init__(self, items: dict[int, Any]) -> None:
+        super().__init__()
+        self._items = items
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self._items[id(write_item)]
+
+
+@dataclass
+class Written:
+    """What one rank has written: where torch finds each piece, and a record of each file."""
+
+    results: list[WriteResult]
+    records: manifest.Records
+
+
+@dataclass
+class Prepared:
+    """A save of which all is decided; ``metadata`` is there on the first rank only."""
+
+    directory: Path
+    writer: Writer
+    plan: SavePlan
+    planner: SavePlanner
+    metadata: Metadata | None
+
+    def write_files(self) -> Written:
+        """Write this rank's files; communicates with nobody."""
+        with _without_zip_checksums():
+            results = self.writer.write_data(self.plan, self.planner).wait()
+        return Written(results, self.writer.records)
+
+    def finish(self, written: list[Written]) -> manifest.Records:
+        """Write torch's ``.metadata``, on the first rank; the records of the files that all ranks have written."""
+        assert self.metadata is not None, "the first rank finishes a save"
+        self.writer.finish(self.metadata, [entry.results for entry in written])
+        records = dict(self.writer.records)
+        for entry in written:
+            records |= entry.records
+        return records
+
+    def move_to_host(self) -> None:
+        """Copy what lies on a device, so that another process can write it.
+
+        What is in the CPU's memory is not copied: a forked process keeps seeing it as it was.
+        """
+        items = {}
+        for item in self.plan.items:
+            data = self.planner.resolve_data(item)
+            items[id(item)] = data.cpu() if isinstance(data, torch.Tensor) else data
+        self.planner = _OnHost(items)
+
+
+def prepare(state: dict[str, Any], directory: Path, planner: SavePlanner, save_id: str) -> Prepared:
+    """Let all ranks agree on who writes which part of ``state``, as torch's own save does."""
+    writer, metadata = Writer(directory, save_id), None
+    first = dist.rank() == 0
+
+    def plan_mine() -> SavePlan:
+        planner.set_up_planner(state, storage_meta=writer.storage_meta(), is_coordinator=first)
+        writer.set_up_storage_writer(first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        together, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(together)
+
+    mine = all_ranks().reduce_scatter("plan", plan_mine, plan_all)
+    return Prepared(directory, writer, planner.finish_plan(mine), planner, metadata)
+
+
+def all_ranks() -> _DistWrapper:
+    """Torch's steps over all ranks: one result on the first rank, and one rank's failure is every rank's."""
+    return _DistWrapper(None, dist.is_initialized(), 0)
+
+
+@contextmanager
+def _without_zip_checksums() -> Iterator[None]:
+    """Torch's reader ignores the CRC-32 in its files; the manifest's hash replaces it at a tenth of the cost."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)

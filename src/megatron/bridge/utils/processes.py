@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other processes of this machine: whether one lives, and how to die with one."""
+
+import ctypes
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, distinct from others that get its number later.
+
+    Attributes:
+        host: Name of the machine.
+        boot: Names the time since the machine started; in a container, numbers of processes are its own.
+        pid: Its number there.
+        started: Clock ticks from the start of the machine to that of the process.
+    """
+
+    host: str
+    boot: str
+    pid: int
+    started: int
+
+    @classmethod
+    def current(cls) -> "Process":
+        """This one."""
+        return cls(socket.gethostname(), _boot(), os.getpid(), started(os.getpid()) or 0)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it ran on this machine, so that ``is_alive`` can tell."""
+        return self.host == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs, on this machine; one that was stopped does."""
+        return self.boot == _boot() and started(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def started(pid: int) -> int | None:
+    """When a process started, in clock ticks after the machine did; None if it is gone, or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name in brackets may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _boot() -> str:
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + namespace
+    except OSError:
+        return ""
+
+
+def die_with_parent(signum: signal.Signals) -> None:
+    """Have ``signum`` sent to this process when the one that started it ends, however it ends. Linux only."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
+    if os.getppid() != parent:  # it ended just before
+        os.kill(os.getpid(), signum)

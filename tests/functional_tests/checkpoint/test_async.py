@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving in the background: the same checkpoints, the same run, and what a failure there leaves."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.bridge.checkpoint import layout, lock, verification
+from megatron.bridge.checkpoint.writer import Prepared
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.config import OptimizerConfig
+from megatron.bridge.utils.errors import UserError
+from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to, tensors_of
+
+SHARDED = {"ddp": {"use_distributed_optimizer": True}, "model": DROPOUT}
+LAYOUTS = {
+    "dp2_bf16": {**SHARDED, "mixed_precision": "bf16_mixed"},
+    "tp2_fp16": {
+        "model": {**DROPOUT, "tensor_model_parallel_size": 2},
+        "mixed_precision": "fp16_mixed",
+        "optimizer": OptimizerConfig(lr=1e-2, clip_grad=0.5, initial_loss_scale=1024, loss_scale_window=2),
+    },
+}
+
+
+def in_background(root, stop, arguments, write_files=None):
+    """``run_to`` with saves in the background, which a daemon may not start otherwise."""
+    multiprocessing.current_process()._config["daemon"] = False
+    before = Prepared.write_files
+    if write_files is not None:
+        Prepared.write_files = write_files
+    try:
+        options = {"save_interval": 2, "async_save": True, **arguments.get("checkpoint", {})}
+        return run_to(root, stop, {**arguments, "checkpoint": options})
+    finally:
+        Prepared.write_files = before
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_is_the_same_run_bit_for_bit(two_workers, tmp_path, name):
+    arguments = LAYOUTS[name]
+    plain = {**arguments, "checkpoint": {"save_interval": 2}}
+    undisturbed = two_workers.run(run_to, tmp_path / "plain", STEPS, plain)
+    assert two_workers.run(in_background, tmp_path / "run", STEPS, arguments) == undisturbed
+    for step in (2, 4, 6):
+        directory = layout.iteration_dir(tmp_path / "run", step)
+        verification.verify(directory)
+        expected = tensors_of(layout.iteration_dir(tmp_path / "plain", step))
+        found = tensors_of(directory)
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+    layout.write_tracker(tmp_path / "run", 4)
+    assert two_workers.run(in_background, tmp_path / "run", STEPS, arguments) == undisturbed
+
+
+def _slow(self):
+    time.sleep(1.0)
+    return WRITE(self)
+
+
+def _full(self):
+    if os.environ["RANK"] == "1":
+        raise OSError(28, "No space left on device")
+    return WRITE(self)
+
+
+def _killed(self):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+WRITE = Prepared.write_files
+
+
+def _refused(root, write_files):
+    with pytest.raises(UserError if write_files is _full else RuntimeError) as caught:
+        in_background(root, STEPS, {}, write_files)
+    assert lock.holder(root) is None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("write_files", "words"),
+    [(_full, "cannot be written: No space left on device"), (_killed, "was killed")],
+    ids=["full disk", "killed"],
+)
+def test_a_failure_there_keeps_the_checkpoint_before(two_workers, tmp_path, write_files, words):
+    two_workers.run(in_background, tmp_path, 2, {})
+    messages = two_workers.run(_refused, tmp_path, write_files)
+    assert all(words in message for message in messages), messages
+    assert sorted(path.name for path in Path(tmp_path).glob("iter_*")) == ["iter_0000002"]
+    assert layout.latest_iteration(tmp_path) == 2
+
+
+def _watched(root):
+    published = []
+
+    class Watch(Callback):
+        def on_train_step_start(self, context):
+            published.append(layout.latest_iteration(root))
+
+    in_background(root, 4, {"extra": [Watch()], "checkpoint": {"save_interval": 2}}, _slow)
+    return published
+
+
+def test_it_appears_when_the_last_rank_is_done(two_workers, tmp_path):
+    published = two_workers.run(_watched, tmp_path)[0]
+    assert published == [None, None, None, None], "the steps after the save went on before it was published"
+    assert layout.published_iterations(tmp_path) == [2, 4]
