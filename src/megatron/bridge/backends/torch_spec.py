@@ -3,10 +3,17 @@
 
 from typing import Any
 
+import torch
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.torch_norm import LayerNormBuilder
+from torch import Tensor
 
 from megatron.bridge.backends.torch_attention import TorchAttention
 from megatron.bridge.backends.torch_experts import grouped_experts
@@ -45,3 +52,20 @@ class TorchLatentAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The latents, whole: of this rank's part of the sequence under sequence parallelism, else of all of it.
+
+        Megatron-Core would gather the latent of keys and values itself, and forget that each rank has only a part
+        of the gradient of the keys' part with positions: that of its own heads.
+        """
+        queries, latent = super()._qkv_down_projection(hidden_states)
+        if self.tp_group.size() == 1:
+            return queries, latent
+        latent = gather_from_tensor_model_parallel_region(latent, group=self.tp_group)
+        if self.config.sequence_parallel:
+            return queries, scatter_to_sequence_parallel_region(latent, group=self.tp_group)
+        positions = self.config.qk_pos_emb_head_dim
+        compressed, rotated = latent.split([latent.size(-1) - positions, positions], dim=-1)
+        rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
+        return queries, torch.cat((compressed, rotated), dim=-1)
