@@ -28,7 +28,11 @@ HFWeights = Tensor | Mapping[str, Tensor]
 
 # what Megatron may pad to a multiple of the ranks; Hugging Face holds the true rows, or columns, only
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
-_HEADS = ("self_attention.linear_proj.weight",)
+_HEADS = {
+    ("self_attention.linear_proj.weight", "row"): "queries",
+    ("self_attention.q_layernorm.weight", "column"): "queries",  # a norm over all heads; one head's is not cut
+    ("self_attention.k_layernorm.weight", "column"): "groups",
+}
 
 
 @dataclass(frozen=True)
@@ -216,8 +220,9 @@ class MegatronParamMapping:
         whole = shard.local * shard.parts
         if self.megatron_param.endswith(_VOCABULARY):
             whole = min(whole, getattr(shard.config, "vocab_size", None) or whole)
-        elif self.megatron_param.endswith(_HEADS) and shard.dim == 1:
-            whole = min(whole, _Heads.of(shard.config).columns)
+        for (name, kind), heads in _HEADS.items():
+            if self.megatron_param.endswith(name) and shard.kind == kind:
+                whole = min(whole, _Heads.of(shard.config).wide(heads))
         yield Block(self.hf_param, 0, whole)
 
     def pieces(self, shard: Shard) -> list[Piece]:
@@ -464,10 +469,9 @@ class _Heads:
         queries, groups = getattr(config, "unpadded_heads", declared)
         return cls(queries, groups, config.kv_channels or config.hidden_size // queries)
 
-    @property
-    def columns(self) -> int:
-        """Inputs of the output projection."""
-        return self.queries * self.width
+    def wide(self, kind: str) -> int:
+        """Width of all heads that are ``queries``, or of all ``groups``."""
+        return self.width * (self.queries if kind == "queries" else self.groups)
 
 
 def _grouped(heads: _Heads, roles: str, starts: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
