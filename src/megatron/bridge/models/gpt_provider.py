@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.backends import layer_specs
-from megatron.bridge.models import biases, multipliers, padding, rope
+from megatron.bridge.models import biases, multipliers, padding, query_scaling, rope
 from megatron.bridge.models.model_provider import ModelProvider, without_warnings_of
 from megatron.bridge.utils.errors import UserError
 
@@ -34,6 +34,8 @@ class GPTModelProvider(ModelProvider):
             ...); None is the plain one of ``rotary_base``.
         local_rope_parameters: the same, ``rope_theta`` included, for the layers with an attention window; None is
             the one of the other layers.
+        query_scaling_beta: how much queries grow beyond the original_max_position_embeddings of
+            ``rope_parameters``; None leaves them as they are.
         norm_placement: norms before attention and MLP (``pre``), after them (``post``), or ``both``.
         qk_norm_across_heads: norm queries and keys over the width of all heads together; ``qk_layernorm`` norms
             each head.
@@ -59,6 +61,7 @@ class GPTModelProvider(ModelProvider):
     rope_scaling_factor: float = 8.0
     rope_parameters: dict[str, Any] | None = None
     local_rope_parameters: dict[str, Any] | None = None
+    query_scaling_beta: float | None = None
     seq_len_interpolation_factor: float | None = None
     share_embeddings_and_output_weights: bool = True
     make_vocab_size_divisible_by: int = 128
@@ -109,6 +112,7 @@ class GPTModelProvider(ModelProvider):
         rope.check_parameters(self.rope_parameters or {})
         rope.check_parameters(self.local_rope_parameters or {})
         self._check_layer_lists()
+        self._check_expert_biases()
         self.__dict__["_unpadded_heads"] = self.unpadded_heads
         if self.make_query_groups_divisible_by > 1:
             self.kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -151,6 +155,7 @@ class GPTModelProvider(ModelProvider):
                 vp_stage=vp_stage,
             )
         rope.apply_rope(model, config)
+        query_scaling.apply_query_scaling(model, config)
         biases.apply_biases(model, config)
         multipliers.apply_multipliers(model, config)
         padding.apply_padding(model, config)
@@ -163,6 +168,14 @@ class GPTModelProvider(ModelProvider):
                 raise UserError(
                     f"{name} has {len(value)} layers, num_layers={self.num_layers}: give a number for each layer"
                 )
+
+    def _check_expert_biases(self) -> None:
+        cut = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        if self.num_moe_experts and self.add_bias_linear and cut > 1:
+            raise UserError(
+                f"expert_tensor_parallel_size={cut} cannot cut experts that have biases: set it to 1 and share "
+                "the experts out by expert_model_parallel_size"
+            )
 
     def _decoder_spec(self, vp_stage: int | None) -> Any:
         spec = self.transformer_layer_spec

@@ -57,6 +57,19 @@ def _rope_back(values: tuple[dict[str, Any] | None, float, float], _: Any) -> di
     return {"rope_type": "default", **partial, **(scaling or {}), "rope_theta": base}
 
 
+def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The same, and by how much queries grow beyond the length of the first training."""
+    own = dict(parameters or {})
+    beta = own.pop("llama_4_scaling_beta", None)
+    own.pop("max_position_embeddings", None)  # a copy of the config's, read by nobody
+    return *_rope(own, config), beta
+
+
+def _scaled_query_rope_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
+    scaling, base, share, beta = values
+    return _rope_back((scaling, base, share), None) | ({} if beta is None else {"llama_4_scaling_beta": beta})
+
+
 def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """(scaling, base and rotated share of layers without a window, everything of those with one)."""
     if sorted(parameters or ()) != sorted(_LAYER_TYPES):
@@ -183,6 +196,14 @@ LAYER_ROPE = Field(
     back=_ropes_back,
 )
 """One rotary embedding for layers with a window and one for those without."""
+
+SCALED_QUERY_ROPE = Field(
+    "rope_parameters",
+    ("rope_parameters", "rotary_base", "rotary_percent", "query_scaling_beta"),
+    to=_scaled_query_rope,
+    back=_scaled_query_rope_back,
+)
+"""A rotary embedding, and queries that grow with their position."""
 
 ACTIVATION = Field("hidden_act", "activation_func", default="silu", to=_activation, back=_activation_name)
 

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss: attention sinks, alternating windows, experts with biases behind a clamped, shifted gate."""
+
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+from megatron.bridge.models.conversion.blocks import Block, attention, ends
+from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, WINDOWS
+from megatron.bridge.models.conversion.expert_blocks import expert_names, router
+from megatron.bridge.models.conversion.expert_fields import AUX_LOSS, SOFTMAX_ROUTING
+from megatron.bridge.models.conversion.expert_fields import experts as expert_sizes
+from megatron.bridge.models.conversion.fields import Field
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, InterleavedGatedMLPMapping
+
+_SINKS = "decoder.layers.*.self_attention.core_attention.softmax_offset"
+_EXPERTS = "model.layers.*.mlp.experts"
+
+
+def _experts(kind: str, suffix: str) -> Block:
+    """Weights [experts, in, out], or biases [experts, out]; gate and up alternate."""
+    fc1, fc2 = (expert_names(linear, kind) for linear in ("linear_fc1", "linear_fc2"))
+    turned = kind == "weight"
+    return (
+        *(InterleavedGatedMLPMapping(name, f"{_EXPERTS}.gate_up_proj{suffix}").stacked(turned) for name in fc1),
+        *(AutoMapping(name, f"{_EXPERTS}.down_proj{suffix}").stacked(turned) for name in fc2),
+    )
+
+
+@register_bridge("GptOssForCausalLM", model_type="gpt_oss")
+class GptOssBridge(DecoderBridge):
+    """Hugging Face's ``GptOssForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *(field for field in DENSE if field.hf not in ("hidden_act", "intermediate_size")),
+        *WINDOWS,
+        *expert_sizes("num_local_experts", "intermediate_size"),
+        AUX_LOSS,
+        Field("attention_bias", "attention_bias", default=True),
+        Field("swiglu_limit", "activation_func_clamp_value", default=7.0),
+    )
+    fixed = {
+        **LLAMA_LIKE,
+        **SOFTMAX_ROUTING,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+    }
+    irrelevant = {
+        "hidden_act": ("silu",),  # the gate is always x * sigmoid(1.702 x)
+        "swiglu_alpha": (1.702,),
+        "output_router_logits": None,
+        # copies of num_experts_per_tok and of rope_parameters' original length, which transformers does not read
+        "experts_per_token": None,
+        "initial_context_length": None,
+    }
+    weights = (
+        ends(),
+        attention(),
+        (AutoMapping(_SINKS, "model.layers.*.self_attn.sinks"),),
+        router("mlp.router", norm="post_attention_layernorm"),
+        _experts("weight", ""),
+        _experts("bias", "_bias"),
+    )
