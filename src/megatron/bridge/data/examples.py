@@ -96,9 +96,10 @@ class Report:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Report":
         """What ``to_dict`` wrote."""
-        return cls(
-            **{name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()}
-        )
+        fields: Any = {
+            name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()
+        }
+        return cls(**fields)
 
     def lines(self) -> Iterator[str]:
         """Sentences for people; what nothing happened to is not mentioned."""

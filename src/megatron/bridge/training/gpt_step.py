@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
+from megatron.bridge.data.loaders import KEYS
+from megatron.bridge.data.packing import cut_for_rank
 from megatron.bridge.training.state import Batches, LossFunction
 
 LOSS_NAME = "lm loss"
@@ -26,7 +29,9 @@ def forward_step(data_iterator: Batches, model: MegatronModule) -> tuple[torch.T
         context-parallel rank]) and the function that makes a loss of it.
     """
     batch = next_batch(data_iterator)
-    extra = {"loss_mask": batch["loss_mask"]} if get_model_config(model).mtp_num_layers else {}
+    extra: dict[str, Any] = {"loss_mask": batch["loss_mask"]} if get_model_config(model).mtp_num_layers else {}
+    if "cu_seqlens" in batch:
+        extra["packed_seq_params"] = packed_parameters(batch)
     output = model(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], **extra
     )
@@ -41,7 +46,33 @@ def next_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
         for key, value in next(data_iterator).items()
     }
     group: Any = parallel_state.get_context_parallel_group()
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group) if group.size() > 1 else batch
+    if group.size() == 1:
+        return batch
+    if "cu_seqlens" in batch:
+        return _cut_packed(batch, group.rank(), group.size())
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+
+
+def _cut_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """This rank's part of each sample of the row; the bounds remain those of the whole row."""
+    places = torch.from_numpy(cut_for_rank(batch["cu_seqlens"].cpu().numpy(), rank, size))
+    places = places.to(batch["tokens"].device)
+    return batch | {key: batch[key].index_select(1, places) for key in KEYS}
+
+
+def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:
+    """Where the samples of a packed row begin and end, as Megatron-Core's layers take it.
+
+    Padding behind a sample counts as a part of it: attention is causal, so no learnt token sees it.
+    """
+    bounds, longest = batch["cu_seqlens"], batch["max_seqlen"]
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def masked_loss(

@@ -3,7 +3,6 @@
 
 from megatron.bridge.backends.context_parallel import repeats_for_heads
 from megatron.bridge.backends.layer_specs import resolve_backend
-from megatron.bridge.data.config import FinetuningDatasetConfig
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.rules.words import divisors, multiple_near, near
 
@@ -206,9 +205,8 @@ def cp_kind_exists(config: ConfigContainer, world_size: int) -> str | None:
 
 def cp_with_masks_counts_tokens(config: ConfigContainer, world_size: int) -> str | None:
     """With masked tokens the parts of a sequence count differently many, and a mean of their means is another."""
-    masked = isinstance(config.dataset, FinetuningDatasetConfig) or getattr(config.dataset, "eod_mask_loss", False)
     model = config.model
-    if model.context_parallel_size == 1 or model.calculate_per_token_loss or not masked:
+    if model.context_parallel_size == 1 or model.calculate_per_token_loss or not config.dataset.masks_tokens:
         return None
     return (
         f"model.context_parallel_size={model.context_parallel_size} with masked losses needs "

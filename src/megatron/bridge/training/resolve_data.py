@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What data for fine-tuning asks of the model and of the layout, filled in once the layout is known."""
+
+from megatron.bridge.data.config import BlendedDatasetConfig, DatasetConfig, PackedSequenceSpecs, SFTDatasetConfig
+from megatron.bridge.training.config import ConfigContainer
+
+
+def resolve_data(config: ConfigContainer) -> list[str]:
+    """Fill in what is derived; running it twice changes nothing more.
+
+    Returns:
+        A sentence for each value that was replaced.
+    """
+    parts = tuning_parts(config.dataset)
+    for part in parts:
+        _pad_for_layout(part, config)
+    return [*_count_tokens(config, parts), *_vary_lengths(config)]
+
+
+def tuning_parts(dataset: DatasetConfig) -> list[SFTDatasetConfig]:
+    """The data sets for fine-tuning in ``dataset``; none if it is of another kind."""
+    if isinstance(dataset, BlendedDatasetConfig):
+        return dataset.datasets
+    return [dataset] if isinstance(dataset, SFTDatasetConfig) else []
+
+
+def sequence_multiple(config: ConfigContainer, padding_free: bool) -> int:
+    """What lengths of samples are multiples of: context parallelism cuts each, sequence parallelism the row."""
+    model = config.model
+    multiple = 2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
+    # a packed row is as long as seq_length, of which a rule sees to it that it can be cut
+    return multiple * model.tensor_model_parallel_size if padding_free and model.sequence_parallel else multiple
+
+
+def _pad_for_layout(part: SFTDatasetConfig, config: ConfigContainer) -> None:
+    if not part.joins_samples:
+        return
+    if part.packed_sequence_specs is None:
+        part.packed_sequence_specs = PackedSequenceSpecs()
+    if part.packed_sequence_specs.pad_seq_to_mult is None:
+        part.packed_sequence_specs.pad_seq_to_mult = sequence_multiple(config, part.padding_free)
+
+
+def _count_tokens(config: ConfigContainer, parts: list[SFTDatasetConfig]) -> list[str]:
+    """Samples learn differently many tokens: a mean of the means of microbatches depends on which share one."""
+    if not parts or config.model.calculate_per_token_loss:
+        return []
+    config.model.calculate_per_token_loss = True
+    return [
+        "model.calculate_per_token_loss=True is used: each learnt token counts the same, whatever it is batched "
+        "or packed with"
+    ]
+
+
+def _vary_lengths(config: ConfigContainer) -> list[str]:
+    model, dataset = config.model, config.dataset
+    several_stages = model.pipeline_model_parallel_size > 1
+    if not getattr(dataset, "padding_free", False) or not several_stages or model.variable_seq_lengths:
+        return []
+    model.variable_seq_lengths = True
+    return ["model.variable_seq_lengths=True is used: padding-free batches differ in length"]
