@@ -21,6 +21,7 @@ from megatron.bridge.checkpoint import distributed, layout, lock, model_io, savi
 from megatron.bridge.checkpoint.background import Background
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.checkpoint.manifest import DamagedError
+from megatron.bridge.training import adapters
 from megatron.bridge.training.config import CheckpointConfig, SchedulerConfig
 from megatron.bridge.training.optimizer import parts, set_step, step_of
 from megatron.bridge.training.optimizer_state import PREFIX, sharded_optimizer_state
@@ -113,7 +114,7 @@ def _clear_folder(root: Path) -> None:
 def run_state(run: Run) -> dict[str, Any]:
     """Everything of a run that a checkpoint holds, described for saving."""
     config = run.config.checkpoint
-    state = model_io.model_state(run.model, model_io.MODEL_METADATA)
+    state = adapters.saved_weights(run, model_io.MODEL_METADATA)
     if config.save_optim:
         state["optimizer"] = sharded_optimizer_state(run.optimizer, state)
     state[model_io.CONTENT_METADATA] = dict(model_io.MODEL_METADATA)
@@ -123,6 +124,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "scheduler": run.scheduler.state_dict(),
         "optimizer": _optimizer_scalars(run) if config.save_optim else None,
         "random": config.save_rng,
+        "base": adapters.base_of(run),
     }
     own = {"callbacks": run.callbacks.state_dict(), "random": random_states() if config.save_rng else None}
     state[RANK] = ShardedObject(RANK, own, (dist.world_size(),), (dist.rank(),))
@@ -190,7 +192,14 @@ def load_run(run: Run, source: Source | None) -> bool:
 
 
 def load_weights(run: Run, path: Path) -> None:
-    """Fill the model, and the optimizer's master copies of it, from a Megatron or a Hugging Face directory."""
+    """Fill the model, and the optimizer's master copies of it, from a Megatron or a Hugging Face directory.
+
+    Adapters are on their base already, and only ``checkpoint.load`` can hold other values for them.
+    """
+    if run.config.peft is not None:
+        if path != _resolved(str(run.config.checkpoint.pretrained_checkpoint)):
+            adapters.load_adapters(run, path)
+        return
     if on_first_rank((path / "config.json").is_file):
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
@@ -210,8 +219,9 @@ def resume(run: Run, directory: Path) -> None:
     common = distributed.load_common(directory)
     saved = _saved_run(config, common, directory)
     check_schedule(run, saved["scheduler"], directory)
+    adapters.check_base(run, saved, directory)
     model_io.check_vocabulary(run.model, directory)
-    state = model_io.model_state(run.model, model_io.stored_metadata(common))
+    state = adapters.saved_weights(run, model_io.stored_metadata(common))
     if config.load_optim:
         state["optimizer"] = sharded_optimizer_state(run.optimizer, state)
     same = saved["layout"] == asdict(Layout.current())
@@ -220,7 +230,7 @@ def resume(run: Run, directory: Path) -> None:
     state[RANK] = ShardedObject(RANK, None, (part[0],), (part[1],), replica_id=0 if same else dist.rank())
     known = () if config.load_optim else (f"{PREFIX}.",)
     loaded = distributed.load(state, directory, known=known)
-    model_io.set_model_state(run.model, loaded)
+    adapters.set_saved_weights(run, loaded)
     _set_optimizer(run, saved["optimizer"])
     _set_schedule(run, saved["scheduler"])
     run.progress.load_state_dict(saved["progress"])

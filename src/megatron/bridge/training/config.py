@@ -20,6 +20,7 @@ from megatron.bridge.data.config import (
 )
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.peft.base import PEFT
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
 from megatron.bridge.utils import dist as process
 from megatron.bridge.utils.errors import UserError
@@ -283,7 +284,7 @@ class ConfigContainer:
     straggler: None = None
     nvrx_straggler: None = None
     profiling: None = None
-    peft: None = None
+    peft: PEFT | None = None
     comm_overlap: None = None
     rerun_state_machine: RerunStateMachineConfig | None = None
     inprocess_restart: None = None

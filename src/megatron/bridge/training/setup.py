@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from megatron.bridge.backends import allocator
 from megatron.bridge.data.loaders import Iterators, build_iterators
 from megatron.bridge.data.tokenizer import build_tokenizer
+from megatron.bridge.training.adapters import adapting_hook
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.defaults import default_callbacks
 from megatron.bridge.training.checkpointing import find_source, load_run
@@ -152,6 +153,7 @@ def build_model(config: ConfigContainer) -> list[MegatronModule]:
     return config.model.provide_distributed_model(
         # Megatron-Core writes the bucket size that it used into the config it is given
         ddp_config=copy.copy(config.ddp),
+        pre_wrap_hook=adapting_hook(config),
         data_parallel_random_init=config.rng.data_parallel_random_init,
     )
 

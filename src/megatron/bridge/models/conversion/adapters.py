@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters in and out of Hugging Face's ``peft`` format.
 
-The factors of an adapter take the way of the weight that they are beside. Megatron's fused layers pose no problem:
-``[q; k; v] = W x + B A x`` is three layers that share A, each with its rows of B, so the mapping that cuts the rows
-of W cuts those of B, exactly.
+The factors of an adapter take the way of the weight that they are beside. Megatron's fused layers pose no
+problem: ``[q; k; v] = W x + B A x`` is three layers that share A, each with its rows of B, so the mapping that
+cuts the rows of W cuts those of B, exactly.
 """
 
 import json
@@ -76,7 +76,7 @@ def merging(plan: Plan) -> Plan:
     return replace(plan, tasks=tuple(replace(task, merges=True) for task in plan.tasks))
 
 
-# ------------------------------------------------------------------------------------------------------------ export
+# ---------------------------------------------------------------------------------------------------------- export
 
 
 def stream(plan: Plan) -> Iterator[ModuleTensors]:
@@ -160,7 +160,7 @@ def _names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
 def _refuse_computed(task: WeightConversionTask) -> None:
     if not task.mapping.copies:
         raise UserError(
-            f"the adapter of {task.global_param_name} has no form in the peft format, as {task.mapping} computes its "
+            f"the adapter of {task.global_param_name} has no form in the peft format, as {task.mapping} computes "
             "weights: merge it into the model instead"
         )
 
@@ -243,7 +243,7 @@ def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
         (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-# ------------------------------------------------------------------------------------------------------------ import
+# ---------------------------------------------------------------------------------------------------------- import
 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -277,8 +277,8 @@ def load(plan: Plan, directory: Path) -> None:
     if wrong := sorted(claimed ^ tensors.keys()):
         missing = wrong[0] in claimed
         raise UserError(
-            f"the adapter {directory} {'lacks' if missing else 'also holds'} {wrong[0]} and differs in {len(wrong)} "
-            "tensors from the model's adapters: adapt the model with the PEFT that peft_for gives for it"
+            f"the adapter {directory} {'lacks' if missing else 'also holds'} {wrong[0]} and differs in "
+            f"{len(wrong)} tensors from the model's adapters: adapt the model with what peft_for gives for it"
         )
     for task, part in jobs:
         _check(task, part, config, tensors, directory)
@@ -315,14 +315,14 @@ def _check(
         theirs = (rank, alpha, bool(config.get("use_rslora")))
         if ours != theirs:
             raise UserError(
-                f"the adapter {directory} has rank, alpha and use_rslora {theirs} for {name}, the model's adapter has "
-                f"{ours}: adapt the model with the PEFT that peft_for gives for it"
+                f"the adapter {directory} has rank, alpha and use_rslora {theirs} for {name}, the model's adapter "
+                f"has {ours}: adapt the model with what peft_for gives for it"
             )
     shared = task.shard.kind != "row" and part.role is None
     if shared and any(not torch.equal(tensors[_key(names[0], A)], tensors[_key(name, A)]) for name in names[1:]):
         raise UserError(
-            f"the adapter {directory} has different factors A for {', '.join(names)}, which LoRA of Megatron's fused "
-            "layer shares: use CanonicalLoRA"
+            f"the adapter {directory} has different factors A for {', '.join(names)}, which an adapter of "
+            "Megatron's fused layer shares: use CanonicalLoRA"
         )
 
 

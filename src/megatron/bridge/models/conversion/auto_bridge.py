@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.models.conversion import exporting, loading
+from megatron.bridge.models.conversion import adapters, exporting, loading
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTuple,
     MegatronModelBridge,
@@ -176,13 +176,14 @@ class AutoBridge:
             cpu: move each tensor to the CPU.
             show_progress: draw a progress bar on rank 0.
             conversion_tasks: which tasks, of ``get_conversion_tasks``; all when None.
-            merge_adapter_weights: either value gives the same: a model without adapters has nothing to merge.
+            merge_adapter_weights: put adapters into the weights; False gives the base model's.
 
         Yields:
             (param_name, weight), in the order of the model.
         """
         source = self._source(None)
         plan = self._export_plan(model, source) if conversion_tasks is None else Plan(tuple(conversion_tasks))
+        plan = adapters.merging(plan) if merge_adapter_weights else plan
         stream = exporting.stream(self._bridge, plan, source, cpu)
         total = len(plan.hf_names) + len(plan.ties)
         yield from console.track(stream, "Exporting", total=total, show=show_progress)
@@ -206,24 +207,29 @@ class AutoBridge:
             show_progress: say on rank 0 what was written.
             source_path: the Hugging Face model to be like; this bridge's own when None.
             strict: refuse to write other tensors than the source has.
-            merge_adapter_weights: either value gives the same: a model without adapters has nothing to merge.
+            merge_adapter_weights: put adapters into the weights; False writes the base model's.
 
         Raises:
             UserError: the directory cannot be written, the disk is full, or the tensors are not the source's.
         """
         pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
         with _published(Path(path)) as staging:
-            self._save_weights(model, staging, self._source(source_path), strict)
+            self._save_weights(model, staging, self._source(source_path), strict, merge_adapter_weights)
             on_first_rank(lambda: self._save_side_files(model, staging, pretrained))
         if show_progress:
             console.console().print(f"Hugging Face model: {path}{_in_full(pretrained)}")
 
     def save_hf_weights(
-        self, model: Chunks, path: str | Path, show_progress: bool = True, strict: bool = True
+        self,
+        model: Chunks,
+        path: str | Path,
+        show_progress: bool = True,
+        strict: bool = True,
+        merge_adapter_weights: bool = True,
     ) -> None:
         """Write the weights and their index only; see ``save_hf_pretrained``."""
         with _published(Path(path)) as staging:
-            self._save_weights(model, staging, self._source(None), strict)
+            self._save_weights(model, staging, self._source(None), strict, merge_adapter_weights)
         if show_progress:
             console.console().print(f"Hugging Face weights: {path}")
 
@@ -242,6 +248,62 @@ class AutoBridge:
             UserError: not a model directory, or the hub refuses.
         """
         return hub.push(path, repo_id or Path(path).resolve().name, **options)
+
+    # ---- adapters -----------------------------------------------------------------------------------------------
+
+    def export_adapter_weights(
+        self, model: Chunks, cpu: bool = True, show_progress: bool = True
+    ) -> Iterator[HFWeightTuple]:
+        """Stream the adapters alone, whole and on every rank, under the names of the ``peft`` library.
+
+        Args:
+            model: this rank's chunks, with adapters.
+            cpu: move each tensor to the CPU.
+            show_progress: draw a progress bar on rank 0.
+
+        Yields:
+            (param_name, weight), such as ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``.
+        """
+        plan = self._export_plan(model, None)
+        stream = adapters.stream(plan)
+        for found in console.track(stream, "Exporting", total=len(plan.hf_names), show=show_progress):
+            for name, weight in found.named().items():
+                yield HFWeightTuple(name, weight.cpu() if cpu else weight)
+
+    def save_hf_adapter(
+        self, model: Chunks, path: str | Path, peft_config: Any = None, show_progress: bool = True
+    ) -> None:
+        """Write a directory that ``peft.PeftModel.from_pretrained`` loads; it appears whole or not at all.
+
+        Args:
+            model: this rank's chunks, with adapters.
+            path: directory to make; it must not exist, or be empty.
+            peft_config: what the adapters were made with. They know that themselves; another value is refused.
+            show_progress: say on rank 0 what was written.
+
+        Raises:
+            UserError: no adapters, or such that the format cannot hold, or a directory that cannot be written.
+        """
+        if peft_config is not None:
+            adapters.refuse_other_config([model_io.unwrap(chunk) for chunk in model], peft_config)
+        base = self.hf_pretrained
+        name = str(base.model_name_or_path) if isinstance(base, PreTrainedCausalLM) else None
+        with _published(Path(path)) as staging:
+            adapters.save(self._export_plan(model, None), staging, name, write=dist.rank() == 0)
+        if show_progress:
+            console.console().print(f"Adapter: {path}")
+
+    def load_hf_adapter(self, model: Chunks, path: str | Path) -> None:
+        """Fill the model's adapters from a directory in the format of the ``peft`` library.
+
+        Args:
+            model: this rank's chunks, adapted with what ``peft.hf_adapter.peft_for`` gives for ``path``.
+            path: directory with ``adapter_config.json``.
+
+        Raises:
+            UserError: the adapters differ in anything; nothing was changed.
+        """
+        adapters.load(self._export_plan(model, None), Path(path))
 
     # ---- Megatron checkpoints -----------------------------------------------------------------------------------
 
@@ -367,8 +429,11 @@ class AutoBridge:
             return None
         return self._weights(path).state
 
-    def _save_weights(self, model: Chunks, staging: Path, source: Checkpoint | None, strict: bool) -> None:
+    def _save_weights(
+        self, model: Chunks, staging: Path, source: Checkpoint | None, strict: bool, merge: bool
+    ) -> None:
         plan = self._export_plan(model, source if strict else None)
+        plan = adapters.merging(plan) if merge else plan
         exporting.save(self._bridge, plan, staging, source, strict)
 
     def _save_side_files(self, model: Chunks, staging: Path, source: Any) -> None:

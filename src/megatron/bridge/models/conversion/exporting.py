@@ -56,7 +56,7 @@ def stream(
 
 @torch.no_grad()
 def _on_all_ranks(task: WeightConversionTask) -> dict[str, Tensor]:
-    mine = task.mapping.megatron_to_hf(task.param_weight, task.megatron_module)
+    mine = task.mapping.megatron_to_hf(task.exported, task.megatron_module)
     if task.mapping.copies:
         found = task.mapping.slice_shapes(task.shard)
         shapes = {name: (shape, task.dtype) for name, shape in found.items()}
@@ -176,8 +176,8 @@ def _gathered(
     rank, size = exchange.rank_and_size(group)
     receiver = index % size
     if task.mapping.copies and not bridge.computes_on_export:
-        return exchange.gather(cast(Tensor, task.param_weight), group, task.shard.parts, receiver)
-    whole = task.mapping.megatron_to_hf(task.param_weight, cast(nn.Module, task.megatron_module))
+        return exchange.gather(cast(Tensor, task.exported), group, task.shard.parts, receiver)
+    whole = task.mapping.megatron_to_hf(task.exported, cast(nn.Module, task.megatron_module))
     if bridge.computes_on_export:
         whole = bridge.maybe_modify_converted_hf_weight(task, whole, source or {})
     return whole if rank == receiver else None

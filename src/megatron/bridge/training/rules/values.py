@@ -8,7 +8,6 @@ NOT_YET = (
     "straggler",
     "nvrx_straggler",
     "profiling",
-    "peft",
     "comm_overlap",
     "inprocess_restart",
     "tensor_inspect",
@@ -19,6 +18,21 @@ def future_blocks_are_unset(config: ConfigContainer, world_size: int) -> str | N
     """Blocks without a feature behind them would be ignored."""
     used = [name for name in NOT_YET if getattr(config, name) is not None]
     return f"{', '.join(used)}: not available in this version, leave unset" if used else None
+
+
+def adapters_have_a_base(config: ConfigContainer, world_size: int) -> str | None:
+    """Adapters are nothing by themselves, and their values must make sense."""
+    if config.peft is None:
+        return None
+    problems = config.peft.problems()
+    if config.checkpoint.pretrained_checkpoint is None:
+        problems.append(
+            f"peft is {type(config.peft).__name__}, but checkpoint.pretrained_checkpoint is not set: give the "
+            "weights to put the adapters on, a Megatron checkpoint or a Hugging Face directory"
+        )
+    if getattr(config.ddp, "use_megatron_fsdp", False):
+        problems.append("peft with ddp.use_megatron_fsdp=True is not supported: set it to false")
+    return "\n".join(problems) or None
 
 
 def sequence_fits_model(config: ConfigContainer, world_size: int) -> str | None:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every method of parameter-efficient fine-tuning does: freeze the model, add to it, say what is trained."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from megatron.bridge.checkpoint import model_io
+from megatron.bridge.models.conversion import exchange
+from megatron.bridge.models.conversion.adapted import MADE_WITH, mark_whole
+from megatron.bridge.models.conversion.plan import global_name
+from megatron.bridge.peft import targets
+from megatron.bridge.peft.recompute import let_gradients_start
+from megatron.bridge.peft.targets import Site
+from megatron.bridge.utils.errors import UserError
+
+_TRAINED = "trained_by_peft"
+
+
+@dataclass
+class PEFT:
+    """A method of parameter-efficient fine-tuning; subclasses define ``transform``, or ``adapt``.
+
+    Whatever they add is trained, as are ``modules_to_save``; everything else is frozen.
+
+    Attributes:
+        modules_to_save: Modules to train whole and save beside the adapters, by name or pattern.
+        seed: Seed of the adapters' first values; None is ``rng.seed`` of a run, and 0 outside of one.
+
+    Example:
+        A user's own method::
+
+            @dataclass
+            class TrainNorms(PEFT):
+                def transform(self, module, name="", prefix=""):
+                    if name == "input_layernorm":
+                        module.requires_grad_(True)
+                    return module
+    """
+
+    modules_to_save: list[str] = field(default_factory=list)
+    seed: int | None = None
+
+    def problems(self) -> list[str]:
+        """A sentence for each value that cannot be."""
+        return []
+
+    def prepare(self, chunks: Sequence[nn.Module]) -> None:
+        """Look at the whole model before anything is changed; all ranks of a replica call this together."""
+
+    def transform(self, module: nn.Module, name: str = "", prefix: str = "") -> nn.Module:
+        """What stands for ``module`` from now on: the module itself, changed or not, or another one.
+
+        Args:
+            module: Any module of the model; its parameters are frozen.
+            name: Its name in its parent.
+            prefix: The parent's name in the whole model.
+        """
+        return module
+
+    def adapt(self, site: Site) -> None:
+        """Change a linear layer in place; called for each one, in the order of the model."""
+
+    def __call__(self, model: nn.Module | list[nn.Module], training: bool = True) -> Any:
+        """Freeze the model and add what is trained.
+
+        Args:
+            model: A chunk or all chunks of this rank, with its base weights, before data parallelism wraps it.
+            training: Whether what was added shall be trained; False freezes it, too.
+
+        Returns:
+            The same model.
+
+        Raises:
+            UserError: a value or a target cannot be, or the model has adapters already.
+        """
+        chunks = bare_chunks(model)
+        if problems := self.problems():
+            raise UserError("\n".join(problems))
+        if any(MADE_WITH in chunk.__dict__ for chunk in chunks):
+            raise UserError("this model has adapters already: merge them with LoRAMerge, or build it anew")
+        self.prepare(chunks)
+        whole = self._modules_to_save(chunks)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            for site in list(targets.sites(chunk)):
+                self.adapt(site)
+            _transform_children(chunk, chunk, "", self.transform)
+        for module in whole:
+            for parameter in module.parameters():
+                parameter.requires_grad_(True)
+                mark_whole(parameter)
+        self._refuse_nothing(chunks)
+        for chunk in chunks:
+            chunk.__dict__[MADE_WITH] = self
+            chunk.__dict__[_TRAINED] = frozenset(name for name, _ in _trainable(chunk))
+            let_gradients_start(chunk)
+            if not training:
+                chunk.requires_grad_(False)
+        return model
+
+    def _modules_to_save(self, chunks: Sequence[nn.Module]) -> list[nn.Module]:
+        named = [
+            (global_name(chunk, f"{path}.").removesuffix("."), module)
+            for chunk in chunks
+            for path, module in chunk.named_modules()
+            if path and next(module.parameters(), None) is not None
+        ]
+        names = [name for stage in exchange.all_stages([name for name, _ in named]) for name in stage]
+        targets.refuse_unmatched("peft.modules_to_save", self.modules_to_save, names)
+        return [
+            module for name, module in named if any(targets.matches(key, name) for key in self.modules_to_save)
+        ]
+
+    def _refuse_nothing(self, chunks: Sequence[nn.Module]) -> None:
+        trained = any(True for chunk in chunks for _ in _trainable(chunk))
+        if not any(exchange.all_stages(trained)):
+            raise UserError(f"peft: {type(self).__name__} adds nothing to this model that could be trained")
+
+
+def _trainable(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in chunk.named_parameters() if parameter.requires_grad)
+
+
+def _transform_children(
+    chunk: nn.Module, parent: nn.Module, path: str, transform: Callable[[nn.Module, str, str], nn.Module]
+) -> None:
+    prefix = global_name(chunk, f"{path}.").removesuffix(".") if path else ""
+    for name, child in list(parent.named_children()):
+        _transform_children(chunk, child, f"{path}.{name}" if path else name, transform)
+        replacement = transform(child, name, prefix)
+        if replacement is not child:
+            setattr(parent, name, replacement)
+
+
+def bare_chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The chunks without wrappers of data parallelism and precision."""
+    chunks = [model] if isinstance(model, nn.Module) else model
+    return [model_io.unwrap(chunk) for chunk in chunks]
+
+
+def trained_names(chunk: nn.Module) -> frozenset[str]:
+    """The parameters of a bare chunk that its method trains, by their names in the chunk."""
+    return chunk.__dict__.get(_TRAINED, frozenset())
+
+
+def forget(chunk: nn.Module) -> None:
+    """Note that a bare chunk has no adapters any more."""
+    for key in (MADE_WITH, _TRAINED):
+        chunk.__dict__.pop(key, None)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA with factors of their own for the projections that Megatron fuses: queries, keys, values; gates, values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.models.conversion.adapted import LowRankPart
+from megatron.bridge.peft.lora import LoRAAdapter, LowRankPEFT
+from megatron.bridge.peft.low_rank import Shape
+from megatron.bridge.peft.targets import Site
+from megatron.bridge.utils.errors import UserError
+
+QKV = {"q": "linear_q", "k": "linear_k", "v": "linear_v"}
+GATED = {"gate": "linear_fc1_gate", "up": "linear_fc1_up"}
+
+
+def parts_of(site: Site) -> dict[str, str]:
+    """Role -> the name by which targets call a part of a fused layer; nothing for other layers."""
+    before, _, leaf = site.name.rpartition(".")
+    if leaf == "linear_qkv":
+        return {role: f"{before}.{name}" for role, name in QKV.items()}
+    if leaf == "linear_fc1" and site.halves == 2:
+        return {role: f"{before}.{name}" for role, name in GATED.items()}
+    return {}
+
+
+def rows_of(site: Site) -> dict[str, int]:
+    """Role -> outputs of that part on this rank."""
+    rows = site.weights[0].shape[0]
+    if site.halves == 2:
+        return dict.fromkeys(GATED, rows // 2)
+    config = site.config
+    groups = rows // ((_queries_per_group(config) + 2) * config.kv_channels)
+    width = groups * config.kv_channels
+    return {"q": width * _queries_per_group(config), "k": width, "v": width}
+
+
+def _queries_per_group(config: Any) -> int:
+    return config.num_attention_heads // config.num_query_groups
+
+
+class CanonicalAdapter(nn.ModuleDict):
+    """Low-rank paths of parts of one layer, by role; parts without one are left as they are."""
+
+    def __init__(self, site: Site, shapes: dict[str, Shape]) -> None:
+        self.rows = rows_of(site)
+        factors = {role: LoRAAdapter(site, shape, role, self.rows[role]) for role, shape in shapes.items()}
+        super().__init__(factors)
+        self.head_width = None if site.halves == 2 else site.config.kv_channels
+        self.stack = 1 if site.experts is None else site.experts
+
+    def combine(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
+        """The sum of all paths."""
+        parts = {role: adapter(x, counts) for role, adapter in self.items()}
+        return base + self._fused(parts, base, -1)
+
+    def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """``W + scaling * B A`` part by part, in fp32."""
+        whole = torch.stack([weight.float() for weight in weights])
+        parts = {role: adapter._stacked_delta().mT for role, adapter in self.items()}
+        return list(whole + self._fused(parts, whole.mT, -1).mT)
+
+    def parts(self, expert: int) -> list[LowRankPart]:
+        """The factors of each role."""
+        return [adapter._part_of(expert, role) for role, adapter in self.items()]
+
+    def _fused(self, parts: dict[str, Tensor], like: Tensor, dim: int) -> Tensor:
+        """The parts in the order of the layer's outputs: by key-value group, or gates before values."""
+        assert dim == -1, "outputs are last"
+        found = [
+            parts[role] if role in parts else like.new_zeros(*like.shape[:-1], rows)
+            for role, rows in self.rows.items()
+        ]
+        if self.head_width is None:
+            return torch.cat(found, dim=-1)
+        groups = self.rows["k"] // self.head_width
+        by_group = [part.unflatten(-1, (groups, -1)) for part in found]
+        return torch.cat(by_group, dim=-1).flatten(-2)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The factors of all roles."""
+        state: dict[str, Any] = {}
+        for role, adapter in self.items():
+            state |= adapter.sharded_state_dict(f"{prefix}{role}.", sharded_offsets, metadata)
+        return state
+
+
+@dataclass
+class CanonicalLoRA(LowRankPEFT):
+    """LoRA whose factors match those of Hugging Face's separate projections, one by one.
+
+    Fused layers are targeted by their parts: ``linear_q``, ``linear_k``, ``linear_v``, ``linear_fc1_gate``,
+    ``linear_fc1_up``.
+    """
+
+    target_modules: list[str] = field(
+        default_factory=lambda: [*QKV.values(), "linear_proj", *reversed(GATED.values()), "linear_fc2"]
+    )
+
+    def names_of(self, site: Site) -> list[str]:
+        """The parts of a fused layer, or the layer."""
+        return list(parts_of(site).values()) or [site.name]
+
+    def adapter_for(self, site: Site) -> nn.Module:
+        """One pair of factors for each chosen part."""
+        parts = parts_of(site)
+        if not parts:
+            return LoRAAdapter(site, self.shape_for(site.name))
+        if "q" in parts and getattr(site.config, "attention_output_gate", False):
+            raise UserError(
+                f"peft: the queries of {site.name} come with gates that CanonicalLoRA cannot tell apart: use LoRA"
+            )
+        shapes = {role: self.shape_for(name) for role, name in parts.items() if name in self._chosen}
+        return CanonicalAdapter(site, shapes)

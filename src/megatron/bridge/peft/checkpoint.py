@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint of adapters holds: what is trained, and by which base weights it makes sense."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from torch import Tensor, nn
+
+from megatron.bridge.checkpoint import model_io
+from megatron.bridge.models.conversion.adapted import in_adapter
+from megatron.bridge.peft.base import bare_chunks, trained_names
+from megatron.bridge.utils import dist
+
+_MODULUS = 1 << 61
+_MULTIPLIER = 0x9E3779B1  # odd, so that no position loses a bit
+
+
+def trained_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+    """The sharded state of what is trained, sharing memory with the parameters.
+
+    Args:
+        chunks: This rank's chunks, adapted.
+        metadata: How tensors are named, as ``model_io.MODEL_METADATA``.
+    """
+    whole = model_io.model_state(chunks, metadata)
+    trained = zip(model_io.chunk_keys(chunks), bare_chunks(chunks), strict=True)
+    return {key: {name: whole[key][name] for name in sorted(trained_names(chunk))} for key, chunk in trained}
+
+
+def set_trained_state(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:
+    """Put what was loaded into the parameters that are trained."""
+    for key, chunk in zip(model_io.chunk_keys(chunks), bare_chunks(chunks), strict=True):
+        outcome = chunk.load_state_dict(loaded[key], strict=False)
+        missing = trained_names(chunk).intersection(outcome.missing_keys)
+        assert not missing, f"not loaded after the checkpoint was read: {missing}"
+        assert not outcome.unexpected_keys, f"loaded without a place: {outcome.unexpected_keys}"
+
+
+@torch.no_grad()
+def fingerprint(chunks: Sequence[nn.Module]) -> str:
+    """A number of 61 bits that tells base weights apart, in hexadecimal; the same under any layout.
+
+    It is the sum over all weights of bits times position, and so does not depend on who holds which part. Weights
+    count as rounded to bf16: the same base in another precision is the same base. All ranks call this.
+    """
+    total = sum(_share(shard) for shard in _shards(chunks)) % _MODULUS
+    return f"{sum(dist.all_gather_object(total)) % _MODULUS:016x}"
+
+
+def _shards(chunks: Sequence[nn.Module]) -> Iterator[ShardedTensor]:
+    """What this rank counts of the weights: each part of the model on one rank only."""
+    for key, state in model_io.model_state(chunks, model_io.MODEL_METADATA).items():
+        del key
+        for name, entry in state.items():
+            if in_adapter(name):
+                continue
+            pieces = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+            for piece in nested_values([pieces]):
+                if isinstance(piece, ShardedTensor) and is_main_replica(piece.replica_id):
+                    yield piece
+
+
+def _share(shard: ShardedTensor) -> int:
+    """The sum of one part. Rows that pad a vocabulary are zero and add nothing, whatever their number."""
+    assert shard.data is not None, f"{shard.key} has no data"
+    bits = shard.data.to(torch.bfloat16).reshape(shard.data.shape).view(torch.int16).long() & 0xFFFF
+    place = _positions(shard, bits)
+    name = sum(ord(letter) * 31**index for index, letter in enumerate(shard.key)) % _MODULUS
+    # products below 2^47: a sum of 2^16 of them cannot overflow, so it is taken in steps
+    products = (bits * place).flatten()
+    partial = products.split(1 << 16)
+    return (sum(int(part.sum()) for part in partial) * (name | 1)) % _MODULUS
+
+
+def _positions(shard: ShardedTensor, like: Tensor) -> Tensor:
+    """A number of 31 bits for each element, by its place in the whole tensor."""
+    place = torch.zeros((), dtype=torch.long, device=like.device)
+    for dim, size in enumerate(like.shape):
+        index = torch.arange(size, device=like.device) + shard.global_offset[shard.prepend_axis_num + dim]
+        shape = [size if other == dim else 1 for other in range(like.ndim)]
+        place = (place * _MULTIPLIER + index.view(shape) + 1) & 0x7FFFFFFF
+    for axis in range(shard.prepend_axis_num):
+        place = (place * _MULTIPLIER + shard.global_offset[axis] + 1) & 0x7FFFFFFF
+    return place

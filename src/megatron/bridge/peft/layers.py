@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer and its adapter as one: the layer keeps its parameters, names and class, and gains a child ``adapter``.
+
+The layer becomes an instance of a subclass of its own class. Nothing is wrapped, so whoever looks for the base
+weight (Megatron-Core, a checkpoint, a conversion plan) finds it where it always was.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol, cast
+
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.moe.router import Router
+from torch import Tensor, nn
+
+from megatron.bridge.models.conversion.adapted import ADAPTER, AdaptedModule, LowRankPart
+from megatron.bridge.peft.targets import Site
+
+
+class Adapter(Protocol):
+    """What a layer asks of its adapter."""
+
+    def combine(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
+        """The layer's outputs, from those without the adapter and without a bias."""
+        ...
+
+    def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights of a layer without adapter that computes the same, in fp32."""
+        ...
+
+    def parts(self, expert: int) -> list[LowRankPart]:
+        """What makes up the difference to one of the weights."""
+        ...
+
+
+class _Adapted:
+    """What a layer's class gains; ``adapter`` is the child.
+
+    A namespace, not a base: Python lets an instance change to a subclass of its class, but not to one that has a
+    second base.
+    """
+
+    adapter: Any
+    adapted_site: Site
+
+    def merged_weight(self, weight: Tensor) -> Tensor:
+        """What stands for ``weight``, a parameter of this layer, in a model without adapters.
+
+        Collective over the ranks that the weight is cut over.
+        """
+        index = self._index(weight)
+        return (
+            weight
+            if index is None
+            else self.adapter.merged_weights(self.adapted_site.weights)[index].to(weight.dtype)
+        )
+
+    def low_rank_parts(self, weight: Tensor) -> list[LowRankPart]:
+        """What the adapter adds to ``weight``; nothing to a bias or a norm."""
+        index = self._index(weight)
+        return [] if index is None else self.adapter.parts(index)
+
+    def _index(self, parameter: Tensor) -> int | None:
+        weights = self.adapted_site.weights
+        return next((index for index, weight in enumerate(weights) if weight is parameter), None)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The layer's own, which must not see the child, and the adapter's."""
+        with _set_aside(self):  # type: ignore[arg-type]
+            state = _base(self).sharded_state_dict(self, prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        state |= self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)
+        return state
+
+
+class _AdaptedLinear(_Adapted):
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """(outputs, bias to be added later)."""
+        base, bias, seen = _unpack(_base(self).forward(self, x, *args, **options), x)  # type: ignore[misc]
+        weight = options.get("weight", args[0] if args and isinstance(args[0], Tensor) else None)
+        weights = self.adapted_site.weights if weight is None else [weight]
+        included = _included_bias(self, bias)
+        gathered = base.shape[-1] != self.adapted_site.weights[0].shape[0] and self.adapted_site.kind == "column"
+        if gathered:
+            assert included is None, "a gathered output comes without bias"
+            rows = base.shape[-1] // self.adapted_site.group.size()
+            base = base.narrow(-1, self.adapted_site.group.rank() * rows, rows)
+        out = self.adapter.combine(base if included is None else base - included, seen, None, weights)
+        out = out if included is None else out + included
+        return (gather_from_tensor_model_parallel_region(out, self.adapted_site.group) if gathered else out), bias
+
+
+class _AdaptedExperts(_Adapted):
+    def forward(
+        self, x: Tensor, tokens_per_expert: Sequence[int], *args: Any, **options: Any
+    ) -> tuple[Tensor, Any]:
+        """(outputs [tokens, out], biases to be added later)."""
+        base, biases = _base(self).forward(self, x, tokens_per_expert, *args, **options)  # type: ignore[misc]
+        return self.adapter.combine(base, x, list(tokens_per_expert), self.adapted_site.weights), biases
+
+
+class _AdaptedRouter(_Adapted):
+    def gating(self, x: Tensor) -> Tensor:
+        """Logits [tokens, experts], in the dtype that the router computes in."""
+        base = _base(self).gating(self, x)  # type: ignore[misc]
+        bias = getattr(self, "bias", None)
+        plain = base if bias is None else base - bias
+        out = self.adapter.combine(plain, x.to(base.dtype), None, self.adapted_site.weights)
+        return out if bias is None else out + bias
+
+
+def attach(site: Site, adapter: nn.Module) -> None:
+    """Make ``adapter`` the adapter of a layer."""
+    module = cast(Any, site.module)
+    mixin: type = _AdaptedLinear
+    if site.experts is not None:
+        mixin = _AdaptedExperts
+    elif isinstance(module, Router):
+        mixin = _AdaptedRouter
+    elif hasattr(module, "return_layernorm_output"):
+        module.return_layernorm_output = True  # a fused norm: the adapter sees what the matrix sees
+    module.adapter = adapter
+    module.__class__ = _adapted_class(type(module), mixin)
+    module.adapted_site = site
+
+
+def detach(module: nn.Module) -> None:
+    """Make an adapted layer what it was."""
+    layer = cast(Any, module)
+    if hasattr(layer, "return_layernorm_output"):
+        layer.return_layernorm_output = False
+    layer.__class__ = _base(layer)
+    del layer.adapter, layer.adapted_site
+
+
+def adapted(chunk: nn.Module) -> Iterator[Any]:
+    """The layers of a chunk that have an adapter of this package."""
+    return (module for module in chunk.modules() if isinstance(module, AdaptedModule))
+
+
+@cache
+def _adapted_class(kind: type, mixin: type) -> type:
+    gained = {name: value for name, value in {**vars(_Adapted), **vars(mixin)}.items() if callable(value)}
+    return type(f"Adapted{kind.__name__}", (kind,), {**gained, "__module__": __name__})
+
+
+def _base(module: Any) -> Any:
+    """The class that an adapted layer had."""
+    return type(module).__bases__[0]
+
+
+@contextmanager
+def _set_aside(module: nn.Module) -> Iterator[None]:
+    children = module._modules
+    adapter = children.pop(ADAPTER)
+    try:
+        yield
+    finally:
+        children[ADAPTER] = adapter
+
+
+def _unpack(outcome: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Outputs, later bias and what the matrix was multiplied with, of a layer with or without a fused norm."""
+    if len(outcome) == 3:  # Transformer Engine returns the bias between its two outputs
+        return outcome
+    out, bias = outcome
+    return (out[0], bias, out[1]) if isinstance(out, tuple) else (out, bias, x)
+
+
+def _included_bias(module: Any, later: Tensor | None) -> Tensor | None:
+    bias = getattr(module, "bias", None)
+    return bias if later is None and isinstance(bias, Tensor) and bias.numel() else None

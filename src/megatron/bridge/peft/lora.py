@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA (https://arxiv.org/abs/2106.09685), and its removal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.models.conversion.adapted import LowRankPart
+from megatron.bridge.peft import layers, targets
+from megatron.bridge.peft.base import PEFT, bare_chunks, forget
+from megatron.bridge.peft.low_rank import Init, LowRank, Shape
+from megatron.bridge.peft.targets import Site
+
+
+class LoRAAdapter(LowRank):
+    """``W x + scaling * B A x``."""
+
+    def combine(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
+        """The sum of both paths."""
+        return base + self(x, counts)
+
+    def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """``W + scaling * B A``, in fp32."""
+        return list(torch.stack([weight.float() for weight in weights]) + self._stacked_delta())
+
+    def parts(self, expert: int) -> list[LowRankPart]:
+        """All outputs at once."""
+        return [self._part_of(expert)]
+
+    def _part_of(self, expert: int, role: str | None = None, magnitude: Tensor | None = None) -> LowRankPart:
+        a, b = (self.a, self.b) if self.experts is None else (self.a[expert], self.b[expert])
+        rows = b.flatten(0, 1) if self.halves > 1 else b
+        dropout = self.shape.dropout if self.shape.dropout_position == "pre" else 0.0
+        return LowRankPart(a, rows, self.shape.alpha, self.shape.use_rslora, dropout, role, magnitude)
+
+    def _stacked_delta(self) -> Tensor:
+        delta = self.delta_weight()
+        return delta if self.experts is not None else delta[None]
+
+
+@dataclass
+class LowRankPEFT(PEFT):
+    """What the low-rank methods share.
+
+    Attributes:
+        target_modules: Layers to adapt: names (``linear_qkv``) or patterns of whole names
+            (``*.layers.0.*.linear_qkv``). One that matches nothing is refused.
+        exclude_modules: Targets to leave out after all, in the same form.
+        dim: Rank.
+        alpha: Numerator of the scaling, ``alpha / dim``.
+        use_rslora: Scale by ``alpha / sqrt(dim)``.
+        dropout: Probability.
+        dropout_position: Drop inputs of the low-rank path (``pre``) or its outputs (``post``).
+        lora_A_init_method, lora_B_init_method: How the factors start; one of them must be zero, so that training
+            starts from the base model.
+        dim_by_module, alpha_by_module: Pattern -> another value; the first that matches counts.
+    """
+
+    target_modules: list[str] = field(
+        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    )
+    exclude_modules: list[str] = field(default_factory=list)
+    dim: int = 32
+    alpha: float = 32
+    use_rslora: bool = False
+    dropout: float = 0.0
+    dropout_position: Literal["pre", "post"] = "pre"
+    lora_A_init_method: Init = "xavier"  # noqa: N815 - a public name
+    lora_B_init_method: Init = "zero"  # noqa: N815
+    dim_by_module: dict[str, int] = field(default_factory=dict)
+    alpha_by_module: dict[str, float] = field(default_factory=dict)
+
+    def problems(self) -> list[str]:
+        """A sentence for each value that cannot be."""
+        found = []
+        if not self.target_modules:
+            found.append("peft.target_modules is empty: name the layers to adapt, such as linear_qkv")
+        ranks = {
+            "peft.dim": self.dim,
+            **{f"peft.dim_by_module[{key!r}]": n for key, n in self.dim_by_module.items()},
+        }
+        found += [f"{key}={rank}: a rank is at least 1" for key, rank in ranks.items() if rank < 1]
+        if not 0 <= self.dropout < 1:
+            found.append(f"peft.dropout={self.dropout}: a probability is at least 0 and below 1")
+        if "zero" not in (self.lora_A_init_method, self.lora_B_init_method):
+            found.append(
+                "peft.lora_A_init_method and peft.lora_B_init_method are both random, so that training would not "
+                "start from the base model: set one to zero"
+            )
+        if self.lora_A_init_method == self.lora_B_init_method == "zero":
+            found.append(
+                "peft.lora_A_init_method and peft.lora_B_init_method are both zero, so that no gradient would "
+                "flow: set one to xavier"
+            )
+        return [*found, *super().problems()]
+
+    def prepare(self, chunks: Sequence[nn.Module]) -> None:
+        """Choose the layers of this rank.
+
+        Raises:
+            UserError: a pattern matches nothing.
+        """
+        names = [name for chunk in chunks for site in targets.sites(chunk) for name in self.names_of(site)]
+        self._chosen = targets.chosen(names, self.target_modules, self.exclude_modules)
+        targeted = [name for stage in targets.exchange.all_stages(sorted(self._chosen)) for name in stage]
+        for key in ("dim_by_module", "alpha_by_module"):
+            targets.refuse_unmatched(f"peft.{key}", getattr(self, key), targeted)
+
+    def adapt(self, site: Site) -> None:
+        """Give a chosen layer its adapter."""
+        if self._chosen.intersection(self.names_of(site)):
+            targets.check(site)
+            layers.attach(site, self.adapter_for(site))
+
+    def names_of(self, site: Site) -> list[str]:
+        """What targets can call a layer, or its parts."""
+        return [site.name]
+
+    def adapter_for(self, site: Site) -> nn.Module:
+        """The adapter of a chosen layer."""
+        raise NotImplementedError(f"{type(self).__name__} must define adapter_for")
+
+    def shape_for(self, name: str) -> Shape:
+        """Rank and scaling of the layer, or part, ``name``."""
+        return Shape(
+            rank=targets.value_for(name, self.dim, self.dim_by_module),
+            alpha=targets.value_for(name, self.alpha, self.alpha_by_module),
+            use_rslora=self.use_rslora,
+            dropout=self.dropout,
+            dropout_position=self.dropout_position,
+            init_a=self.lora_A_init_method,
+            init_b=self.lora_B_init_method,
+            seed=self.seed or 0,
+        )
+
+
+@dataclass
+class LoRA(LowRankPEFT):
+    """One low-rank path beside each targeted layer, fused layers as a whole.
+
+    Example:
+        >>> LoRA(target_modules=["linear_qkv"], dim=8, alpha=16).dim
+        8
+    """
+
+    def adapter_for(self, site: Site) -> nn.Module:
+        """One pair of factors for all outputs."""
+        return LoRAAdapter(site, self.shape_for(site.name))
+
+
+class LoRAMerge:
+    """Puts adapters into the weights that they are beside, and removes them."""
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module | list[nn.Module], training: bool = False) -> nn.Module | list[nn.Module]:
+        """Merge in place; sums are computed in fp32 and rounded once.
+
+        Args:
+            model: A chunk or all chunks of this rank, wrapped or not; all ranks that share a weight call this.
+            training: Whether the weights are to be trained on.
+
+        Returns:
+            The same model.
+        """
+        for chunk in bare_chunks(model):
+            for module in list(layers.adapted(chunk)):
+                merged = [module.merged_weight(weight) for weight in module.adapted_site.weights]
+                for weight, value in zip(module.adapted_site.weights, merged, strict=True):
+                    weight.copy_(value)
+                layers.detach(module)
+            forget(chunk)
+            chunk.requires_grad_(training)
+        return model

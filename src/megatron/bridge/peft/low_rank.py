@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The path beside a linear layer: ``scaling * B A x`` with A [rank, inputs] and B [outputs, rank].
+
+Where the layer's weight is cut, the factor at the same side is cut alike and the other one is whole on every rank.
+All that ranks exchange is the narrow middle [tokens, rank]: gathered or summed between A and B, so that outputs
+and gradients are those of one process.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch import Tensor, nn
+
+from megatron.bridge.peft.targets import Site
+
+Init = Literal["xavier", "kaiming", "normal", "zero"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an adapter of one layer is like.
+
+    Attributes:
+        rank: Width of the middle.
+        alpha: Numerator of the scaling.
+        use_rslora: Divide by the square root of the rank (https://arxiv.org/abs/2312.03732) instead of the rank.
+        dropout: Probability, on the inputs or on the outputs of the path.
+        dropout_position: ``pre`` is on the inputs, as in the LoRA paper; ``post`` on the outputs.
+        init_a: How A starts.
+        init_b: How B starts.
+        seed: Seed of all adapters; each draws from a generator of its own.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    dropout: float = 0.0
+    dropout_position: Literal["pre", "post"] = "pre"
+    init_a: Init = "xavier"
+    init_b: Init = "zero"
+    seed: int = 0
+
+    @property
+    def scaling(self) -> float:
+        """The factor of ``B A x``."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+class LowRank(nn.Module):
+    """A and B beside one layer, or beside some of a fused layer's outputs, for one weight or one per expert.
+
+    Attributes:
+        a: [experts?, rank, inputs of this rank].
+        b: [experts?, halves?, outputs of this rank, rank]; gates and values lie apart, as each is cut by itself.
+    """
+
+    def __init__(self, site: Site, shape: Shape, part: str = "", outputs: int | None = None) -> None:
+        """Beside ``site``; ``outputs`` of this rank instead of all, for the ``part`` of a fused layer."""
+        super().__init__()
+        weight = site.weights[0]
+        self.shape = shape
+        self.kind = site.kind
+        self.experts = site.experts
+        self.group = site.group
+        self.sequence_parallel = site.sequence_parallel
+        self.halves = site.halves if outputs is None else 1
+        rows = weight.shape[0] if outputs is None else outputs
+        halves = (self.halves, rows // self.halves) if self.halves > 1 else (rows,)
+        stack = () if site.experts is None else (site.experts,)
+        self.a = self._parameter(weight, *stack, shape.rank, weight.shape[1])
+        self.b = self._parameter(weight, *stack, *halves, shape.rank)
+        self._mark(self.a, cut=site.kind == "row", dim=self.a.ndim - 1)
+        self._mark(self.b, cut=site.kind == "column", dim=self.b.ndim - 2)
+        self.reset_parameters(f"{site.name}.{part}" if part else site.name)
+
+    def _parameter(self, weight: nn.Parameter, *size: int) -> nn.Parameter:
+        parameter = nn.Parameter(torch.empty(size, dtype=weight.dtype, device=weight.device))
+        parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+        return parameter
+
+    def _mark(self, parameter: nn.Parameter, cut: bool, dim: int) -> None:
+        """Tell Megatron-Core over which ranks there are copies, and whether their gradients are parts of a sum."""
+        set_tensor_model_parallel_attributes(parameter, cut, dim if cut else -1, 1)
+        parameter.sequence_parallel = self.sequence_parallel and not cut  # type: ignore[attr-defined]
+
+    # ---- first values -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reset_parameters(self, name: str) -> None:
+        """Draw the whole of A and B, seeded by the layer's name and the expert's number; keep this rank's part.
+
+        So the first values are the same under any layout.
+        """
+        for kind, parameter, init in (("a", self.a, self.shape.init_a), ("b", self.b, self.shape.init_b)):
+            for number, local in self._each_expert(parameter):
+                generator = torch.Generator().manual_seed(
+                    zlib.crc32(f"{name}.{kind}.{number}".encode()) + self.shape.seed
+                )
+                local.copy_(self._part(_drawn(self._whole_size(kind, local), init, generator), local))
+
+    def _each_expert(self, parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(number in the whole model, values) of each local expert; of one weight, (0, all)."""
+        if self.experts is None:
+            yield 0, parameter
+            return
+        first = parallel_state.get_expert_model_parallel_rank() * self.experts
+        yield from enumerate(parameter, first)
+
+    def _whole_size(self, kind: str, local: Tensor) -> list[int]:
+        size = list(local.shape)
+        if (self.kind, kind) in (("row", "a"), ("column", "b")):
+            size[_cut_dim(kind)] *= self.group.size()
+        return size
+
+    def _part(self, whole: Tensor, local: Tensor) -> Tensor:
+        for dim, (size, mine) in enumerate(zip(whole.shape, local.shape, strict=True)):
+            if size != mine:
+                return whole.narrow(dim, self.group.rank() * mine, mine)
+        return whole
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """``scaling * B A x`` as this rank's part of the layer's outputs.
+
+        Args:
+            x: What the layer multiplies: [..., inputs]; of experts, tokens in their order.
+            counts: Tokens of each local expert.
+        """
+        pre = self.shape.dropout_position == "pre"
+        if pre:
+            x = self._dropped(x, self._inputs_differ)
+        if counts is None:
+            a, b = self.a.to(x.dtype), self.b.to(x.dtype)
+            delta = F.linear(self._exchanged(F.linear(x, a)), _rows(b, self.halves))
+        else:
+            a, b = self._summed_grads(self.a, "row"), self._summed_grads(self.b, "column")
+            delta = _per_expert(_per_expert(x, a, counts), _rows(b, self.halves), counts)
+        delta = delta * self.shape.scaling
+        return delta if pre else self._dropped(delta, self._outputs_differ)
+
+    def _exchanged(self, middle: Tensor) -> Tensor:
+        """Between A and B: whole sequences for cut outputs, whole sums for cut inputs."""
+        if self.group.size() == 1:
+            return middle
+        if self.kind == "column" and self.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(middle, group=self.group)
+        if self.kind == "column":
+            return tensor_parallel.copy_to_tensor_model_parallel_region(middle, group=self.group)
+        if self.kind == "row" and self.sequence_parallel:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(middle, group=self.group)
+        if self.kind == "row":
+            return tensor_parallel.reduce_from_tensor_model_parallel_region(middle, group=self.group)
+        return middle
+
+    def _summed_grads(self, parameter: Tensor, cut: str) -> Tensor:
+        """A factor of experts; where it is whole on each rank, its gradients are summed over them.
+
+        The dispatcher sums outputs, and gradients of inputs, over these ranks: so all that one rank computes must
+        be its part of such a sum.
+        """
+        if self.group.size() == 1 or self.kind == cut:
+            return parameter
+        return tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=self.group)
+
+    @property
+    def _inputs_differ(self) -> bool:
+        return self.kind == "row" or self.sequence_parallel
+
+    @property
+    def _outputs_differ(self) -> bool:
+        return self.kind == "column" or self.sequence_parallel
+
+    def _dropped(self, x: Tensor, differ: bool) -> Tensor:
+        if not self.shape.dropout or not self.training:
+            return x
+        with self._generator(differ):
+            return F.dropout(x, self.shape.dropout)
+
+    def _generator(self, differ: bool) -> AbstractContextManager[Any]:
+        """The generator that ranks share where they hold the same numbers, else one for each rank."""
+        if not differ or self.group.size() == 1:
+            return nullcontext()
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        return tracker.fork(get_expert_parallel_rng_tracker_name()) if self.experts is not None else tracker.fork()
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def delta_weight(self) -> Tensor:
+        """``scaling * B A`` of this rank in fp32, [experts?, outputs, inputs]."""
+        return (_rows(self.b, self.halves).float() @ self.a.float()) * self.shape.scaling
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The factors as parts of whole ones, under any layout; experts of all ranks are one tensor."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return {
+            f"{prefix}{name}": self._sharded(f"{prefix}{name}", parameter, sharded_offsets, metadata)
+            for name, parameter in self.named_parameters(recurse=False)
+        }
+
+    def _sharded(self, key: str, parameter: nn.Parameter, offsets: tuple, metadata: dict) -> ShardedTensor:
+        first, cuts = len(offsets), list(offsets)
+        if self.experts is not None:
+            ranks = parallel_state.get_expert_model_parallel_world_size()
+            cuts.append((first, parallel_state.get_expert_model_parallel_rank(), ranks))
+        cut: bool = parameter.tensor_model_parallel  # type: ignore[attr-defined]
+        if cut:
+            cuts.append((first + parameter.partition_dim, self.group.rank(), self.group.size()))  # type: ignore
+        copies = metadata["dp_cp_group"].rank()
+        if self.experts is not None:
+            copies = parallel_state.get_expert_data_parallel_rank()
+        replica = (0, 0 if cut else self.group.rank(), copies)
+        return ShardedTensor.from_rank_offsets(key, parameter, *cuts, replica_id=replica, prepend_axis_num=first)
+
+
+def _cut_dim(kind: str) -> int:
+    return -1 if kind == "a" else -2
+
+
+def _rows(b: Tensor, halves: int) -> Tensor:
+    """B as the layer orders its outputs: [experts?, outputs, rank]."""
+    return b.flatten(-3, -2) if halves > 1 else b
+
+
+def _per_expert(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each expert's tokens times its weight, [tokens, out]."""
+    rows = x.split(list(counts))
+    return torch.cat([F.linear(part, weight.to(x.dtype)) for part, weight in zip(rows, weights, strict=True)])
+
+
+def _drawn(size: Sequence[int], init: Init, generator: torch.Generator) -> Tensor:
+    """A whole factor of one weight, in fp32 on the CPU; gates and values count together as outputs."""
+    whole = torch.empty(math.prod(size[:-1]), size[-1])
+    if init == "zero":
+        nn.init.zeros_(whole)
+    elif init == "xavier":
+        nn.init.xavier_normal_(whole, generator=generator)
+    elif init == "kaiming":
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+    else:
+        nn.init.normal_(whole, std=0.02, generator=generator)
+    return whole.view(*size)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers get an adapter, and how such a layer lies over the ranks."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.router import Router
+from torch import nn
+
+from megatron.bridge.backends.torch_experts import GroupedLinear
+from megatron.bridge.models.conversion import exchange
+from megatron.bridge.models.conversion.param_mapping import Kind, parallel_kind
+from megatron.bridge.models.conversion.plan import global_name
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+# Transformer Engine's layers are known by name: it need not be installed.
+_TE_LINEAR = frozenset(
+    {"TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"}
+)
+_TE_GROUPED = "TEGroupedLinear"
+_TIED_OUTPUT = "output_layer"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A layer that can have an adapter.
+
+    Attributes:
+        name: Name in the whole model: layers are counted from its start, not from the pipeline stage's.
+        module: The layer.
+        kind: How its weight is cut over the tensor-parallel ranks.
+        experts: Experts on this rank, each with a weight of its own; None is one weight.
+        halves: 2 where the outputs are gates above values, each cut over the ranks by itself; else 1.
+    """
+
+    name: str
+    module: nn.Module
+    kind: Kind
+    experts: int | None
+    halves: int
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weight, or one for each expert: [outputs, inputs] of this rank."""
+        if self.experts is None:
+            return [self.module.weight]  # type: ignore[list-item]
+        return [getattr(self.module, f"weight{index}") for index in range(self.experts)]
+
+    @property
+    def config(self) -> Any:
+        """The config of the model."""
+        return self.module.config
+
+    @property
+    def group(self) -> torch.distributed.ProcessGroup:
+        """The ranks that the weight is cut over."""
+        if self.experts is not None:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations outside of the cut matrices are parts of the sequence."""
+        return self.experts is None and self.config.sequence_parallel and self.group.size() > 1
+
+
+def sites(chunk: nn.Module) -> Iterator[Site]:
+    """The layers of a bare chunk that can have an adapter."""
+    for path, module in chunk.named_modules():
+        name = global_name(chunk, f"{path}.").removesuffix(".")
+        if (site := _site(name, module)) is not None:
+            yield site
+
+
+def _site(name: str, module: nn.Module) -> Site | None:
+    lineage = {cls.__name__ for cls in type(module).__mro__}
+    grouped = isinstance(module, GroupedLinear) or _TE_GROUPED in lineage
+    linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear, Router)) or lineage & _TE_LINEAR
+    if not grouped and not linear:
+        return None
+    experts = sum(1 for key in module._parameters if key.startswith("weight")) if grouped else None
+    weight: Any = module.weight0 if grouped else module.weight
+    gated = name.endswith("linear_fc1") and bool(module.config.gated_linear_unit)  # type: ignore[union-attr]
+    return Site(name, module, parallel_kind(module, weight), experts, 2 if gated else 1)
+
+
+def check(site: Site) -> None:
+    """Refuse what an adapter cannot be put on without changing something else in silence.
+
+    Raises:
+        UserError: naming the layer.
+    """
+    config = site.config
+    if site.name == _TIED_OUTPUT and getattr(config, "share_embeddings_and_output_weights", False):
+        raise UserError(
+            f"peft.target_modules: {site.name} shares its weight with the embedding, which has no adapter: leave "
+            "it out, or train it whole with peft.modules_to_save"
+        )
+    if ".shared_experts." in site.name and config.moe_shared_expert_overlap:
+        raise UserError(
+            f"peft.target_modules: {site.name} runs beside the dispatcher and does not communicate by itself: set "
+            "model.moe_shared_expert_overlap=false"
+        )
+    if ".local_experts." in site.name:
+        raise UserError(
+            f"peft.target_modules: {site.name} is a module of one expert: set model.moe_grouped_gemm=true"
+        )
+    if site.name.endswith(".in_proj") and site.group.size() > 1:
+        raise UserError(
+            f"peft.target_modules: the outputs of {site.name} are of several kinds, each cut over the ranks by "
+            "itself: leave it out, or set model.tensor_model_parallel_size=1"
+        )
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern means the module ``name``.
+
+    A pattern with a wildcard must match the whole name; one without matches the name's end.
+
+    Example:
+        >>> matches("linear_qkv", "decoder.layers.0.self_attention.linear_qkv")
+        True
+        >>> matches("*.layers.0.*.linear_qkv", "decoder.layers.1.self_attention.linear_qkv")
+        False
+    """
+    if any(character in pattern for character in "*?["):
+        return fnmatchcase(name, pattern)
+    return name == pattern or name.endswith(f".{pattern}")
+
+
+def value_for[T](name: str, default: T, by_module: Mapping[str, T]) -> T:
+    """The value of the first pattern that means ``name``."""
+    return next((value for pattern, value in by_module.items() if matches(pattern, name)), default)
+
+
+def chosen(names: Iterable[str], targets: Sequence[str], excluded: Sequence[str]) -> set[str]:
+    """Those of this rank's ``names`` that are targets and not excluded; all ranks of a replica call this together.
+
+    Raises:
+        UserError: a pattern means nothing on any pipeline stage, or all targets are excluded.
+    """
+    mine = list(names)
+    everywhere = [name for stage in exchange.all_stages(mine) for name in stage]
+    refuse_unmatched("peft.target_modules", targets, everywhere)
+    targeted = [name for name in everywhere if any(matches(pattern, name) for pattern in targets)]
+    refuse_unmatched("peft.exclude_modules", excluded, targeted)
+    kept = {name for name in targeted if not any(matches(pattern, name) for pattern in excluded)}
+    if not kept:
+        raise UserError("peft.exclude_modules leaves no layer to adapt: exclude fewer, or target more")
+    return kept.intersection(mine)
+
+
+def refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse patterns that mean none of ``names``.
+
+    Raises:
+        UserError: naming the first such pattern and what it could have been.
+    """
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            hint = did_you_mean(pattern.rpartition(".")[2], leaves) or f"; there are {', '.join(leaves)}"
+            raise UserError(f"{key}: {pattern!r} matches no layer of this model{hint}")
