@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.conversion.fields import IRRELEVANT
+from megatron.bridge.models.conversion.fields import IRRELEVANT, Harmless
 
 # keys that transformers turns into another one, which is the one it computes with
 _SPELLED_OUT = {
@@ -28,26 +28,30 @@ def round_trip(config: Any) -> list[str]:
     return problems + different_providers(provider, again)
 
 
-def harmless(bridge: AutoBridge) -> set[str]:
-    """Keys that change nothing, whatever their value; what is written is never quantised."""
-    known = {**IRRELEVANT, **getattr(bridge._bridge, "irrelevant", {})}
-    return {key for key, values in known.items() if values is None} | {"quantization_config"}
+def harmless(bridge: AutoBridge) -> Harmless:
+    """Keys that change nothing, and with which values; what is written is never quantised."""
+    return {**IRRELEVANT, **getattr(bridge._bridge, "irrelevant", {}), "quantization_config": None}
 
 
-def different_keys(wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: set[str]) -> list[str]:
+def different_keys(wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: Harmless) -> list[str]:
     """A line for each key of ``wanted`` that has another value in ``found``."""
-    problems: list[str] = []
-    for key, value in wanted.items():
-        now = found.get(key)
-        means = _SPELLED_OUT.get(key)
-        if key in ignored or now == value or (means in wanted and wanted[means] == found.get(means)):
-            continue
-        if key == "head_dim" and value is None and now * wanted["num_attention_heads"] == wanted["hidden_size"]:
-            continue
-        if key == "dtype" and value is None and now == "float32":
-            continue
-        problems.append(f"{key}={value!r} is {now!r} after the round trip")
-    return problems
+    return [
+        f"{key}={value!r} is {found.get(key)!r} after the round trip"
+        for key, value in wanted.items()
+        if value != found.get(key) and not _means_the_same(key, wanted, found, ignored)
+    ]
+
+
+def _means_the_same(key: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: Harmless) -> bool:
+    value, now = wanted[key], found.get(key)
+    if key in ignored and ((values := ignored[key]) is None or value in values):
+        return True
+    if key == "head_dim" and value is None:
+        return now * wanted["num_attention_heads"] == wanted["hidden_size"]
+    if key == "dtype" and value is None:
+        return now == "float32"
+    spelled_out = _SPELLED_OUT.get(key)
+    return spelled_out in wanted and wanted[spelled_out] == found.get(spelled_out)
 
 
 def different_providers(one: Any, other: Any) -> list[str]:
