@@ -108,7 +108,8 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         reference: Any = self._reference
-        return ROPE_INIT_FUNCTIONS[self._kind](reference, None, seq_len=length)
+        with torch.device("cpu"):  # numbers, even while the model is built on the meta device
+            return ROPE_INIT_FUNCTIONS[self._kind](reference, None, seq_len=length)
 
 
 class LayerwiseRotaryEmbedding(nn.Module):
