@@ -24,6 +24,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RUN_CONFIG = "run_config.yaml"
 TOKENIZER = "tokenizer"
 
+RELEASE = "release"  # as Megatron-LM names converted weights that no run has trained
+
 REPLACED = ".replaced"  # as atomic.publish names it
 REMOVED = ".removed"
 
@@ -96,6 +98,12 @@ def resolve(path: str | Path) -> Path:
         )
     if iteration_of(path) is not None or (path / "metadata.json").exists():
         return path
+    if (
+        (path / RELEASE).is_dir()
+        and (path / TRACKER).is_file()
+        and (path / TRACKER).read_text().strip() == RELEASE
+    ):
+        return path / RELEASE
     iteration = latest_iteration(path)
     if iteration is None:
         raise UserError(f"{path} holds no {TRACKER}, so no checkpoint was published there; {_choices(path)}")

@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "plan": "which tensor becomes which parameter, without reading weights",
     "inspect": "what a Hugging Face or Megatron checkpoint holds",
     "verify": "prove that a Megatron checkpoint equals a Hugging Face model",
+    "checkpoint": "list, inspect, verify, compare or convert Megatron checkpoints",
     "data": "prepare training data",
     "demo": "convert, fine-tune and export a small model, start to end",
 }
