@@ -24,6 +24,8 @@ SIZES = {
 SIX = {**SIZES, "num_experts": 6, "moe_intermediate_size": 20}
 # 40 tokens choose two experts each: some have no token
 THIRTY = {**SIX, "num_experts": 30, "num_experts_per_tok": 2}
+OLMOE = {**SIZES, "num_experts": 6}
+del OLMOE["head_dim"]  # its norm of queries is as wide as the hidden state
 GLM = {
     **SIZES,
     "num_attention_heads": 4,
@@ -126,5 +128,9 @@ ROWS = [
         ("tp2", "pp2", "ep2"),
         provider={"mtp_loss_scaling_factor": 0.0},  # transformers does not train it
         rewrite=add_next_token_layer,
+    ),
+    Row("olmoe", "OlmoeForCausalLM", {**OLMOE, "norm_topk_prob": False}, LAYOUTS),
+    Row(
+        "olmoe_tied", "OlmoeForCausalLM", {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True}, ("pp2",)
     ),
 ]
