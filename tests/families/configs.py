@@ -46,6 +46,8 @@ def _means_the_same(key: str, wanted: Mapping[str, Any], found: Mapping[str, Any
     value, now = wanted[key], found.get(key)
     if key in ignored and ((values := ignored[key]) is None or value in values):
         return True
+    if key == "rope_parameters" and "rope_type" in value:  # its older spelling may stand beside it
+        return {name: item for name, item in value.items() if name != "type"} == now
     if key == "head_dim" and value is None:
         return now * wanted["num_attention_heads"] == wanted["hidden_size"]
     if key == "dtype" and value is None:

@@ -29,5 +29,8 @@ class Phi3Bridge(DecoderBridge):
         "resid_pdrop": (0.0,),
         "embd_pdrop": (0.0,),
         "partial_rotary_factor": None,  # transformers copies it into rope_parameters
+        # what else Phi's own code can do, and no published model does
+        **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False,)),
+        **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),
     }
     weights = (ends(), attention(fused=True), mlp(fused=True))

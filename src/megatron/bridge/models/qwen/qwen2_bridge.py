@@ -12,5 +12,8 @@ class Qwen2Bridge(DecoderBridge):
 
     fields = (*DENSE, *SWITCHED_WINDOWS)
     fixed = {**LLAMA_LIKE, **ONLY_QKV_BIAS}
-    irrelevant = {"max_window_layers": None}  # it stands in for layer_types, which transformers always fills in
+    irrelevant = {
+        "max_window_layers": None,  # it stands in for layer_types, which transformers always fills in
+        "use_mrope": (False,),
+    }
     weights = (ends(), attention(), mlp())
