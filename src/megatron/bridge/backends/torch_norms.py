@@ -95,13 +95,12 @@ class AcrossHeadsNorm(torch.nn.Module):
         super().__init__()
         assert config.normalization == "RMSNorm", "LayerNorm has no form over all heads"
         assert config.kv_channels is not None, "Megatron-Core derives kv_channels from the hidden size"
-        self.eps = config.layernorm_epsilon
+        self.config = config  # conversion reads the number of heads from it
         self.group = group
         self.width = true_heads * config.kv_channels
-        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.weight = _parameter(config, heads // group.size() * config.kv_channels)
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
-        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        torch.nn.init.constant_(self.weight, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normed ``x`` [s, b, this rank's heads, head width]."""
@@ -110,8 +109,8 @@ class AcrossHeadsNorm(torch.nn.Module):
         if self.group.size() > 1:  # each rank's output depends on all ranks' squares: sum forward and backward
             squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares, group=self.group)
             squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares, group=self.group)
-        gain = self.weight.float() + 1.0 if self.zero_centered_gamma else self.weight.float()
-        normed = wide * torch.rsqrt(squares / self.width + self.eps) * gain
+        gain = self.weight.float() + float(self.config.layernorm_zero_centered_gamma)
+        normed = wide * torch.rsqrt(squares / self.width + self.config.layernorm_epsilon) * gain
         return normed.to(self.weight.dtype).view_as(x)
 
     def sharded_state_dict(
