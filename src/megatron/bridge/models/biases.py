@@ -8,6 +8,7 @@ two; a bias that must not be there is removed after the model was built, so it i
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron.bridge.utils.errors import UserError
@@ -31,8 +32,15 @@ def apply_biases(model: Any, config: Any) -> None:
                 _remove(linear, name)
 
 
-def _linears(model: Any, name: str) -> Iterator[nn.Module]:
-    for layer in model.decoder.layers:
+def _linears(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    for layer in model.modules():  # those of multi-token prediction too
+        if not isinstance(layer, TransformerLayer):
+            continue
+        if name == "mlp_bias" and layer.is_moe_layer:
+            raise UserError(
+                "mlp_bias=False cannot leave out the biases of experts that add_bias_linear=True asks for: use "
+                "add_qkv_bias=True and add_bias_linear=False if only the projections of attention have biases"
+            )
         part = layer.self_attention if name == "attention_bias" else layer.mlp
         for linear in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
             if hasattr(part, linear):

@@ -4,7 +4,13 @@
 from dataclasses import replace
 
 from megatron.bridge.models.conversion.blocks import attention, ends, mlp, post_norms
-from megatron.bridge.models.conversion.decoder_fields import ACTIVATION, BIASES, DENSE, QUERY_SCALE, WINDOWS
+from megatron.bridge.models.conversion.decoder_fields import (
+    ACTIVATION,
+    ATTENTION_BIAS,
+    DENSE,
+    QUERY_SCALE,
+    WINDOWS,
+)
 from megatron.bridge.models.conversion.fields import Field, instead
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.gemma.gemma_bridge import GEMMA_LIKE
@@ -18,7 +24,7 @@ class Gemma2Bridge(DecoderBridge):
         *instead(DENSE, replace(ACTIVATION, hf="hidden_activation")),
         *WINDOWS,
         QUERY_SCALE,
-        BIASES[0],
+        ATTENTION_BIAS,
         Field("attn_logit_softcapping", "attn_logit_softcapping", default=None),
         Field("final_logit_softcapping", "final_logit_softcapping", default=None),
     )

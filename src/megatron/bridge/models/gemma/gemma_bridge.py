@@ -2,7 +2,7 @@
 """Gemma 1 and CodeGemma: embeddings scaled by the root of their width, norms stored as their distance from one."""
 
 from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import BIASES, DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.decoder_fields import ATTENTION_BIAS, DENSE, LLAMA_LIKE
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 GEMMA_LIKE = {
@@ -17,7 +17,7 @@ GEMMA_LIKE = {
 class GemmaBridge(DecoderBridge):
     """Hugging Face's ``GemmaForCausalLM`` and Megatron's ``GPTModel``."""
 
-    fields = (*DENSE, BIASES[0])
+    fields = (*DENSE, ATTENTION_BIAS)
     fixed = GEMMA_LIKE
     irrelevant = {"hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": (None, False)}
     weights = (ends(), attention(), mlp())

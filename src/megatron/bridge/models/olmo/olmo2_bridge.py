@@ -2,7 +2,7 @@
 """OLMo 2: norms after attention and MLP instead of before, queries and keys normed over all heads together."""
 
 from megatron.bridge.models.conversion.blocks import attention, ends, mlp, post_norms
-from megatron.bridge.models.conversion.decoder_fields import BIASES, DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.decoder_fields import ATTENTION_BIAS, DENSE, LLAMA_LIKE
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 
@@ -10,7 +10,7 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 class Olmo2Bridge(DecoderBridge):
     """Hugging Face's ``Olmo2ForCausalLM`` and Megatron's ``GPTModel``."""
 
-    fields = (*DENSE, BIASES[0])
+    fields = (*DENSE, ATTENTION_BIAS)
     fixed = {**LLAMA_LIKE, "norm_placement": "post", "qk_norm_across_heads": True, "mlp_bias": False}
     weights = (
         ends(),
