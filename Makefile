@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target sets up .venv first if it is missing or out of date. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint unit functional test docs bench lock clean
+.PHONY: help setup demo check lint unit functional test docs models bench lock clean
 
 BIN := .venv/bin
 # pyright runs from its wheel; without this it asks a server whether a newer one exists.
@@ -37,6 +37,9 @@ test: unit functional  ## what CI runs: unit tests, then tests over several proc
 
 docs: setup  ## build the documentation into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+models: setup  ## write the table of docs/models.md from the registry
+	$(BIN)/python scripts/docs/supported_models.py
 
 bench: setup  ## measure conversion and training against their references
 	$(BIN)/python -m benchmarks
