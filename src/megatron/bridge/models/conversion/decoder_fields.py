@@ -27,9 +27,10 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def _activation(name: Any, _: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
+def _activation(name: Any, config: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
     if name not in _ACTIVATIONS:
-        raise UserError(f"hidden_act={name!r} is not supported: {', '.join(_ACTIVATIONS)} are")
+        key = "hidden_act" if config.get("hidden_act") == name else "hidden_activation"
+        raise UserError(f"{key}={name!r} is not supported: {', '.join(_ACTIVATIONS)} are")
     return _ACTIVATIONS[name]
 
 

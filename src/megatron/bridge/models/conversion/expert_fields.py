@@ -32,14 +32,28 @@ def _not(value: Any, _: Any) -> bool:
 def _groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """(groups, groups that a token may choose from); one group, or all of them, is no restriction."""
     chosen, experts = config["topk_group"], config["num_experts_per_tok"]
+    check_groups(count or 1, chosen, config)
     if count in (None, 1):
         return None, None
     if chosen != count and experts // chosen != 2:
         raise UserError(
-            f"topk_group={chosen} with num_experts_per_tok={experts} is not supported: Megatron-Core ranks groups "
-            f"by their best {experts // chosen} experts (the quotient), this architecture by their best 2"
+            f"n_group={count} and topk_group={chosen} with num_experts_per_tok={experts} are not supported: "
+            f"Megatron-Core ranks groups by their best {experts // chosen} experts (the quotient), this "
+            "architecture by their best 2"
         )
     return count, chosen
+
+
+def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> None:
+    """Refuse groups that the experts cannot be cut into, or more chosen ones than there are.
+
+    Raises:
+        UserError: either of them.
+    """
+    if config["n_routed_experts"] % count:
+        raise UserError(f"n_group={count} does not divide n_routed_experts={config['n_routed_experts']}")
+    if chosen is not None and chosen > count:
+        raise UserError(f"topk_group={chosen} is more than there are: n_group={count}")
 
 
 def _groups_back(values: tuple[int | None, int | None], _: Any) -> int:

@@ -171,7 +171,7 @@ def read_all(
         except UserError as error:
             problems.append(str(error))
     if problems:
-        raise UserError("; ".join(problems))
+        raise UserError("; ".join(dict.fromkeys(problems)))
     return values
 
 
