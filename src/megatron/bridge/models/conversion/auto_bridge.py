@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.models.conversion import adapters, exporting, loading
+from megatron.bridge.models.conversion import adapters, exporting, loading, patterns
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTuple,
     MegatronModelBridge,
@@ -400,6 +400,11 @@ class AutoBridge:
         """The tasks of the plan."""
         return list(self.plan(model, hf_path).tasks)
 
+    @property
+    def mapping_registry(self) -> Any:
+        """The mappings of all parameters."""
+        return self._bridge.registry_for(self.transformer_config)
+
     @cached_property
     def transformer_config(self) -> Any:
         """The provider with Megatron-Core's derived values filled in."""
@@ -413,7 +418,7 @@ class AutoBridge:
             self._bridge.registry_for(chunks[0].config),
             chunks,
             None if source is None else source.entries,
-            self._bridge.buffers,
+            (*self._bridge.buffers, *self._bridge.carried),
             self._bridge.copies,
         )
 
@@ -433,6 +438,12 @@ class AutoBridge:
         self, model: Chunks, staging: Path, source: Checkpoint | None, strict: bool, merge: bool
     ) -> None:
         plan = self._export_plan(model, source if strict else None)
+        for pattern in self._bridge.carried:
+            if not any(patterns.match(pattern, name) for name in plan.buffers):
+                raise UserError(
+                    f"{pattern} is not converted and must come from the model's source, which "
+                    f"{'has no such tensors' if source else 'is not given'}: use source_path=... and strict=True"
+                )
         plan = adapters.merging(plan) if merge else plan
         exporting.save(self._bridge, plan, staging, source, strict)
 

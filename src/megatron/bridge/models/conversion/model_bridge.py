@@ -74,6 +74,9 @@ class MegatronModelBridge:
     copies: ClassVar[Mapping[str, str]] = {}
     """Tensors that checkpoints may store a second time, by pattern, and the tensors that they must be equal to."""
 
+    carried: ClassVar[tuple[str, ...]] = ()
+    """Tensors of parts that are not converted, such as a vision tower: an export takes them from its source."""
+
     registration: ClassVar[Registration | None] = None
 
     @classmethod

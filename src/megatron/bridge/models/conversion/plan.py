@@ -109,7 +109,7 @@ class Plan:
     Attributes:
         tasks: in the order of the model; the same list on every rank of a model replica.
         ties: Hugging Face name -> the name that holds the same numbers.
-        buffers: Hugging Face tensors that are recomputed rather than converted.
+        buffers: Hugging Face tensors that are not converted: recomputed, or of another part of the model.
     """
 
     tasks: tuple[WeightConversionTask, ...]
@@ -139,7 +139,7 @@ class Plan:
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
         ]
         lines += [f"{name} = {same} (tied)" for name, same in self.ties.items()]
-        lines += [f"{name} (recomputed)" for name in self.buffers]
+        lines += [f"{name} (as in the source)" for name in self.buffers]
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -156,7 +156,7 @@ def build_plan(
         registry: the architecture's mappings.
         chunks: this rank's bare model chunks.
         entries: the checkpoint's tensors; None plans without one, on the mappings' word.
-        buffers: patterns of tensors that may be in the checkpoint and are recomputed.
+        buffers: patterns of tensors that may be in the checkpoint and are not converted.
         copies: patterns of tensors that may be in the checkpoint a second time, and what they are copies of.
 
     Raises:
