@@ -54,3 +54,27 @@ def test_wildcards():
     assert match("a.*.b", "a.x.y.b") is None
     assert match("**.b", "a.x.y.b") == ("a.x.y",)
     assert substitute("a.*.b*", ("1", "2")) == "a.1.b2"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("layers.0.x", "first"),
+        ("layers.10.x", "others.10"),
+        ("layers.7.x", "others.7"),
+        ("conv12.w", "conv.2"),
+        ("conv1d.w", "conv.d"),
+        ("conv2d.w", None),
+    ],
+)
+def test_numbers_in_patterns_are_told_from_numbers_for_wildcards(name, found):
+    registry = MegatronMappingRegistry(
+        AutoMapping("layers.0.x", "first"),
+        AutoMapping("layers.0.**", "never"),
+        AutoMapping("layers.*.x", "others.*"),
+        AutoMapping("conv1*.w", "conv.*"),
+    )
+    registry.megatron_to_hf_lookup("layers.5.x")  # what is remembered of one name must not answer for another
+    registry.megatron_to_hf_lookup("conv3d.w")
+    mapping = registry.megatron_to_hf_lookup(name)
+    assert (mapping and mapping.hf_param) == found

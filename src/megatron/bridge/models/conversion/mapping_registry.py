@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mappings of one architecture, found by either side's name."""
 
+import re
 from collections import Counter
 
 from megatron.bridge.models.conversion import patterns
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+
+_NUMBER = re.compile(r"\d+")
+_NEAR_WILDCARD = re.compile(r"\d*(\*+)\d*")
+
+
+def _kind(pattern: str) -> str:
+    """A pattern that matches the kind, numbers set to 0, of every name that ``pattern`` matches."""
+    return _NUMBER.sub("0", _NEAR_WILDCARD.sub(r"\1", pattern))
 
 
 class MegatronMappingRegistry:
@@ -27,16 +36,24 @@ class MegatronMappingRegistry:
         # most names hold a layer number; the few that do not are found without trying every pattern
         self._exact = {m.megatron_param: m for m in mappings if patterns.is_concrete(m.megatron_param)}
         self._wild = [m for m in mappings if not patterns.is_concrete(m.megatron_param)]
+        self._candidates: dict[str, list[MegatronParamMapping]] = {}
 
     def megatron_to_hf_lookup(self, megatron_param: str) -> MegatronParamMapping | None:
         """The mapping of a concrete Megatron name, its wildcards resolved; None if there is none."""
         if megatron_param in self._exact:
             return self._exact[megatron_param]
-        for mapping in self._wild:
+        for mapping in self._like(megatron_param):
             captures = patterns.match(mapping.megatron_param, megatron_param)
             if captures is not None:
                 return mapping.resolve(captures)
         return None
+
+    def _like(self, megatron_param: str) -> list[MegatronParamMapping]:
+        """The mappings that may match: the same for the many names that differ in layer and expert only."""
+        kind = _NUMBER.sub("0", megatron_param)
+        if kind not in self._candidates:
+            self._candidates[kind] = [m for m in self._wild if patterns.match(_kind(m.megatron_param), kind)]
+        return self._candidates[kind]
 
     def hf_to_megatron_lookup(self, hf_param: str) -> MegatronParamMapping | None:
         """The first mapping that a concrete Hugging Face name is part of, resolved; None if there is none."""
