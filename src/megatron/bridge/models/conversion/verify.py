@@ -78,13 +78,19 @@ def compare(reference: Activations, other: Activations) -> LogitReport:
 @torch.no_grad()
 def run_hf(model: Any, ids: Tensor) -> Activations:
     """Run a transformers model on token ids [rows, sequence]."""
-    decoder = model.get_decoder()
+    layers = model.get_decoder().layers
     hidden: dict[str, Tensor] = {}
-    modules = {EMBEDDING: model.get_input_embeddings()} | {
-        f"layer {index}": layer for index, layer in enumerate(decoder.layers)
-    }
-    with _recorded(modules, hidden):
-        logits = model(input_ids=ids, use_cache=False).logits
+
+    def keep_embedding(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        hidden[EMBEDDING] = inputs[0].cpu()
+
+    # what the first layer gets: some models scale what the embedding returns
+    first = layers[0].register_forward_pre_hook(keep_embedding)
+    try:
+        with _recorded({f"layer {index}": layer for index, layer in enumerate(layers)}, hidden):
+            logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        first.remove()
     return Activations(logits.cpu(), hidden)
 
 
