@@ -4,8 +4,11 @@
 import json
 
 import torch
+from megatron.core.models.backends import LocalSpecProvider
 from safetensors.torch import load_file, save_file
 
+from megatron.bridge.backends import layer_specs
+from megatron.bridge.backends.torch_spec import TorchSpecProvider
 from tests.families.row import Row
 
 SIZES = {
@@ -37,6 +40,19 @@ GLM = {
 }
 del GLM["router_aux_loss_coef"]  # it has none
 LAYOUTS = ("tp2", "pp2", "vp2", "ep2", "etp2")
+
+
+class OneByOne(TorchSpecProvider):
+    """Layers whose experts are modules of their own, as without a grouped matrix product."""
+
+    grouped_mlp_modules = LocalSpecProvider.grouped_mlp_modules
+
+
+def sequential(config):
+    """A layer spec with such layers only."""
+    block = layer_specs.decoder_block_spec(config, "torch")
+    block.layer_specs = [layer_specs.layer_spec(config, OneByOne(), moe=True)] * len(block.layer_specs)
+    return block
 
 
 def add_next_token_layer(directory):
@@ -100,6 +116,13 @@ ROWS = [
         {**SIX, "norm_topk_prob": True, "mlp_only_layers": [0]},
         LAYOUTS,
         four=("tp2ep2", "tp2pp2"),
+    ),
+    Row(
+        "qwen3_moe_sequential",
+        "Qwen3MoeForCausalLM",
+        {**SIX, "norm_topk_prob": False},
+        ("tp2", "pp2", "ep2", "etp2"),
+        provider={"transformer_layer_spec": sequential, "moe_grouped_gemm": False},
     ),
     Row("qwen3_moe_idle_experts", "Qwen3MoeForCausalLM", {**THIRTY, "tie_word_embeddings": True}, ("ep2", "pp2")),
     Row(
