@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Qwen, Mistral, Phi, SmolLM and gpt-oss configs may not say, and what they may say twice."""
+
+import pytest
+import transformers
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.utils.errors import UserError
+from tests.families.rows import ROWS
+from tests.families.rows.mistral import YARN
+
+
+def provider_of(row, **changes):
+    kind = getattr(transformers, ROWS[row].model)
+    config = kind.config_class(**{**ROWS[row].config, **changes}, architectures=[ROWS[row].model])
+    return AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "message"),
+    [
+        ("qwen2", {"use_mrope": True}, "use_mrope=True is not supported"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window=False and layer_types has"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer_types='linear_attention' is not supported"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        ("mistral_window", {"layer_types": ["full_attention"] * 4}, "key layer_types=.* is not known"),
+        (
+            "mistral_window",
+            {"rope_parameters": YARN},
+            "llama_4_scaling_beta is not a parameter of rope_type='yarn'",
+        ),
+        ("phi3", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop=0.1 is not supported"),
+        (
+            "smollm3_untied_windows_biases",
+            {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 4},
+            "use_sliding_window=False and layer_types has sliding_attention",
+        ),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused(row, changes, message):
+    with pytest.raises(UserError, match=message):
+        provider_of(row, **changes)
+
+
+def test_too_few_layers_with_and_without_rope():
+    with pytest.raises(UserError, match="no_rope_layers has 2 layers, num_hidden_layers=4"):
+        provider_of("smollm3", no_rope_layers=[1, 0], layer_types=["full_attention"] * 4)
+    assert provider_of("smollm3", no_rope_layers=[1, 0, 1, 1, 0]).no_rope_freq == [0, 1, 0, 0]
+
+
+def test_a_length_that_ministral3_repeats():
+    plain = provider_of("ministral3")
+    assert provider_of("ministral3", rope_parameters={**YARN, "max_position_embeddings": 64}) == plain
+
+
+def test_a_window_that_is_switched_on_or_off_is_exported():
+    bridge_of = {"qwen2": ("sliding_window", 9), "qwen2_tied_windows": ("sliding_window", None)}
+    for row, (key, width) in bridge_of.items():
+        kind = getattr(transformers, ROWS[row].model)
+        config = kind.config_class(**ROWS[row].config, architectures=[ROWS[row].model])
+        bridge = AutoBridge.from_hf_config(config)
+        provider = bridge.to_megatron_provider(load_weights=False)
+        provider.window_size = width and (width - 1, 0)
+        changed = bridge._bridge.changed_config(provider, config.to_dict())
+        assert changed == {key: width, "use_sliding_window": width is not None}
+
+
+def test_experts_with_biases_cannot_be_cut():
+    provider = provider_of("gpt_oss")
+    provider.tensor_model_parallel_size = 2
+    with pytest.raises(UserError, match="expert_tensor_parallel_size=2 cannot cut experts that have biases"):
+        provider.finalize()
