@@ -52,6 +52,8 @@ def _means_the_same(key: str, wanted: Mapping[str, Any], found: Mapping[str, Any
         return now * wanted["num_attention_heads"] == wanted["hidden_size"]
     if key == "dtype" and value is None:
         return now == "float32"
+    if key == "rope_parameters" and value is not None:  # all of a head, said or not
+        return {"partial_rotary_factor": 1.0, **value} == {"partial_rotary_factor": 1.0, **now}
     spelled_out = _SPELLED_OUT.get(key)
     return spelled_out in wanted and wanted[spelled_out] == found.get(spelled_out)
 

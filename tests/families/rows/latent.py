@@ -2,6 +2,7 @@
 """Multi-latent attention: DeepSeek-V2 and V3 with their relatives, GLM-4.7-Flash."""
 
 from tests.families.row import Row
+from tests.quantize import store_in_fp8
 
 # no two widths are equal; neither latent, nor its part with positions, divides by a head
 _LATENT = {
@@ -37,6 +38,13 @@ _YARN = {
 _V2 = {**_LATENT, "n_group": 1, "topk_group": 1}
 _GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 _V3 = {**_LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
+_GLM = {
+    **{key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-2,  # the latents' norms have one of their own
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
 _LAYOUTS = ("tp2", "pp2", "vp2", "ep2", "etp2")
 
 ROWS = [
@@ -56,9 +64,22 @@ ROWS = [
         ("tp2pp2", "tp2ep2"),
     ),
     Row(
+        "deepseek_v3_fp8",
+        "DeepseekV3ForCausalLM",
+        {**_V3, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        ("tp2", "ep2"),
+        rewrite=store_in_fp8,
+    ),
+    Row(
         "moonlight",
         "DeepseekV3ForCausalLM",
         {**_V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2},
         ("tp2", "ep2"),
+    ),
+    Row(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        {**_GLM, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+        ("tp2", "pp2", "ep2"),
     ),
 ]

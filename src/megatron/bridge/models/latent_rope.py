@@ -31,7 +31,10 @@ class LatentRotaryEmbedding(YarnRotaryEmbedding):
 
         parameters = {**config.rope_parameters, "rope_theta": config.rotary_base}
         reference: Any = rope.reference_config(config, parameters, config.qk_pos_emb_head_dim)
-        self._frequencies, self._attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](reference, None)
+        with torch.device("cpu"):  # numbers, even while the model is built on the meta device
+            self._frequencies, self._attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+                reference, None
+            )
         super().__init__(
             config.qk_pos_emb_head_dim,
             rotary_base=config.rotary_base,

@@ -5,8 +5,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.bridge.backends.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.expert_fields import DROPLESS
+from megatron.bridge.models.conversion.expert_fields import DROPLESS, check_groups
 from megatron.bridge.models.conversion.fields import Field
 from megatron.bridge.utils.errors import UserError
 
@@ -63,6 +64,7 @@ def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
         return None, None
     if not groups or not chosen:
         raise UserError(f"topk_method={method!r} needs n_group and topk_group, which are {groups} and {chosen}")
+    check_groups(groups, chosen, config)
     reach, wanted = chosen * config["n_routed_experts"] // groups, config["num_experts_per_tok"]
     if reach < wanted:
         raise UserError(
@@ -85,6 +87,24 @@ def _method_back(groups: int | None, _: Any) -> str:
 
 def _or_one(count: int | None, _: Any) -> int:
     return count or 1
+
+
+_KINDS = ("dense", "sparse")
+
+
+def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    """1 for each layer with experts, 0 for each without."""
+    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace")
+    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
+        raise UserError(f"mlp_layer_types must name {' or '.join(_KINDS)} for each of the {layers} layers")
+    pattern = [_KINDS.index(kind) for kind in kinds]
+    if dense is not None and pattern != [int(layer >= dense) for layer in range(layers)]:
+        raise UserError(f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one")
+    return pattern
+
+
+def _sparse_back(_: Any, provider: Any) -> list[str]:
+    return [_KINDS[sparse] for sparse in moe_pattern(provider)]
 
 
 # ---- groups that families share ---------------------------------------------------------------------------------
@@ -114,6 +134,9 @@ BALANCING: tuple[Field, ...] = (
     Field("seq_aux", "moe_router_load_balancing_type", default=True, to=_balancing, back=_balancing_back),
 )
 """The auxiliary loss, over each sequence or over the batch; transformers has none."""
+
+SPARSE_LAYERS = Field("mlp_layer_types", "moe_layer_freq", to=_sparse, back=_sparse_back)
+"""Which layers have experts, by name."""
 
 NEXT_TOKENS = Field("num_nextn_predict_layers", "mtp_num_layers", default=0, to=_depths, back=_depths_back)
 """Layers of multi-token prediction, after those of the decoder."""

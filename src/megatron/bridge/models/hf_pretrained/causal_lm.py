@@ -3,7 +3,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,9 @@ import torch
 from megatron.bridge.models.hf_pretrained import hub, quantized
 from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
 from megatron.bridge.utils.errors import UserError, did_you_mean
+
+# a model_type that transformers does not know -> the one whose architecture the models have
+_ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 class PreTrainedCausalLM:
@@ -75,10 +78,15 @@ class PreTrainedCausalLM:
         import transformers
         from huggingface_hub.errors import StrictDataclassError
 
-        auto: Any = transformers.AutoConfig
-        assert self.raw_config is not None  # a broken file is named before transformers sees it
+        auto, raw = cast(Any, transformers.AutoConfig), self.raw_config
+        alias = _ALIASES.get(raw.get("model_type", ""))
         try:
-            config: Any = auto.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code)
+            if alias is None:
+                remote = self.trust_remote_code and not _is_native(raw)
+                config: Any = auto.from_pretrained(self.directory, trust_remote_code=remote)
+            else:
+                kinds = cast(Any, transformers.CONFIG_MAPPING)
+                config = kinds[alias].from_dict({**raw, "model_type": alias})
         except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
             # the first line of a validation error names the validator, the last one the mistake
             reason = (str(error).strip().splitlines() or [type(error).__name__])[
@@ -125,6 +133,15 @@ class PreTrainedCausalLM:
             return None  # a config without weights; reading the weights says what is wrong with them
         found = {entry.dtype for entry in entries.values()}
         return found.pop() if len(found) == 1 else None
+
+
+def _is_native(config: Mapping[str, Any]) -> bool:
+    """Whether the architecture is one of transformers itself, so that the model's own copy of it need not run."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = cast(Mapping[str, Any], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    names = config.get("architectures")
+    return config.get("model_type") in known and bool(names) and set(names) <= set(known.values())
 
 
 def to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:

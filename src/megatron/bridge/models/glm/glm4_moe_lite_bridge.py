@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4.7-Flash: latent attention, sigmoid routing, multi-token prediction."""
+
+from megatron.bridge.models.conversion.blocks import ends, mlp
+from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.expert_fields import GROUPS, SCALING, SHARED_EXPERTS, SIGMOID_ROUTING
+from megatron.bridge.models.conversion.expert_fields import experts as expert_sizes
+from megatron.bridge.models.conversion.latent_blocks import latent_attention, mtp, mtp_copies
+from megatron.bridge.models.conversion.latent_fields import (
+    LATENT,
+    LATENT_LIKE,
+    NEXT_TOKENS,
+    SPARSE_LAYERS,
+    UNSPOKEN,
+)
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.mla_provider import MLAModelProvider
+
+_LAYER = (latent_attention(), mlp(), router(), experts(), shared_experts())
+
+
+@register_bridge("Glm4MoeLiteForCausalLM", provider=MLAModelProvider, model_type="glm4_moe_lite")
+class Glm4MoeLiteBridge(DecoderBridge):
+    """Hugging Face's ``Glm4MoeLiteForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *LATENT,
+        *expert_sizes("n_routed_experts"),
+        *GROUPS,
+        SPARSE_LAYERS,
+        SHARED_EXPERTS,
+        SCALING,
+        NEXT_TOKENS,
+    )
+    fixed = {**LATENT_LIKE, **SIGMOID_ROUTING}
+    irrelevant = {
+        **UNSPOKEN,
+        "first_k_dense_replace": None,  # checked by SPARSE_LAYERS
+        "norm_topk_prob": (True,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    }
+    weights = (ends(), *_LAYER, mtp(*_LAYER))
+    copies = mtp_copies()
