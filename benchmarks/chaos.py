@@ -27,8 +27,9 @@ import socket
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +122,15 @@ class Paths:
         """What processes did when, one JSON object a line."""
         return self.out / "events.jsonl"
 
-    def result(self, rank: int) -> Path:
+    def result(self, rank: int, end: str = "") -> Path:
         """What a rank that reached the end has to show."""
-        return self.out / f"result.{rank}"
+        return self.out / f"result.{rank}{end}"
 
 
 def note(paths: Paths, event: str, **values: Any) -> None:
     """Append to the log; a line is short enough to be written at once."""
-    line = json.dumps({"time": time.monotonic(), "event": event, "pid": os.getpid(), **values}) + "\n"
     with paths.events.open("a") as stream:
-        stream.write(line)
+        stream.write(json.dumps({"time": time.monotonic(), "event": event, "pid": os.getpid(), **values}) + "\n")
 
 
 def events(paths: Paths) -> list[dict[str, Any]]:
@@ -175,6 +175,7 @@ def configuration(folder: Path | None, steps: int, skipped: list[int], backgroun
             save=folder and str(folder), save_interval=folder and 2, most_recent_k=3, async_save=background
         ),
         dist=settings.DistributedInitConfig(hang_timeout_minutes=HANG_SECONDS / 60),
+        straggler=settings.StragglerDetectionConfig(interval=3),
         rerun_state_machine=settings.RerunStateMachineConfig(when_persistent="skip" if folder else "stop"),
         mixed_precision="fp32",
     )
@@ -366,7 +367,7 @@ def reference_main(rank: int, port: int, paths: Paths, steps: int, skipped: list
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     series = Series(Paths(paths.out / "reference"))
     run = pretrain(configuration(None, steps, skipped, False), forward_step, [series])
-    paths.result(rank).with_suffix(f".{rank}.reference").write_bytes(pickle.dumps(_outcome(run, series)))
+    paths.result(rank, ".reference").write_bytes(pickle.dumps(_outcome(run, series)))
 
 
 # ------------------------------------------------------------------------------------------------- launching
@@ -444,9 +445,12 @@ def chaos(out: Path, faults: list[Fault], poisoned: int | None = 3) -> list[Atte
     context.set_forkserver_preload(["benchmarks.chaos"])
     steps = 3 * len(faults) + 4
     bad = [] if poisoned is None else [poisoned]
-    code = attempt(context, Paths(out / "reference"), reference_main, (paths, steps, bad))
-    assert code == 0, f"the undisturbed run ended with {code}"
-    return _suffer(context, paths, steps, faults, bad)
+    try:
+        code = attempt(context, Paths(out / "reference"), reference_main, (paths, steps, bad))
+        assert code == 0, f"the undisturbed run ended with {code}"
+        return _suffer(context, paths, steps, faults, bad)
+    finally:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined] - it would outlive this process
 
 
 def _suffer(context: Any, paths: Paths, steps: int, faults: list[Fault], bad: list[int]) -> list[Attempt]:
@@ -469,7 +473,9 @@ def _suffer(context: Any, paths: Paths, steps: int, faults: list[Fault], bad: li
             newest = _damage(paths, fault.detail, draw, newest, damaged)
         happened = any(event["event"] in ("fault", "damage") for event in events(paths)[mark:])
         if fault is not None and not happened:
-            queue.insert(0, fault)  # the attempt ended before, by the poisoned batch for one
+            queue.append(
+                replace(fault, after=fault.after + 2)
+            )  # the attempt ended before, or nothing could be done
         attempts.append(done)
         if code == 0:
             if queue:
@@ -492,12 +498,8 @@ def _clock(done: Attempt, seen: list[dict[str, Any]], ended: float, before: Atte
 def _check(paths: Paths, done: Attempt, newest: int, damaged: set[int]) -> int:
     """The iteration of the newest whole checkpoint; one that is lost, or damaged by nobody, is a problem."""
     layout.recover(paths.run)
-    try:
-        tracked = layout.latest_iteration(paths.run) or 0
-    except manifest.DamagedError:
-        tracked = max(layout.published_iterations(paths.run))
     whole = 0
-    for number in (number for number in layout.published_iterations(paths.run) if number <= tracked):
+    for number in layout.published_iterations(paths.run):
         try:
             verification.verify(layout.iteration_dir(paths.run, number))
             whole = number
@@ -547,8 +549,7 @@ def _compare(paths: Paths, last: Attempt) -> None:
             last.problems.append(f"rank {rank} never reached the end")
             continue
         found, expected = (
-            pickle.loads(path.read_bytes())
-            for path in (paths.result(rank), paths.result(rank).with_suffix(f".{rank}.reference"))
+            pickle.loads(path.read_bytes()) for path in (paths.result(rank), paths.result(rank, ".reference"))
         )
         last.problems += [
             f"{name} of rank {rank} differ" for name in expected if not _same(found[name], expected[name])

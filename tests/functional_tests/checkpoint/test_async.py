@@ -41,7 +41,7 @@ def in_background(root, stop, arguments, write_files=None):
         Prepared.write_files = before
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["dp2_bf16", pytest.param("tp2_fp16", marks=pytest.mark.slow)])
 def test_it_is_the_same_run_bit_for_bit(two_workers, tmp_path, name):
     arguments = LAYOUTS[name]
     plain = {**arguments, "checkpoint": {"save_interval": 2}}

@@ -40,7 +40,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# What others here prove together: in CI it would be the same twice.
+COVERED = {"pp2", "dp2_sharded", "dp2_whole", "dp2_overlap", "dp2_bf16", "pp2_fp16_whole"}
+COVERED |= {"tp2_to_pp2", "dp2_sharded_to_whole", "tied_dp2_to_pp2"}
+
+
+def _each(names):
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in COVERED)) for name in names]
+
+
+@pytest.mark.parametrize("name", _each(LAYOUTS))
 def test_a_resumed_run_is_the_undisturbed_one(two_workers, tmp_path, name):
     arguments = {**LAYOUTS[name], "model": {**DROPOUT, **LAYOUTS[name].get("model", {})}}
     undisturbed, resumed = _both(two_workers, tmp_path, arguments, arguments)
@@ -93,7 +102,7 @@ RESHARDINGS = {
 }
 
 
-@pytest.mark.parametrize("name", RESHARDINGS)
+@pytest.mark.parametrize("name", _each(RESHARDINGS))
 def test_a_run_goes_on_under_another_layout(two_workers, tmp_path, name):
     _goes_on(two_workers, tmp_path, *RESHARDINGS[name])
 

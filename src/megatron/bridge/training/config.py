@@ -40,6 +40,7 @@ __all__ = [
     "RNGConfig",
     "RerunStateMachineConfig",
     "SchedulerConfig",
+    "StragglerDetectionConfig",
     "TokenizerConfig",
     "TrainingConfig",
     "ValidationConfig",
@@ -207,6 +208,19 @@ class RerunStateMachineConfig:
 
 
 @dataclass
+class StragglerDetectionConfig:
+    """Who is slow; see ``callbacks.stragglers``.
+
+    Attributes:
+        interval: Steps between comparisons.
+        factor: A rank that takes so many times the median is named.
+    """
+
+    interval: int = 20
+    factor: float = 1.5
+
+
+@dataclass
 class LoggerConfig:
     """What the run shows.
 
@@ -281,7 +295,7 @@ class ConfigContainer:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     mixed_precision: str | MixedPrecisionConfig | None = None
     ft: None = None
-    straggler: None = None
+    straggler: StragglerDetectionConfig | None = None
     nvrx_straggler: None = None
     profiling: None = None
     peft: PEFT | None = None

@@ -15,12 +15,14 @@ from megatron.bridge.training.callbacks.preemption import Preemption
 from megatron.bridge.training.callbacks.record import RunRecord
 from megatron.bridge.training.callbacks.rerun import Rerun, SkipBatches
 from megatron.bridge.training.callbacks.saving import Saving
+from megatron.bridge.training.callbacks.stragglers import Stragglers
 from megatron.bridge.training.config import ConfigContainer
 
 
 def _watches(config: ConfigContainer) -> list[Callback]:
-    minutes = config.dist.hang_timeout_minutes
-    return [] if minutes is None else [HangDetection(minutes)]
+    minutes, straggler = config.dist.hang_timeout_minutes, config.straggler
+    hangs = [] if minutes is None else [HangDetection(minutes)]
+    return [*hangs, *([] if straggler is None else [Stragglers(straggler)])]
 
 
 def _repairs(config: ConfigContainer) -> list[Callback]:

@@ -5,7 +5,6 @@ from megatron.bridge.training.config import ConfigContainer
 
 NOT_YET = (
     "ft",
-    "straggler",
     "nvrx_straggler",
     "profiling",
     "comm_overlap",
@@ -181,6 +180,8 @@ def intervals_are_positive(config: ConfigContainer, world_size: int) -> str | No
         "checkpoint.save_interval": config.checkpoint.save_interval,
     }
     wrong = [f"{key}={value}" for key, value in intervals.items() if value is not None and value < 1]
+    if config.straggler is not None and config.straggler.interval < 1:
+        wrong.append(f"straggler.interval={config.straggler.interval}")
     counts = {
         "validation.eval_iters": config.validation.eval_iters,
         "train.manual_gc_interval": config.train.manual_gc_interval,
