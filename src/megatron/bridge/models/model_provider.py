@@ -22,8 +22,8 @@ from megatron.core.distributed import (
     distributed_data_parallel,
 )
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 from torch.nn import Module
 
 from megatron.bridge.backends import layer_specs
@@ -227,20 +227,17 @@ def _place(chunks: list[MegatronModule], config: ModelProvider) -> list[Megatron
         chunk.cuda(torch.cuda.current_device())  # the identity on a machine without a GPU
     if not (config.fp16 or config.bf16):
         return chunks
-    # a router's correction bias is small steps summed up: it stays in single precision
-    exact = [(module, name, buffer) for chunk in chunks for module, name, buffer in _saved_buffers(chunk)]
+    # half precision can neither count a router's tokens nor sum up the small steps of its correction bias
+    exact = [(module, dict(module.named_buffers(recurse=False))) for chunk in chunks for module in _routers(chunk)]
     halved = [Float16Module(config, chunk) for chunk in chunks]
-    for module, name, buffer in exact:
-        module.register_buffer(name, buffer)
+    for module, buffers in exact:
+        for name, buffer in buffers.items():
+            module._buffers[name] = buffer
     return halved
 
 
-def _saved_buffers(chunk: MegatronModule) -> Iterator[tuple[Module, str, Tensor]]:
-    """The buffers that are part of a checkpoint, with their modules and names."""
-    for module in chunk.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield module, name, buffer
+def _routers(chunk: MegatronModule) -> Iterator[Module]:
+    return (module for module in chunk.modules() if isinstance(module, Router))
 
 
 def _wrap_data_parallel(
