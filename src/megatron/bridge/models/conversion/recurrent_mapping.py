@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megatron.bridge.models.conversion.param_mapping import (
+from megatron.bridge.models.conversion.mapping_base import (
     Block,
     HFWeights,
     MegatronParamMapping,
