@@ -9,6 +9,7 @@ from megatron.bridge.utils.config.serialize import load_yaml
 from tests.unit_tests.cli.test_main import run
 
 RECIPE = ("train", "--recipe", "llama32_1b_pretrain_config")
+FINETUNE = ("train", "--recipe", "llama32_1b_finetune_config")
 
 
 def dry_run(capsys, *arguments):
@@ -131,9 +132,11 @@ BAD = [
     ([*RECIPE[1:], "ft=1"], "ft must be null, not 1"),
     (
         [*RECIPE[1:], "--peft_scheme", "lora"],
-        "lora is not available in this version: --mode sft trains all weights",
+        "trains all weights from random ones: adapters need a finetune recipe",
     ),
-    ([*RECIPE[1:], "--mode", "dora"], "dora is not available in this version"),
+    ([*FINETUNE[1:], "--mode", "dora"], "peft is DoRA, but checkpoint.pretrained_checkpoint is not set"),
+    ([*FINETUNE[1:], "--mode", "lora", "--peft_scheme", "dora"], "contradict each other: leave one out"),
+    ([*FINETUNE[1:], "--peft_scheme", "lroa"], "peft=lroa is not known; did you mean lora?"),
     ([*RECIPE[1:], "--packed_sequence"], "--packed_sequence is not available in this version"),
     (["--config", "no/such.yaml"], "--config no/such.yaml cannot be read: No such file or directory"),
     (["--config", "."], "--config . cannot be read: Is a directory"),

@@ -18,6 +18,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron.bridge.cli.summary import parameter_count
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.recipes import core
 from megatron.bridge.recipes.catalog import catalog, find, search
 from megatron.bridge.recipes.llama import llama3, llama3_8b_finetune_config, llama3_8b_pretrain_config
@@ -134,12 +135,17 @@ def test_unknown_option_is_named(recipe):
         recipe(train_itres=5)
 
 
-def test_adapters_are_refused():
-    with pytest.raises(
-        UserError, match=r"peft=lora is not available in this version; peft=None trains all weights"
-    ):
-        llama3_8b_finetune_config(peft="lora")
+def test_adapters():
+    lora, dora = llama3_8b_finetune_config(peft="lora"), llama3_8b_finetune_config(peft="dora", lr=3e-5)
+    assert (type(lora.peft).__name__, lora.optimizer.lr) == ("LoRA", 1e-4)
+    assert (type(dora.peft).__name__, dora.optimizer.lr) == ("DoRA", 3e-5)
+    own = LoRA(dim=3)
+    assert llama3_8b_finetune_config(peft=own).peft is own
     assert llama3_8b_finetune_config(peft=None) == llama3_8b_finetune_config()
+    with pytest.raises(
+        UserError, match=r"peft=lroa is not known; did you mean lora\?; peft=None trains all weights"
+    ):
+        llama3_8b_finetune_config(peft="lroa")
 
 
 def test_defaults_have_only_known_keys_and_complete_ones():

@@ -26,6 +26,7 @@ SUBCOMMANDS = {
     "inspect": "what a Hugging Face or Megatron checkpoint holds",
     "verify": "prove that a Megatron checkpoint equals a Hugging Face model",
     "checkpoint": "list, inspect, verify, compare or convert Megatron checkpoints",
+    "adapter": "merge adapters into their base, take them out again, or write them for peft",
     "data": "prepare training data",
     "demo": "convert, fine-tune and export a small model, start to end",
 }

@@ -22,7 +22,8 @@ EXAMPLES = """examples:
       --data corpus/text checkpoint.save=runs/llama train.train_iters=5000
 """
 
-MODES = ("pretrain", "sft", "lora", "dora")
+ADAPTERS = ("lora", "dora")
+MODES = ("pretrain", "sft", *ADAPTERS)
 
 
 @dataclass
@@ -67,7 +68,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--step_func", default="gpt_step", metavar="NAME", help="gpt_step, or package.module.function of your own"
     )
     parser.add_argument("--seq_length", type=int, metavar="N", help="tokens of a sample, for data and model")
-    parser.add_argument("--peft_scheme", metavar="NAME", help="adapter to train (not available in this version)")
+    parser.add_argument("--peft_scheme", metavar="NAME", help="adapter to train, lora or dora, like --mode")
     parser.add_argument(
         "--packed_sequence", action="store_true", help="pack samples (not available in this version)"
     )
@@ -107,7 +108,13 @@ def prepare(args: argparse.Namespace) -> Job:
     job.changes += apply_overrides(job.config, overrides)
     origins.record(job.config, job.changes)
     job.mode = args.mode or job.mode
+    _check_mode(job)
     return job
+
+
+def _check_mode(job: Job) -> None:
+    if job.mode in ADAPTERS and job.config.peft is None:
+        raise UserError(f"--mode {job.mode}, but {job.source} has no peft: set it there, or leave --mode out")
 
 
 def _start(args: argparse.Namespace) -> Job:
@@ -147,7 +154,7 @@ def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> Job:
     from megatron.bridge.utils.config.overrides import check_types
     from megatron.bridge.utils.config.serialize import from_plain
 
-    extra = [name for name in ("recipe", "data") if getattr(args, name) is not None]
+    extra = [name for name in ("recipe", "data", "peft_scheme") if getattr(args, name) is not None]
     if extra:
         raise UserError(f"--{extra[0]} does not go with {args.config}, which is a whole config: leave one out")
     config = from_plain(values)
@@ -167,9 +174,10 @@ def _from_recipe(recipe: "Recipe", args: argparse.Namespace) -> Job:
     from megatron.bridge.utils.config import origins
 
     config = recipe.build()
-    if args.data is not None:
+    options = _data_option(recipe, args.data) | _adapter_option(recipe, args)
+    if options:
         before = origins.values(config)
-        config = recipe.build(**_data_option(recipe, args.data))
+        config = recipe.build(**options)
         origins.start(config)
         origins.mark_given(config, before, "command line")
     else:
@@ -177,7 +185,22 @@ def _from_recipe(recipe: "Recipe", args: argparse.Namespace) -> Job:
     return Job(config, recipe.name, recipe.mode, recipe.gpus)
 
 
-def _data_option(recipe: "Recipe", paths: list[str]) -> dict[str, Any]:
+def _adapter_option(recipe: "Recipe", args: argparse.Namespace) -> dict[str, Any]:
+    """``--peft_scheme``, or ``--mode`` where it says the same."""
+    mode = args.mode if args.mode in ADAPTERS else None
+    scheme = args.peft_scheme or mode
+    if scheme is None:
+        return {}
+    if args.mode is not None and args.mode not in (scheme, "sft"):
+        raise UserError(f"--mode {args.mode} and --peft_scheme {scheme} contradict each other: leave one out")
+    if recipe.mode == "pretrain":
+        raise UserError(f"{recipe.name} trains all weights from random ones: adapters need a finetune recipe")
+    return {"peft": scheme}
+
+
+def _data_option(recipe: "Recipe", paths: list[str] | None) -> dict[str, Any]:
+    if paths is None:
+        return {}
     if recipe.mode == "pretrain":
         return {"data_paths": paths}
     if len(paths) > 1:
@@ -187,9 +210,6 @@ def _data_option(recipe: "Recipe", paths: list[str]) -> dict[str, Any]:
 
 def _refuse_unavailable(args: argparse.Namespace) -> None:
     """Options that other versions have: doing nothing in silence would be worse than not knowing them."""
-    adapter = args.peft_scheme or (args.mode if args.mode in ("lora", "dora") else None)
-    if adapter:
-        raise UserError(f"{adapter} is not available in this version: --mode sft trains all weights")
     if args.packed_sequence:
         raise UserError("--packed_sequence is not available in this version: leave it out to pad each sample")
     if args.world_size is not None and not args.dry_run:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.bridge.models.conversion.adapted import LowRankPart
 from megatron.bridge.peft.lora import LoRAAdapter, LowRankPEFT
-from megatron.bridge.peft.low_rank import Shape
+from megatron.bridge.peft.low_rank import LowRank, Shape
 from megatron.bridge.peft.targets import Site
 from megatron.bridge.utils.errors import UserError
 
@@ -48,12 +48,12 @@ class CanonicalAdapter(nn.ModuleDict):
 
     def __init__(self, site: Site, shapes: dict[str, Shape]) -> None:
         self.rows = rows_of(site)
-        factors = {role: LoRAAdapter(site, shape, role, self.rows[role]) for role, shape in shapes.items()}
+        factors = {role: LowRank(site, shape, role, self.rows[role]) for role, shape in shapes.items()}
         super().__init__(factors)
         self.head_width = None if site.halves == 2 else site.config.kv_channels
         self.stack = 1 if site.experts is None else site.experts
 
-    def combine(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
+    def forward(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
         """The sum of all paths."""
         parts = {role: adapter(x, counts) for role, adapter in self.items()}
         return base + self._fused(parts, base, -1)
@@ -61,12 +61,12 @@ class CanonicalAdapter(nn.ModuleDict):
     def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """``W + scaling * B A`` part by part, in fp32."""
         whole = torch.stack([weight.float() for weight in weights])
-        parts = {role: adapter._stacked_delta().mT for role, adapter in self.items()}
+        parts = {role: adapter.stacked_delta().mT for role, adapter in self.items()}
         return list(whole + self._fused(parts, whole.mT, -1).mT)
 
     def parts(self, expert: int) -> list[LowRankPart]:
         """The factors of each role."""
-        return [adapter._part_of(expert, role) for role, adapter in self.items()]
+        return [adapter.part(expert, role) for role, adapter in self.items()]
 
     def _fused(self, parts: dict[str, Tensor], like: Tensor, dim: int) -> Tensor:
         """The parts in the order of the layer's outputs: by key-value group, or gates before values."""

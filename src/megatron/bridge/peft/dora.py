@@ -31,15 +31,20 @@ class DoRAAdapter(LoRAAdapter):
         with torch.no_grad():
             self.magnitude.copy_(self._norms(site.weights).view_as(self.magnitude))
 
-    def combine(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]
+    ) -> Tensor:
         """The sum of both paths, each output scaled."""
-        factor = (self._rows_of_magnitude().float() / self._norms(weights)).to(base.dtype)
+        magnitude = self._rows_of_magnitude()
+        if counts is not None:
+            magnitude = self._summed_grads(magnitude, "column")
+        factor = (magnitude.float() / self._norms(weights)).to(base.dtype)
         if counts is None:
             factor = factor[0]
         else:
             tokens = torch.tensor(counts, device=base.device)
             factor = factor.repeat_interleave(tokens, dim=0, output_size=base.shape[0])
-        return (base + self(x, counts)) * factor
+        return (base + self.path(x, counts)) * factor
 
     def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The scaled rows, in fp32."""
@@ -48,7 +53,7 @@ class DoRAAdapter(LoRAAdapter):
 
     def parts(self, expert: int) -> list[LowRankPart]:
         """All outputs at once."""
-        return [self._part_of(expert, magnitude=self._rows_of_magnitude()[expert])]
+        return [self.part(expert, magnitude=self._rows_of_magnitude()[expert])]
 
     def _rows_of_magnitude(self) -> Tensor:
         """[weights, outputs]."""
@@ -57,7 +62,7 @@ class DoRAAdapter(LoRAAdapter):
     @torch.no_grad()
     def _norms(self, weights: Sequence[Tensor]) -> Tensor:
         """Lengths of the rows of ``W + scaling * B A``, [weights, outputs] in fp32."""
-        delta: Any = self._stacked_delta()
+        delta: Any = self.stacked_delta()
         squares = torch.stack([(weight + delta[index]).square().sum(-1) for index, weight in enumerate(weights)])
         if self.kind == "row" and self.group.size() > 1:
             torch.distributed.all_reduce(squares, group=self.group)

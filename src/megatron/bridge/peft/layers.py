@@ -21,7 +21,7 @@ from megatron.bridge.peft.targets import Site
 class Adapter(Protocol):
     """What a layer asks of its adapter."""
 
-    def combine(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
+    def __call__(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
         """The layer's outputs, from those without the adapter and without a bias."""
         ...
 
@@ -87,7 +87,7 @@ class _AdaptedLinear(_Adapted):
             assert included is None, "a gathered output comes without bias"
             rows = base.shape[-1] // self.adapted_site.group.size()
             base = base.narrow(-1, self.adapted_site.group.rank() * rows, rows)
-        out = self.adapter.combine(base if included is None else base - included, seen, None, weights)
+        out = self.adapter(base if included is None else base - included, seen, None, weights)
         out = out if included is None else out + included
         return (gather_from_tensor_model_parallel_region(out, self.adapted_site.group) if gathered else out), bias
 
@@ -98,7 +98,7 @@ class _AdaptedExperts(_Adapted):
     ) -> tuple[Tensor, Any]:
         """(outputs [tokens, out], biases to be added later)."""
         base, biases = _base(self).forward(self, x, tokens_per_expert, *args, **options)  # type: ignore[misc]
-        return self.adapter.combine(base, x, list(tokens_per_expert), self.adapted_site.weights), biases
+        return self.adapter(base, x, list(tokens_per_expert), self.adapted_site.weights), biases
 
 
 class _AdaptedRouter(_Adapted):
@@ -107,7 +107,7 @@ class _AdaptedRouter(_Adapted):
         base = _base(self).gating(self, x)  # type: ignore[misc]
         bias = getattr(self, "bias", None)
         plain = base if bias is None else base - bias
-        out = self.adapter.combine(plain, x.to(base.dtype), None, self.adapted_site.weights)
+        out = self.adapter(plain, x.to(base.dtype), None, self.adapted_site.weights)
         return out if bias is None else out + bias
 
 

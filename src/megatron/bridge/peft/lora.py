@@ -18,27 +18,19 @@ from megatron.bridge.peft.targets import Site
 class LoRAAdapter(LowRank):
     """``W x + scaling * B A x``."""
 
-    def combine(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]
+    ) -> Tensor:
         """The sum of both paths."""
-        return base + self(x, counts)
+        return base + self.path(x, counts)
 
     def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """``W + scaling * B A``, in fp32."""
-        return list(torch.stack([weight.float() for weight in weights]) + self._stacked_delta())
+        return list(torch.stack([weight.float() for weight in weights]) + self.stacked_delta())
 
     def parts(self, expert: int) -> list[LowRankPart]:
         """All outputs at once."""
-        return [self._part_of(expert)]
-
-    def _part_of(self, expert: int, role: str | None = None, magnitude: Tensor | None = None) -> LowRankPart:
-        a, b = (self.a, self.b) if self.experts is None else (self.a[expert], self.b[expert])
-        rows = b.flatten(0, 1) if self.halves > 1 else b
-        dropout = self.shape.dropout if self.shape.dropout_position == "pre" else 0.0
-        return LowRankPart(a, rows, self.shape.alpha, self.shape.use_rslora, dropout, role, magnitude)
-
-    def _stacked_delta(self) -> Tensor:
-        delta = self.delta_weight()
-        return delta if self.experts is not None else delta[None]
+        return [self.part(expert)]
 
 
 @dataclass

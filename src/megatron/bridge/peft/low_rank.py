@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
+from megatron.bridge.models.conversion.adapted import LowRankPart
 from megatron.bridge.peft.targets import Site
 
 Init = Literal["xavier", "kaiming", "normal", "zero"]
@@ -131,7 +132,15 @@ class LowRank(nn.Module):
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Any:
+        """The path alone; see ``path``. Subclasses make the layer's outputs of it.
+
+        Whoever needs the factors goes through a call of their module: with an overlapped parameter gather, that is
+        what waits for fresh values.
+        """
+        return self.path(x, counts)
+
+    def path(self, x: Tensor, counts: Sequence[int] | None) -> Tensor:
         """``scaling * B A x`` as this rank's part of the layer's outputs.
 
         Args:
@@ -200,6 +209,18 @@ class LowRank(nn.Module):
     def delta_weight(self) -> Tensor:
         """``scaling * B A`` of this rank in fp32, [experts?, outputs, inputs]."""
         return (_rows(self.b, self.halves).float() @ self.a.float()) * self.shape.scaling
+
+    def stacked_delta(self) -> Tensor:
+        """``delta_weight`` as [weights, outputs, inputs], of one weight, too."""
+        delta = self.delta_weight()
+        return delta if self.experts is not None else delta[None]
+
+    def part(self, expert: int, role: str | None = None, magnitude: Tensor | None = None) -> LowRankPart:
+        """What is added to one of the weights."""
+        a, b = (self.a, self.b) if self.experts is None else (self.a[expert], self.b[expert])
+        dropout = self.shape.dropout if self.shape.dropout_position == "pre" else 0.0
+        rows = _rows(b, self.halves)
+        return LowRankPart(a, rows, self.shape.alpha, self.shape.use_rslora, dropout, role, magnitude)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

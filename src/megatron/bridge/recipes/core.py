@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from megatron.bridge.data.config import FinetuningDatasetConfig, GPTDatasetConfig, MockGPTDatasetConfig
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.recipes.adapters import default_peft_config
 from megatron.bridge.recipes.options import FinetuneOptions, LayoutOptions, PretrainOptions, ScheduleOptions
 from megatron.bridge.recipes.sizes import Size
 from megatron.bridge.training.config import (
@@ -72,6 +73,9 @@ FINETUNE: FinetuneOptions = {
     "peft": None,
 }
 
+# Adapters start from zero and bear a higher rate than weights that were pretrained.
+ADAPTERS: FinetuneOptions = {"lr": 1e-4}
+
 
 def pretrain(size: Size, options: PretrainOptions, **recommended: Unpack[PretrainOptions]) -> ConfigContainer:
     """The config that trains ``size`` from random weights.
@@ -94,14 +98,13 @@ def pretrain(size: Size, options: PretrainOptions, **recommended: Unpack[Pretrai
 
 
 def sft(size: Size, options: FinetuneOptions, **recommended: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """The config that goes on training all weights of ``size`` on prompts and completions.
+    """The config that goes on training ``size``, or adapters on it, on prompts and completions.
 
     Raises:
-        UserError: ``options`` has a key that ``FinetuneOptions`` has not, or asks for an adapter.
+        UserError: ``options`` has a key that ``FinetuneOptions`` has not, or asks for an unknown adapter.
     """
-    chosen = _chosen(FinetuneOptions, FINETUNE, recommended, options)
-    if chosen["peft"] is not None:
-        raise UserError(f"peft={chosen['peft']} is not available in this version; peft=None trains all weights")
+    adapters = ADAPTERS if options.get("peft") is not None else {}
+    chosen = _chosen(FinetuneOptions, FINETUNE, recommended, adapters, options)
     root = chosen["dataset_root"]
     if root is None:
         dataset = _mock_data(chosen)
@@ -111,6 +114,8 @@ def sft(size: Size, options: FinetuneOptions, **recommended: Unpack[FinetuneOpti
         )
     config = _assemble(size, chosen, dataset, weight_decay=0.01, mock=root is None)
     config.checkpoint.pretrained_checkpoint = chosen["pretrained_checkpoint"]
+    if chosen["peft"] is not None:
+        config.peft = default_peft_config(chosen["peft"], latent_attention=config.model.multi_latent_attention)
     return config
 
 

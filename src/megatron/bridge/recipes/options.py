@@ -3,7 +3,10 @@
 
 from typing import Literal, TypedDict
 
+from megatron.bridge.peft.base import PEFT
+
 Precision = Literal["bf16_mixed", "fp16_mixed", "fp32"]
+Adapter = Literal["lora", "dora"]
 Recompute = Literal["selective", "full"]
 
 
@@ -85,9 +88,10 @@ class FinetuneOptions(LayoutOptions, ScheduleOptions, total=False):
     Attributes:
         pretrained_checkpoint: Weights to start from: a Megatron checkpoint or a Hugging Face directory.
         dataset_root: Folder with ``training.jsonl`` and ``validation.jsonl``; None trains on made-up samples.
-        peft: None trains all weights.
+        peft: ``lora`` or ``dora`` trains adapters on frozen weights, as does a method of one's own; None trains
+            all weights.
     """
 
     pretrained_checkpoint: str | None
     dataset_root: str | None
-    peft: str | None
+    peft: Adapter | PEFT | None

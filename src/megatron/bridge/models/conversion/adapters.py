@@ -127,7 +127,7 @@ def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTe
     if part.magnitude is not None:
         tensors[MAGNITUDE] = _whole(task, part, part.magnitude, "column")
     for name in _names(task.mapping, part):
-        found = {kind: by_name[name].contiguous() for kind, by_name in tensors.items()}
+        found = {kind: by_name[name].detach().contiguous() for kind, by_name in tensors.items()}
         yield ModuleTensors(_module_of(name), described, found)
 
 
@@ -236,11 +236,29 @@ def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
     found = [replace(one, tensors={name: it.cpu() for name, it in one.tensors.items()}) for one in stream(plan)]
     if not any(one.described for one in found):
         raise UserError("this model has no adapters to write: save the model itself")
+    _refuse_half_of_experts(plan, {one.module for one in found})
     config = adapter_config(found, plan, base)
     if write:
         tensors = {name: tensor.clone() for one in found for name, tensor in one.named().items()}
         save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
         (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _refuse_half_of_experts(plan: Plan, modules: set[str]) -> None:
+    """Refuse what ``peft`` would drop in silence: it takes an expert's first layer for the inner one of two."""
+    adapted = {
+        task.global_param_name
+        for task in plan.tasks
+        if ".experts." in task.global_param_name
+        and any(_module_of(name) in modules for name in task.mapping.hf_names)
+    }
+    first = (name for name in adapted if ".linear_fc1." in name)
+    alone = next((name for name in first if name.replace(".linear_fc1.", ".linear_fc2.") not in adapted), None)
+    if alone is not None:
+        raise UserError(
+            f"{alone} has an adapter and the second layer of its expert has none, which peft cannot load: target "
+            "linear_fc2, too, or merge the adapters into the model"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- import

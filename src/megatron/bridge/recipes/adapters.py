@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters that finetune recipes recommend."""
+
+from typing import Any
+
+from megatron.bridge.peft.base import PEFT
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+METHODS: dict[str, type[LoRA] | type[DoRA]] = {"lora": LoRA, "dora": DoRA}
+
+TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+LATENT_TARGETS = ["*.self_attention.linear_*", "linear_fc1", "linear_fc2"]
+"""Of multi-latent attention, whose projections differ with the size of the model."""
+
+
+def default_peft_config(peft_scheme: str | PEFT, latent_attention: bool = False, **changes: Any) -> PEFT:
+    """All linear layers of attention and MLP, rank 16, scaled by 2.
+
+    Args:
+        peft_scheme: ``lora`` or ``dora``; a method of one's own is taken as it is.
+        latent_attention: Whether the model's attention is multi-latent.
+        **changes: Fields of the method.
+
+    Raises:
+        UserError: there is no such scheme.
+    """
+    if isinstance(peft_scheme, PEFT):
+        return peft_scheme
+    if peft_scheme not in METHODS:
+        hint = did_you_mean(peft_scheme, METHODS) or f": choose {' or '.join(METHODS)}"
+        raise UserError(f"peft={peft_scheme} is not known{hint}; peft=None trains all weights")
+    targets = LATENT_TARGETS if latent_attention else TARGETS
+    return METHODS[peft_scheme](**{"target_modules": list(targets), "dim": 16, "alpha": 32, **changes})

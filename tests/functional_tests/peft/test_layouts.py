@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters under parallel layouts: the same training as in one process, and the same adapter written."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.lora import LoRA
+from tests.toy_adapters import (
+    adapted,
+    exported,
+    is_last_stage,
+    make,
+    reference,
+    reference_train,
+    saved_by_peft,
+    shake,
+    train,
+)
+from tests.workers import forget_model_parallel
+
+TP2 = {"tensor_model_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EP2 = {"expert_model_parallel_size": 2}
+
+METHODS = {
+    "lora": LoRA(dim=4, alpha=8),
+    "dora": DoRA(dim=4, alpha=8),
+    "canonical": CanonicalLoRA(dim=4, alpha=8),
+    "last_layer": LoRA(target_modules=["*.layers.1.*"], dim=4, alpha=8),
+    "router": LoRA(
+        target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"], dim=4, alpha=8
+    ),
+}
+DENSE = {
+    "lora tp2": ("lora", TP2),
+    "lora sp2": ("lora", SP2),
+    "lora pp2": ("lora", PP2),
+    "lora dp2": ("lora", {}),
+    "last layer pp2": ("last_layer", PP2),
+    "lora recomputed": ("lora", {**SP2, **FULL}),
+    "dora tp2": ("dora", TP2),
+    "dora sp2": ("dora", SP2),
+    "canonical sp2": ("canonical", SP2),
+}
+EXPERTS = {
+    "lora ep2": ("router", EP2),
+    "lora sp2 etp2": ("router", {**SP2, "expert_tensor_parallel_size": 2}),
+    "lora sp2 ep2": ("router", {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "dora sp2 etp2": ("dora", {**SP2, "expert_tensor_parallel_size": 2}),
+}
+STEPS = 4
+TOLERANCE = 1e-5
+
+
+def run(directory, scratch, method, layout):
+    """Losses and adapters after some steps; the numbers do not depend on the layout's first values."""
+    torch.manual_seed(0)
+    bridge, model = adapted(Path(directory), METHODS[method], layout)
+    shake(bridge, model, Path(scratch))
+    losses = train(model, STEPS)
+    tensors = {name: tensor.numpy() for name, tensor in exported(bridge, model).items()}
+    last = is_last_stage()
+    forget_model_parallel()
+    return losses if last else None, tensors
+
+
+def run_all(directory, scratch, cases):
+    return {name: run(directory, f"{scratch}/{name}", *case) for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("llama")
+    make("llama", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("experts")
+    make("qwen3_moe", directory)
+    return directory
+
+
+def compare(directory, tmp_path, pool, cases):
+    """All cases in one go: starting a worker's function costs more than its steps."""
+    alone = {
+        method: run(directory, tmp_path / f"alone {method}", method, {})
+        for method in dict.fromkeys(method for method, _ in cases.values())
+    }
+    ranks = pool.run(run_all, str(directory), str(tmp_path), cases)
+    for name, (method, _) in cases.items():
+        losses, tensors = alone[method]
+        for rank in ranks:
+            found, theirs = rank[name]
+            assert found is None or found == pytest.approx(losses, abs=TOLERANCE), name
+            assert theirs.keys() == tensors.keys(), name
+            for key, tensor in tensors.items():
+                np.testing.assert_allclose(
+                    theirs[key], tensor, rtol=TOLERANCE, atol=TOLERANCE, err_msg=f"{name} {key}"
+                )
+        assert any(rank[name][0] is not None for rank in ranks)
+
+
+def test_dense(llama, tmp_path, two_workers):
+    compare(llama, tmp_path, two_workers, DENSE)
+
+
+def test_experts(experts, tmp_path, two_workers):
+    compare(experts, tmp_path, two_workers, EXPERTS)
+
+
+def save_start(directory, scratch):
+    bridge, model = adapted(Path(directory), METHODS["canonical"], SP2)
+    shake(bridge, model, Path(scratch))
+    losses = train(model, STEPS)
+    return losses, {name: tensor.numpy() for name, tensor in exported(bridge, model).items()}
+
+
+def test_tensor_parallel_against_peft(llama, tmp_path, two_workers):
+    ranks = two_workers.run(save_start, str(llama), str(tmp_path / "adapter"))
+    theirs = reference("llama", tmp_path / "adapter", share=False)
+    losses = reference_train(theirs, STEPS)
+    saved = saved_by_peft(theirs)
+    for found, tensors in ranks:
+        assert found == pytest.approx(losses, abs=TOLERANCE)
+        for name, tensor in tensors.items():
+            np.testing.assert_allclose(tensor, saved[name].numpy(), rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
