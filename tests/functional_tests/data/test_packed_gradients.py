@@ -16,7 +16,12 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.data.config import DatasetRequest, FinetuningDatasetConfig, PackedSequenceSpecs
 from megatron.bridge.data.loaders import build_iterators
 from megatron.bridge.data.tokenizer import NullTokenizer
-from megatron.bridge.training.config import OptimizerConfig, SchedulerConfig, ValidationConfig
+from megatron.bridge.training.config import (
+    DistributedDataParallelConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    ValidationConfig,
+)
 from megatron.bridge.training.gpt_step import forward_step
 from tests.toy_run import SEQUENCE, VOCABULARY, run_toy, whole_weights
 
@@ -151,6 +156,7 @@ def one_step(folder, kind, layout=None, micro=1):
                 optimizer="sgd", lr=1.0, min_lr=1.0, weight_decay=0.0, clip_grad=0.0, sgd_momentum=0.0
             ),
             "scheduler": SchedulerConfig(lr_decay_style="constant"),
+            "ddp": DistributedDataParallelConfig(use_distributed_optimizer=False),  # it knows Adam only
             "validation": ValidationConfig(),
         }
     )

@@ -5,7 +5,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bridge.data.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
+from megatron.bridge.data.samplers import (
+    MegatronPretrainingBatchSampler,
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+)
 
 
 @st.composite
@@ -51,6 +55,38 @@ def test_incomplete_draws_are_dropped_or_kept_as_asked(layout):
     assert {len(draws) for draws in dropped} == {total // stride}
     assert all(len(ids) == micro for draws in dropped for ids in draws)
     assert sorted(i for draws in kept for ids in draws for i in ids) == list(range(total))
+
+
+@given(layouts())
+def test_samples_of_a_global_batch_are_dealt_out_one_by_one(layout):
+    micro, ranks, accumulation, total, steps = layout
+    batch = micro * ranks * accumulation
+    samplers = [
+        MegatronPretrainingBatchSampler(total, steps * batch, micro, batch, rank, ranks) for rank in range(ranks)
+    ]
+    draws = [list(sampler) for sampler in samplers]
+    assert {len(mine) for mine in draws} == {(total // batch - steps) * accumulation}
+    for step in range(total // batch - steps):
+        whole = list(range((steps + step) * batch, (steps + step + 1) * batch))
+        for rank, mine in enumerate(draws):
+            microbatches = mine[step * accumulation : (step + 1) * accumulation]
+            assert all(len(ids) == micro for ids in microbatches)
+            assert sum(microbatches, []) == whole[rank::ranks]  # noqa: RUF017
+
+
+@given(layouts(), st.integers(1, 4), st.integers(1, 4))
+def test_a_run_goes_on_under_another_layout(layout, other_ranks, other_micro):
+    """What was consumed is counted over all ranks: another number of them sees the next samples, each once."""
+    micro, ranks, accumulation, total, steps = layout
+    batch = micro * ranks * accumulation
+    other = other_ranks * other_micro
+    samplers = [
+        MegatronPretrainingSampler(total, steps * batch, other_micro, rank, other_ranks)
+        for rank in range(other_ranks)
+    ]
+    left = (total - steps * batch) // other
+    drawn = [index for step in global_batches(samplers, 1, left) for index in step]
+    assert drawn == list(range(steps * batch, steps * batch + left * other))
 
 
 def random_order(total, batch, seed, steps):

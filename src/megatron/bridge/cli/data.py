@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge data``: prepare what a run trains on."""
+"""``megatron-bridge data``: prepare what a run trains on, and look at it."""
 
 import argparse
 import os
@@ -8,6 +8,10 @@ from pathlib import Path
 EXAMPLE = """example:
   megatron-bridge data preprocess --input corpus.jsonl --tokenizer-model HuggingFaceTB/SmolLM2-135M \\
       --output-prefix data/corpus --append-eod
+"""
+PREVIEW_EXAMPLE = """example:
+  megatron-bridge data preview llama32_1b_finetune_config --data chats --html preview.html \\
+      dataset.train_on=last train.micro_batch_size=2
 """
 
 
@@ -24,7 +28,28 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
+    _add_preview_arguments(
+        commands.add_parser(
+            "preview",
+            help="show what a run is going to learn from",
+            description="Show samples with what is learnt of them, counts, lengths, packing and first batches.",
+            epilog=PREVIEW_EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     parser.set_defaults(run=run)
+
+
+def _add_preview_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``preview``."""
+    parser.add_argument("source", metavar="CONFIG", help="YAML file with a whole config, or a recipe's name")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change, in YAML")
+    parser.add_argument("--data", nargs="+", metavar="PATH", help="data of a recipe, as for train")
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to show (default: 3)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="processes of the run (default: the recipe's, or 1)"
+    )
 
 
 def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +84,50 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen subcommand."""
-    return _run_preprocess(args)
+    return _run_preview(args) if args.data_command == "preview" else _run_preprocess(args)
+
+
+def _run_preview(args: argparse.Namespace) -> int:
+    """Build the data as the run would, and look at it."""
+    from rich.console import Console
+
+    from megatron.bridge.cli import train
+    from megatron.bridge.data.config import DatasetRequest
+    from megatron.bridge.data.preview import preview
+    from megatron.bridge.data.preview_output import to_console, to_html
+    from megatron.bridge.data.tokenizer import build_tokenizer
+    from megatron.bridge.utils.atomic import write_text
+    from megatron.bridge.utils.console import console
+
+    job = train.prepare(_as_training(args))
+    config = job.config
+    config.dataset.check_sources()
+    world_size = args.world_size or job.world_size or 1
+    tokenizer = build_tokenizer(config.tokenizer)
+    if config.model.vocab_size is None:
+        config.model.vocab_size = tokenizer.vocab_size
+    config.validate(world_size)
+    batch = config.train.global_batch_size
+    held_out = batch if config.validation.eval_iters else 0
+    splits = config.dataset.build(DatasetRequest((batch, held_out, held_out), tokenizer))
+    sizes = (config.train.micro_batch_size, batch, config.data_parallel_size(world_size))
+    found = preview(config.dataset, splits, tokenizer, sizes, args.samples)
+    to_console(Console(highlight=False, soft_wrap=True), found)
+    if args.html:
+        write_text(args.html, to_html(found))
+        console().print(f"{args.html} shows the same as a page")
+    return 0
+
+
+def _as_training(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of ``train`` that lead to the same config, from its own parser."""
+    from megatron.bridge.cli import train
+
+    parser = argparse.ArgumentParser(prog="megatron-bridge data preview")
+    train.add_parser(parser.add_subparsers())
+    kind = "--config" if args.source.endswith((".yaml", ".yml")) else "--recipe"
+    data = ["--data", *args.data] if args.data else []
+    return parser.parse_args(["train", *args.overrides, kind, args.source, *data])
 
 
 def _run_preprocess(args: argparse.Namespace) -> int:

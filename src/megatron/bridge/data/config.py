@@ -133,6 +133,33 @@ class DatasetConfig(ABC):
 
 
 @dataclass(kw_only=True)
+class FIMConfig:
+    """How documents are rearranged.
+
+    Attributes:
+        rate: share of the documents that are.
+        spm_rate: share of those that begin with the suffix instead of the prefix.
+        prefix_token: special token before the prefix.
+        suffix_token: special token before the suffix.
+        middle_token: special token before the middle.
+    """
+
+    rate: float = 0.5
+    spm_rate: float = 0.5
+    prefix_token: str = "<fim_prefix>"
+    suffix_token: str = "<fim_suffix>"
+    middle_token: str = "<fim_middle>"
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, one sentence each."""
+        return [
+            f"dataset.fim.{name}={getattr(self, name)}: it must lie in [0, 1]"
+            for name in ("rate", "spm_rate")
+            if not 0 <= getattr(self, name) <= 1
+        ]
+
+
+@dataclass(kw_only=True)
 class GPTDatasetConfig(DatasetConfig):
     """Documents in Megatron-Core's indexed format, cut into samples of ``seq_length`` tokens.
 
@@ -149,6 +176,7 @@ class GPTDatasetConfig(DatasetConfig):
         mmap_bin_files: map the token files instead of reading from them.
         num_dataset_builder_threads: threads that build the indices of a blend.
         mid_level_dataset_surplus: share of samples that each corpus of a blend prepares in reserve.
+        fim: rearrange some of the training documents, for models that fill in the middle of code.
     """
 
     blend: Blend | None = None
@@ -162,6 +190,7 @@ class GPTDatasetConfig(DatasetConfig):
     mmap_bin_files: bool = True
     num_dataset_builder_threads: int = 1
     mid_level_dataset_surplus: float = 0.005
+    fim: FIMConfig | None = None
 
     @property
     def masks_tokens(self) -> bool:
@@ -177,7 +206,16 @@ class GPTDatasetConfig(DatasetConfig):
         """What is wrong with the values, one sentence each."""
         from megatron.bridge.data.blend import blend_problems
 
-        return super().problems() + blend_problems(self)
+        found = [*super().problems(), *blend_problems(self)]
+        if self.fim is not None:
+            found += self.fim.problems()
+            masks = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            found += [
+                f"dataset.{name}=True is worked out before dataset.fim moves tokens: leave one of the two out"
+                for name in masks
+                if getattr(self, name)
+            ]
+        return found
 
     def check_sources(self) -> None:
         """Open every corpus."""

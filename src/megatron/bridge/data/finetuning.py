@@ -37,7 +37,7 @@ def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetReques
             datasets.append(None)
             continue
         seed = config.seed if split == "train" else None
-        datasets.append(Epochs(rows_of(config, prepared, request.tokenizer), size, seed))
+        datasets.append(Epochs(rows_of(config, prepared, request.tokenizer), size, seed, prepared.report))
     return Splits(*datasets)
 
 

@@ -11,6 +11,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig as CoreGPTDatase
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
 from megatron.bridge.data.config import SPLITS, Blend, DatasetRequest, Splits
+from megatron.bridge.data.fim import FIMDataset
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ def build_gpt_datasets(config: "GPTDatasetConfig", request: DatasetRequest) -> S
         ) from error
     for name, size, dataset in zip(SPLITS, request.sizes, built, strict=True):
         _check_length(name, size, dataset, config)
-    return Splits(*(dataset if size else None for size, dataset in zip(request.sizes, built, strict=True)))
+    train, valid, test = (dataset if size else None for size, dataset in zip(request.sizes, built, strict=True))
+    if config.fim is not None and train is not None:
+        train = FIMDataset(train, config.fim, request.tokenizer, config.random_seed)
+    return Splits(train, valid, test)
 
 
 def _everywhere() -> bool:

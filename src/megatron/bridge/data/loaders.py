@@ -36,11 +36,12 @@ class BatchIterator:
 
     Attributes:
         sample_ids: numbers of the samples in the last batch.
+        dataset: what is drawn from.
     """
 
     def __init__(self, dataset: Dataset[Batch], make_sampler: Callable[[], Sampler], num_workers: int = 0) -> None:
         self.sample_ids: list[int] = []
-        self._dataset = dataset
+        self.dataset = dataset
         self._make_sampler = make_sampler
         self._num_workers = num_workers
         self._batches: Iterator[tuple[list[int], Batch]] | None = None
@@ -56,10 +57,10 @@ class BatchIterator:
 
     def replicate(self) -> "BatchIterator":
         """Another iterator over the same batches, from the first one: each virtual stage draws for itself."""
-        return BatchIterator(self._dataset, self._make_sampler, self._num_workers)
+        return BatchIterator(self.dataset, self._make_sampler, self._num_workers)
 
     def _start(self) -> Iterator[tuple[list[int], Batch]]:
-        numbered = _Numbered(self._dataset)
+        numbered = _Numbered(self.dataset)
         if not self._num_workers:
             return (collate([numbered[index] for index in ids]) for ids in self._make_sampler())
         loader = DataLoader(
@@ -145,31 +146,54 @@ def build_iterators(
     """
     assert global_batch_size % (micro_batch_size * dp_size) == 0, (global_batch_size, micro_batch_size, dp_size)
     splits: Splits = dataset_config.build(DatasetRequest(sizes, tokenizer))
+    batch_sizes = BatchSizes(micro_batch_size, global_batch_size, dp_rank, dp_size)
 
     def iterator(name: str, dataset: Any, consumed: int) -> BatchIterator | None:
         if dataset is None:
             return None
         _check_enough(name, len(dataset), global_batch_size)
-        common = (len(dataset), consumed, micro_batch_size, dp_rank, dp_size)
-
-        def make_sampler() -> Sampler:
-            if dataset_config.dataloader_type == "single":
-                return MegatronPretrainingSampler(*common)
-            if dataset_config.dataloader_type == "batch":
-                total, first, micro, rank, ranks = common
-                return MegatronPretrainingBatchSampler(total, first, micro, global_batch_size, rank, ranks)
-            return MegatronPretrainingRandomSampler(
-                dataset,
-                *common,
-                data_sharding=dataset_config.data_sharding,
-                seed=dataset_config.shuffle_seed,
-                global_batch_size=global_batch_size,
-            )
-
-        return BatchIterator(dataset, make_sampler, dataset_config.num_workers)
+        return iterate(dataset, dataset_config, batch_sizes, consumed)
 
     consumed = (consumed_train, consumed_valid, 0)
     return Iterators(*map(iterator, SPLITS, splits, consumed))
+
+
+class BatchSizes(NamedTuple):
+    """Which part of a batch a data-parallel rank draws.
+
+    Attributes:
+        micro: samples that a rank draws at a time.
+        whole: samples of one optimizer step.
+        rank: this data-parallel rank.
+        ranks: number of data-parallel ranks.
+    """
+
+    micro: int
+    whole: int
+    rank: int
+    ranks: int
+
+
+def iterate(dataset: Any, config: DatasetConfig, sizes: BatchSizes, consumed: int = 0) -> BatchIterator:
+    """The microbatches of a data-parallel rank, behind the first ``consumed`` samples of all ranks."""
+    common = (len(dataset), consumed, sizes.micro, sizes.rank, sizes.ranks)
+
+    def make_sampler() -> Sampler:
+        if config.dataloader_type == "single":
+            return MegatronPretrainingSampler(*common)
+        if config.dataloader_type == "batch":
+            return MegatronPretrainingBatchSampler(
+                len(dataset), consumed, sizes.micro, sizes.whole, sizes.rank, sizes.ranks
+            )
+        return MegatronPretrainingRandomSampler(
+            dataset,
+            *common,
+            data_sharding=config.data_sharding,
+            seed=config.shuffle_seed,
+            global_batch_size=sizes.whole,
+        )
+
+    return BatchIterator(dataset, make_sampler, config.num_workers)
 
 
 def _check_enough(name: str, length: int, global_batch_size: int) -> None:

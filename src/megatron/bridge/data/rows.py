@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from megatron.bridge.data.examples import Example, Examples
+from megatron.bridge.data.examples import Example, Examples, Report
 from megatron.bridge.data.packing import pack, rounded_up
 
 Row = dict[str, Any]
@@ -123,12 +123,14 @@ class Epochs(Dataset[Row]):
         rows: what there is.
         size: number of rows to present.
         seed: seed of the order, which depends on it and the epoch only; None keeps the rows' own order.
+        report: what became of the records behind the rows, for whoever looks at the data.
     """
 
-    def __init__(self, rows: Dataset[Row], size: int, seed: int | None) -> None:
+    def __init__(self, rows: Dataset[Row], size: int, seed: int | None, report: Report | None = None) -> None:
         self.rows: Any = rows
         self.size = size
         self.seed = seed
+        self.report = report or Report()
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:

@@ -1,27 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train on from existing weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+from megatron.bridge.checkpoint.model_io import tokenizer_dir
+from megatron.bridge.training.callbacks.base import CallbackManager
+from megatron.bridge.training.callbacks.data_check import DataCheck
+from megatron.bridge.training.callbacks.report import TuningReport
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.freezing import freeze
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.setup import Callbacks
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.errors import UserError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
 
 def finetune(
-    config: ConfigContainer, forward_step_func: Callable[..., Any], callbacks: Callbacks | None = None
+    config: ConfigContainer,
+    forward_step_func: Callable[..., Any],
+    callbacks: Callbacks | None = None,
+    frozen: Iterable[str] = (),
 ) -> Run:
     """``pretrain`` from the weights of ``checkpoint.pretrained_checkpoint``, or from where the last run stopped.
 
+    The data is looked at before the first step, and a report is written after the last one.
+
+    Args:
+        config: What to run.
+        forward_step_func: For example ``megatron.bridge.training.gpt_step.forward_step``.
+        callbacks: Callbacks of your own.
+        frozen: Patterns of parameters that are not trained, such as ``embedding.*``.
+
     Raises:
-        UserError: there are no weights to start from, or whatever ``pretrain`` refuses.
+        UserError: there are no weights to start from, they were trained with another tokenizer, or whatever
+            ``pretrain`` refuses.
     """
     if config.checkpoint.pretrained_checkpoint is None:
         raise UserError(
             "checkpoint.pretrained_checkpoint is not set: give a Megatron checkpoint or a Hugging Face directory, "
             "or use pretrain to start from random weights"
         )
-    return pretrain(config, forward_step_func, callbacks)
+    check_tokenizer(config)
+    patterns = tuple(frozen)
+    if patterns:
+        config.model.register_pre_wrap_hook(freeze(*patterns))
+    return pretrain(config, forward_step_func, CallbackManager([DataCheck(), *(callbacks or ()), TuningReport()]))
+
+
+def check_tokenizer(config: ConfigContainer) -> None:
+    """Compare the run's tokenizer with the one that lies beside the pretrained weights, if one does.
+
+    Raises:
+        UserError: a token has another number: the embeddings would stand for other words, without an error.
+    """
+    beside = _tokenizer_beside(Path(config.checkpoint.pretrained_checkpoint or ""))
+    chosen = config.tokenizer
+    if beside is None or chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:
+        return
+    from megatron.bridge.data.tokenizer import load_hf_tokenizer
+
+    theirs = load_hf_tokenizer(str(beside), chosen.trust_remote_code).get_vocab()
+    ours = load_hf_tokenizer(chosen.tokenizer_model, chosen.trust_remote_code).get_vocab()
+    moved = [token for token, number in theirs.items() if ours.get(token) != number]
+    if moved:
+        token = min(moved, key=theirs.__getitem__)
+        raise UserError(
+            f"tokenizer.tokenizer_model={chosen.tokenizer_model} is not the tokenizer of {beside}: {len(moved):,} "
+            f"tokens have other numbers, among them {token!r} ({ours.get(token, 'missing')} instead of "
+            f"{theirs[token]}); use {beside}"
+        )
+
+
+def _tokenizer_beside(checkpoint: Path) -> Path | None:
+    if any((checkpoint / name).is_file() for name in TOKENIZER_FILES):
+        return checkpoint
+    is_megatron = checkpoint.is_dir() and not (checkpoint / "config.json").is_file()
+    return tokenizer_dir(checkpoint) if is_megatron else None

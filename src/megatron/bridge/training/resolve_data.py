@@ -58,4 +58,6 @@ def _vary_lengths(config: ConfigContainer) -> list[str]:
     if not getattr(dataset, "padding_free", False) or not several_stages or model.variable_seq_lengths:
         return []
     model.variable_seq_lengths = True
+    if not model.num_moe_experts:  # Megatron-Core asks for this one even where there is nothing to dispatch
+        model.moe_token_dispatcher_type = "alltoall"
     return ["model.variable_seq_lengths=True is used: padding-free batches differ in length"]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy continuation of prompts by the model in training, under any layout but context parallelism.
+
+Every token costs a forward pass over the whole text: good for a few samples, not for serving.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.bridge.training.param_gather import gathered_params
+from megatron.bridge.training.state import Run
+from megatron.bridge.utils.dist import broadcast_object
+from megatron.bridge.utils.errors import UserError
+
+Tokens = list[list[int]]
+
+
+@torch.no_grad()
+def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int] = frozenset()) -> Tokens:
+    """The most likely continuation of each prompt, up to the end-of-document token; to be called on all ranks.
+
+    Random states and gradients are left as they were.
+
+    Args:
+        run: the run.
+        prompts: token ids, at least one each.
+        max_new_tokens: most tokens to add.
+        stop: tokens that end a text, besides the end-of-document token.
+
+    Returns:
+        The tokens behind each prompt, on every rank.
+
+    Raises:
+        UserError: the layout has context parallelism, or a prompt leaves no room in ``model.seq_length``.
+    """
+    _check(run, prompts, max_new_tokens)
+    texts = [list(prompt) for prompt in prompts]
+    open_texts = set(range(len(texts)))
+    with gathered_params(run.model), _evaluation_mode(run.model):
+        for _ in range(max_new_tokens):
+            chosen = _next_tokens(run, texts)
+            for place in sorted(open_texts):
+                texts[place].append(chosen[place])
+                if chosen[place] == run.tokenizer.eod or chosen[place] in stop:
+                    open_texts.discard(place)
+            if not open_texts:
+                break
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def _check(run: Run, prompts: Tokens, max_new_tokens: int) -> None:
+    model = run.config.model
+    if model.context_parallel_size > 1:
+        raise UserError(
+            f"samples cannot be generated with model.context_parallel_size={model.context_parallel_size}: leave "
+            f"them out, or generate from the checkpoint"
+        )
+    assert all(prompts), "a prompt is empty"
+    longest = max(map(len, prompts)) + max_new_tokens
+    if longest > model.seq_length:
+        raise UserError(
+            f"a prompt of {longest - max_new_tokens} tokens and {max_new_tokens} new ones are more than "
+            f"model.seq_length={model.seq_length}: shorten the prompt, or generate fewer"
+        )
+
+
+def _next_tokens(run: Run, texts: Tokens) -> list[int]:
+    """The most likely next token of each text, on every rank."""
+    model = run.config.model
+    longest = max(map(len, texts))
+    parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    length = -(-longest // parts) * parts
+    batch = torch.zeros(len(texts), length, dtype=torch.long)
+    for row, text in zip(batch, texts, strict=True):
+        row[: len(text)] = torch.tensor(text)  # what stands behind a text is not seen: attention is causal
+    batch = batch.to(torch.cuda.current_device())
+    last = torch.tensor([len(text) - 1 for text in texts], device=batch.device)
+    # interleaved stages need as many microbatches as there are stages: the same one again
+    repeats = model.pipeline_model_parallel_size if len(run.model) > 1 else 1
+    schedule = cast(Any, get_forward_backward_func())
+    found = schedule(
+        forward_step_func=lambda _, chunk: _forward(chunk, batch, last, run.tokenizer.vocab_size),
+        data_iterator=[iter(()) for _ in run.model],
+        model=run.model,
+        num_microbatches=repeats,
+        seq_length=length,
+        micro_batch_size=len(texts),
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    chosen = found[0].tolist() if found else []
+    stages: Any = parallel_state.get_pipeline_model_parallel_group()
+    return broadcast_object(chosen, parallel_state.get_pipeline_model_parallel_last_rank(), stages)
+
+
+def _forward(chunk: MegatronModule, batch: torch.Tensor, last: torch.Tensor, vocabulary: int) -> tuple[Any, Any]:
+    positions = torch.arange(batch.size(1), device=batch.device).expand_as(batch)
+    output = chunk(batch, positions, None)
+
+    def choose(logits: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+        at_last = logits[torch.arange(len(last), device=last.device), last]
+        whole = gather_from_tensor_model_parallel_region(at_last)
+        return whole[:, :vocabulary].argmax(-1)  # rows that pad the vocabulary are no tokens
+
+    return output, choose
+
+
+@contextmanager
+def _evaluation_mode(model: list[MegatronModule]) -> Iterator[None]:
+    for chunk in model:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in model:
+            chunk.train()

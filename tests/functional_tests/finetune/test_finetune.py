@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning on conversations from start to end: checks, frozen parts, answers on the way, and the report."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.data.config import FinetuningDatasetConfig, PackedSequenceSpecs
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.callbacks.samples import GenerationSamples
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    LoggerConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.generation import generate
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.utils.errors import UserError
+from tests.toy_run import initialize_by_name, toy_config
+from tests.unit_tests.data.chat_forms import CONTROL_TOKENS, FORMS
+from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
+
+LENGTH = 64
+CHATML = next(form for form in FORMS if form.name == "chatml")
+TURNS = [("hi", "Peace!"), ("who?", "The gentle rain."), ("more", "Once more.")]
+
+
+def write_tokenizer(source, directory, swapped=False):
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(source)
+    hf.add_special_tokens({"additional_special_tokens": CONTROL_TOKENS})
+    hf.chat_template = CHATML.template
+    hf.save_pretrained(directory)
+    if swapped:
+        path = directory / "tokenizer.json"
+        content = json.loads(path.read_text())
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        path.write_text(json.dumps(content))
+    return len(hf)
+
+
+@pytest.fixture
+def model_dir(tmp_path, tokenizer_dir):  # noqa: F811
+    """A tiny Hugging Face model with a tokenizer that has a chat template."""
+    size = write_tokenizer(tokenizer_dir, tmp_path / "hf")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    yield tmp_path / "hf"
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def chats(tmp_path):
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    for stem in ("training", "validation"):
+        lines = []
+        for question, answer in TURNS:
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            lines.append(json.dumps({"messages": messages}) + "\n")
+        (folder / f"{stem}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def make_config(model_dir, chats, run_dir, steps=60):
+    provider = AutoBridge.from_hf_pretrained(str(model_dir)).to_megatron_provider(load_weights=False)
+    config = toy_config(
+        train={"train_iters": steps, "micro_batch_size": 1, "global_batch_size": 2},
+        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0, clip_grad=1.0),
+        scheduler=SchedulerConfig(lr_decay_style="constant"),
+        checkpoint=CheckpointConfig(pretrained_checkpoint=str(model_dir), save=str(run_dir)),
+        logger=LoggerConfig(log_interval=10, log_dir=str(run_dir)),
+        tokenizer=TokenizerConfig(tokenizer_model=str(model_dir)),
+        dataset=FinetuningDatasetConfig(
+            seq_length=LENGTH,
+            dataset_root=str(chats),
+            do_test=False,
+            packed_sequence_specs=PackedSequenceSpecs(packed_sequence_size=LENGTH),
+        ),
+        validation=ValidationConfig(eval_interval=20, eval_iters=1),
+    )
+    provider.seq_length = LENGTH
+    config.model = provider
+    return config
+
+
+def greedy(model_dir, question, count):
+    """transformers' own continuation by the untrained model."""
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(model_dir)
+    model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    messages = [{"role": "user", "content": question}]
+    ids = hf.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    out = model.generate(**ids, max_new_tokens=count, do_sample=False, eos_token_id=hf.eos_token_id)
+    return hf.decode(out[0, ids["input_ids"].size(1) :])
+
+
+def test_a_model_learns_its_answers_and_the_run_tells(model_dir, chats, tmp_path):
+    torch.set_num_threads(1)
+    run_dir = tmp_path / "run"
+    samples = GenerationSamples([[{"role": "user", "content": "who?"}]], interval=30, max_new_tokens=24)
+    run = finetune(make_config(model_dir, chats, run_dir), forward_step, [samples])
+    assert run.config.model.calculate_per_token_loss
+
+    lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 30, 60]
+    assert lines[0]["answer"] == greedy(model_dir, "who?", 24)
+    assert lines[-1]["answer"] == "The gentle rain.<|im_end|>"
+
+    summary = json.loads((run_dir / "data_preview.json").read_text())
+    train = summary["splits"][0]
+    assert (train["name"], train["report"]["samples"], train["report"]["dropped"]) == ("train", 3, {})
+    assert summary["first_batches"][0]["learnt"] > 0
+    page = (run_dir / "data_preview.html").read_text()
+    assert "<span class='learnt'>Peace!&lt;|im_end|&gt;" in page
+
+    report = (run_dir / "report.md").read_text()
+    for text in (
+        "60 of 60 steps",
+        "| train |",
+        "| validation |",
+        "who?",
+        "After step 0",
+        "gentle rain",
+        "## To export",
+    ):
+        assert text in report
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_frozen_parts_stay_and_the_rest_moves(model_dir, chats, tmp_path):
+    torch.set_num_threads(1)
+    seen = {}
+
+    class Watch(Callback):
+        def on_train_start(self, context):
+            seen.update({name: p.detach().clone() for name, p in context.model[0].named_parameters()})
+
+    config = make_config(model_dir, chats, tmp_path / "run", steps=2)
+    frozen = ("*embedding*", "*layers.0.self_attention*")
+    run = finetune(config, forward_step, [Watch()], frozen=frozen)
+    moved = {name for name, p in run.model[0].named_parameters() if not torch.equal(p, seen[name])}
+    stayed = {name for name in seen if "embedding" in name or "layers.0.self_attention" in name}
+    assert stayed
+    assert moved == set(seen) - stayed
+
+
+def test_a_pattern_that_names_nothing_is_refused(model_dir, chats, tmp_path):
+    config = make_config(model_dir, chats, tmp_path / "run", steps=1)
+    with pytest.raises(UserError, match=r"freeze: the pattern embeding.weight names no parameter"):
+        finetune(config, forward_step, frozen=["embeding.weight"])
+
+
+def test_another_tokenizer_is_refused_before_anything_is_built(model_dir, chats, tmp_path, tokenizer_dir):  # noqa: F811
+    write_tokenizer(tokenizer_dir, tmp_path / "other", swapped=True)
+    config = make_config(model_dir, chats, tmp_path / "run")
+    config.tokenizer.tokenizer_model = str(tmp_path / "other")
+    with pytest.raises(
+        UserError, match=r"is not the tokenizer of .*: 2 tokens have other numbers, among them 'a'"
+    ):
+        finetune(config, forward_step)
+
+
+def generated(layout):
+    """Continuations by the toy model in a layout; its weights depend on names only."""
+    from megatron.bridge.training.setup import setup
+
+    config = toy_config(model=layout, train={"train_iters": 1})
+    config.model.register_pre_wrap_hook(initialize_by_name)
+    run = setup(config, forward_step)
+    return generate(run, [[1, 2, 3], [7], [20, 21, 22, 23, 24]], 9)
+
+
+def test_answers_are_those_of_full_recomputation_under_any_layout(two_workers):
+    alone = two_workers.run(generated, {})
+    layouts = [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "pipeline_dtype": torch.float32,
+        },
+    ]
+    assert len({len(answer) for answer in alone[0]}) >= 1
+    for layout in layouts:
+        assert two_workers.run(generated, layout) == alone

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The preview tells of a data set what can be counted by hand, and shows what is learnt."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from megatron.bridge.cli.main import main
+from megatron.bridge.data.config import DatasetRequest, FinetuningDatasetConfig, PackedSequenceSpecs
+from megatron.bridge.data.preview import preview
+from megatron.bridge.data.preview_output import to_console, to_html
+
+RECORDS = [
+    {"prompt": "a <b> ", "completion": "c"},
+    {"prompt": "long " * 30, "completion": "d"},
+    {"prompt": "e ", "completion": "f & g"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "training.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return tmp_path
+
+
+def look(folder, tokenizer, sizes=(1, 2, 2), **values):
+    config = FinetuningDatasetConfig(
+        seq_length=32, dataset_root=str(folder), truncation="drop", do_validation=False, do_test=False, **values
+    )
+    splits = config.build(DatasetRequest((4, 4, 4), tokenizer))
+    return preview(config, splits, tokenizer, sizes)
+
+
+def test_counts_and_pieces(folder, tokenizer):
+    found = look(folder, tokenizer)
+    (train,) = found.splits
+    assert (train.report.records, train.report.samples, train.rows) == (3, 2, 2)
+    assert train.report.dropped == {"as too long": 1}
+    lengths = sorted(
+        len(tokenizer.tokenize(r["prompt"])) + len(tokenizer.continue_tokens(r["completion"])) + 1
+        for r in (RECORDS[0], RECORDS[2])
+    )
+    assert (train.longest, train.mean) == (lengths[1], sum(lengths) / 2)
+    assert train.fill == pytest.approx((sum(lengths) - 2) / 64)
+    assert sum(count for _, count in train.histogram) == 2
+    first = train.samples[0]
+    assert [(piece.text, piece.learnt) for piece in first] == [("<s>a <b> ", False), ("c</s>", True)]
+    assert [(batch.rank, len(batch.samples)) for batch in found.first_batches] == [(0, 1), (1, 1)]
+    assert sum(batch.learnt for batch in found.first_batches) == train.report.trained
+
+
+def test_packed_rows_are_counted_in_sequences(folder, tokenizer):
+    specs = PackedSequenceSpecs(packed_sequence_size=32)
+    found = look(folder, tokenizer, sizes=(1, 2, 2), packed_sequence_specs=specs)
+    assert found.splits[0].rows == 1
+    assert [batch.sequences for batch in found.first_batches] == [2, 2]
+    assert json.loads(json.dumps(found.to_dict()))["splits"][0]["report"]["samples"] == 2
+
+
+def test_outputs_mark_what_is_learnt(folder, tokenizer):
+    found = look(folder, tokenizer)
+    terminal = Console(width=200, record=True, force_terminal=True, quiet=False, file=io.StringIO())
+    to_console(terminal, found)
+    text = terminal.export_text()
+    assert "a <b> \u27e6c</s>\u27e7" in text
+    assert "1 dropped as too long" in text
+    page = to_html(found)
+    assert "<span class='learnt'>c&lt;/s&gt;</span>" in page
+    assert "a &lt;b&gt;" in page
+
+
+def test_the_command_shows_a_recipe_with_data(folder, tokenizer_dir, capsys):
+    for name in ("validation", "test"):
+        (folder / f"{name}.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
+    page = folder / "page.html"
+    status = main(
+        [
+            *("data", "preview", "smollm2_135m_finetune_config", "--data", str(folder), "--html", str(page)),
+            f"tokenizer.tokenizer_model={tokenizer_dir}",
+            *(
+                "dataset.truncation=drop",
+                "dataset.seq_length=64",
+                "train.global_batch_size=2",
+                "train.micro_batch_size=1",
+            ),
+            *("--world-size", "2", "--samples", "1"),
+        ]
+    )
+    shown = capsys.readouterr()
+    assert status == 0, shown.err
+    assert "a <b> \u27e6c</s>\u27e7" in shown.out
+    assert "data rank" in shown.out
+    assert page.read_text().startswith("<!doctype html>")
