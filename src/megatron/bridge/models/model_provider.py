@@ -192,8 +192,10 @@ class ModelProvider(TransformerConfig):
         """The bare chunks of this rank on the meta device: names and shapes without memory."""
         if not parallel_state.model_parallel_is_initialized():
             self.initialize_model_parallel(seed=0)
+        config = copy.copy(self.resolved())
+        config.perform_initialization = False  # there is nothing to fill, and it took most of the time
         with torch.device("meta"):
-            return self.build_chunks()
+            return config.build_chunks()
 
     def _hooks(self, kind: str) -> list[ModelHook]:
         # kept beside the fields: hooks are not part of what is declared and never written to a checkpoint
