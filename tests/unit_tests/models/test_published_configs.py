@@ -16,6 +16,21 @@ from tests.families.spelling import respelled
 FILES = {path.stem: path for path in sorted(Path(published.__path__[0]).glob("*.json"))}
 # trainable parameters, as the files on the hub add up
 COUNTS = {
+    "allenai--OLMo-2-0325-32B": 32_234_279_936,
+    "allenai--OLMo-2-0425-1B": 1_484_916_736,
+    "allenai--OLMo-2-1124-7B": 7_298_617_344,
+    "allenai--OLMo-2-1124-13B": 13_716_198_400,
+    "google--gemma-2b": 2_506_172_416,
+    "google--gemma-7b": 8_537_680_896,
+    "google--gemma-2-2b": 2_614_341_888,
+    "google--gemma-2-9b": 9_241_705_984,
+    "google--gemma-2-27b": 27_227_128_320,
+    "google--gemma-3-1b-pt": 999_885_952,
+    "ibm-granite--granite-3.1-2b-base": 2_533_531_648,
+    "ibm-granite--granite-3.1-8b-base": 8_170_848_256,
+    "zai-org--glm-4-9b-chat-hf": 9_399_951_360,
+    "zai-org--GLM-4-9B-0414": 9_400_279_040,
+    "zai-org--GLM-4-32B-0414": 32_566_081_536,
     "HuggingFaceTB--SmolLM3-3B": 3_075_098_624,
     "Qwen--Qwen1.5-0.5B": 463_987_712,
     "Qwen--Qwen1.5-7B": 7_721_324_544,
@@ -55,6 +70,12 @@ COUNTS = {
     "meta-llama--Llama-3.2-3B": 3_212_749_824,
     "meta-llama--Meta-Llama-3-8B": 8_030_261_248,
     "meta-llama--Meta-Llama-3-70B": 70_553_706_496,
+    "Qwen--Qwen1.5-MoE-A2.7B": 14_315_784_192,
+    "Qwen--Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen--Qwen3-235B-A22B": 235_093_634_560,
+    "allenai--OLMoE-1B-7B-0924": 6_919_161_856,
+    "mistralai--Mixtral-8x7B-v0.1": 46_702_792_704,
+    "mistralai--Mixtral-8x22B-v0.1": 140_620_634_112,
 }
 
 

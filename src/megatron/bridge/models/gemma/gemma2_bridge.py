@@ -29,7 +29,7 @@ class Gemma2Bridge(DecoderBridge):
         Field("final_logit_softcapping", "final_logit_softcapping", default=None),
     )
     fixed = {**GEMMA_LIKE, "norm_placement": "both"}
-    irrelevant = {"hidden_act": None, "use_bidirectional_attention": (None, False)}
+    irrelevant = {"hidden_act": None, "sliding_window_size": None, "use_bidirectional_attention": (None, False)}
     weights = (
         ends(),
         attention(),
