@@ -9,6 +9,8 @@ from megatron.bridge.utils.errors import UserError
 from tests.families.rows import ROWS
 from tests.families.rows.mistral import YARN
 
+PLAIN = {"rope_type": "default", "rope_theta": 70.0}
+
 
 def provider_of(row, **changes):
     kind = getattr(transformers, ROWS[row].model)
@@ -29,6 +31,7 @@ def provider_of(row, **changes):
             {"rope_parameters": YARN},
             "llama_4_scaling_beta is not a parameter of rope_type='yarn'",
         ),
+        ("ministral3", {"rope_parameters": PLAIN}, "rope_parameters.llama_4_scaling_beta is missing"),
         ("phi3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop=0.1 is not supported"),
         (

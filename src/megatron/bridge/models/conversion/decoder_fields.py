@@ -61,14 +61,17 @@ def _rope_back(values: tuple[dict[str, Any] | None, float, float], _: Any) -> di
 def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """The same, and by how much queries grow beyond the length of the first training."""
     own = dict(parameters or {})
-    beta = own.pop("llama_4_scaling_beta", None)
+    for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        if own.get(key) is None:  # transformers has no answer without them
+            raise UserError(f"rope_parameters.{key} is missing: this architecture scales its queries by it")
+    beta = own.pop("llama_4_scaling_beta")
     own.pop("max_position_embeddings", None)  # a copy of the config's, read by nobody
     return *_rope(own, config), beta
 
 
 def _scaled_query_rope_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
     scaling, base, share, beta = values
-    return _rope_back((scaling, base, share), None) | ({} if beta is None else {"llama_4_scaling_beta": beta})
+    return _rope_back((scaling, base, share), None) | {"llama_4_scaling_beta": beta or 0.0}
 
 
 def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
