@@ -69,6 +69,7 @@ def derive(config: Any) -> None:
             f"{', '.join(_STATIC)} are"
         )
     config.rope_type = "yarn"  # the kind whose embedding has an attention factor
+    config.original_max_position_embeddings = 1  # else each layer makes a table that ``apply`` throws away
     # the softmax is scaled by (0.1 mscale_all_dim ln(factor) + 1)^2, section 2.1.4 of arXiv:2405.04434v5
     config.rotary_scaling_factor = parameters.get("factor", 1.0)
     config.mscale_all_dim = parameters.get("mscale_all_dim") or 0.0
