@@ -30,17 +30,25 @@ class BestExpertGroups:
         return limited.topk(topk, dim=-1)
 
 
-def apply(model: Any, config: Any) -> None:
-    """Make the routers of ``model`` choose groups as ``config.moe_router_group_score`` says.
+def check(config: Any) -> None:
+    """Refuse settings that take the choice of experts away from the router's own code.
 
     Raises:
-        UserError: another setting takes the choice of experts away from the router's own code.
+        UserError: such a setting together with groups that are ranked by their best expert.
     """
-    if config.moe_router_group_score == "sum" or not config.moe_router_num_groups:
-        return
     for name in ("moe_router_fusion", "moe_enable_routing_replay"):
-        if getattr(config, name):
+        if _is_asked_for(config) and getattr(config, name):
             raise UserError(f"moe_router_group_score='max' does not work with {name}=True: set model.{name}=False")
+
+
+def apply(model: Any, config: Any) -> None:
+    """Make the routers of ``model`` choose groups as ``config.moe_router_group_score`` says."""
+    if not _is_asked_for(config):
+        return
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.router_replay = BestExpertGroups()  # type: ignore[assignment]
+
+
+def _is_asked_for(config: Any) -> bool:
+    return config.moe_router_group_score == "max" and bool(config.moe_router_num_groups)

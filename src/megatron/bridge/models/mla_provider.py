@@ -51,7 +51,19 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
                     f"model.{name}={harmless!r}"
                 )
         self.kv_channels = self.v_head_dim  # what a head gives to the output projection
+        expert_groups.check(self)
         latent_rope.derive(self)
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        # Transformer Engine's down projections are whole on every rank, and a rank has only its own heads' part of
+        # the gradient of the keys with positions; Megatron-Core adds the parts up under sequence parallelism alone
+        ranks = self.tensor_model_parallel_size
+        if self.backend == "transformer_engine" and ranks > 1 and not self.sequence_parallel:
+            raise UserError(
+                f"tensor_model_parallel_size={ranks} without sequence_parallel gives wrong gradients of latent "
+                "attention with backend='transformer_engine': set model.sequence_parallel=True"
+            )
 
     def provide(
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None

@@ -150,11 +150,17 @@ def _wrong_dtypes(plan: Plan, checkpoint: Checkpoint, declared: torch.dtype | No
 
 def _check_ties(plan: Plan, checkpoint: Mapping[str, Tensor]) -> None:
     for name, same in plan.ties.items():
-        if not torch.equal(checkpoint[name], checkpoint[same]):
+        if torch.equal(checkpoint[name], checkpoint[same]):
+            continue
+        if name in plan.copies:
             raise UserError(
-                f"tensor {name} differs from {same} though tie_word_embeddings is true: "
-                "set tie_word_embeddings to false in config.json, or remove the wrong tensor"
+                f"tensor {name} differs from {same}, of which Megatron-Core takes it to be a copy: make them "
+                "equal, or remove the layer and say so in config.json"
             )
+        raise UserError(
+            f"tensor {name} differs from {same} though tie_word_embeddings is true: "
+            "set tie_word_embeddings to false in config.json, or remove the wrong tensor"
+        )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -24,6 +24,10 @@ _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 # experts.linear_fc1.weight3, or experts.local_experts.3.linear_fc1.weight
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|.*\.(?:weight|bias)))(\d+)(.*)")
 _MOST_PROBLEMS = 6
+_NO_NEXT_TOKENS = (
+    "layers of multi-token prediction are missing: set num_nextn_predict_layers to 0 in config.json, "
+    "or mtp_num_layers to None in the provider, if it has none"
+)
 
 
 @dataclass(frozen=True)
@@ -110,11 +114,13 @@ class Plan:
         tasks: in the order of the model; the same list on every rank of a model replica.
         ties: Hugging Face name -> the name that holds the same numbers.
         buffers: Hugging Face tensors that are not converted: recomputed, or of another part of the model.
+        copies: names in ``ties`` of tensors that the architecture stores a second time, tied or not.
     """
 
     tasks: tuple[WeightConversionTask, ...]
     ties: dict[str, str] = field(default_factory=dict[str, str])
     buffers: tuple[str, ...] = ()
+    copies: frozenset[str] = frozenset()
 
     @property
     def hf_names(self) -> list[str]:
@@ -179,13 +185,14 @@ def build_plan(
         tasks.append(_task(item, mapping, config, is_copy, modules))
     claimed = dict.fromkeys(name for task in tasks for name in task.mapping.hf_names)
     ties = _ties(registry, tied, entries)
-    ties |= _stored_twice(entries or (), copies, claimed, ties)
+    again = _stored_twice(entries or (), copies, claimed, ties)
+    ties |= again
     found = _recomputed(entries or (), buffers, claimed)
     if entries is not None:
         problems += _differences(tasks, claimed, entries, ties, found)
     if problems:
         raise UserError(_summary("the conversion plan does not close", problems))
-    return Plan(tuple(tasks), ties, found)
+    return Plan(tuple(tasks), ties, found, frozenset(again))
 
 
 def global_name(chunk: nn.Module, local_name: str) -> str:
@@ -357,6 +364,8 @@ def _differences(
         f"{did_you_mean(name, left_over)}"
         for name in missing
     ]
+    if any(needs[name].startswith("mtp.") for name in missing):
+        problems.insert(0, _NO_NEXT_TOKENS)
     problems += [f"tensor {name} of the checkpoint has no Megatron parameter" for name in left_over]
     return problems
 
