@@ -50,7 +50,7 @@ from megatron.bridge.utils import atomic
 from megatron.bridge.utils.processes import started
 
 WORLD = 2
-HANG_SECONDS = 5.0
+HANG_SECONDS = 4.0
 # An attempt that takes longer than this hangs, whatever the machine is busy with.
 BOUND = 90.0
 # Whoever is left when a launcher was killed has this long to save and leave.

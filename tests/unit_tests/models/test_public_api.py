@@ -24,6 +24,8 @@ KEYWORDS = {
         "save_megatron_model": "model path hf_tokenizer_path",
         "load_megatron_model": "path mp_overrides",
         "get_conversion_tasks": "model hf_path",
+        "export_adapter_weights": "model cpu show_progress",
+        "save_hf_adapter": "model path peft_config",
     },
     "models.gpt_provider.GPTModelProvider": {
         "finalize": "",
@@ -34,6 +36,15 @@ KEYWORDS = {
         "register_pre_wrap_hook": "hook prepend",
         "register_post_wrap_hook": "hook prepend",
         "meta_model": "",
+    },
+    "data.builders.hf_dataset.HFDatasetConfig": {
+        "__init__": "dataset_name process_example_fn seq_length seed dataloader_type num_workers do_validation"
+        " do_test val_proportion packed_sequence_specs",
+    },
+    "data.datasets.packed_sequence.PackedSequenceSpecs": {"__init__": "packed_sequence_size pad_seq_to_mult"},
+    "data.datasets.sft.GPTSFTDataset": {
+        "__init__": "file_path tokenizer max_seq_length max_num_samples seed add_bos add_eos label_key"
+        " answer_only_loss truncation_field truncation_method prompt_template",
     },
     "training.callbacks.CallbackManager": {"add": "", "register": "event_name fn"},
 }
@@ -46,15 +57,23 @@ MEMBERS = {
     " RowParallelMapping"
     " ReplicatedMapping AutoMapping QKVMapping KVMapping ConcatenatedQKVMapping GatedMLPMapping merge_qkv_weights"
     " split_qkv_weights merge_qkv_biases split_qkv_biases merge_kv_weights split_kv_weights",
+    "peft.base": "PEFT",
+    "peft.lora": "LoRA LoRAMerge",
+    "peft.dora": "DoRA",
+    "peft.canonical_lora": "CanonicalLoRA",
     "training.pretrain": "pretrain",
     "training.finetune": "finetune",
     "training.gpt_step": "forward_step",
     "training.config": "ConfigContainer TrainingConfig ValidationConfig OptimizerConfig SchedulerConfig"
     " DistributedDataParallelConfig GPTDatasetConfig MockGPTDatasetConfig FinetuningDatasetConfig CheckpointConfig"
-    " LoggerConfig RNGConfig DistributedInitConfig",
+    " LoggerConfig RNGConfig DistributedInitConfig RerunStateMachineConfig StragglerDetectionConfig",
     "training.tokenizers.config": "TokenizerConfig",
     "training.mixed_precision": "MixedPrecisionConfig bf16_mixed fp16_mixed",
     "training.callbacks": "Callback CallbackContext CallbackManager",
+    "data.builders.hf_dataset": "HFDatasetConfig",
+    "data.builders.finetuning_dataset": "FinetuningDatasetConfig",
+    "data.datasets.packed_sequence": "PackedSequenceSpecs",
+    "data.datasets.sft": "GPTSFTDataset",
     "data.samplers": "MegatronPretrainingSampler MegatronPretrainingRandomSampler",
     "data.loaders": "get_blend_and_blend_per_split",
 }

@@ -6,6 +6,7 @@ import pytest
 from megatron.bridge.data.config import FinetuningDatasetConfig
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import rules
+from megatron.bridge.training.config import RerunStateMachineConfig
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 
@@ -117,6 +118,16 @@ CASES = {
         {"checkpoint.save_interval": 0, "validation.eval_iters": -1},
         1,
         ["save_interval=0", "eval_iters=-1"],
+    ),
+    "time_limits_are_positive": (
+        {"train.exit_duration_in_mins": 0, "dist.hang_timeout_minutes": -1.0},
+        1,
+        ["train.exit_duration_in_mins=0", "dist.hang_timeout_minutes=-1.0", "above 0, or unset"],
+    ),
+    "skipping_has_a_folder": (
+        {"rerun_state_machine": RerunStateMachineConfig(when_persistent="skip")},
+        1,
+        ["when_persistent=skip needs checkpoint.save"],
     ),
     "checkpoints_have_a_folder": (
         {"checkpoint.save_interval": 5},

@@ -70,6 +70,7 @@ def _parsers(
     parser = argparse.ArgumentParser(
         prog="megatron-bridge",
         description="Hugging Face checkpoints in and out of Megatron-Core, trained under any parallel layout.",
+        formatter_class=_formatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megatron-bridge {__version__}")
@@ -80,6 +81,13 @@ def _parsers(
         else:
             subparsers.add_parser(command, help=summary)
     return parser, subparsers.choices
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """One line for each command: argparse forgets that their names are indented when it measures them."""
+    formatter = argparse.HelpFormatter(prog)
+    formatter._action_max_length = max(map(len, SUBCOMMANDS)) + 4
+    return formatter
 
 
 def _take_overrides(args: argparse.Namespace, extra: list[str]) -> bool:

@@ -186,18 +186,18 @@ class _Store:
 
     def signs(self) -> list[Sign | None]:
         """The last sign of each rank; None of those that gave none."""
-        return [self._sign(rank) for rank in range(dist.world_size())]
+        found: list[Sign | None] = self._ask(self._read) or [None] * dist.world_size()
+        found[dist.rank()] = self._own
+        return found
 
-    def _sign(self, rank: int) -> Sign | None:
-        if rank == dist.rank():
-            return self._own
-        key = f"{_KEY}/{rank}"
-        text = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
-        return None if text is None else Sign(**json.loads(text))
+    def _read(self) -> list[Sign | None]:
+        keys = [f"{_KEY}/{rank}" for rank in range(dist.world_size())]
+        texts = [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        return [None if text is None else Sign(**json.loads(text)) for text in texts]
 
     @staticmethod
     def _ask(question: Any) -> Any:
-        """The answer, or None if there is none within seconds."""
+        """The answer, or None after two seconds: the process that keeps the store may hang."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -208,5 +208,5 @@ class _Store:
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(timeout=3)
+        thread.join(timeout=2)
         return answers[0] if answers else None
