@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load and export of a random Llama against the cost of reading and writing the same bytes.
+"""Load and export of a random model against the cost of reading and writing the same bytes.
 
-``python benchmarks/conversion.py`` makes the checkpoint (about 2.2 GB for the default size) in a temporary
-directory and prints a Markdown table: seconds, the ratio to the floor of the same run, CPU seconds, and anonymous
-memory above the model. ``torchrun --nproc-per-node 2 benchmarks/conversion.py --checkpoint DIR --tp 2`` reports
-the bytes that each rank reads.
+``python benchmarks/conversion.py`` makes the checkpoint (about 2.2 GB for the default size, 1.4 GB in 1,611
+tensors for ``--size moe64``) in a temporary directory and prints a Markdown table: seconds, the ratio to the floor of
+the same run, CPU seconds, and anonymous memory above the model. ``torchrun --nproc-per-node 2
+benchmarks/conversion.py --checkpoint DIR --tp 2`` (or ``--ep 2``) does the same for each rank, and tells the share of
+the bytes that it reads. ``--planning CONFIG`` times the plan of a model without weights.
 """
 
 import argparse
@@ -14,10 +15,11 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from measure import Timing, fault_in, interleaved, median, table, timed
+from measure import Timing, fault_in, interleaved, median, table
 
 SIZES = {
     "1b": {
+        "model": "LlamaForCausalLM",
         "vocab_size": 32000,
         "hidden_size": 2048,
         "intermediate_size": 5632,
@@ -26,6 +28,7 @@ SIZES = {
         "num_key_value_heads": 4,
     },
     "135m": {
+        "model": "LlamaForCausalLM",
         "vocab_size": 49152,
         "hidden_size": 576,
         "intermediate_size": 1536,
@@ -35,6 +38,7 @@ SIZES = {
         "tie_word_embeddings": True,
     },
     "tiny": {
+        "model": "LlamaForCausalLM",
         "vocab_size": 1000,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -42,17 +46,45 @@ SIZES = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
+    "moe64": {
+        "model": "Qwen3MoeForCausalLM",
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "moe_intermediate_size": 448,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "tie_word_embeddings": True,
+    },
+    "tiny-moe": {
+        "model": "Qwen3MoeForCausalLM",
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
+PARALLEL = ("tensor_model_parallel_size", "expert_model_parallel_size")
 
 
 def make_checkpoint(size: str, directory: Path) -> None:
-    """A random bfloat16 Llama, in shards of 500 MB as found on the hub."""
+    """A random bfloat16 model, in shards of 500 MB as found on the hub."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
+    config = dict(SIZES[size])
+    model = getattr(transformers, config.pop("model"))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    LlamaForCausalLM(LlamaConfig(**SIZES[size])).save_pretrained(directory, max_shard_size="500MB")
+    model(model.config_class(**config)).save_pretrained(directory, max_shard_size="500MB")
     torch.set_default_dtype(torch.float32)
 
 
@@ -99,6 +131,16 @@ def report(name: str, timing: Timing, floor: Timing, model_bytes: int) -> list[s
     ]
 
 
+def load_with_transformers(checkpoint: Path) -> object:
+    """The model of transformers, every page of its parameters read: it maps the files and returns at once."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    for parameter in model.parameters():
+        parameter.data.view(-1)[::2048].sum()
+    return model
+
+
 def benchmark(checkpoint: Path, scratch: Path, rounds: int) -> str:
     """Time load and export in turn with their floors and with transformers."""
     from transformers import AutoModelForCausalLM
@@ -117,7 +159,7 @@ def benchmark(checkpoint: Path, scratch: Path, rounds: int) -> str:
         {
             "read the bytes (floor)": lambda: read_floor(checkpoint),
             "AutoBridge load": load,
-            "transformers from_pretrained": lambda: AutoModelForCausalLM.from_pretrained(checkpoint),
+            "transformers from_pretrained, read": lambda: load_with_transformers(checkpoint),
         },
         rounds,
         before_each=lambda: fault_in(3 * size),
@@ -140,22 +182,76 @@ def benchmark(checkpoint: Path, scratch: Path, rounds: int) -> str:
     return table(["step", "s", "x floor", "CPU s", "MB above the model"], rows)
 
 
-def count_reads(checkpoint: Path, tensor_parallel: int) -> str:
-    """Load under tensor parallelism and say what share of the bytes each rank read."""
+def benchmark_ranks(checkpoint: Path, scratch: Path, rounds: int, layout: dict[str, int]) -> str:
+    """The same on several ranks: each one's seconds and memory, and its share of the bytes."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.utils import dist
 
     bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
+    size, out = weight_bytes(checkpoint), scratch / "export"
     provider = bridge.to_megatron_provider()
-    provider.tensor_model_parallel_size = tensor_parallel
-    timing = timed(lambda: provider.provide_distributed_model(wrap_with_ddp=False))
-    # through memory maps, which the process's own counters do not see
-    share = bridge.hf_pretrained.state.bytes_read / weight_bytes(checkpoint)
-    shares = dist.all_gather_object((share, timing.wall))
-    return table(
-        ["rank", "share of the bytes read", "s"],
-        [[str(rank), f"{share:.2f}", f"{wall:.2f}"] for rank, (share, wall) in enumerate(shares)],
-    )
+    for name, value in layout.items():
+        setattr(provider, name, value)
+
+    def load() -> list[object]:
+        return provider.provide_distributed_model(wrap_with_ddp=False)
+
+    def clear() -> None:
+        dist.barrier()
+        if dist.rank() == 0:
+            shutil.rmtree(out, ignore_errors=True)
+        dist.barrier()
+
+    fault_in(3 * size // dist.world_size())
+    model = load()  # starts the process groups; and the clock of a rank must not wait for another's imports
+    shares = bridge.hf_pretrained.state.bytes_read / size
+    held = sum(parameter.nbytes for chunk in model for parameter in chunk.parameters())
+    part = size // dist.world_size()
+    loads = {"read a share (floor)": lambda: read_share(checkpoint, dist.rank(), dist.world_size()), "load": load}
+    exports = {
+        "write a share (floor)": lambda: write_floor(part, scratch / f"floor{dist.rank()}"),
+        "export": lambda: bridge.save_hf_pretrained(model, str(out), show_progress=False),
+    }
+    rows = []
+    for cases, above in ((loads, held), (exports, 0)):
+        timings = {name: median(found) for name, found in interleaved(cases, rounds, before_each=clear).items()}
+        floor = next(iter(timings.values()))
+        rows += [report(name, timing, floor, above) for name, timing in timings.items()]
+    clear()
+    everyone = dist.all_gather_object((rows, f"{shares:.2f}"))
+    lines = [[str(rank), *row, share] for rank, (found, share) in enumerate(everyone) for row in found]
+    return table(["rank", "step", "s", "x floor", "CPU s", "MB above the model", "share read"], lines)
+
+
+def read_share(directory: Path, rank: int, ranks: int) -> list[bytes]:
+    """Read every ``ranks``-th part of each weight file."""
+    found = []
+    for path in sorted(directory.glob("*.safetensors")):
+        part = path.stat().st_size // ranks
+        with path.open("rb", buffering=0) as file:
+            file.seek(rank * part)
+            found.append(file.read(part))
+    return found
+
+
+def benchmark_planning(config: Path, rounds: int) -> str:
+    """Time the plan of the model that a config.json describes, on the meta device."""
+    from megatron.bridge import AutoBridge
+
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(config, Path(folder) / "config.json")
+        bridge = AutoBridge.from_hf_config(AutoBridge.from_hf_pretrained(folder).hf_config)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    model = provider.meta_model()
+    cases = {"build on the meta device": provider.meta_model, "plan": lambda: bridge.plan(model)}
+    timings = {name: median(found) for name, found in interleaved(cases, rounds).items()}
+    plan = bridge.plan(model)
+    what = f"{len(plan.tasks)} parameters, {len(plan.hf_names)} tensors"
+    rows = [
+        [name, f"{timing.wall:.2f}", f"{timing.cpu:.2f}", f"{timing.peak_anonymous / 2**20:.0f}"]
+        for name, timing in timings.items()
+    ]
+    return table([what, "s", "CPU s", "MB"], rows)
 
 
 def main() -> None:
@@ -164,18 +260,29 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="use this checkpoint instead of making one")
     parser.add_argument("--make", type=Path, help="only make the checkpoint, here")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tp", type=int, default=1, help="under torchrun: count the bytes that each rank reads")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size, under torchrun")
+    parser.add_argument("--ep", type=int, default=1, help="expert-parallel size, under torchrun")
+    parser.add_argument("--planning", type=Path, metavar="CONFIG", help="time the plan of this config.json")
     args = parser.parse_args()
     if args.make:
         make_checkpoint(args.size, args.make)
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = args.checkpoint or Path(scratch) / "model"
+    if args.planning:
+        print(benchmark_planning(args.planning, args.rounds))
+        return
+    layout = dict(zip(PARALLEL, (args.tp, args.ep), strict=True))
+    if max(layout.values()) > 1 and not args.checkpoint:
+        parser.error("--tp and --ep need --checkpoint, which --make makes")
+    # on several ranks: beside the checkpoint, where all of them find it
+    with tempfile.TemporaryDirectory() as own:
+        scratch = Path(own)
+        checkpoint = args.checkpoint or scratch / "model"
         if not args.checkpoint:
             make_checkpoint(args.size, checkpoint)
-        result = (
-            count_reads(checkpoint, args.tp) if args.tp > 1 else benchmark(checkpoint, Path(scratch), args.rounds)
-        )
+        if max(layout.values()) > 1:
+            result = benchmark_ranks(checkpoint, checkpoint.parent, args.rounds, layout)
+        else:
+            result = benchmark(checkpoint, scratch, args.rounds)
     from megatron.bridge.utils import dist
 
     if dist.rank() == 0:
