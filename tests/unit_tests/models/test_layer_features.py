@@ -4,14 +4,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from transformers import AutoModelForCausalLM
 
+from megatron.bridge import AutoBridge
 from megatron.bridge.models.activations import gelu_tanh
 from megatron.bridge.models.conversion import verify
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.config.serialize import dump_yaml, load_yaml
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
+from tests.toy_models import LLAMA
 from tests.workers import forget_model_parallel
 
 TINY = {
@@ -176,3 +179,28 @@ def test_every_layer_is_compared_with_its_own(family_case, name):
     report = verify.compare(verify.run_hf(hf, case.batch[0]), verify.run_megatron(model, case.batch[0]))
     assert set(report.layers) == {"embedding", *(f"layer {index}" for index in range(4))}
     assert max(report.layers.values()) < 1e-4
+
+
+@pytest.mark.parametrize("model", ["LlamaForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM"])
+def test_a_rotated_share_that_transformers_ignores_is_refused(model):
+    config = getattr(transformers, model).config_class(
+        **LLAMA, architectures=[model], rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
+    )
+    with pytest.raises(UserError, match="this architecture rotates whole heads"):
+        AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("Gemma2ForCausalLM", {"sliding_window": None}, "sliding_window is missing"),
+        ("Gemma2ForCausalLM", {"sliding_window": 0}, "sliding_window"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
+        ("GemmaForCausalLM", {"hidden_act": "tanh"}, "hidden_act='tanh' is not supported"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused(model, changes, message):
+    config = getattr(transformers, model).config_class(**{**LLAMA, "architectures": [model], **changes})
+    with pytest.raises(UserError, match=message):
+        AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)

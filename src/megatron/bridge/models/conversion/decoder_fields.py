@@ -3,6 +3,7 @@
 """Fields that decoder-only architectures share: sizes, activations, rotary embeddings, precision, biases."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,14 @@ def _activation_name(function: Any, _: Any) -> str:
 
 
 def _rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
+    """What ``_partial_rope`` gives, for architectures that read a rotated share and rotate whole heads."""
+    values = _partial_rope(parameters, config)
+    if values[2] != 1.0:
+        raise UserError(f"partial_rotary_factor={values[2]} must be 1: this architecture rotates whole heads")
+    return values
+
+
+def _partial_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
     """(scaling without its base, base, rotated share of a head); no scaling at all is None."""
     parameters = dict(parameters or {})
     check_parameters(parameters)
@@ -79,8 +88,6 @@ def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     if sorted(parameters or ()) != sorted(_LAYER_TYPES):
         raise UserError(f"rope_parameters={parameters} must have the keys {' and '.join(_LAYER_TYPES)}")
     everywhere, local = (_rope(parameters[kind], config) for kind in _LAYER_TYPES)
-    if everywhere[2] != 1.0 or local[2] != 1.0:
-        raise UserError("rope_parameters.partial_rotary_factor is not supported: whole heads are rotated")
     return *everywhere, _rope_back(local, None)
 
 
@@ -192,6 +199,9 @@ ROPE = Field(
     to=_rope,
     back=_rope_back,
 )
+
+PARTIAL_ROPE = replace(ROPE, to=_partial_rope)
+"""A share of each head is rotated, ``partial_rotary_factor``; the others rotate whole heads."""
 
 LAYER_ROPE = Field(
     "rope_parameters",

@@ -4,8 +4,8 @@
 from typing import Any
 
 from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, WINDOW
-from megatron.bridge.models.conversion.fields import Field
+from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE, WINDOW
+from megatron.bridge.models.conversion.fields import Field, instead
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 
@@ -19,7 +19,7 @@ class Phi3Bridge(DecoderBridge):
     """Hugging Face's ``Phi3ForCausalLM`` and Megatron's ``GPTModel``."""
 
     fields = (
-        *DENSE,
+        *instead(DENSE, PARTIAL_ROPE),
         WINDOW,
         # a copy of what rope_parameters has, which transformers takes first
         Field("original_max_position_embeddings", (), default=None, back=_trained_length),
