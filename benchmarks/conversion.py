@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load and export of a random model against the cost of reading and writing the same bytes.
 
-``python benchmarks/conversion.py`` makes the checkpoint in a temporary directory (about 2.2 GB for the default size,
-1.4 GB in 1,611 tensors for ``--size moe64``) and prints a Markdown table: seconds, the ratio to the floor of the same
-run, CPU seconds, and anonymous memory above the model. ``torchrun --nproc-per-node 2 benchmarks/conversion.py
---checkpoint DIR --tp 2`` (or ``--ep 2``) does the same for each rank, and tells the share of the bytes that it reads.
-``--planning CONFIG`` times the plan of a model without weights.
+``python benchmarks/conversion.py`` makes the checkpoint in a temporary directory (about 2.2 GB for the default
+size, 1.4 GB in 1,611 tensors for ``--size moe64``) and prints a Markdown table: seconds, the ratio to the floor of
+the same run, CPU seconds, and anonymous memory above the model. ``torchrun --nproc-per-node 2
+benchmarks/conversion.py --checkpoint DIR --tp 2`` (or ``--ep 2``) does the same for each rank, and tells the share
+of the bytes that it reads. ``--planning CONFIG`` times the plan of a model without weights.
 """
 
 import argparse
