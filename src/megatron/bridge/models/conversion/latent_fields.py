@@ -96,7 +96,7 @@ def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     """1 for each layer with experts, 0 for each without."""
     layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace")
     if len(kinds) != layers or not set(kinds) <= set(_KINDS):
-        raise UserError(f"mlp_layer_types must name {' or '.join(_KINDS)} for each of the {layers} layers")
+        raise UserError(f"mlp_layer_types={kinds} must say {' or '.join(_KINDS)} for num_hidden_layers={layers}")
     pattern = [_KINDS.index(kind) for kind in kinds]
     if dense is not None and pattern != [int(layer >= dense) for layer in range(layers)]:
         raise UserError(f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one")
