@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving and loading against the same bytes written and read raw; what the background and the hashes cost.
+
+``python -m benchmarks.checkpoint --parameters 200`` (millions, with fp32 master weights and Adam's two moments).
+One process, one file; the folder's disk decides most of it.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from benchmarks.measure import fault_in, interleaved, median, table
+
+import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
+from megatron.bridge.checkpoint import distributed, manifest, saving, verification
+from megatron.bridge.checkpoint.background import Background
+from megatron.bridge.utils import dist
+
+COLUMNS = 4096
+
+
+def tensors(millions: float) -> dict[str, torch.Tensor]:
+    """A model's state: bf16 weights, and three fp32 tensors for each."""
+    rows = int(millions * 1e6) // (COLUMNS * 16)
+    return {
+        f"{kind}.{index}": torch.randn(rows, COLUMNS).to(dtype)
+        for index in range(16)
+        for kind, dtype in (("weight", torch.bfloat16), *((name, torch.float32) for name in ("master", "m", "v")))
+    }
+
+
+def sharded(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The state as Megatron-Core describes it."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return {name: ShardedTensor.from_rank_offsets(name, value) for name, value in state.items()}
+
+
+def write_raw(state: dict[str, torch.Tensor], path: Path) -> None:
+    """All bytes into one file, and to the disk."""
+    with path.open("wb", buffering=0) as stream:
+        for value in state.values():
+            left = memoryview(value.view(torch.uint8).numpy()).cast("B")
+            while left:
+                left = left[stream.write(left) :]
+        os.fsync(stream.fileno())
+
+
+def read_raw(path: Path, size: int) -> None:
+    """All bytes of a file into fresh memory."""
+    buffer = bytearray(size)
+    with path.open("rb", buffering=0) as stream, memoryview(buffer) as view:
+        done = 0
+        while count := stream.readinto(view[done:]):
+            done += count
+
+
+def hash_all(state: dict[str, torch.Tensor]) -> None:
+    """Hash as a save does, a piece after the other."""
+    digest = xxhash.xxh3_128()
+    for value in state.values():
+        view = memoryview(value.view(torch.uint8).numpy()).cast("B")
+        for start in range(0, len(view), manifest.CHUNK):
+            digest.update(view[start : start + manifest.CHUNK])
+
+
+def in_background(state: dict[str, torch.Tensor], directory: Path, blocked: list[float]) -> None:
+    """Save in the background; ``blocked`` gets the seconds until the caller could go on."""
+    background, start = Background(), time.perf_counter()
+    saving.save(sharded(state), directory, overwrite=True, background=background)
+    blocked.append(time.perf_counter() - start)
+    background.poll(wait=True)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=200, help="millions")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    args = parser.parse_args()
+    dist.initialize("gloo")
+    torch.set_num_threads(1)
+    state = tensors(args.parameters)
+    size = sum(value.nbytes for value in state.values())
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    try:
+        print(report(state, size, folder, args.rounds))
+    finally:
+        shutil.rmtree(folder)
+
+
+def report(state: dict[str, torch.Tensor], size: int, folder: Path, rounds: int) -> str:
+    """The table."""
+    saved, blocked = folder / "iter_0000001", list[float]()
+    cases: dict[str, Callable[[], object]] = {
+        "write raw": lambda: write_raw(state, folder / "raw"),
+        "save": lambda: saving.save(sharded(state), saved, overwrite=True),
+        "save in the background, to the end": lambda: in_background(state, folder / "iter_0000002", blocked),
+        "hash": lambda: hash_all(state),
+        "read raw": lambda: read_raw(folder / "raw", size),
+        "load": lambda: distributed.load(sharded(state), saved),
+        "verify": lambda: verification.verify(saved, "full"),
+        "verify, fast": lambda: verification.verify(saved, "fast"),
+    }
+    times = {name: median(found) for name, found in interleaved(cases, rounds, lambda: fault_in(2 * size)).items()}
+    floors = {"save": "write raw", "load": "read raw", "verify": "read raw"}
+    rows = [
+        [
+            name,
+            f"{found.wall:.2f}",
+            f"{found.cpu:.2f}",
+            f"{size / 1e9 / found.wall:.2f}",
+            f"{found.wall / times[floors[name]].wall:.2f}" if name in floors else "",
+        ]
+        for name, found in times.items()
+    ]
+    stop = sorted(blocked)[len(blocked) // 2]
+    lines = [
+        table(["", "wall s", "CPU s", "GB/s", "to the floor"], rows),
+        f"{size / 1e9:.2f} GB; a save in the background stops the caller for {stop:.3f} s, "
+        f"{stop / size * 1e9:.3f} s/GB, {100 * stop / times['save'].wall:.1f} % of a save;",
+        f"hashing takes {100 * times['hash'].cpu / times['save'].wall:.1f} % of a save",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
