@@ -231,7 +231,7 @@ def _place(chunks: list[MegatronModule], config: ModelProvider) -> list[Megatron
         return chunks
     # half precision can neither count a router's tokens nor sum up the small steps of its correction bias
     exact = [(module, dict(module.named_buffers(recurse=False))) for chunk in chunks for module in _routers(chunk)]
-    halved = [Float16Module(config, chunk) for chunk in chunks]
+    halved: list[MegatronModule] = [Float16Module(config, chunk) for chunk in chunks]
     for module, buffers in exact:
         for name, buffer in buffers.items():
             module._buffers[name] = buffer
