@@ -93,3 +93,17 @@ def test_the_command_shows_a_recipe_with_data(folder, tokenizer_dir, capsys):
     assert "a <b> \u27e6c</s>\u27e7" in shown.out
     assert "data rank" in shown.out
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_the_command_prepares_what_a_run_finds(folder, tokenizer_dir, capsys):
+    command = [
+        *("data", "prepare", "smollm2_135m_finetune_config", "--data", str(folder)),
+        f"tokenizer.tokenizer_model={tokenizer_dir}",
+        *("dataset.truncation=drop", "validation.eval_iters=0"),
+    ]
+    assert main(command) == 1
+    assert "dataset.prepared_dir is not set" in capsys.readouterr().err
+    status = main([*command, f"dataset.prepared_dir={folder / 'prepared'}"])
+    assert status == 0, capsys.readouterr().err
+    (made,) = (folder / "prepared").iterdir()
+    assert (made / "tokens.npy").is_file()

@@ -4,6 +4,13 @@
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.data.tokenizer import Tokenizer
+    from megatron.bridge.training.config import ConfigContainer
 
 EXAMPLE = """example:
   megatron-bridge data preprocess --input corpus.jsonl --tokenizer-model HuggingFaceTB/SmolLM2-135M \\
@@ -12,6 +19,10 @@ EXAMPLE = """example:
 PREVIEW_EXAMPLE = """example:
   megatron-bridge data preview llama32_1b_finetune_config --data chats --html preview.html \\
       dataset.train_on=last train.micro_batch_size=2
+"""
+PREPARE_EXAMPLE = """example:
+  megatron-bridge data prepare llama32_1b_finetune_config --data chats dataset.prepared_dir=prepared \\
+      dataset.workers=8
 """
 
 
@@ -37,19 +48,33 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
+    _add_config_arguments(
+        commands.add_parser(
+            "prepare",
+            help="tokenise the records of a run once, for later runs",
+            description="Tokenise the records of a run into dataset.prepared_dir; an interrupted prepare goes on.",
+            epilog=PREPARE_EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     parser.set_defaults(run=run)
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which config to read."""
+    parser.add_argument("source", metavar="CONFIG", help="YAML file with a whole config, or a recipe's name")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change, in YAML")
+    parser.add_argument("--data", metavar="DIR", help="folder of the data, for a recipe")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="processes of the run (default: the recipe's, or 1)"
+    )
 
 
 def _add_preview_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``preview``."""
-    parser.add_argument("source", metavar="CONFIG", help="YAML file with a whole config, or a recipe's name")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change, in YAML")
-    parser.add_argument("--data", nargs="+", metavar="PATH", help="data of a recipe, as for train")
+    _add_config_arguments(parser)
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to show (default: 3)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="processes of the run (default: the recipe's, or 1)"
-    )
 
 
 def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,20 +109,56 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen subcommand."""
-    return _run_preview(args) if args.data_command == "preview" else _run_preprocess(args)
+    commands = {"preprocess": _run_preprocess, "preview": _run_preview, "prepare": _run_prepare}
+    return commands[args.data_command](args)
 
 
 def _run_preview(args: argparse.Namespace) -> int:
     """Build the data as the run would, and look at it."""
     from rich.console import Console
 
-    from megatron.bridge.cli import train
     from megatron.bridge.data.config import DatasetRequest
     from megatron.bridge.data.preview import preview
     from megatron.bridge.data.preview_output import to_console, to_html
-    from megatron.bridge.data.tokenizer import build_tokenizer
     from megatron.bridge.utils.atomic import write_text
     from megatron.bridge.utils.console import console
+
+    config, tokenizer, ranks = _resolved(args)
+    batch = config.train.global_batch_size
+    held_out = batch if config.validation.eval_iters else 0
+    splits = config.dataset.build(DatasetRequest((batch, held_out, held_out), tokenizer))
+    sizes = (config.train.micro_batch_size, batch, ranks)
+    found = preview(config.dataset, splits, tokenizer, sizes, args.samples)
+    to_console(Console(highlight=False, soft_wrap=True), found)
+    if args.html:
+        write_text(args.html, to_html(found))
+        console().print(f"{args.html} shows the same as a page")
+    return 0
+
+
+def _run_prepare(args: argparse.Namespace) -> int:
+    """Make what is missing in ``dataset.prepared_dir``."""
+    from megatron.bridge.data.config import SPLITS
+    from megatron.bridge.data.finetuning import prepare_split
+    from megatron.bridge.training.resolve_data import tuning_parts
+
+    config, tokenizer, _ = _resolved(args)
+    parts = tuning_parts(config.dataset)
+    if not parts or any(part.prepared_dir is None for part in parts):
+        raise UserError(
+            "dataset.prepared_dir is not set, so there is nowhere to keep samples: give a folder, and data for "
+            "fine-tuning (indexed corpora are made by data preprocess)"
+        )
+    for part in parts:
+        for split in SPLITS if config.validation.eval_iters else SPLITS[:1]:
+            prepare_split(part, split, tokenizer)
+    return 0
+
+
+def _resolved(args: argparse.Namespace) -> "tuple[ConfigContainer, Tokenizer, int]":
+    """The config as a run would resolve it, its tokenizer, and the number of data-parallel ranks."""
+    from megatron.bridge.cli import train
+    from megatron.bridge.data.tokenizer import build_tokenizer
 
     job = train.prepare(_as_training(args))
     config = job.config
@@ -107,16 +168,7 @@ def _run_preview(args: argparse.Namespace) -> int:
     if config.model.vocab_size is None:
         config.model.vocab_size = tokenizer.vocab_size
     config.validate(world_size)
-    batch = config.train.global_batch_size
-    held_out = batch if config.validation.eval_iters else 0
-    splits = config.dataset.build(DatasetRequest((batch, held_out, held_out), tokenizer))
-    sizes = (config.train.micro_batch_size, batch, config.data_parallel_size(world_size))
-    found = preview(config.dataset, splits, tokenizer, sizes, args.samples)
-    to_console(Console(highlight=False, soft_wrap=True), found)
-    if args.html:
-        write_text(args.html, to_html(found))
-        console().print(f"{args.html} shows the same as a page")
-    return 0
+    return config, tokenizer, config.data_parallel_size(world_size)
 
 
 def _as_training(args: argparse.Namespace) -> argparse.Namespace:
@@ -126,7 +178,7 @@ def _as_training(args: argparse.Namespace) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megatron-bridge data preview")
     train.add_parser(parser.add_subparsers())
     kind = "--config" if args.source.endswith((".yaml", ".yml")) else "--recipe"
-    data = ["--data", *args.data] if args.data else []
+    data = ["--data", args.data] if args.data else []
     return parser.parse_args(["train", *args.overrides, kind, args.source, *data])
 
 
