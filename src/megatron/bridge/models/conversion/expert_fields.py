@@ -5,7 +5,7 @@
 The auxiliary loss follows the coefficient of the config; it acts on gradients in training and never on the logits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import gcd
 from typing import Any
 
@@ -17,12 +17,22 @@ from megatron.bridge.utils.errors import UserError
 
 
 def _top(count: Any, config: Mapping[str, Any]) -> int:
-    if count == 1 and config.get("norm_topk_prob"):
+    if count == 1 and config.get("norm_topk_prob", True):
         raise UserError(
             "num_experts_per_tok=1 with norm_topk_prob=True is not supported: one expert's normalised weight is "
             "always 1, and the router would learn nothing"
         )
     return count
+
+
+def _enough(key: str) -> Callable[[Any, Mapping[str, Any]], int]:
+    def check(count: Any, config: Mapping[str, Any]) -> int:
+        top = config["num_experts_per_tok"]
+        if count < max(top, 1):
+            raise UserError(f"num_experts_per_tok={top} is more than {key}={count}: a token needs as many experts")
+        return count
+
+    return check
 
 
 def _not(value: Any, _: Any) -> bool:
@@ -121,7 +131,7 @@ def _exceptions(_: Any, provider: Any) -> list[int]:
 def experts(count: str = "num_experts", width: str = "moe_intermediate_size") -> tuple[Field, ...]:
     """Number of experts, of those that a token chooses, and their width, under the architecture's own keys."""
     return (
-        Field(count, "num_moe_experts"),
+        Field(count, "num_moe_experts", to=_enough(count)),
         Field("num_experts_per_tok", "moe_router_topk", to=_top),
         Field(width, "moe_ffn_hidden_size"),
     )
