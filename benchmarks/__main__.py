@@ -9,6 +9,7 @@ COMMANDS = (
     "conversion.py",
     "training.py --size 32m",
     "training.py --size 100m --rounds 2",
+    "lora.py",
     "preprocessing.py",
 )
 

@@ -142,9 +142,6 @@ def events(paths: Paths) -> list[dict[str, Any]]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- one rank
-
-
 def configuration(folder: Path | None, steps: int, skipped: list[int], background: bool) -> Any:
     """Two layers with dropout, two data-parallel ranks, a checkpoint every two steps."""
     return settings.ConfigContainer(
@@ -370,9 +367,6 @@ def reference_main(rank: int, port: int, paths: Paths, steps: int, skipped: list
     paths.result(rank, ".reference").write_bytes(pickle.dumps(_outcome(run, series)))
 
 
-# ------------------------------------------------------------------------------------------------- launching
-
-
 def launch(main: Any, arguments: tuple[Any, ...]) -> None:
     """Start the ranks; when one fails, end the others; hand a SIGTERM on. Exits as the first failed rank did."""
     os.environ |= {"CHAOS_LAUNCHER": str(os.getpid()), "TORCHELASTIC_RUN_ID": "chaos"}
@@ -498,8 +492,9 @@ def _clock(done: Attempt, seen: list[dict[str, Any]], ended: float, before: Atte
 def _check(paths: Paths, done: Attempt, newest: int, damaged: set[int]) -> int:
     """The iteration of the newest whole checkpoint; one that is lost, or damaged by nobody, is a problem."""
     layout.recover(paths.run)
-    whole = 0
-    for number in layout.published_iterations(paths.run):
+    whole, published = 0, layout.published_iterations(paths.run)
+    damaged.intersection_update(published)
+    for number in published:
         try:
             verification.verify(layout.iteration_dir(paths.run, number))
             whole = number

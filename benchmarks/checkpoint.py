@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving and loading against the same bytes written and read raw; what the background and the hashes cost.
 
-``python -m benchmarks.checkpoint --parameters 200`` (millions, with fp32 master weights and Adam's two moments).
+``python benchmarks/checkpoint.py --parameters 200`` (millions, with fp32 master weights and Adam's two moments).
 One process, one file; the folder's disk decides most of it.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import xxhash
-from benchmarks.measure import fault_in, interleaved, median, table
+from measure import fault_in, interleaved, median, table
 
 import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
 from megatron.bridge.checkpoint import distributed, manifest, saving, verification

@@ -151,9 +151,9 @@ def hf_trainer(model: Any, dataset: Any, args: argparse.Namespace, bf16: bool) -
 # ----------------------------------------------------------------------------------------------------- Megatron
 
 
-def megatron_run(directory: Path, args: argparse.Namespace, bf16: bool) -> Run:
+def megatron_run(directory: Path, args: argparse.Namespace, bf16: bool, peft: Any = None) -> Run:
     """A run of this framework with the weights of ``directory``."""
-    provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider()
+    provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider(load_weights=peft is None)
     provider.seq_length = args.seq_length
     config = ConfigContainer(
         train=TrainingConfig(args.micro_batch_size, args.micro_batch_size, train_iters=10**6),
@@ -169,7 +169,8 @@ def megatron_run(directory: Path, args: argparse.Namespace, bf16: bool) -> Run:
         dataset=MockGPTDatasetConfig(seq_length=args.seq_length),
         logger=LoggerConfig(log_interval=10),
         tokenizer=TokenizerConfig("NullTokenizer", vocab_size=provider.vocab_size),
-        checkpoint=CheckpointConfig(),
+        checkpoint=CheckpointConfig(pretrained_checkpoint=str(directory) if peft else None),
+        peft=peft,
         mixed_precision="bf16_mixed" if bf16 else "fp32",
     )
     run = setup(config, forward_step)

@@ -2,12 +2,13 @@
 """What a run says when its folder, its disk or its checkpoint is not as it should be, and what it leaves."""
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.bridge.checkpoint import layout, verification
+from megatron.bridge.checkpoint import layout, lock, verification
 from megatron.bridge.training.config import OptimizerConfig
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -96,6 +97,18 @@ def test_a_stale_tracker_is_named(two_workers, tmp_path):
     (root / layout.TRACKER).write_text("2")
     _, said = two_workers.run(spoken, root)[0]
     assert f"{root / layout.TRACKER} names iteration 2: going on from there, iter_0000004 will be replaced" in said
+
+
+def test_a_second_run_in_one_folder_is_refused(two_workers, tmp_path):
+    root = _saved(two_workers, tmp_path)
+    (root / "iter_0000006.1a2b3c4d.incomplete").mkdir()  # what the first one is about to write
+    lock.acquire(root)
+    try:
+        message = _one_sentence(two_workers.run(refused, root, EVERY_TWO))
+    finally:
+        lock.release(root)
+    assert f"{root} is being written by process {os.getpid()} on" in message
+    assert (root / "iter_0000006.1a2b3c4d.incomplete").exists()
 
 
 def test_what_is_asked_for_but_was_not_saved(two_workers, tmp_path):

@@ -136,7 +136,7 @@ def _resumed(root):
 
 
 def _slow():
-    slow = [At("train_step_start", step, 1, lambda context: time.sleep(0.3)) for step in (2, 3)]
+    slow = [At("train_step_start", step, 1, lambda context: time.sleep(0.6)) for step in (2, 3)]
     return _left(None, {"straggler": StragglerDetectionConfig(interval=2)}, *slow)
 
 

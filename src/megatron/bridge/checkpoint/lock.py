@@ -5,8 +5,9 @@
 
 * A holder on the same machine is looked up: alive, it is named and the second run refused; gone, its lock is
   taken.
-* A holder on another machine cannot be looked up. Its lock is watched for ``PATIENCE`` seconds, three of its
-  beats: touched in that time, the second run is refused; untouched, the holder is taken for dead, which is said.
+* A holder on another machine, or in another container, cannot be looked up. Its lock is watched for ``PATIENCE``
+  seconds, three of its beats: touched in that time, the second run is refused; untouched, the holder is taken for
+  dead, which is said.
 
 A holder that was stopped for so long that another run took over is refused at its next save (``check``).
 """
@@ -17,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -179,7 +180,8 @@ class _Lock:
     def _beat(self) -> None:
         while not self._stop.wait(BEAT):
             if _read(self._path) == self.owner:
-                os.utime(self._path)
+                with suppress(OSError):  # a file system that is away for a moment
+                    os.utime(self._path)
 
     def release(self) -> None:
         """Stop and remove the file, unless it was taken over or this is a forked copy."""

@@ -17,7 +17,7 @@ class Process:
 
     Attributes:
         host: Name of the machine.
-        boot: Names the time since the machine started; in a container, numbers of processes are its own.
+        boot: Names the time since the machine started, and the container, which has its own numbers.
         pid: Its number there.
         started: Clock ticks from the start of the machine to that of the process.
     """
@@ -34,13 +34,13 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether it ran on this machine, so that ``is_alive`` can tell."""
-        return self.host == socket.gethostname()
+        """Whether its number means something here, so that ``is_alive`` can tell."""
+        return (self.host, self.boot) == (socket.gethostname(), _boot())
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs, on this machine; one that was stopped does."""
-        return self.boot == _boot() and started(self.pid) == self.started
+        """Whether it still runs; one that was stopped does."""
+        return started(self.pid) == self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is named when ranks hang or are slow; who dies with whom."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron.bridge.training.callbacks.hangs import Sign, verdict, whereabouts
+from megatron.bridge.training.callbacks.stragglers import slow_ranks
+from megatron.bridge.utils.processes import Process, started
+
+
+def _signs(*ranks):
+    """Two rounds of signs; a rank is (moves, where, waits) or None if it gives no new sign."""
+    before, after = [], []
+    for entry in ranks:
+        moves, where, waits = entry or (5, "x", False)
+        before.append(Sign(1, moves, 2, where, waits))
+        after.append(Sign(1 if entry is None else 2, moves, 2, where, waits))
+    return before, after
+
+
+WAITS = (7, "all_reduce (distributed_c10d.py:1)", True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([WAITS, None, WAITS], "rank 1 gives no sign of life"),
+        ([WAITS, WAITS, (6, "load (data.py:9)", False)], "rank 2 is the one the others wait for; it is in load"),
+        ([WAITS, (5, "all_gather (x.py:3)", True)], "rank 1 is behind the others, in all_gather"),
+        ([WAITS, WAITS], "all ranks are in all_reduce"),
+    ],
+)
+def test_the_culprit_of_a_hang_is_named(ranks, words):
+    assert verdict(*_signs(*ranks)).startswith(words)
+
+
+def test_a_rank_that_never_gave_a_sign_is_named():
+    before, after = _signs(WAITS, WAITS)
+    assert verdict([before[0], None], [after[0], None]).startswith("rank 1 gives no sign of life")
+
+
+def test_where_a_thread_is():
+    import threading
+
+    where, waits = whereabouts(threading.get_ident())
+    assert "whereabouts" in where or "test_where" in where
+    assert not waits
+
+
+def test_the_slow_rank_is_named():
+    assert slow_ranks([(0.1, "a"), (0.12, "a")], 1.5) == []
+    found = slow_ranks([(0.1, "a"), (0.1, "a"), (0.4, "b"), (0.1, "b")], 1.5)
+    assert found == ["rank 2 on b is slow: 0.400 s of its own a step, 4.0 times the median"]
+    assert slow_ranks([(0.2, "a")], 1.0) == [], "alone, nobody is slow"
+
+
+CHILD = """
+import signal, subprocess, sys, time
+code = "from megatron.bridge.utils.processes import die_with_parent as d; import signal, time;"
+code += "d(signal.SIGKILL); print('ready', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_dies_with_the_one_that_started_it():
+    parent = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    assert started(child)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    until = time.monotonic() + 20
+    while started(child) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not started(child)
+
+
+def test_this_process_is_alive():
+    assert Process.current().is_here
+    assert Process.current().is_alive
