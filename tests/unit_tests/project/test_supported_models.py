@@ -6,6 +6,9 @@ import importlib.util
 from tests.families.rows import ROWS
 from tests.unit_tests.project.tree import ROOT
 
+# only their text is converted, so they have tests of their own: tests/unit_tests/models/test_mistral3.py
+TEXT_PARTS = {"Mistral3ForConditionalGeneration"}
+
 
 def script():
     path = ROOT / "scripts" / "docs" / "supported_models.py"
@@ -23,4 +26,4 @@ def test_table_is_current():
 def test_every_architecture_has_a_row_in_the_family_test():
     from megatron.bridge import AutoBridge
 
-    assert set(AutoBridge.list_supported_models()) - {row.model for row in ROWS.values()} == set()
+    assert set(AutoBridge.list_supported_models()) - {row.model for row in ROWS.values()} == TEXT_PARTS
