@@ -16,7 +16,16 @@ _NEMOTRON = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"
 
 ROWS = [
     Row("glm", "GlmForCausalLM", {**_GLM, "rope_parameters": _PARTIAL}),
-    Row("glm_without_biases", "GlmForCausalLM", {**_GLM, "attention_bias": False, "tie_word_embeddings": True}),
+    Row(
+        "glm_whole_heads",  # not the default of a half
+        "GlmForCausalLM",
+        {
+            **_GLM,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0},
+        },
+    ),
     Row("glm4", "Glm4ForCausalLM", {**_GLM, "rope_parameters": _PARTIAL}, layouts=("tp2", "sp2", "pp2", "vp2")),
     Row("nemotron", "NemotronForCausalLM", {**_NEMOTRON, "rope_parameters": _PARTIAL}),
     Row(

@@ -67,6 +67,11 @@ def _rope_back(values: tuple[dict[str, Any] | None, float, float], _: Any) -> di
     return {"rope_type": "default", **partial, **(scaling or {}), "rope_theta": base}
 
 
+def _partial_rope_back(values: tuple[dict[str, Any] | None, float, float], provider: Any) -> dict[str, Any]:
+    # said even if it is all of a head: these architectures have another default
+    return {**_rope_back(values, provider), "partial_rotary_factor": values[2]}
+
+
 def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """The same, and by how much queries grow beyond the length of the first training."""
     own = dict(parameters or {})
@@ -200,7 +205,7 @@ ROPE = Field(
     back=_rope_back,
 )
 
-PARTIAL_ROPE = replace(ROPE, to=_partial_rope)
+PARTIAL_ROPE = replace(ROPE, to=_partial_rope, back=_partial_rope_back)
 """A share of each head is rotated, ``partial_rotary_factor``; the others rotate whole heads."""
 
 LAYER_ROPE = Field(
