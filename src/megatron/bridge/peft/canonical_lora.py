@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA with factors of their own for the projections that Megatron fuses: queries, keys, values; gates, values."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,22 +55,24 @@ class CanonicalAdapter(nn.ModuleDict):
 
     def forward(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
         """The sum of all paths."""
-        parts = {role: adapter(x, counts) for role, adapter in self.items()}
-        return base + self._fused(parts, base, -1)
+        parts = {role: adapter(x, counts) for role, adapter in self._paths()}
+        return base + self._fused(parts, base)
 
     def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """``W + scaling * B A`` part by part, in fp32."""
         whole = torch.stack([weight.float() for weight in weights])
-        parts = {role: adapter.stacked_delta().mT for role, adapter in self.items()}
-        return list(whole + self._fused(parts, whole.mT, -1).mT)
+        parts = {role: adapter.stacked_delta().mT for role, adapter in self._paths()}
+        return list(whole + self._fused(parts, whole.mT).mT)
 
     def parts(self, expert: int) -> list[LowRankPart]:
         """The factors of each role."""
-        return [adapter.part(expert, role) for role, adapter in self.items()]
+        return [adapter.part(expert, role) for role, adapter in self._paths()]
 
-    def _fused(self, parts: dict[str, Tensor], like: Tensor, dim: int) -> Tensor:
+    def _paths(self) -> Iterable[tuple[str, LowRank]]:
+        return cast("Iterable[tuple[str, LowRank]]", self.items())
+
+    def _fused(self, parts: dict[str, Tensor], like: Tensor) -> Tensor:
         """The parts in the order of the layer's outputs: by key-value group, or gates before values."""
-        assert dim == -1, "outputs are last"
         found = [
             parts[role] if role in parts else like.new_zeros(*like.shape[:-1], rows)
             for role, rows in self.rows.items()
@@ -86,7 +88,7 @@ class CanonicalAdapter(nn.ModuleDict):
     ) -> dict[str, Any]:
         """The factors of all roles."""
         state: dict[str, Any] = {}
-        for role, adapter in self.items():
+        for role, adapter in self._paths():
             state |= adapter.sharded_state_dict(f"{prefix}{role}.", sharded_offsets, metadata)
         return state
 

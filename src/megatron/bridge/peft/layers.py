@@ -122,8 +122,8 @@ def attach(site: Site, adapter: nn.Module) -> None:
     elif hasattr(module, "return_layernorm_output"):
         module.return_layernorm_output = True  # a fused norm: the adapter sees what the matrix sees
     module.adapter = adapter
-    module.__class__ = _adapted_class(type(module), mixin)
-    module.adapted_site = site
+    vars(module)["adapted_site"] = site
+    module.__class__ = _adapted_class(type(site.module), mixin)
 
 
 def detach(module: nn.Module) -> None:

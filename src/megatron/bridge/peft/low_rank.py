@@ -103,7 +103,11 @@ class LowRank(nn.Module):
 
         So the first values are the same under any layout.
         """
-        for kind, parameter, init in (("a", self.a, self.shape.init_a), ("b", self.b, self.shape.init_b)):
+        factors: tuple[tuple[str, Tensor, Init], ...] = (
+            ("a", self.a, self.shape.init_a),
+            ("b", self.b, self.shape.init_b),
+        )
+        for kind, parameter, init in factors:
             for number, local in self._each_expert(parameter):
                 generator = torch.Generator().manual_seed(
                     zlib.crc32(f"{name}.{kind}.{number}".encode()) + self.shape.seed
@@ -201,7 +205,7 @@ class LowRank(nn.Module):
         """The generator that ranks share where they hold the same numbers, else one for each rank."""
         if not differ or self.group.size() == 1:
             return nullcontext()
-        tracker = tensor_parallel.get_cuda_rng_tracker()
+        tracker: Any = tensor_parallel.get_cuda_rng_tracker()
         return tracker.fork(get_expert_parallel_rng_tracker_name()) if self.experts is not None else tracker.fork()
 
     # ---- weights ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -17,6 +17,8 @@ from megatron.bridge.models.conversion import exchange
 from megatron.bridge.models.conversion.param_mapping import Kind, parallel_kind
 from megatron.bridge.models.conversion.plan import global_name
 from megatron.bridge.utils.errors import UserError, did_you_mean
+
+Group = torch.distributed.ProcessGroup
 
 # Transformer Engine's layers are known by name: it need not be installed.
 _TE_LINEAR = frozenset(
@@ -57,11 +59,11 @@ class Site:
         return self.module.config
 
     @property
-    def group(self) -> torch.distributed.ProcessGroup:
+    def group(self) -> Group:
         """The ranks that the weight is cut over."""
         if self.experts is not None:
-            return parallel_state.get_expert_tensor_parallel_group()
-        return parallel_state.get_tensor_model_parallel_group()
+            return cast(Group, parallel_state.get_expert_tensor_parallel_group())
+        return cast(Group, parallel_state.get_tensor_model_parallel_group())
 
     @property
     def sequence_parallel(self) -> bool:

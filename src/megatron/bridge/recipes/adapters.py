@@ -32,4 +32,5 @@ def default_peft_config(peft_scheme: str | PEFT, latent_attention: bool = False,
         hint = did_you_mean(peft_scheme, METHODS) or f": choose {' or '.join(METHODS)}"
         raise UserError(f"peft={peft_scheme} is not known{hint}; peft=None trains all weights")
     targets = LATENT_TARGETS if latent_attention else TARGETS
-    return METHODS[peft_scheme](**{"target_modules": list(targets), "dim": 16, "alpha": 32, **changes})
+    recommended: dict[str, Any] = {"target_modules": list(targets), "dim": 16, "alpha": 32}
+    return METHODS[peft_scheme](**{**recommended, **changes})

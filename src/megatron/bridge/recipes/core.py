@@ -103,8 +103,8 @@ def sft(size: Size, options: FinetuneOptions, **recommended: Unpack[FinetuneOpti
     Raises:
         UserError: ``options`` has a key that ``FinetuneOptions`` has not, or asks for an unknown adapter.
     """
-    adapters = ADAPTERS if options.get("peft") is not None else {}
-    chosen = _chosen(FinetuneOptions, FINETUNE, recommended, adapters, options)
+    adapted: tuple[FinetuneOptions, ...] = () if options.get("peft") is None else (ADAPTERS,)
+    chosen = _chosen(FinetuneOptions, FINETUNE, recommended, *adapted, options)
     root = chosen["dataset_root"]
     if root is None:
         dataset = _mock_data(chosen)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import safetensors.torch
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron.bridge.models.conversion import exchange
@@ -240,7 +240,7 @@ def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
     config = adapter_config(found, plan, base)
     if write:
         tensors = {name: tensor.clone() for one in found for name, tensor in one.named().items()}
-        save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
+        cast(Any, safetensors.torch).save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
         (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -276,7 +276,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config = json.loads((directory / CONFIG).read_text())
     if config.get("peft_type") != "LORA":
         raise UserError(f"the adapter {directory} is of type {config.get('peft_type')}: only LORA can be read")
-    return config, load_file(directory / TENSORS)
+    return config, cast(Any, safetensors.torch).load_file(directory / TENSORS)
 
 
 def load(plan: Plan, directory: Path) -> None:

@@ -85,7 +85,7 @@ class WeightConversionTask:
 
     @property
     def exported(self) -> Tensor | None:
-        """What an export takes for the parameter; with ``merges``, collective over the ranks that it is cut over."""
+        """What an export takes for the parameter; with ``merges``, collective over the ranks that it lies on."""
         if self.merges and self.param_weight is not None and isinstance(self.megatron_module, AdaptedModule):
             return self.megatron_module.merged_weight(self.param_weight)
         return self.param_weight
@@ -214,7 +214,7 @@ def _parameters(chunks: Sequence[nn.Module]) -> Held:
     found: Held = {}
     seen: set[int] = set()
     for index, chunk in enumerate(chunks):
-        for path, module in chunk.named_modules():
+        for path, module in cast(Iterator[tuple[str, nn.Module]], chunk.named_modules()):
             if in_adapter(path):
                 continue
             prefix = f"{path}." if path else ""
