@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multipliers, caps and rotary embeddings by layer: applied once, wherever embeddings and logits are made."""
 
+import json
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -204,3 +207,29 @@ def test_what_cannot_be_represented_is_refused(model, changes, message):
     config = getattr(transformers, model).config_class(**{**LLAMA, "architectures": [model], **changes})
     with pytest.raises(UserError, match=message):
         AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+
+
+def test_a_changed_old_config_has_one_spelling(family_case, tmp_path):
+    """What the newer keys say replaces the older ones, or two answers would stand side by side."""
+    case = family_case("gemma3_old_style")
+    source = json.loads((case.checkpoint / "config.json").read_text())
+    source["rope_theta"], source["rope_local_base_freq"] = 1000.0, 50.0
+    del source["rope_parameters"]["full_attention"]["rope_theta"], source["layer_types"]
+    source["rope_scaling"] = source.pop("rope_parameters")["full_attention"]
+    old = tmp_path / "old"
+    shutil.copytree(case.checkpoint, old)
+    (old / "config.json").write_text(json.dumps(source))
+    bridge = AutoBridge.from_hf_pretrained(old)
+    provider = bridge.to_megatron_provider()
+    provider.local_rope_parameters["rope_theta"] = 70.0
+    provider.window_attn_skip_freq = [0, 1, 1, 1]
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["rope_parameters"]["sliding_attention"]["rope_theta"] == 70.0
+    assert written["layer_types"] == ["full_attention", *["sliding_attention"] * 3]
+    gone = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
+    assert not gone & set(written)
+    again = AutoBridge.from_hf_pretrained(tmp_path / "out").to_megatron_provider(load_weights=False)
+    assert again.local_rope_parameters == provider.local_rope_parameters
+    assert again.rope_parameters == provider.rope_parameters

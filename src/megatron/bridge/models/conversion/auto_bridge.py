@@ -34,7 +34,10 @@ from megatron.bridge.utils.config.serialize import from_plain, to_plain
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 # keys of older configs that a newer key replaces
-_REPLACED = {"rope_parameters": ("rope_scaling", "rope_theta")}
+_REPLACED = {
+    "rope_parameters": ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
+    "layer_types": ("sliding_window_pattern",),
+}
 # what a provider says about the layout, as it is for one process
 _ONE_PROCESS: dict[str, Any] = {
     **dict.fromkeys(PARALLEL_SIZES, 1),
