@@ -46,16 +46,22 @@ def _means_the_same(key: str, wanted: Mapping[str, Any], found: Mapping[str, Any
     value, now = wanted[key], found.get(key)
     if key in ignored and ((values := ignored[key]) is None or value in values):
         return True
-    if key == "rope_parameters" and "rope_type" in value:  # its older spelling may stand beside it
-        return {name: item for name, item in value.items() if name != "type"} == now
+    if key == "rope_parameters" and "rope_type" in (value or ()):
+        whole = {"partial_rotary_factor": 1.0}  # said or not; the type's older spelling may stand beside it
+        return {**whole, **{name: item for name, item in value.items() if name != "type"}} == {**whole, **now}
     if key == "head_dim" and value is None:
         return now * wanted["num_attention_heads"] == wanted["hidden_size"]
     if key == "dtype" and value is None:
         return now == "float32"
-    if key == "rope_parameters" and value is not None:  # all of a head, said or not
-        return {"partial_rotary_factor": 1.0, **value} == {"partial_rotary_factor": 1.0, **now}
+    if key == "rope_parameters":
+        return _without_whole(value) == _without_whole(now)
     spelled_out = _SPELLED_OUT.get(key)
     return spelled_out in wanted and wanted[spelled_out] == found.get(spelled_out)
+
+
+def _without_whole(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a ``partial_rotary_factor`` of one, which is as good as none."""
+    return {key: value for key, value in rope.items() if (key, value) != ("partial_rotary_factor", 1.0)}
 
 
 def different_providers(one: Any, other: Any) -> list[str]:
