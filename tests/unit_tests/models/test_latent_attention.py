@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
@@ -69,6 +70,14 @@ def test_layers_that_are_not_there_are_missed(tmp_path):
     harness.save(harness.hf_model(next_tokens.ROW), tmp_path / "hf")
     with pytest.raises(UserError, match=r"set num_nextn_predict_layers to 0 in config\.json"):
         AutoBridge.from_hf_pretrained(tmp_path / "hf").to_megatron_model(wrap_with_ddp=False)
+
+
+def test_a_later_model_may_look_further(reference):
+    tracker = MTPLossLoggingHelper.tracker
+    tracker |= {name: torch.ones(1) for name in ("loss_values", "correct_values", "total_values")}
+    _, model = harness.build(reference, "one", ddp=True)
+    harness.forward_backward(model, *reference.batch)
+    assert tracker["loss_values"].shape == (next_tokens.DEPTHS,)
 
 
 # ---- routing ----------------------------------------------------------------------------------------------------

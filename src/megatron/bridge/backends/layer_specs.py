@@ -90,6 +90,7 @@ def mtp_block_spec(
     vp_stage: int | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Multi-token prediction layers like the last layer of ``decoder``; None where this rank builds none."""
+    moe_metrics.allow_deeper_predictions(config.mtp_num_layers or 0)
     provider: BackendSpecProvider = (
         get_backend("transformer_engine") if backend == "transformer_engine" else TorchSpecProvider()
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let models of different depth report the metrics of their routers in one process.
+"""Let models of different depth report the metrics of routers and of multi-token prediction in one process.
 
-Megatron-Core keeps one tracker per process, sized by the first model that records anything: a later model with
-more layers (a student after its teacher, the next test) gets an IndexError in its forward pass.
+Megatron-Core keeps one tracker of each per process, sized by the first model that records anything: a later model
+with more layers (a student after its teacher, the next test) gets an IndexError in its forward pass.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_logging import (
     get_moe_metrics_tracker,
     set_moe_metrics_tracker,
 )
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 
 class GrowingMoEMetrics(MoEMetricsTracker):
@@ -42,3 +43,12 @@ def allow_deeper_models() -> None:
         growing = GrowingMoEMetrics()
         growing._metrics = current._metrics
         set_moe_metrics_tracker(growing)
+
+
+def allow_deeper_predictions(depths: int) -> None:
+    """Make room for ``depths`` layers of multi-token prediction; what was recorded is kept."""
+    tracker = MTPLossLoggingHelper.tracker
+    for name in ("loss_values", "correct_values", "total_values"):
+        values = tracker.get(name)
+        if values is not None and values.numel() < depths:
+            tracker[name] = torch.cat((values, values.new_zeros(depths - values.numel())))

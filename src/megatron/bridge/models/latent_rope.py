@@ -38,7 +38,7 @@ class LatentRotaryEmbedding(YarnRotaryEmbedding):
         super().__init__(
             config.qk_pos_emb_head_dim,
             rotary_base=config.rotary_base,
-            original_max_position_embeddings=1,  # only sizes a first table of cosines, for fused kernels
+            original_max_position_embeddings=config.original_max_position_embeddings,
             use_cpu_initialization=config.use_cpu_initialization,
             cp_group=cp_group,
         )
@@ -69,8 +69,9 @@ def derive(config: Any) -> None:
             f"{', '.join(_STATIC)} are"
         )
     config.rope_type = "yarn"  # the kind whose embedding has an attention factor
-    config.original_max_position_embeddings = 1  # else each layer makes a table that ``apply`` throws away
-    # the softmax is scaled by (0.1 mscale_all_dim ln(factor) + 1)^2, section 2.1.4 of arXiv:2405.04434v5
+    # only sizes a first table of cosines: the least that can be shared out, as ``apply`` throws the layers' away
+    config.original_max_position_embeddings = 2 * config.context_parallel_size
+    # the softmax is scaled by (0.1 mscale_all_dim ln(factor) + 1)^2, section 3.1.4 of arXiv:2405.04434
     config.rotary_scaling_factor = parameters.get("factor", 1.0)
     config.mscale_all_dim = parameters.get("mscale_all_dim") or 0.0
 
