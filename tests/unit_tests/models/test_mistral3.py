@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.cli.main import main
 from megatron.bridge.utils.errors import UserError
 from tests.families.rows.mistral import SIZE, YARN
 from tests.quantize import store_in_fp8
@@ -133,6 +134,15 @@ def test_an_export_without_the_vision_tower_is_refused(tmp_path):
     save_file({name: value for name, value in load_file(path).items() if "vision" not in name}, path)
     with pytest.raises(UserError, match=r"vision_tower\.\*\* is not converted .* has no such tensors"):
         AutoBridge.from_hf_pretrained(tmp_path / "hf").save_hf_pretrained(model, tmp_path / "again")
+
+
+def test_verify_compares_the_text(tmp_path, capsys):
+    make(tmp_path / "hf")
+    places = [str(tmp_path / "hf"), str(tmp_path / "megatron")]
+    assert main(["convert", "--hf-model", places[0], "--megatron-path", places[1]]) == 0
+    assert main(["verify", *places, "--skip-logits"]) == 0
+    assert main(["verify", *places]) == 1
+    assert "only its text is converted" in " ".join(capsys.readouterr().err.split())
 
 
 def put(key, value, config):

@@ -115,6 +115,11 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     from megatron.bridge.utils.console import console
     from megatron.bridge.utils.errors import UserError
 
+    if bridge.carried:
+        raise UserError(
+            f"logits of {bridge.hf_config.architectures[0]} cannot be compared, for only its text is converted: "
+            "compare its tensors with `megatron-bridge verify --skip-logits`"
+        )
     try:
         tokenizer = bridge.hf_pretrained.tokenizer
     except (OSError, ValueError, KeyError, ImportError) as error:

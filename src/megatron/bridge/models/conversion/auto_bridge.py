@@ -408,6 +408,11 @@ class AutoBridge:
         """The mappings of all parameters."""
         return self._bridge.registry_for(self.transformer_config)
 
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """Patterns of the tensors that are not converted: an export takes them over from its source."""
+        return self._bridge.carried
+
     @cached_property
     def transformer_config(self) -> Any:
         """The provider with Megatron-Core's derived values filled in."""
