@@ -171,8 +171,8 @@ def test_count(tried, request):
     refused, seen, idle = (sum(getattr(found, kind) for found in tried.values()) for kind in _KINDS)
     undetected = sum(len(found.problems) for found in tried.values())
     summary = (
-        f"{refused + seen} mutations of {len(tried)} models: {refused} refused, {seen} seen, {undetected} problems; "
-        f"{idle} more that change nothing in transformers either"
+        f"{refused + seen} mutations of {len(tried)} models: {refused} refused, {seen} seen, "
+        f"{undetected} problems; {idle} more that change nothing in transformers either"
     )
     plugins = request.config.pluginmanager
     with plugins.getplugin("capturemanager").global_and_fixture_disabled():
