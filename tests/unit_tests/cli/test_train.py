@@ -136,7 +136,7 @@ BAD = [
     ),
     ([*FINETUNE[1:], "--mode", "dora"], "peft is DoRA, but checkpoint.pretrained_checkpoint is not set"),
     ([*FINETUNE[1:], "--mode", "lora", "--peft_scheme", "dora"], "contradict each other: leave one out"),
-    ([*FINETUNE[1:], "--peft_scheme", "lroa"], "peft=lroa is not known; did you mean lora?"),
+    ([*FINETUNE[1:], "--peft_scheme", "lroa"], "peft=lroa is not known; did you mean lora or dora?"),
     ([*RECIPE[1:], "--packed_sequence"], "--packed_sequence is not available in this version"),
     (["--config", "no/such.yaml"], "--config no/such.yaml cannot be read: No such file or directory"),
     (["--config", "."], "--config . cannot be read: Is a directory"),

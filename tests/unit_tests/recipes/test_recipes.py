@@ -143,7 +143,7 @@ def test_adapters():
     assert llama3_8b_finetune_config(peft=own).peft is own
     assert llama3_8b_finetune_config(peft=None) == llama3_8b_finetune_config()
     with pytest.raises(
-        UserError, match=r"peft=lroa is not known; did you mean lora\?; peft=None trains all weights"
+        UserError, match=r"peft=lroa is not known; did you mean lora or dora\?; peft=None trains all weights"
     ):
         llama3_8b_finetune_config(peft="lroa")
 

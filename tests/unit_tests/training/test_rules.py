@@ -23,11 +23,8 @@ CASES = {
     "sizes_are_positive": ({TP: 0, "train.train_iters": 0}, 1, [f"{TP}=0", "train.train_iters=0", "at least 1"]),
     "world_holds_the_layout": ({TP: 2, PP: 2}, 6, [f"{TP}=2", "needs 4 processes", "there are 6", "start 4 or 8"]),
     "future_blocks_are_unset": ({"ft": object()}, 1, ["ft", "not available"]),
-    "adapters_have_a_base": (
-        {"peft": LoRA(dim=0)},
-        1,
-        ["peft.dim=0: a rank is at least 1", "checkpoint.pretrained_checkpoint is not set"],
-    ),
+    "adapters_can_be": ({"peft": LoRA(dim=0)}, 1, ["peft.dim=0: a rank is at least 1"]),
+    "adapters_have_a_base": ({"peft": LoRA()}, 1, ["peft is LoRA", "checkpoint.pretrained_checkpoint is not set"]),
     "groups_divide_heads": ({"model.num_query_groups": 3}, 1, ["num_query_groups=3", "use 2 or 4"]),
     "tp_divides_heads": ({TP: 8}, 8, [f"{TP}=8", "num_attention_heads=4", "use 4"]),
     "tp_fits_query_groups": (

@@ -36,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     layout.ep_divides_experts,
     layout.tp_with_experts_needs_sp,
     layout.replicas_divide_batch,
+    values.adapters_can_be,
     values.adapters_have_a_base,
     values.sequence_fits_model,
     values.one_half_precision,

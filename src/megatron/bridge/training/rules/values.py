@@ -19,19 +19,19 @@ def future_blocks_are_unset(config: ConfigContainer, world_size: int) -> str | N
     return f"{', '.join(used)}: not available in this version, leave unset" if used else None
 
 
+def adapters_can_be(config: ConfigContainer, world_size: int) -> str | None:
+    """The method knows what its values may be."""
+    return None if config.peft is None else "; ".join(config.peft.problems()) or None
+
+
 def adapters_have_a_base(config: ConfigContainer, world_size: int) -> str | None:
-    """Adapters are nothing by themselves, and their values must make sense."""
-    if config.peft is None:
+    """Adapters are nothing by themselves."""
+    if config.peft is None or config.checkpoint.pretrained_checkpoint is not None:
         return None
-    problems = config.peft.problems()
-    if config.checkpoint.pretrained_checkpoint is None:
-        problems.append(
-            f"peft is {type(config.peft).__name__}, but checkpoint.pretrained_checkpoint is not set: give the "
-            "weights to put the adapters on, a Megatron checkpoint or a Hugging Face directory"
-        )
-    if getattr(config.ddp, "use_megatron_fsdp", False):
-        problems.append("peft with ddp.use_megatron_fsdp=True is not supported: set it to false")
-    return "\n".join(problems) or None
+    return (
+        f"peft is {type(config.peft).__name__}, but checkpoint.pretrained_checkpoint is not set: give the weights "
+        "to put the adapters on, a Megatron checkpoint or a Hugging Face directory"
+    )
 
 
 def sequence_fits_model(config: ConfigContainer, world_size: int) -> str | None:
