@@ -2,8 +2,12 @@
 """A real tokenizer, small enough to be trained here."""
 
 import pytest
+from hypothesis import settings
 
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+
+settings.register_profile("shared", deadline=None)  # a busy machine is no failure
+settings.load_profile("shared")
 
 TEXT = [
     "The quality of mercy is not strained, it droppeth as the gentle rain from heaven.",

@@ -203,7 +203,7 @@ def conversations(draw):
 
 
 QUICK = settings(
-    max_examples=80,
+    max_examples=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -3,7 +3,7 @@
 
 import pytest
 
-from megatron.bridge.data.config import FinetuningDatasetConfig
+from megatron.bridge.data.config import FinetuningDatasetConfig, GPTDatasetConfig, PackedSequenceSpecs
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import rules
 from megatron.bridge.training.config import RerunStateMachineConfig
@@ -17,6 +17,15 @@ TP, PP, VP, CP, EP = (
     "model.context_parallel_size",
     "model.expert_model_parallel_size",
 )
+
+
+def packed(**specs):
+    return FinetuningDatasetConfig(
+        seq_length=32,
+        dataset_root=".",
+        packed_sequence_specs=PackedSequenceSpecs(packed_sequence_size=32, **specs),
+    )
+
 
 # rule: (what is set, number of processes, what the sentence says)
 CASES = {
@@ -99,7 +108,7 @@ CASES = {
         {
             CP: 2,
             "model.calculate_per_token_loss": False,
-            "dataset": FinetuningDatasetConfig(seq_length=32, dataset_root="."),
+            "dataset": GPTDatasetConfig(seq_length=32, blend=(["a"], None), split="1", eod_mask_loss=True),
         },
         2,
         ["context_parallel_size=2", "calculate_per_token_loss=True"],
@@ -125,6 +134,16 @@ CASES = {
         {"rerun_state_machine": RerunStateMachineConfig(when_persistent="skip")},
         1,
         ["when_persistent=skip needs checkpoint.save"],
+    ),
+    "packed_rows_come_alone": (
+        {"dataset": packed(), "train.micro_batch_size": 2},
+        1,
+        ["train.micro_batch_size=2", "set train.micro_batch_size=1"],
+    ),
+    "samples_can_be_cut": (
+        {CP: 2, "train.micro_batch_size": 1, "dataset": packed(pad_seq_to_mult=2)},
+        2,
+        ["pad_seq_to_mult=2", "no multiple of 4"],
     ),
     "checkpoints_have_a_folder": (
         {"checkpoint.save_interval": 5},

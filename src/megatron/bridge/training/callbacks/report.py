@@ -113,7 +113,7 @@ def _draw(path: Path, metrics: list[dict[str, Any]]) -> bool:
     """The curves as a picture; False if there is nothing to draw."""
     from matplotlib.figure import Figure  # 0.5 s to import; no window system, no global state
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure: Any = Figure(figsize=(8, 4.5), layout="constrained")  # its hints are partial
     axes = figure.add_subplot()
     for kind, style in (("train", "-"), ("validation", "o-")):
         points = [(line["step"], line[LOSS]) for line in metrics if line["kind"] == kind and LOSS in line]
