@@ -7,6 +7,8 @@ from pathlib import Path
 
 COMMANDS = (
     "conversion.py",
+    "conversion.py --size moe64",
+    "conversion.py --planning tests/families/published/deepseek-ai--DeepSeek-V3.json",
     "training.py --size 32m",
     "training.py --size 100m --rounds 2",
     "lora.py",
