@@ -2,6 +2,7 @@
 """Multi-latent attention and multi-token prediction: what the families' rows do not show."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.cli.summary import parameter_count
 from megatron.bridge.models import MLAModelProvider
 from megatron.bridge.models.expert_groups import BestExpertGroups
 from megatron.bridge.utils.config.serialize import dump_yaml, load_yaml
 from megatron.bridge.utils.errors import UserError
-from tests.families import harness, next_tokens
+from tests.families import harness, next_tokens, published
 from tests.families.rows import ROWS
 
 
@@ -138,6 +140,18 @@ def test_a_provider_refuses_what_has_no_effect(changes, message):
         setattr(provider, name, value)
     with pytest.raises(UserError, match=message):
         provider.finalize()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("deepseek-ai--DeepSeek-V2-Lite", 15_706_484_224), ("deepseek-ai--DeepSeek-V3", 671_026_404_352)],
+)
+def test_parameters_are_counted(name, parameters):
+    raw = json.loads((Path(published.__path__[0]) / f"{name}.json").read_text())
+    config = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    assert (
+        parameter_count(AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)) == parameters
+    )
 
 
 # ---- configs ----------------------------------------------------------------------------------------------------

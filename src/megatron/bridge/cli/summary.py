@@ -2,12 +2,13 @@
 """What a config amounts to, worked out from its numbers: nothing is built."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megatron.bridge.data.config import MockGPTDatasetConfig
 
 if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.models.mla_provider import MLAModelProvider
     from megatron.bridge.training.config import ConfigContainer
 
 
@@ -68,6 +69,8 @@ def _data(config: "ConfigContainer") -> str:
 
 
 def _attention(model: "GPTModelProvider") -> int:
+    if model.multi_latent_attention:
+        return _latent_attention(cast("MLAModelProvider", model))
     hidden, heads = model.hidden_size, model.num_attention_heads
     channels = model.kv_channels or hidden // heads
     query, keys = heads * channels, (model.num_query_groups or heads) * channels
@@ -75,6 +78,21 @@ def _attention(model: "GPTModelProvider") -> int:
     count = hidden * (query + 2 * keys) + query * hidden
     count += (query + 2 * keys) * (biased or model.add_qkv_bias) + hidden * biased
     return count + 2 * channels * model.qk_layernorm * (1 if model.normalization == "RMSNorm" else 2)
+
+
+def _latent_attention(model: "MLAModelProvider") -> int:
+    hidden, heads, rank, rotated = (
+        model.hidden_size,
+        model.num_attention_heads,
+        model.kv_lora_rank,
+        model.qk_pos_emb_head_dim,
+    )
+    queries, norms = heads * (model.qk_head_dim + rotated), rank
+    count = hidden * queries
+    if model.q_lora_rank is not None:
+        count, norms = model.q_lora_rank * (hidden + queries), norms + model.q_lora_rank
+    count += hidden * (rank + rotated) + rank * heads * (model.qk_head_dim + model.v_head_dim)
+    return count + heads * model.v_head_dim * hidden + norms * model.qk_layernorm
 
 
 def _feed_forward(model: "GPTModelProvider", sparse: bool) -> int:
