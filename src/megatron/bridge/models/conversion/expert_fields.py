@@ -128,7 +128,7 @@ def _exceptions(_: Any, provider: Any) -> list[int]:
 # ---- groups that families share ---------------------------------------------------------------------------------
 
 
-def experts(count: str = "num_experts", width: str = "moe_intermediate_size") -> tuple[Field, ...]:
+def expert_sizes(count: str = "num_experts", width: str = "moe_intermediate_size") -> tuple[Field, ...]:
     """Number of experts, of those that a token chooses, and their width, under the architecture's own keys."""
     return (
         Field(count, "num_moe_experts", to=_enough(count)),

@@ -3,8 +3,12 @@
 
 from megatron.bridge.models.conversion.blocks import ends, mlp
 from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.expert_fields import DENSE_BEFORE_SPARSE, SCALING, SHARED_EXPERTS
-from megatron.bridge.models.conversion.expert_fields import experts as expert_sizes
+from megatron.bridge.models.conversion.expert_fields import (
+    DENSE_BEFORE_SPARSE,
+    SCALING,
+    SHARED_EXPERTS,
+    expert_sizes,
+)
 from megatron.bridge.models.conversion.latent_blocks import latent_attention
 from megatron.bridge.models.conversion.latent_fields import (
     BALANCING,

@@ -9,8 +9,8 @@ from megatron.bridge.models.conversion.expert_fields import (
     SCALING,
     SHARED_EXPERTS,
     SIGMOID_ROUTING,
+    expert_sizes,
 )
-from megatron.bridge.models.conversion.expert_fields import experts as expert_sizes
 from megatron.bridge.models.conversion.latent_blocks import latent_attention, mtp, mtp_copies
 from megatron.bridge.models.conversion.latent_fields import BALANCING, LATENT, LATENT_LIKE, NEXT_TOKENS, UNSPOKEN
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge

@@ -10,8 +10,8 @@ from megatron.bridge.models.conversion.expert_fields import (
     SCALING,
     SHARED_EXPERTS,
     SIGMOID_ROUTING,
+    expert_sizes,
 )
-from megatron.bridge.models.conversion.expert_fields import experts as expert_sizes
 from megatron.bridge.models.conversion.fields import Field, instead
 from megatron.bridge.models.conversion.latent_blocks import mtp, mtp_copies
 from megatron.bridge.models.conversion.latent_fields import NEXT_TOKENS

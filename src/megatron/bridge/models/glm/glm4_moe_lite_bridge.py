@@ -3,8 +3,13 @@
 
 from megatron.bridge.models.conversion.blocks import ends, mlp
 from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.expert_fields import GROUPS, SCALING, SHARED_EXPERTS, SIGMOID_ROUTING
-from megatron.bridge.models.conversion.expert_fields import experts as expert_sizes
+from megatron.bridge.models.conversion.expert_fields import (
+    GROUPS,
+    SCALING,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTING,
+    expert_sizes,
+)
 from megatron.bridge.models.conversion.latent_blocks import latent_attention, mtp, mtp_copies
 from megatron.bridge.models.conversion.latent_fields import (
     LATENT,

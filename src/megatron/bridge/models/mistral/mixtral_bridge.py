@@ -4,8 +4,7 @@
 from megatron.bridge.models.conversion.blocks import attention, ends
 from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, WINDOW
 from megatron.bridge.models.conversion.expert_blocks import experts, router
-from megatron.bridge.models.conversion.expert_fields import AUX_LOSS, SOFTMAX_ROUTING
-from megatron.bridge.models.conversion.expert_fields import experts as expert_sizes
+from megatron.bridge.models.conversion.expert_fields import AUX_LOSS, SOFTMAX_ROUTING, expert_sizes
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 

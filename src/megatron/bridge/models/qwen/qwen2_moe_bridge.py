@@ -9,8 +9,8 @@ from megatron.bridge.models.conversion.expert_fields import (
     DENSE_AMONG_SPARSE,
     NORM_TOPK,
     SOFTMAX_ROUTING,
+    expert_sizes,
 )
-from megatron.bridge.models.conversion.expert_fields import experts as expert_sizes
 from megatron.bridge.models.conversion.fields import Field
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
