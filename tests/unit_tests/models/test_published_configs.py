@@ -103,7 +103,17 @@ def test_the_other_spelling_means_the_same(name, tmp_path):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("name", FILES)
+def by_size():
+    """The models; a plan of more than 5,000 experts takes seconds, so those are slow tests."""
+    for name, path in FILES.items():
+        config = json.loads(path.read_text())
+        config = config.get("text_config", config)
+        counts = (config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+        experts = next((count for count in counts if count), 0) * config["num_hidden_layers"]
+        yield pytest.param(name, marks=pytest.mark.slow if experts > 5000 else ())
+
+
+@pytest.mark.parametrize("name", by_size())
 def test_sizes_add_up(name, tmp_path):
     config = bridged(tmp_path / name, json.loads(FILES[name].read_text())).hf_config
     count = count_of(config)
