@@ -204,6 +204,18 @@ def test_one_process(folder, padded_step, kind, micro):
     check([record], padded_step)
 
 
+def test_multi_token_prediction_stays_within_samples(folder):
+    """In one microbatch, of which Megatron-Core weighs the extra losses by its own number of tokens."""
+    torch.set_num_threads(1)
+    weights = []
+    for kind in ("padded", "padding-free"):
+        weights.append(whole_weights([one_step(folder, kind, {"mtp_num_layers": 1}, micro=SAMPLES)]))
+        dist.destroy_process_group()
+    assert any("mtp" in name for name in weights[0])
+    for name, weight in weights[0].items():
+        assert (weights[1][name] - weight).abs().max() < 2e-6, name
+
+
 @pytest.mark.parametrize("kind", ["packed", "padding-free"])
 @pytest.mark.parametrize("layout", ["tp2sp", "pp2", "cp2", "cp2 a2a"])
 def test_two_processes(two_workers, folder, padded_step, kind, layout):
