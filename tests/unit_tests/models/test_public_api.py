@@ -24,6 +24,7 @@ KEYWORDS = {
         "save_megatron_model": "model path hf_tokenizer_path",
         "load_megatron_model": "path mp_overrides",
         "get_conversion_tasks": "model hf_path",
+        "push_to_hub": "path",
         "export_adapter_weights": "model cpu show_progress",
         "save_hf_adapter": "model path peft_config",
     },
@@ -49,14 +50,15 @@ KEYWORDS = {
     "training.callbacks.CallbackManager": {"add": "", "register": "event_name fn"},
 }
 MEMBERS = {
-    "models": "GPTModelProvider",
+    "models": "GPTModelProvider MLAModelProvider",
     "models.hf_pretrained": "PreTrainedCausalLM",
     "models.conversion.model_bridge": "MegatronModelBridge HFWeightTuple WeightConversionTask",
     "models.conversion.mapping_registry": "MegatronMappingRegistry",
     "models.conversion.param_mapping": "MegatronParamMapping DirectMapping ColumnParallelMapping"
     " RowParallelMapping"
     " ReplicatedMapping AutoMapping QKVMapping KVMapping ConcatenatedQKVMapping GatedMLPMapping merge_qkv_weights"
-    " split_qkv_weights merge_qkv_biases split_qkv_biases merge_kv_weights split_kv_weights",
+    " split_qkv_weights merge_qkv_biases split_qkv_biases merge_kv_weights split_kv_weights MambaInProjMapping"
+    " MambaConv1dMapping GDNConv1dMapping GDNLinearMapping RMSNorm2ZeroCenteredRMSNormMapping",
     "peft.base": "PEFT",
     "peft.lora": "LoRA LoRAMerge",
     "peft.dora": "DoRA",
