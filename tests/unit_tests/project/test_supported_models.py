@@ -4,7 +4,7 @@
 import importlib.util
 
 from tests.families.rows import ROWS
-from tests.unit_tests.project.tree import ROOT
+from tests.unit_tests.project.tree import ROOT, tracked
 
 # only their text is converted, so they have tests of their own: tests/unit_tests/models/test_mistral3.py
 TEXT_PARTS = {"Mistral3ForConditionalGeneration"}
@@ -27,3 +27,14 @@ def test_every_architecture_has_a_row_in_the_family_test():
     from megatron.bridge import AutoBridge
 
     assert set(AutoBridge.list_supported_models()) - {row.model for row in ROWS.values()} == TEXT_PARTS
+
+
+def test_a_family_is_short():
+    """At most 40 lines, 90 with experts or latent attention; what is more belongs to a shared block."""
+    files = [
+        path for path in tracked("src/megatron/bridge/models/*/*_bridge.py") if "conversion" not in path.parts
+    ]
+    assert files
+    text = {path.name: path.read_text() for path in files}
+    limits = {name: 90 if "expert" in body or "latent" in body else 40 for name, body in text.items()}
+    assert [name for name, body in text.items() if len(body.splitlines()) > limits[name]] == []
