@@ -100,19 +100,15 @@ def _hugging_face(path: Path) -> Contents:
 
 
 def _megatron(path: Path) -> Contents:
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    from megatron.bridge.checkpoint import layout, model_io
+    from megatron.bridge.checkpoint import contents, layout, model_io
 
     directory = layout.resolve(path)
-    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
-    tensors = {
-        name: Stored(name, tuple(item.size), str(item.properties.dtype).removeprefix("torch."), "")
-        for name, item in stored.items()
-        if isinstance(item, TensorStorageMetadata)
-    }
-    weights = tuple(tensor for name, tensor in tensors.items() if not name.startswith(model_io.BESIDE_WEIGHTS))
+    found = contents.tensors(directory)
+    weights = tuple(
+        Stored(tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch."), "")
+        for tensor in found.values()
+        if contents.is_weight(tensor.name)
+    )
     model = model_io.read_run_config(directory)["model"]
     published = _listed(layout.published_iterations(directory.parent))
     facts = {
@@ -122,7 +118,7 @@ def _megatron(path: Path) -> Contents:
         "hidden size": str(model.get("hidden_size")),
         "vocabulary": str(model.get("vocab_size")),
         "layout of the run": _layout(model),
-        "optimizer state": "yes" if any(name.startswith("optimizer.") for name in tensors) else "no",
+        "optimizer state": "yes" if any(name.startswith("optimizer.") for name in found) else "no",
         "tokenizer": "yes" if model_io.tokenizer_dir(directory) else "no",
     }
     return Contents("Megatron", facts, weights, _size(directory), len(list(directory.glob("*.distcp"))))
