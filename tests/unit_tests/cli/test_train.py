@@ -137,10 +137,24 @@ BAD = [
     ([*FINETUNE[1:], "--mode", "dora"], "peft is DoRA, but checkpoint.pretrained_checkpoint is not set"),
     ([*FINETUNE[1:], "--mode", "lora", "--peft_scheme", "dora"], "contradict each other: leave one out"),
     ([*FINETUNE[1:], "--peft_scheme", "lroa"], "peft=lroa is not known; did you mean lora or dora?"),
-    ([*RECIPE[1:], "--packed_sequence"], "--packed_sequence is not available in this version"),
+    ([*RECIPE[1:], "--packed_sequence"], "is a MockGPTDatasetConfig: use a finetune recipe, or leave it out"),
     (["--config", "no/such.yaml"], "--config no/such.yaml cannot be read: No such file or directory"),
     (["--config", "."], "--config . cannot be read: Is a directory"),
 ]
+
+
+def test_overrides_may_stand_behind_data(capsys):
+    config, out = dry_run(capsys, *RECIPE, "--data", "a/corpus", "b/corpus", "train.train_iters=7")
+    assert config.train.train_iters == 7
+    assert config.dataset.blend == (["a/corpus", "b/corpus"], None)
+    assert "  train_iters: 7  # command line\n" in out
+
+
+def test_packed_rows_are_as_long_as_those_of_the_model(capsys, tmp_path):
+    base = ("--data", str(tmp_path), "checkpoint.pretrained_checkpoint=base")
+    config, out = dry_run(capsys, *FINETUNE, *base, "--packed_sequence", "--seq_length", "512")
+    assert config.dataset.packed_sequence_specs.packed_sequence_size == 512
+    assert "  packed_sequence_specs:" in out
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)

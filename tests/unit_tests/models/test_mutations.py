@@ -98,7 +98,10 @@ MUTATIONS = {
         lambda hf: edit_config(hf, attention_biases=True),
         "config of LlamaForCausalLM: key attention_biases=True is not known; did you mean attention_bias",
     ),
-    "unsupported key": (lambda hf: edit_config(hf, quantization_config={"bits": 4}), "quantization_config=.*bits"),
+    "unsupported key": (
+        lambda hf: edit_config(hf, quantization_config={"bits": 4}),
+        "quantization_config.quant_method=None cannot be read",
+    ),
     "unknown activation": (lambda hf: edit_config(hf, hidden_act="mish"), "hidden_act='mish' is not supported"),
     "tied": (
         lambda hf: edit_config(hf, tie_word_embeddings=True),

@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ EXAMPLES = """examples:
 
 ADAPTERS = ("lora", "dora")
 MODES = ("pretrain", "sft", *ADAPTERS)
+
+
+_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)+=")
 
 
 @dataclass
@@ -70,7 +74,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--seq_length", type=int, metavar="N", help="tokens of a sample, for data and model")
     parser.add_argument("--peft_scheme", metavar="NAME", help="adapter to train, lora or dora, like --mode")
     parser.add_argument(
-        "--packed_sequence", action="store_true", help="pack samples (not available in this version)"
+        "--packed_sequence", action="store_true", help="pack several samples of a fine-tuning set into one row"
     )
     parser.add_argument(
         "--list", nargs="*", metavar="WORD", help="show the recipes that contain all words, and end"
@@ -85,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """List, show, or train."""
     if args.list is not None:
         return _list(args)
-    _refuse_unavailable(args)
+    _check_options(args)
     job = prepare(args)
     if args.dry_run:
         return _dry_run(job, args)
@@ -101,15 +105,42 @@ def prepare(args: argparse.Namespace) -> Job:
     from megatron.bridge.utils.config import origins
     from megatron.bridge.utils.config.overrides import apply_overrides
 
+    overrides = [*args.overrides, *_overrides_behind_data(args)]
     job = _start(args)
-    overrides = list(args.overrides)
     if args.seq_length is not None:
         overrides += [f"{group}.seq_length={args.seq_length}" for group in ("dataset", "model")]
     job.changes += apply_overrides(job.config, overrides)
+    if args.packed_sequence:
+        job.changes += _pack(job)
     origins.record(job.config, job.changes)
     job.mode = args.mode or job.mode
     _check_mode(job)
     return job
+
+
+def _pack(job: Job) -> "list[Change]":
+    """Rows as long as the model's, each of several samples."""
+    from megatron.bridge.data.config import PackedSequenceSpecs
+    from megatron.bridge.utils.config.overrides import Change
+
+    dataset = job.config.dataset
+    if not hasattr(dataset, "packed_sequence_specs"):
+        raise UserError(
+            f"--packed_sequence packs samples to fine-tune on, the data of {job.source} is a "
+            f"{type(dataset).__name__}: use a finetune recipe, or leave it out"
+        )
+    old, new = dataset.packed_sequence_specs, PackedSequenceSpecs(packed_sequence_size=dataset.seq_length)
+    dataset.packed_sequence_specs = new
+    return [Change("dataset.packed_sequence_specs", old, new, "command line")]
+
+
+def _overrides_behind_data(args: argparse.Namespace) -> list[str]:
+    """Take from ``--data``, which takes all words up to the next option, those that are ``key.sub=value``."""
+    words = args.data or []
+    overrides = [word for word in words if _OVERRIDE.match(word)]
+    if args.data is not None:
+        args.data = [word for word in words if word not in overrides]
+    return overrides
 
 
 def _check_mode(job: Job) -> None:
@@ -208,10 +239,7 @@ def _data_option(recipe: "Recipe", paths: list[str] | None) -> dict[str, Any]:
     return {"dataset_root": paths[0]}
 
 
-def _refuse_unavailable(args: argparse.Namespace) -> None:
-    """Options that other versions have: doing nothing in silence would be worse than not knowing them."""
-    if args.packed_sequence:
-        raise UserError("--packed_sequence is not available in this version: leave it out to pad each sample")
+def _check_options(args: argparse.Namespace) -> None:
     if args.world_size is not None and not args.dry_run:
         raise UserError("--world-size is for --dry-run; torchrun --nproc-per-node starts that many processes")
 
