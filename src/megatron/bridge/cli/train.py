@@ -120,11 +120,11 @@ def prepare(args: argparse.Namespace) -> Job:
 
 def _pack(job: Job) -> "list[Change]":
     """Rows as long as the model's, each of several samples."""
-    from megatron.bridge.data.config import PackedSequenceSpecs
+    from megatron.bridge.data.config import PackedSequenceSpecs, SFTDatasetConfig
     from megatron.bridge.utils.config.overrides import Change
 
-    dataset = job.config.dataset
-    if not hasattr(dataset, "packed_sequence_specs"):
+    dataset: Any = job.config.dataset
+    if not isinstance(dataset, SFTDatasetConfig):
         raise UserError(
             f"--packed_sequence packs samples to fine-tune on, the data of {job.source} is a "
             f"{type(dataset).__name__}: use a finetune recipe, or leave it out"
