@@ -31,6 +31,26 @@ SEQUENCE = 32
 VOCABULARY = 96
 
 
+def save_llama(directory, **changes):
+    """Write a tiny random transformers model of the same size as the toy run's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": SEQUENCE,
+        "rope_theta": 500.0,
+        "tie_word_embeddings": False,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes | changes)).save_pretrained(directory)
+    return directory
+
+
 def toy_config(model=None, train=None, **blocks):
     """A config of two million operations a step; ``model`` and ``train`` override single fields."""
     provider = GPTModelProvider(

@@ -9,8 +9,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.config import DatasetRequest, FinetuningDatasetConfig, PackedSequenceSpecs
@@ -68,27 +67,6 @@ def batches(folder, kind, micro):
 
 
 # ------------------------------------------------------------------------------------------------- against float64
-
-
-@pytest.fixture
-def hf_directory(tmp_path):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=SEQUENCE,
-        rope_theta=500.0,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
-    yield tmp_path / "hf"
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def reference_gradients(directory, folder):

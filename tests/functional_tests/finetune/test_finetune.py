@@ -5,9 +5,7 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.config import FinetuningDatasetConfig, PackedSequenceSpecs
@@ -25,7 +23,7 @@ from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.generation import generate
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.utils.errors import UserError
-from tests.toy_run import initialize_by_name, toy_config
+from tests.toy_run import initialize_by_name, save_llama, toy_config
 from tests.unit_tests.data.chat_forms import CONTROL_TOKENS, FORMS
 from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
 
@@ -51,25 +49,10 @@ def write_tokenizer(source, directory, swapped=False):
 
 
 @pytest.fixture
-def model_dir(tmp_path, tokenizer_dir):  # noqa: F811
+def model_dir(tmp_path, tokenizer_dir, run_in_process):  # noqa: F811
     """A tiny Hugging Face model with a tokenizer that has a chat template."""
     size = write_tokenizer(tokenizer_dir, tmp_path / "hf")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
-    yield tmp_path / "hf"
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return save_llama(tmp_path / "hf", vocab_size=size, max_position_embeddings=LENGTH)
 
 
 @pytest.fixture

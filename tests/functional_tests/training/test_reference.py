@@ -5,9 +5,7 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.loaders import build_iterators
@@ -17,30 +15,9 @@ from megatron.bridge.training.config import CheckpointConfig, OptimizerConfig, S
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.utils.errors import UserError
-from tests.toy_run import SEQUENCE, VOCABULARY, toy_config
+from tests.toy_run import toy_config
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP, WARMUP, STEPS = 3e-3, 0.1, 0.5, 2, 8
-
-
-@pytest.fixture
-def hf_directory(tmp_path):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=SEQUENCE,
-        rope_theta=500.0,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
-    yield tmp_path / "hf"
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def finetuned(directory):
