@@ -402,10 +402,11 @@ def _free_port() -> int:
 
 @dataclass
 class Attempt:
-    """What came of one start of the run."""
+    """What came of one start of the run; ``ended`` is on the monotonic clock, the others are seconds it took."""
 
     fault: str
     exit_code: int
+    ended: float = 0.0
     detected: float | None = None
     recovered: float | None = None
     problems: list[str] = field(default_factory=list)
@@ -450,16 +451,14 @@ def chaos(out: Path, faults: list[Fault], poisoned: int | None = 3) -> list[Atte
 def _suffer(context: Any, paths: Paths, steps: int, faults: list[Fault], bad: list[int]) -> list[Attempt]:
     attempts: list[Attempt] = []
     queue, draw = list(faults), random.Random(len(faults))
-    newest, ended = 0, time.monotonic()
-    damaged: set[int] = set()
+    newest, damaged = 0, set[int]()
     while len(attempts) < 3 * len(faults) + 10:
         fault = queue.pop(0) if queue else None
         mark = len(events(paths))
         code = attempt(context, paths, rank_main, (paths, steps, fault, bad))
         seen = events(paths)[mark:]
         done = Attempt("none" if fault is None else " ".join(map(str, asdict(fault).values())), code or 0)
-        _clock(done, seen, ended, attempts[-1] if attempts else None)
-        ended = time.monotonic()
+        _clock(done, seen, attempts)
         if code is None:
             done.problems.append("it hung")
         newest = _check(paths, done, newest, damaged)
@@ -479,14 +478,19 @@ def _suffer(context: Any, paths: Paths, steps: int, faults: list[Fault], bad: li
     return attempts
 
 
-def _clock(done: Attempt, seen: list[dict[str, Any]], ended: float, before: Attempt | None) -> None:
-    """Seconds from the fault to the end of this attempt, and from the end of the one before to the first step."""
+def _clock(done: Attempt, seen: list[dict[str, Any]], before: list[Attempt]) -> None:
+    """Seconds from the fault to the end of this attempt, and from the end of those before to the next step of any.
+
+    An attempt that breaks before its first step recovers nothing: the one after it does.
+    """
     fault = next((event["time"] for event in seen if event["event"] == "fault"), None)
     first = next((event["time"] for event in seen if event["event"] == "step"), None)
+    done.ended = time.monotonic()
     if fault is not None:
-        done.detected = time.monotonic() - fault
-    if before is not None and first is not None:
-        before.recovered = first - ended
+        done.detected = done.ended - fault
+    for entry in before:
+        if first is not None and entry.recovered is None:
+            entry.recovered = first - entry.ended
 
 
 def _check(paths: Paths, done: Attempt, newest: int, damaged: set[int]) -> int:
