@@ -163,20 +163,24 @@ def _write_all(
     return next((error for future in pending if (error := future.exception())), None)
 
 
-Parts = list[Tensor] | dict[str, Tensor]
-"""Shards in rank order, or whole tensors by name."""
+Parts = list[tuple[int, Tensor]] | dict[str, Tensor]
+"""Shards with their place among the ranks, or whole tensors by name."""
 
 
 @torch.no_grad()
 def _gathered(
     bridge: MegatronModelBridge, task: WeightConversionTask, index: int, source: Mapping[str, Tensor] | None
 ) -> Parts | None:
-    """What the rank that writes this task needs; None on its peers, which take turns."""
+    """What this rank writes of a task: its own rows, or all of it if it is its turn; else None."""
     group = exchange.shard_group(task.global_param_name)
     rank, size = exchange.rank_and_size(group)
     receiver = index % size
     if task.mapping.copies and not bridge.computes_on_export:
-        return exchange.gather(cast(Tensor, task.exported), group, task.shard.parts, receiver)
+        mine, parts = cast(Tensor, task.exported), task.shard.parts
+        if parts > 1 and _in_rows(task):
+            return [(task.shard.part, mine)]
+        shards = exchange.gather(mine, group, parts, receiver)
+        return None if shards is None else list(enumerate(shards))
     whole = task.mapping.megatron_to_hf(task.exported, cast(nn.Module, task.megatron_module))
     if bridge.computes_on_export:
         whole = bridge.maybe_modify_converted_hf_weight(task, whole, source or {})
@@ -193,23 +197,25 @@ def _write(task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mappi
 def _rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, Tensor]]:
     """(tensor, first row, rows): views of the shards where rows lie together, else tensors put together."""
     shard, expert = task.shard, task.mapping.expert
-    if not isinstance(parts, dict) and not _in_rows(task, parts):
-        parts = task.mapping.join(shard, parts)
+    if not isinstance(parts, dict) and not _in_rows(task):
+        parts = task.mapping.join(shard, [weight for _, weight in parts])
     if isinstance(parts, dict):
         for name, weight in parts.items():
             yield (name, 0, weight) if expert is None else (name, expert, weight[None])
         return
-    for rank, weight in enumerate(parts):
+    for rank, weight in parts:
         peer = Shard(shard.shape, shard.kind, rank, shard.size, shard.config)
         for piece in task.mapping.pieces(peer):
             yield piece.hf, piece.source if piece.dim == 0 else 0, piece.of_shard(weight)
 
 
-def _in_rows(task: WeightConversionTask, parts: list[Tensor]) -> bool:
-    """Whether each piece of a shard is a run of rows of its tensor, or the whole of it."""
-    pieces = task.mapping.pieces(task.shard)
-    whole = len(parts) == len(pieces) == 1
-    return (task.shard.dim == 0 or whole) and all(piece.is_plain for piece in pieces)
+def _in_rows(task: WeightConversionTask) -> bool:
+    """Whether each piece of a shard is a run of rows of its tensor, or the whole of it; the same on all ranks."""
+    shard = task.shard
+    first = Shard(shard.shape, shard.kind, 0, shard.size, shard.config)  # others may hold nothing but padding
+    pieces = task.mapping.pieces(first)
+    whole = shard.parts == len(pieces) == 1
+    return (shard.dim == 0 or whole) and all(piece.is_plain for piece in pieces)
 
 
 def _raise(error: BaseException | None, directory: Path) -> None:
