@@ -36,8 +36,17 @@ def test_the_plan_is_folded_over_layers(places, capsys):
     assert main(["plan", "--hf-model", str(places[0])]) == 0
     text = capsys.readouterr().out
     assert "layers.1." not in text
+    assert "decoder.layers.*.mlp.linear_fc1.weight" in text
     assert "QKVMapping" in text
     assert "the plan closes" in text
+
+
+def test_a_config_alone_has_a_plan(places, tmp_path, capsys):
+    (tmp_path / "config.json").write_bytes((places[0] / "config.json").read_bytes())
+    assert main(["plan", "--hf-model", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "QKVMapping" in text
+    assert "there are no weights to compare the names with" in text
 
 
 def test_the_full_plan_names_every_parameter(places, capsys):

@@ -3,6 +3,7 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +12,8 @@ from megatron.bridge.cli import convert
 if TYPE_CHECKING:
     from megatron.bridge.models.conversion.plan import WeightConversionTask
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")  # of a layer, of an expert
+_WIDTH = 200  # of what is not a terminal: names stay on one line
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -47,7 +49,7 @@ def fold(tasks: "Iterable[WeightConversionTask]") -> dict[Kind, int]:
             "x".join(map(str, task.shard.shape)) or "scalar",
             f"{task.shard.kind}/{task.shard.parts}",
             type(task.mapping).__name__ + (" (copy)" if task.is_copy else ""),
-            ", ".join(_NUMBER.sub("*", name) for name in task.mapping.hf_names),
+            "\n".join(_NUMBER.sub("*", name) for name in task.mapping.hf_names),
         )
         kinds[kind] = kinds.get(kind, 0) + 1
     return kinds
@@ -56,13 +58,16 @@ def fold(tasks: "Iterable[WeightConversionTask]") -> dict[Kind, int]:
 def run(args: argparse.Namespace) -> int:
     """Print the plan on standard output."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from megatron.bridge import AutoBridge
     from megatron.bridge.utils import dist
 
     sizes = convert.layout(args)
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
+    compared = any(bridge.hf_pretrained.directory.glob("*.safetensors"))
+    if not compared:
+        bridge = AutoBridge.from_hf_config(bridge.hf_config)
     provider = bridge.to_megatron_provider(load_weights=False)
     convert.set_layout(provider, sizes)
     plan = bridge.plan(provider.meta_model())
@@ -71,11 +76,13 @@ def run(args: argparse.Namespace) -> int:
     if args.full:
         print(plan)  # noqa: T201 - a plan is for pipes too
         return 0
-    table = Table("Megatron parameter", "shard", "cut", "mapping", "Hugging Face tensors", "how many")
+    names = (Column(title, overflow="fold") for title in ("Megatron parameter", "Hugging Face tensors"))
+    table = Table(next(names), "shard", "cut", "mapping", next(names), "how many")
     for kind, count in fold(plan.tasks).items():
         table.add_row(*kind, str(count))
-    output = Console(highlight=False)
+    output = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)
     output.print(table)
     ties = f", {len(plan.ties)} of them tied" if plan.ties else ""
-    output.print(f"{len(plan.tasks)} parameters, {len(plan.hf_names)} Hugging Face tensors{ties}: the plan closes")
+    closes = "the plan closes" if compared else "there are no weights to compare the names with"
+    output.print(f"{len(plan.tasks)} parameters, {len(plan.hf_names)} Hugging Face tensors{ties}: {closes}")
     return 0
