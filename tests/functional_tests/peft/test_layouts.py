@@ -10,6 +10,7 @@ import torch
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.utils.errors import UserError
 from tests.toy_adapters import (
     adapted,
     exported,
@@ -21,6 +22,7 @@ from tests.toy_adapters import (
     shake,
     train,
 )
+from tests.toy_models import make_llama
 from tests.workers import forget_model_parallel
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -133,3 +135,16 @@ def test_tensor_parallel_against_peft(llama, tmp_path, two_workers):
         assert found == pytest.approx(losses, abs=TOLERANCE)
         for name, tensor in tensors.items():
             np.testing.assert_allclose(tensor, saved[name].numpy(), rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+
+
+def train_half_of_a_tie(directory, modules):
+    method = LoRA(target_modules=["linear_qkv"], dim=2, modules_to_save=modules)
+    with pytest.raises(UserError, match=r"are tied over pipeline stages: name both"):
+        adapted(directory, method, PP2)
+    forget_model_parallel()
+
+
+@pytest.mark.parametrize("modules", [["output_layer"], ["*.word_embeddings"]])
+def test_one_copy_of_a_tied_embedding_is_not_trained_alone(tmp_path, two_workers, modules):
+    make_llama(tmp_path / "hf", tie_word_embeddings=True)
+    two_workers.run(train_half_of_a_tie, tmp_path / "hf", modules)

@@ -17,6 +17,7 @@ from megatron.bridge.peft.targets import Site
 from megatron.bridge.utils.errors import UserError
 
 _TRAINED = "trained_by_peft"
+_TIED = ("embedding.word_embeddings", "output_layer")
 
 
 @dataclass
@@ -110,14 +111,26 @@ class PEFT:
         ]
         names = [name for stage in exchange.all_stages([name for name, _ in named]) for name in stage]
         targets.refuse_unmatched("peft.modules_to_save", self.modules_to_save, names)
-        return [
-            module for name, module in named if any(targets.matches(key, name) for key in self.modules_to_save)
-        ]
+        wanted = {name for name in names if any(targets.matches(key, name) for key in self.modules_to_save)}
+        _refuse_half_of_a_tie(chunks, wanted)
+        return [module for name, module in named if name in wanted]
 
     def _refuse_nothing(self, chunks: Sequence[nn.Module]) -> None:
         trained = any(True for chunk in chunks for _ in _trainable(chunk))
         if not any(exchange.all_stages(trained)):
             raise UserError(f"peft: {type(self).__name__} adds nothing to this model that could be trained")
+
+
+def _refuse_half_of_a_tie(chunks: Sequence[nn.Module], wanted: set[str]) -> None:
+    """With pipeline stages the output layer of a tied model is a copy: one of the two alone would drift away."""
+    config: Any = chunks[0].config
+    tied = config.share_embeddings_and_output_weights and config.pipeline_model_parallel_size > 1
+    found = wanted & set(_TIED)
+    if tied and len(found) == 1:
+        raise UserError(
+            f"peft.modules_to_save has {found.pop()} and not the other one of {' and '.join(_TIED)}, "
+            "which are tied over pipeline stages: name both"
+        )
 
 
 def _trainable(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
