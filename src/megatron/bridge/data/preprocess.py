@@ -5,7 +5,6 @@ Worker processes parse and tokenise pieces of about a megabyte; this process rea
 input. The two files appear together, at the end, or not at all.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megatron.bridge.data.json_lines import parse_record
 from megatron.bridge.data.parallel import ordered_map
 from megatron.bridge.data.tokenizer import batch_encoder, load_hf_tokenizer
 from megatron.bridge.utils.console import console
@@ -145,14 +145,7 @@ class Encoder:
         return Tokens(tokens, lengths, empty, sum(map(len, piece.lines)))
 
     def _json_text(self, line: bytes, where: str) -> str:
-        try:
-            record = json.loads(line)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: this line is not UTF-8 ({error.reason})") from error
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: this line is not JSON: {error.msg} at column {error.colno}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{where}: a line must be a JSON object, not {type(record).__name__}")
+        record = parse_record(line, where)
         if self._key not in record:
             keys = ", ".join(record) or "none"
             hint = did_you_mean(self._key, record)

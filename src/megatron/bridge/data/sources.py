@@ -2,7 +2,6 @@
 """Where records come from: JSONL, Parquet and Arrow files, a folder that `datasets` saved, the hub."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.bridge.data.encoding import Numbered
+from megatron.bridge.data.json_lines import parse_record
 from megatron.bridge.utils.errors import UserError
 
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -235,16 +235,4 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield number, _parse(line, f"{path}:{number}")
-
-
-def _parse(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: this line is not UTF-8 ({error.reason})") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: this line is not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: a line must be a JSON object, not {type(record).__name__}")
-    return record
+                yield number, parse_record(line, f"{path}:{number}")
