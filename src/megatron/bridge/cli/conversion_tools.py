@@ -3,6 +3,7 @@
 
 import argparse
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,22 +55,18 @@ def roundtrip(argv: Sequence[str]) -> int:
 
 
 def _report_round_trip(bridge: Any, model: Any, name: str) -> int:
-    import torch
     from rich.table import Column, Table
 
+    from megatron.bridge.models.conversion.certificate import prove
     from megatron.bridge.utils.console import console
 
-    source = bridge.hf_pretrained.state
+    weights = bridge.export_hf_weights(model, cpu=True, show_progress=False)
+    proofs, _ = prove(weights, bridge.hf_pretrained.state)
     table = Table(Column("tensor", overflow="fold"), "shape", "dtype", "bitwise equal", title=name)
-    different: list[str] = []
-    numbers = 0
-    for tensor, weight in bridge.export_hf_weights(model, cpu=True, show_progress=False):
-        equal = torch.equal(weight.to(source[tensor].dtype), source[tensor])
-        source.release(tensor)
-        numbers += weight.numel()
-        if not equal:
-            different.append(tensor)
-        table.add_row(tensor, "x".join(map(str, weight.shape)), str(weight.dtype)[6:], "yes" if equal else "NO")
+    for tensor, proof in proofs.items():
+        table.add_row(tensor, "x".join(map(str, proof.shape)), proof.dtype, "yes" if proof.equal else "NO")
+    different = [tensor for tensor, proof in proofs.items() if not proof.equal]
+    numbers = sum(prod(proof.shape) for proof in proofs.values())
     console().print(table)
     if different:
         console().print(f"{len(different)} of {table.row_count} tensors differ, first {different[0]}")
