@@ -59,6 +59,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_job_options(parser)
+    parser.add_argument(
+        "--list", nargs="*", metavar="WORD", help="show the recipes that contain all words, and end"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and what it means, and end"
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="processes to assume in a dry run")
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says which job to run; the rest of the options say what to do with it."""
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change, in YAML")
     parser.add_argument("--recipe", metavar="NAME", help="recipe to run; --list shows all")
     parser.add_argument(
@@ -76,13 +88,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--packed_sequence", action="store_true", help="pack several samples of a fine-tuning set into one row"
     )
-    parser.add_argument(
-        "--list", nargs="*", metavar="WORD", help="show the recipes that contain all words, and end"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and what it means, and end"
-    )
-    parser.add_argument("--world-size", type=int, metavar="N", help="processes to assume in a dry run")
 
 
 def run(args: argparse.Namespace) -> int:
