@@ -11,6 +11,7 @@ COMMANDS = (
     "conversion.py --planning tests/families/published/deepseek-ai--DeepSeek-V3.json",
     "training.py --size 32m",
     "training.py --size 100m --rounds 2",
+    "checkpoint.py --parameters 200",
     "lora.py",
     "preprocessing.py",
 )

@@ -1,81 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a checkpoint in another process, by Megatron-Core's queue, while the training goes on.
+"""Writing a checkpoint in a thread, from a copy in the host's memory, while the training goes on.
 
-The process is forked: it sees the memory as it was at that moment, and what the training changes from then on is
-copied by the system page by page. So nothing is copied in advance but what lies on a device.
+The caller waits for the copy only. Writing and hashing go on without Python's lock, a few megabytes at a time, so
+the training is not held up; a forked process would hold it up by copying each page that an update touches, and
+cannot be had safely where other threads run, nor where a GPU is used.
 """
 
-import os
-import pickle
-import signal
+import threading
 from collections.abc import Callable
 
-import torch
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-
-from megatron.bridge.checkpoint.collective import portable
+from megatron.bridge.checkpoint.collective import forget_frames, portable
+from megatron.bridge.checkpoint.host_memory import HostMemory
 from megatron.bridge.checkpoint.writer import Prepared, Written
-from megatron.bridge.utils.processes import die_with_parent
+from megatron.bridge.utils import dist
+
+Finish = Callable[[Callable[[], Written]], None]
+
+# How long a save that is given up may need to notice; it does so after every piece of a file.
+PATIENCE = 10.0
 
 
 class Background:
-    """The saves that go on; all methods but ``abort`` are called on all ranks."""
+    """The save that goes on; all methods but ``reserve`` and ``abort`` are called on all ranks."""
 
     def __init__(self) -> None:
-        self._queue = AsyncCallsQueue()
+        self._memory = HostMemory()
+        self._writing: _Writing | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a save has not been published yet."""
-        return self._queue.get_num_unfinalized_calls() > 0
+        return self._writing is not None
 
-    def start(self, prepared: Prepared, finish: Callable[[Callable[[], Written]], None]) -> None:
+    def reserve(self, size: int) -> None:
+        """Make ``size`` bytes ready for copies of what this rank writes."""
+        self._memory.reserve(size)
+
+    def start(self, prepared: Prepared, finish: Finish) -> None:
         """Begin to write, and have ``finish`` called with the result when all ranks have written."""
-        prepared.move_to_host()
-        answer = os.memfd_create("checkpoint")  # a full disk must not take the message about it
-        request = AsyncRequest(_write, (prepared, answer), [lambda: _finish(finish, answer)])
-        self._queue.schedule_async_request(request)
+        assert not self.busy, "the save before is not published yet"
+        prepared.copy_to(self._memory)
+        self._writing = _Writing(prepared, finish)
+        self._writing.start()
 
     def poll(self, wait: bool = False) -> None:
-        """Publish what has been written; with ``wait``, until nothing is left.
+        """Publish what has been written; with ``wait``, as soon as it has been.
 
         Raises:
             CheckpointException: a rank could not write.
         """
-        if self.busy:
-            self._queue.maybe_finalize_async_calls(blocking=wait)
+        writing = self._writing
+        if writing is None:
+            return
+        if wait:
+            writing.join()
+        if wait or dist.everywhere(not writing.is_alive()):
+            self._writing = None
+            writing.finish(writing.outcome)
 
     def abort(self) -> None:
-        """End the writing process of this rank; nothing is published."""
-        for call in self._queue.async_calls:
-            call.async_caller.close(abort=True)
-        self._queue.async_calls.clear()
+        """Give up the save of this rank; it is not published."""
+        if self._writing is not None:
+            self._writing.prepared.cancel()
+            self._writing.join(PATIENCE)
+            self._writing = None
 
 
-def _write(prepared: Prepared, answer: int) -> None:
-    """In the forked process: write, and leave what was done, or why not, in memory that both share."""
-    die_with_parent(signal.SIGKILL)
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(signum, signal.SIG_IGN)  # launchers signal every process; only the training decides
-    torch.set_num_threads(1)  # the other threads exist in the parent only
-    try:
-        outcome = prepared.write_files()
-    except BaseException as error:  # raised in the parent
-        outcome = portable(error)
-    with os.fdopen(answer, "wb") as stream:
-        pickle.dump(outcome, stream)
+class _Writing(threading.Thread):
+    """Writes the files of this rank, and keeps what was written, or why not."""
 
+    def __init__(self, prepared: Prepared, finish: Finish) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self.prepared = prepared
+        self.finish = finish
+        self._written: Written | None = None
+        self._error: BaseException | None = None
 
-def _finish(finish: Callable[[Callable[[], Written]], None], answer: int) -> None:
-    def outcome() -> Written:
-        with os.fdopen(answer, "rb") as stream:
-            stream.seek(0)
-            content = stream.read()
-        if not content:
-            raise RuntimeError("the process that wrote the checkpoint was killed")
-        written = pickle.loads(content)
-        if isinstance(written, BaseException):
-            raise written
-        return written
+    def run(self) -> None:
+        try:
+            self._written = self.prepared.write_files()
+        except BaseException as error:  # raised by the training, where ``outcome`` is asked for
+            forget_frames(error)
+            self._error = portable(error)
 
-    finish(outcome)
+    def outcome(self) -> Written:
+        """What was written, once the thread has ended."""
+        if self._error is not None:
+            raise self._error
+        assert self._written is not None, "it is still writing"
+        return self._written

@@ -9,8 +9,10 @@ that stored something else. The manifest carries a hash of itself; that there is
 ``.metadata``, so that its loss is noticed, too.
 """
 
+import errno
 import json
 import os
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -83,10 +85,16 @@ class Manifest:
 
 
 class HashingStream:
-    """A file that is only written to, from front to back, and is hashed on the way."""
+    """A file that is only written to, from front to back, and is hashed on the way.
 
-    def __init__(self, stream: Any) -> None:
+    Args:
+        stream: Opened for writing.
+        cancelled: Once it is set, ``write`` fails.
+    """
+
+    def __init__(self, stream: Any, cancelled: threading.Event | None = None) -> None:
         self._stream = stream
+        self._cancelled = cancelled or threading.Event()
         self._hash = xxhash.xxh3_128()
         self._size = 0
 
@@ -95,6 +103,8 @@ class HashingStream:
         # Views are released here, also after an error: see collective.forget_frames.
         with memoryview(data) as view, view.cast("B") as flat:
             for start in range(0, len(flat), CHUNK):
+                if self._cancelled.is_set():
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
                 with flat[start : start + CHUNK] as piece:
                     self._stream.write(piece)
                     self._hash.update(piece)
@@ -257,9 +267,11 @@ def shares(manifest: Manifest, parts: int) -> list[list[str]]:
 
 
 @contextmanager
-def hashing(path: Path, records: Records, name: str) -> Iterator[HashingStream]:
+def hashing(
+    path: Path, records: Records, name: str, cancelled: threading.Event | None = None
+) -> Iterator[HashingStream]:
     """Open ``path`` for writing; its record is put into ``records`` once it is closed."""
     with path.open("wb") as stream:
-        hashed = HashingStream(stream)
+        hashed = HashingStream(stream, cancelled)
         yield hashed
     records[name] = hashed.record()

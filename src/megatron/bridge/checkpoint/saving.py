@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing.core import save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -24,6 +25,7 @@ from megatron.bridge.checkpoint import layout, manifest
 from megatron.bridge.checkpoint.background import Background
 from megatron.bridge.checkpoint.collective import forget_frames, on_first_rank, out_of_space, root_cause
 from megatron.bridge.checkpoint.distributed import COMMON_STATE, FORMAT, quiet
+from megatron.bridge.checkpoint.host_memory import room
 from megatron.bridge.checkpoint.writer import Prepared, Written, all_ranks, prepare
 from megatron.bridge.utils import atomic, dist
 from megatron.bridge.utils.errors import UserError
@@ -58,6 +60,16 @@ def save(
         attempt.run(lambda: attempt.finish(attempt.prepared.write_files))
     else:
         background.start(attempt.prepared, lambda outcome: attempt.run(lambda: attempt.finish(outcome)))
+
+
+def memory_for(state: dict[str, Any]) -> int:
+    """Bytes that a copy of what this rank writes of ``state`` takes up; asked on all ranks."""
+    sharded, _ = cast(tuple[dict[str, Any], Any], save_preprocess(state))
+    return sum(
+        room(entry.data)
+        for entry in nested_values(sharded)
+        if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id) and entry.data is not None
+    )
 
 
 class _Attempt:

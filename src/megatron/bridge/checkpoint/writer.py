@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's writer of checkpoint files, taught to hash what it writes and to write in another process.
+"""Torch's writer of checkpoint files, taught to hash what it writes and to write beside the training.
 
 A save has three parts: all ranks agree on who writes what (``prepare``), each writes its files
 (``Prepared.write_files``), the first rank writes down where everything lies (``Prepared.finish``). Only the first
-and the last communicate, so the middle one can run in a forked process while the training goes on.
+and the last communicate, so the middle one can run in a thread while the training goes on.
 """
 
 import io
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +23,22 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron.bridge.checkpoint import manifest
+from megatron.bridge.checkpoint.host_memory import HostMemory, filling_its_storage
 from megatron.bridge.utils import dist
 
 
 class _HashingFiles(FileSystem):
     """Torch's file system, with a record of each file that was written."""
 
-    def __init__(self, records: manifest.Records) -> None:
+    def __init__(self, records: manifest.Records, cancelled: threading.Event) -> None:
         self._records = records
+        self._cancelled = cancelled
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", mode
         name = Path(path).name.removesuffix(".tmp")  # renamed when it is whole
-        with manifest.hashing(Path(path), self._records, name) as stream:
+        with manifest.hashing(Path(path), self._records, name, self._cancelled) as stream:
             yield stream  # type: ignore[misc] - all that torch calls is there
 
 
@@ -44,26 +47,28 @@ class Writer(FileSystemWriter):
 
     Attributes:
         records: Size and hash of the files that this process has written.
+        cancelled: Once it is set, writing fails.
     """
 
     def __init__(self, directory: Path, save_id: str) -> None:
         # One thread: torch drops the error of a writer thread, and the checkpoint would lack its tensors.
-        # Copying ahead would start a CUDA stream, which a forked process cannot.
         super().__init__(directory, thread_count=1, per_thread_copy_ahead=0)
         self.records: manifest.Records = {}
-        self.fs = _HashingFiles(self.records)
+        self.cancelled = threading.Event()
+        self.fs = _HashingFiles(self.records, self.cancelled)
         self.save_id = save_id
 
 
-class _OnHost(DefaultSavePlanner):
-    """Answers with what this rank writes, which is in the memory of the CPU already."""
+class _Resolved(DefaultSavePlanner):
+    """Answers with what this rank writes, in a form that torch writes without copying it first."""
 
-    def __init__(self, items: dict[int, Any]) -> None:
+    def __init__(self, resolve: Callable[[WriteItem], Any]) -> None:
         super().__init__()
-        self._items = items
+        self._resolve = resolve
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        return self._items[id(write_item)]
+        data = self._resolve(write_item)
+        return filling_its_storage(data) if isinstance(data, torch.Tensor) else data
 
 
 @dataclass
@@ -99,16 +104,16 @@ class Prepared:
             records |= entry.records
         return records
 
-    def move_to_host(self) -> None:
-        """Copy what lies on a device, so that another process can write it.
+    def copy_to(self, memory: HostMemory) -> None:
+        """Copy what is to be written, so that the training can change it."""
+        found = {id(item): self.planner.resolve_data(item) for item in self.plan.items}
+        tensors = {name: data for name, data in found.items() if isinstance(data, torch.Tensor)}
+        found |= zip(tensors, memory.hold(list(tensors.values())), strict=True)
+        self.planner = _Resolved(lambda item: found[id(item)])
 
-        What is in the CPU's memory is not copied: a forked process keeps seeing it as it was.
-        """
-        items = {}
-        for item in self.plan.items:
-            data = self.planner.resolve_data(item)
-            items[id(item)] = data.cpu() if isinstance(data, torch.Tensor) else data
-        self.planner = _OnHost(items)
+    def cancel(self) -> None:
+        """Have ``write_files``, in another thread, fail soon."""
+        self.writer.cancelled.set()
 
 
 def prepare(state: dict[str, Any], directory: Path, planner: SavePlanner, save_id: str) -> Prepared:
@@ -127,7 +132,8 @@ def prepare(state: dict[str, Any], directory: Path, planner: SavePlanner, save_i
         return writer.prepare_global_plan(together)
 
     mine = all_ranks().reduce_scatter("plan", plan_mine, plan_all)
-    return Prepared(directory, writer, planner.finish_plan(mine), planner, metadata)
+    plan = planner.finish_plan(mine)
+    return Prepared(directory, writer, plan, _Resolved(planner.resolve_data), metadata)
 
 
 def all_ranks() -> _DistWrapper:

@@ -71,3 +71,12 @@ def all_gather_object[T](value: T, group: dist.ProcessGroup | None = None) -> li
     values: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def everywhere(fact: bool) -> bool:
+    """Whether ``fact`` holds on all ranks; the cheapest question there is."""
+    if not is_initialized() or dist.get_world_size() == 1:
+        return fact
+    answer = torch.tensor([fact], dtype=torch.int32, device=torch.cuda.current_device())
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+    return bool(answer.item())

@@ -3,11 +3,11 @@
 
 from pathlib import Path
 
-from megatron.bridge.checkpoint import layout, lock
+from megatron.bridge.checkpoint import layout, lock, saving
 from megatron.bridge.checkpoint.background import Background
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.checkpointing import save_run
+from megatron.bridge.training.checkpointing import run_state, save_run
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import dist
 from megatron.bridge.utils.errors import UserError
@@ -32,7 +32,7 @@ class Saving(Callback):
             on_first_rank(lambda: _take(root))
             step = context.progress.step
             self._saved = step if on_first_rank(lambda: _is_newest(root, step)) else None
-            self._background = Background() if config.async_save else None
+            self._background = _reserved(context) if config.async_save else None
 
     def on_train_step_end(self, context: Run) -> None:
         """Publish what the background has written; save if the step is due."""
@@ -59,6 +59,13 @@ class Saving(Callback):
         if context.config.checkpoint.save is not None and context.progress.step != self._saved:
             save_run(context, self._background)
             self._saved = context.progress.step
+
+
+def _reserved(run: Run) -> Background:
+    """A background with memory for the whole of a save."""
+    background = Background()
+    background.reserve(saving.memory_for(run_state(run)))
+    return background
 
 
 def _is_newest(root: Path, step: int) -> bool:
