@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from megatron.bridge.backends import device, layer_specs
 from megatron.bridge.training.config import (
     CheckpointConfig,
     ConfigContainer,
@@ -12,7 +13,7 @@ from megatron.bridge.training.config import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from megatron.bridge.training.mixed_precision import NEED_TRANSFORMER_ENGINE, get_mixed_precision_config
+from megatron.bridge.training.mixed_precision import RECIPES, get_mixed_precision_config
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 
@@ -57,10 +58,48 @@ def test_contradicting_precisions_are_refused():
         config.validate(1)
 
 
-@pytest.mark.parametrize("name", NEED_TRANSFORMER_ENGINE)
-def test_fp8_recipes_are_refused_by_name(name):
-    with pytest.raises(UserError, match=f"mixed_precision={name} needs Transformer Engine"):
-        toy_config(mixed_precision=name).validate(1)
+QUANTISED = [name for name, recipe in RECIPES.items() if recipe().scaling]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize(
+    ("engine", "capability", "lacks"),
+    [
+        (False, (10, 0), "Transformer Engine, which is not installed"),
+        (True, (8, 0), r"a GPU of compute capability (8\.9|9\.0|10\.0), and here is 8\.0"),
+        (True, None, r"a GPU of compute capability (8\.9|9\.0|10\.0), and here is none"),
+        (True, (10, 0), None),
+    ],
+)
+def test_a_run_that_needs_other_hardware_is_refused_by_name(name, engine, capability, lacks, monkeypatch):
+    monkeypatch.setattr(layer_specs, "has_transformer_engine", lambda: engine)
+    monkeypatch.setattr(device, "has_cuda", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config = toy_config(mixed_precision=name)
+    if lacks is None:
+        config.validate()
+        return
+    with pytest.raises(UserError, match=f"mixed_precision={name} needs {lacks}: use bf16_mixed"):
+        config.validate()
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_another_machine_may_have_what_this_one_lacks(name):
+    config = toy_config(mixed_precision=name)
+    (note,) = config.validate(1)
+    assert note.startswith(f"mixed_precision={name} needs Transformer Engine")
+    model = config.model
+    assert (model.fp8_recipe if model.fp8 else model.fp4_recipe) == RECIPES[name]().scaling
+    assert config.optimizer.fp8_recipe == (model.fp8_recipe if model.fp8 else None)
+    assert config.validate(1) == [note]
+
+
+def test_model_that_quantises_by_itself_is_told_the_same():
+    model = {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    with pytest.raises(UserError, match="mixed_precision=tensorwise needs Transformer Engine"):
+        toy_config(model=model, mixed_precision=None).validate()
+    config = toy_config(model={"bf16": True, "fp8": "hybrid"}, mixed_precision="bf16_mixed")
+    assert config.validate(1) == ["model.fp8=hybrid gives way to mixed_precision, which asks for None"]
 
 
 def test_unknown_precision_names_the_nearest():

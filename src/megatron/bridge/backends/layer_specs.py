@@ -11,11 +11,15 @@ from typing import NamedTuple
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, get_backend
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec_for_backend,
     get_mlp_module_spec_for_backend,
 )
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
@@ -34,10 +38,16 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron.bridge.backends import layer_features, moe_metrics, torch_kernels
 from megatron.bridge.backends.device import has_cuda
+from megatron.bridge.backends.gated_delta import DeltaNet
 from megatron.bridge.backends.torch_spec import TorchLatentAttention, TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
 
 BACKENDS = ("torch", "transformer_engine")
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed, on whatever hardware."""
+    return HAVE_TE
 
 
 def resolve_backend(name: str = "auto") -> str:
@@ -69,18 +79,32 @@ def decoder_block_spec(
     if config.num_moe_experts is not None:
         moe_metrics.allow_deeper_models()
     if backend == "transformer_engine":
-        block = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
-        )
+        block = _transformer_engine_block(config, vp_stage)
         return layer_features.add_features(block, config, get_backend("transformer_engine"))
     provider = TorchSpecProvider()
-    kinds = {0: layer_spec(config, provider, moe=False)}
-    if config.num_moe_experts is not None:
-        kinds[1] = layer_spec(config, provider, moe=True)
-    pattern = moe_pattern(config)
-    layers = [kinds[pattern[index]] for index in _layers_here(config, vp_stage)]
+    kinds = [tuple(map(bool, kind)) for kind in zip(moe_pattern(config), linear_pattern(config), strict=True)]
+    specs = {kind: layer_spec(config, provider, *kind) for kind in set(kinds)}
+    layers = [specs[kinds[index]] for index in _layers_here(config, vp_stage)]
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm())
     return layer_features.add_features(block, config, provider)
+
+
+def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    if config.experimental_attention_variant is None:
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
+        )
+    block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+    return dataclasses.replace(block, layer_specs=[_with_delta_net(spec) for spec in block.layer_specs or []])
+
+
+def _with_delta_net(spec: ModuleSpec) -> ModuleSpec:
+    """The layer with this package's gated delta net in place of Megatron-Core's."""
+    attention = spec.submodules.self_attention  # type: ignore[union-attr]
+    if attention.module is not GatedDeltaNet:
+        return spec
+    own = dataclasses.replace(attention, module=DeltaNet)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, self_attention=own))
 
 
 def mtp_block_spec(
@@ -112,6 +136,21 @@ def moe_pattern(config: TransformerConfig) -> list[int]:
     return list(frequency)
 
 
+def linear_pattern(config: TransformerConfig) -> list[int]:
+    """1 for each decoder layer with a gated delta net, 0 for each with attention."""
+    frequency = config.linear_attention_freq
+    if frequency is None:
+        return [0] * config.num_layers
+    if isinstance(frequency, int):
+        return [int((index + 1) % frequency != 0) for index in range(config.num_layers)]
+    if len(frequency) != config.num_layers or set(frequency) - {0, 1}:
+        raise UserError(
+            f"linear_attention_freq={frequency} must hold a 1 (gated delta net) or 0 (attention) for each of the "
+            f"{config.num_layers} layers of num_layers"
+        )
+    return list(frequency)
+
+
 def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
@@ -120,9 +159,14 @@ def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
-def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bool) -> ModuleSpec:
-    """One decoder layer of separate norms, attention (multi-head or multi-latent), and an MLP or experts."""
-    attention = _latent_attention if config.multi_latent_attention else _attention
+def layer_spec(
+    config: TransformerConfig, provider: BackendSpecProvider, moe: bool, linear: bool = False
+) -> ModuleSpec:
+    """One decoder layer of separate norms, attention, and an MLP or experts (``moe``).
+
+    Attention is multi-head or multi-latent, as ``config`` says, or a gated delta net (``linear``).
+    """
+    attention = _latent_attention if config.multi_latent_attention else _delta_net if linear else _attention
     norm = provider.layer_norm(has_residual=True)
     return ModuleSpec(
         module=TransformerLayer,
@@ -137,16 +181,17 @@ def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bo
                 moe_grouped_gemm=config.moe_grouped_gemm,
             ),
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
-            sharded_state_dict_keys_map=_fused_names(config, moe),
+            sharded_state_dict_keys_map=_fused_names(config, moe, linear),
         ),
     )
 
 
-def _fused_names(config: TransformerConfig, moe: bool) -> dict[str, str]:
+def _fused_names(config: TransformerConfig, moe: bool, linear: bool) -> dict[str, str]:
     """Where Transformer Engine's layers keep the norms that are separate here."""
     names = {} if moe else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if not config.multi_latent_attention:
-        return {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} | names
+        first = "in_proj" if linear else "linear_qkv"
+        return {"input_layernorm.": f"self_attention.{first}.layer_norm_"} | names
     if config.qk_layernorm:
         for kind in ("q", "kv"):
             names[f"self_attention.{kind}_layernorm."] = f"self_attention.linear_{kind}_up_proj.layer_norm_"
@@ -166,6 +211,17 @@ def _attention(config: TransformerConfig, provider: BackendSpecProvider) -> Modu
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _delta_net(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    return ModuleSpec(
+        module=DeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=provider.column_parallel_linear(),
+            out_norm=provider.layer_norm(),
+            out_proj=provider.row_parallel_linear(),
         ),
     )
 

@@ -11,7 +11,13 @@ from megatron.bridge.data.config import FinetuningDatasetConfig, GPTDatasetConfi
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.recipes.adapters import default_peft_config
-from megatron.bridge.recipes.options import FinetuneOptions, LayoutOptions, PretrainOptions, ScheduleOptions
+from megatron.bridge.recipes.options import (
+    FinetuneOptions,
+    LayoutOptions,
+    PretrainOptions,
+    Recompute,
+    ScheduleOptions,
+)
 from megatron.bridge.recipes.sizes import Size
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -31,7 +37,10 @@ LAYOUT: LayoutOptions = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "embedding_and_loss_are_layers": False,
+    "pipeline_layout": None,
     "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
     "recompute": None,
 }
 
@@ -173,12 +182,20 @@ def _model(size: Size, chosen: dict[str, Any]) -> GPTModelProvider:
     model.virtual_pipeline_model_parallel_size = chosen["virtual_pipeline_model_parallel_size"]
     model.account_for_embedding_in_pipeline_split = chosen["embedding_and_loss_are_layers"]
     model.account_for_loss_in_pipeline_split = chosen["embedding_and_loss_are_layers"]
+    model.pipeline_model_parallel_layout = chosen["pipeline_layout"]
     model.context_parallel_size = chosen["context_parallel_size"]
-    if (recompute := chosen["recompute"]) is not None:
-        model.recompute_granularity = recompute
-    if recompute == "full":
-        model.recompute_method, model.recompute_num_layers = "uniform", 1
+    model.expert_model_parallel_size = chosen["expert_model_parallel_size"]
+    model.expert_tensor_parallel_size = chosen["expert_tensor_parallel_size"]
+    _recompute(model, chosen["recompute"])
     return model
+
+
+def _recompute(model: GPTModelProvider, what: Recompute | None) -> None:
+    if what == "full":
+        model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
+    elif what is not None:
+        model.recompute_granularity = "selective"
+        model.recompute_modules = ["core_attn"] if what == "selective" else [*what]
 
 
 def _optimizer(chosen: dict[str, Any], weight_decay: float) -> OptimizerConfig:

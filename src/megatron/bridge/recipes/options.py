@@ -5,9 +5,17 @@ from typing import Literal, TypedDict
 
 from megatron.bridge.peft.base import PEFT
 
-Precision = Literal["bf16_mixed", "fp16_mixed", "fp32"]
+LowPrecision = Literal[
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_delayed_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+    "bf16_with_mxfp8_mixed",
+    "bf16_with_nvfp4_mixed",
+]
+Precision = Literal["bf16_mixed", "fp16_mixed", "fp32"] | LowPrecision
 Adapter = Literal["lora", "dora"]
-Recompute = Literal["selective", "full"]
+Module = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+Recompute = Literal["selective", "full"] | list[Module]
 
 
 class LayoutOptions(TypedDict, total=False):
@@ -20,8 +28,15 @@ class LayoutOptions(TypedDict, total=False):
         pipeline_model_parallel_size: Processes that share the layers.
         virtual_pipeline_model_parallel_size: Interleaved stages of one process.
         embedding_and_loss_are_layers: Count the embedding and the loss as a layer each when layers are shared out.
+        pipeline_layout: Which layers each stage holds, in Megatron-Core's letters (``Et*3|(tt|)*29m|L``); None
+            shares them out evenly.
         context_parallel_size: Processes that share each sequence.
-        recompute: What is computed again in the backward pass to save memory: attention only, or whole layers.
+        expert_model_parallel_size: Processes that share the experts of a layer out among themselves; they are
+            taken from the tensor, context and data parallel ones.
+        expert_tensor_parallel_size: Processes that share each matrix of an expert; None means as many as share
+            the others.
+        recompute: What is computed again in the backward pass to save memory: attention only (``selective``),
+            whole layers (``full``), or parts of them by name.
     """
 
     tensor_model_parallel_size: int
@@ -29,7 +44,10 @@ class LayoutOptions(TypedDict, total=False):
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
     embedding_and_loss_are_layers: bool
+    pipeline_layout: str | None
     context_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int | None
     recompute: Recompute | None
 
 

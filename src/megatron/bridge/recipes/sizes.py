@@ -2,10 +2,13 @@
 """Model sizes as rows of numbers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+"""What differs between the sizes of most generations."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,14 @@ class Size:
     Attributes:
         hub_id: Where the config and the tokenizer are published.
         numbers: The entries of ``config.json`` that define the model.
+        training: Fields of the provider for which the published number is not one to train with.
+        published: Whether ``hub_id`` has this size; if not, it has a tokenizer that fits.
     """
 
     hub_id: str
     numbers: Mapping[str, Any]
+    training: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    published: bool = True
 
     def provider(self) -> GPTModelProvider:
         """A fresh provider of this size."""
@@ -30,4 +37,27 @@ class Size:
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
         config = cast(Any, AutoConfig).for_model(**self.numbers)
-        return AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+        provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+        for name, value in self.training.items():
+            setattr(provider, name, value)
+        return provider
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the sizes of one generation of models have in common.
+
+    Attributes:
+        common: Entries of ``config.json`` that all have, unless a size says otherwise.
+        columns: Entries that each size gives in this order.
+        training: see ``Size``.
+    """
+
+    common: Mapping[str, Any]
+    columns: tuple[str, ...] = DENSE
+    training: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def size(self, hub_id: str, *row: int, **others: Any) -> Size:
+        """The size with the numbers of ``row``, and of ``others`` where they are not the common ones."""
+        own = dict(zip(self.columns, row, strict=True))
+        return Size(hub_id, {**self.common, **own, **others}, self.training)

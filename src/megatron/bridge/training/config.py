@@ -316,7 +316,8 @@ class ConfigContainer:
         """Derive what is not set, then check everything; safe to call again.
 
         Args:
-            world_size: Number of processes to validate for; None means this job's.
+            world_size: Number of processes to validate for, on another machine, of which nothing is known; None
+                means this job's, on this one.
 
         Returns:
             A sentence for each value that was replaced, to be shown to the user.
@@ -325,17 +326,18 @@ class ConfigContainer:
             UserError: one line per problem, all of them together.
         """
         # these modules read this one's dataclasses
-        from megatron.bridge.training.resolve import resolve
+        from megatron.bridge.training.resolve import resolve, without_quantisation
         from megatron.bridge.training.resolve_data import resolve_data
         from megatron.bridge.training.rules import RULES, SIZES, violations
 
+        here = world_size is None
         world_size = process.world_size() if world_size is None else world_size
         _refuse(violations(SIZES, self, world_size))
-        findings = resolve(self, world_size)
-        findings.notes += resolve_data(self)
+        findings = resolve(self, world_size, here)
+        findings.notes += resolve_data(self, world_size)
         _refuse([*findings.problems, *self.dataset.problems(), *violations(RULES, self, world_size)])
         try:
-            self.model.finalize()
+            (self.model if here else without_quantisation(self.model)).finalize()
         except (ValueError, AssertionError) as error:
             raise UserError(f"model: {error}") from error
         return findings.notes

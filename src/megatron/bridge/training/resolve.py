@@ -5,13 +5,19 @@ Each function fills only what is None, or what it alone owns, and says what it c
 A value that contradicts another one is a problem, never replaced. Running it twice changes nothing more.
 """
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
+from megatron.bridge.training.mixed_precision import (
+    MODEL_FIELDS,
+    MixedPrecisionConfig,
+    get_mixed_precision_config,
+    lack,
+)
 from megatron.bridge.utils.errors import UserError
 
 
@@ -28,10 +34,11 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
 
-def resolve(config: ConfigContainer, world_size: int) -> Findings:
-    """Fill in what is derived."""
+def resolve(config: ConfigContainer, world_size: int, here: bool) -> Findings:
+    """Fill in what is derived, for ``world_size`` processes on this machine (``here``) or on another."""
     findings = Findings()
     _precision(config, findings)
+    _quantisation(config, here, findings)
     _distributed_optimizer(config, world_size, findings)
     _interleaved_messages(config, findings)
     _schedule(config, findings)
@@ -74,18 +81,42 @@ def _chosen_precision(config: ConfigContainer) -> MixedPrecisionConfig:
     if config.mixed_precision is not None:
         return get_mixed_precision_config(config.mixed_precision)
     model = config.model
-    return MixedPrecisionConfig(bf16=model.bf16, fp16=model.fp16, grad_reduce_in_fp32=not model.fp16)
+    own: dict[str, Any] = {name: getattr(model, name) for name in MODEL_FIELDS}
+    return MixedPrecisionConfig(bf16=model.bf16, fp16=model.fp16, grad_reduce_in_fp32=not model.fp16, **own)
 
 
 def _own_model_precision(config: ConfigContainer, precision: MixedPrecisionConfig, findings: Findings) -> None:
     model = config.model
-    for name in ("bf16", "fp16"):
+    for name in ("bf16", "fp16", *MODEL_FIELDS):
         before, after = getattr(model, name), getattr(precision, name)
         if before and not after:
             findings.notes.append(f"model.{name}={before} gives way to mixed_precision, which asks for {after}")
         setattr(model, name, after)
     if not (precision.bf16 or precision.fp16):
         model.params_dtype = torch.float32
+
+
+def _quantisation(config: ConfigContainer, here: bool, findings: Findings) -> None:
+    """A machine that cannot multiply in the format would compute in another one without a word."""
+    if not (config.model.fp8 or config.model.fp4):
+        return
+    scaling = config.model.fp8_recipe if config.model.fp8 else config.model.fp4_recipe
+    config.optimizer.fp8_recipe = config.model.fp8_recipe if config.model.fp8 else None
+    missing = lack(scaling)
+    if missing is None:
+        return
+    name = config.mixed_precision if isinstance(config.mixed_precision, str) else scaling
+    if here:
+        findings.problems.append(f"mixed_precision={name} needs {missing}: use bf16_mixed, or such a machine")
+    else:
+        findings.notes.append(f"mixed_precision={name} needs {missing}: the run must have it")
+
+
+def without_quantisation(model: Any) -> Any:
+    """A copy that Megatron-Core checks on a machine without Transformer Engine."""
+    plain = copy.copy(model)
+    plain.fp8 = plain.fp4 = None
+    return plain
 
 
 def _own_grad_reduce(config: ConfigContainer, precision: MixedPrecisionConfig, findings: Findings) -> None:
