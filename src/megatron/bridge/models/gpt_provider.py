@@ -3,14 +3,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.backends import layer_specs
-from megatron.bridge.models import biases, multipliers, padding, query_scaling, rope
+from megatron.bridge.models import biases, linear_attention, multipliers, padding, query_scaling, rope
 from megatron.bridge.models.model_provider import ModelProvider, without_warnings_of
 from megatron.bridge.utils.errors import UserError
 
@@ -113,6 +114,7 @@ class GPTModelProvider(ModelProvider):
         rope.check_parameters(self.local_rope_parameters or {})
         self._check_layer_lists()
         self._check_expert_biases()
+        linear_attention.check(self)
         self.__dict__["_unpadded_heads"] = self.unpadded_heads
         if self.make_query_groups_divisible_by > 1:
             self.kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -130,36 +132,51 @@ class GPTModelProvider(ModelProvider):
         """
         config = self.resolved()
         decoder = config._decoder_spec(vp_stage)
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         # Megatron-Core 0.19 says at every chunk that HybridModel succeeds GPTModel: users cannot act on that here
         with without_warnings_of(gpt_model):
             model = GPTModel(
-                config=config,
                 transformer_layer_spec=decoder,
-                vocab_size=config.padded_vocab_size,
-                max_sequence_length=config.seq_length,
-                pre_process=first if pre_process is None else pre_process,
-                post_process=last if post_process is None else post_process,
-                fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
-                parallel_output=config.parallel_output,
-                share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-                position_embedding_type=config.position_embedding_type,
-                rotary_percent=config.rotary_percent,
-                rotary_base=cast(int, config.rotary_base),  # a float in every published config
                 rope_scaling=config.rope_scaling,
                 rope_scaling_factor=config.rope_scaling_factor,
-                scatter_embedding_sequence_parallel=config.scatter_embedding_sequence_parallel,
-                seq_len_interpolation_factor=config.seq_len_interpolation_factor,
                 mtp_block_spec=config._mtp_spec(decoder, vp_stage),
-                vp_stage=vp_stage,
+                **config._model_arguments(pre_process, post_process, vp_stage),
             )
-        rope.apply_rope(model, config)
-        query_scaling.apply_query_scaling(model, config)
-        biases.apply_biases(model, config)
-        multipliers.apply_multipliers(model, config)
-        padding.apply_padding(model, config)
+        config._finish(model)
         return model
+
+    def _model_arguments(
+        self, pre_process: bool | None, post_process: bool | None, vp_stage: int | None
+    ) -> dict[str, Any]:
+        """What every language model of Megatron-Core takes."""
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        same = (
+            "fp16_lm_cross_entropy",
+            "parallel_output",
+            "share_embeddings_and_output_weights",
+            "position_embedding_type",
+            "rotary_percent",
+            "rotary_base",
+            "scatter_embedding_sequence_parallel",
+            "seq_len_interpolation_factor",
+        )
+        return {
+            "config": self,
+            "vocab_size": self.padded_vocab_size,
+            "max_sequence_length": self.seq_length,
+            "pre_process": first if pre_process is None else pre_process,
+            "post_process": last if post_process is None else post_process,
+            "vp_stage": vp_stage,
+            **{name: getattr(self, name) for name in same},
+        }
+
+    def _finish(self, model: LanguageModule) -> None:
+        """Give a built model what Megatron-Core's has not."""
+        rope.apply_rope(model, self)
+        query_scaling.apply_query_scaling(model, self)
+        biases.apply_biases(model, self)
+        multipliers.apply_multipliers(model, self)
+        padding.apply_padding(model, self)
 
     def _check_layer_lists(self) -> None:
         for name in ("window_attn_skip_freq", "no_rope_freq"):

@@ -13,6 +13,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     ConcatenatedGatedMLPMapping,
     ConcatenatedQKVMapping,
     GatedMLPMapping,
+    GatedQKVMapping,
     MegatronParamMapping,
     QKVMapping,
     ReplicatedMapping,
@@ -27,12 +28,13 @@ def ends(
     embedding: str = "model.embed_tokens.weight",
     norm: str = "model.norm",
     head: str = "lm_head.weight",
+    stack: str = "final_layernorm",
 ) -> Block:
-    """Embedding, final normalisation and output layer."""
+    """Embedding, final normalisation and output layer; ``stack`` is Megatron's name of the normalisation."""
     return (
         AutoMapping("embedding.word_embeddings.weight", embedding),
-        ReplicatedMapping("decoder.final_layernorm.weight", f"{norm}.weight"),
-        ReplicatedMapping("decoder.final_layernorm.bias", f"{norm}.bias"),
+        ReplicatedMapping(f"decoder.{stack}.weight", f"{norm}.weight"),
+        ReplicatedMapping(f"decoder.{stack}.bias", f"{norm}.bias"),
         AutoMapping("output_layer.weight", head),
     )
 
@@ -43,6 +45,7 @@ def attention(
     output: str = "self_attn.o_proj",
     qk_norm: bool = False,
     fused: bool = False,
+    gated: bool = False,
 ) -> Block:
     """Attention, and the normalisation before it.
 
@@ -52,10 +55,11 @@ def attention(
         output: the output projection.
         qk_norm: queries and keys are normalised.
         fused: queries, keys and values are one tensor, ``qkv_proj``.
+        gated: the query projection makes gates on the output as well.
     """
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.self_attn"
     block: Block = (
-        *_qkv(f"{ours}.linear_qkv", theirs, fused),
+        *_qkv(f"{ours}.linear_qkv", theirs, fused, gated),
         *linear(f"{ours}.linear_proj", f"{layers}.{output}"),
     )
     if norm:
@@ -67,12 +71,13 @@ def attention(
     return (*block, *norms)
 
 
-def _qkv(ours: str, theirs: str, fused: bool) -> Block:
+def _qkv(ours: str, theirs: str, fused: bool, gated: bool) -> Block:
     if fused:
         names = ((f"{ours}.{name}", f"{theirs}.qkv_proj.{name}") for name in ("weight", "bias"))
         return tuple(ConcatenatedQKVMapping(*pair) for pair in names)
+    kind = GatedQKVMapping if gated else QKVMapping
     return tuple(
-        QKVMapping(f"{ours}.{name}", **{role: f"{theirs}.{role}_proj.{name}" for role in "qkv"})
+        kind(f"{ours}.{name}", **{role: f"{theirs}.{role}_proj.{name}" for role in "qkv"})
         for name in ("weight", "bias")
     )
 

@@ -30,6 +30,31 @@ class QKVMapping(MegatronParamMapping):
             yield Block(names[role], start, length)
 
 
+class GatedQKVMapping(MegatronParamMapping):
+    """The same where the query projection also makes gates on the output of attention.
+
+    Hugging Face holds each head's query above its gate; Megatron holds, for each group: the queries of its heads,
+    their gates, its key, its value.
+    """
+
+    kind = "column"
+
+    def __init__(self, megatron_param: str, q: str, k: str, v: str) -> None:
+        super().__init__(megatron_param, {"q": q, "k": k, "v": v})
+
+    def blocks(self, shard: Shard) -> Iterator[Block]:
+        """Group after group."""
+        names = cast(dict[str, str], self.hf_param)
+        heads = Heads.of(shard.config)
+        each = heads.queries // heads.groups
+        for group in range(heads.groups):
+            for gate in range(2):
+                for head in range(group * each, (group + 1) * each):
+                    yield Block(names["q"], (2 * head + gate) * heads.width, heads.width)
+            for role in "kv":
+                yield Block(names[role], group * heads.width, heads.width)
+
+
 class ConcatenatedQKVMapping(MegatronParamMapping):
     """One Hugging Face tensor with all queries, then all keys, then all values."""
 

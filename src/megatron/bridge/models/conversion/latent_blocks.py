@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of architectures with multi-latent attention, and layers of multi-token prediction."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.bridge.models.conversion.blocks import Block, SizedBlock, fused_norm
@@ -32,8 +34,38 @@ def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernor
     )
 
 
-def mtp(*layer: Block, layers: str = "model.layers.*") -> SizedBlock:
-    """Layers of multi-token prediction, which Hugging Face numbers after those of the decoder.
+@dataclass(frozen=True)
+class NextTokenNames:
+    """Hugging Face's names of one layer of multi-token prediction: prefixes, without ``.weight``.
+
+    Attributes:
+        layer: what takes the place of a decoder layer's name.
+        enorm: norm of the next token's embedding.
+        hnorm: norm of this token's hidden state.
+        eh_proj: projection of both together.
+        norm: the final norm.
+    """
+
+    layer: str
+    enorm: str
+    hnorm: str
+    eh_proj: str
+    norm: str
+
+
+def numbered_on(config: Any, depth: int) -> NextTokenNames:
+    """The names of layers that are numbered after those of the decoder."""
+    layer = f"model.layers.{config.num_layers + depth}"
+    own = (f"{layer}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+    return NextTokenNames(layer, *own)
+
+
+def mtp(
+    *layer: Block,
+    layers: str = "model.layers.*",
+    names: Callable[[Any, int], NextTokenNames] = numbered_on,
+) -> SizedBlock:
+    """Layers of multi-token prediction.
 
     Each norms the embedding of the next token and the hidden state of this one, projects both together (the
     embedding first), and goes on as a layer of the decoder and a final norm before the model's own output layer.
@@ -41,32 +73,29 @@ def mtp(*layer: Block, layers: str = "model.layers.*") -> SizedBlock:
     Args:
         *layer: the blocks of a layer of the decoder, under its names.
         layers: Hugging Face's name of a layer.
+        names: (config, depth) -> names of the layer of that depth.
     """
 
     def of(config: Any) -> Block:
         depths = range(config.mtp_num_layers or 0)
-        return tuple(
-            mapping
-            for depth in depths
-            for mapping in _depth(layer, depth, layers, layers.replace("*", str(config.num_layers + depth)))
-        )
+        return tuple(mapping for depth in depths for mapping in _depth(layer, depth, layers, names(config, depth)))
 
     return of
 
 
-def _depth(layer: tuple[Block, ...], depth: int, layers: str, theirs: str) -> Block:
+def _depth(layer: tuple[Block, ...], depth: int, layers: str, theirs: NextTokenNames) -> Block:
     ours = f"mtp.layers.{depth}"
     own: Block = (
-        ReplicatedMapping(f"{ours}.enorm.weight", f"{theirs}.enorm.weight"),
-        ReplicatedMapping(f"{ours}.hnorm.weight", f"{theirs}.hnorm.weight"),
-        AutoMapping(f"{ours}.eh_proj.weight", f"{theirs}.eh_proj.weight"),
-        ReplicatedMapping(f"{ours}.final_layernorm.weight", f"{theirs}.shared_head.norm.weight"),
+        ReplicatedMapping(f"{ours}.enorm.weight", f"{theirs.enorm}.weight"),
+        ReplicatedMapping(f"{ours}.hnorm.weight", f"{theirs.hnorm}.weight"),
+        AutoMapping(f"{ours}.eh_proj.weight", f"{theirs.eh_proj}.weight"),
+        ReplicatedMapping(f"{ours}.final_layernorm.weight", f"{theirs.norm}.weight"),
     )
 
     def moved(mapping: MegatronParamMapping) -> MegatronParamMapping:
         return mapping.renamed(
             lambda name: name.replace("decoder.layers.*", f"{ours}.mtp_model_layer", 1),
-            lambda name: name.replace(layers, theirs, 1),
+            lambda name: name.replace(layers, theirs.layer, 1),
         )
 
     return (*own, *(moved(mapping) for block in layer for mapping in block))

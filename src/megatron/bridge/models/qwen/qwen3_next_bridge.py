@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-Next: gated delta nets and gated attention, routed experts beside a gated shared one."""
+
+from typing import Any
+
+from megatron.bridge.models.conversion.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
+from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.expert_fields import (
+    AUX_LOSS,
+    DENSE_AMONG_SPARSE,
+    NORM_TOPK,
+    SOFTMAX_ROUTING,
+    expert_sizes,
+)
+from megatron.bridge.models.conversion.fields import Field, instead
+from megatron.bridge.models.conversion.latent_blocks import NextTokenNames, mtp
+from megatron.bridge.models.conversion.linear_fields import DELTA_NET, SILU, delta_net
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
+
+_LAYER = (
+    attention(qk_norm=True, gated=True),
+    mlp(),
+    router(),
+    experts(),
+    shared_experts("mlp.shared_expert", gate="mlp.shared_expert_gate"),
+)
+
+
+def _next_tokens(_: Any, depth: int) -> NextTokenNames:
+    own = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+    return NextTokenNames(f"mtp.layers.{depth}", *own)
+
+
+@register_bridge("Qwen3NextForCausalLM", model_type="qwen3_next")
+class Qwen3NextBridge(DecoderBridge):
+    """Hugging Face's ``Qwen3NextForCausalLM`` and Megatron's ``GPTModel``.
+
+    No key of the config tells of the layer of multi-token prediction that checkpoints have, and transformers
+    leaves it out: its tensors are carried over, or converted if ``mtp_num_layers`` of the provider is set to 1.
+    """
+
+    fields = (
+        *instead(DENSE, PARTIAL_ROPE, SILU),
+        *DELTA_NET,
+        *expert_sizes(),
+        *DENSE_AMONG_SPARSE,
+        NORM_TOPK,
+        AUX_LOSS,
+        Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    )
+    fixed = {
+        **LLAMA_LIKE,
+        **SOFTMAX_ROUTING,
+        "add_bias_linear": False,
+        "layernorm_zero_centered_gamma": True,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "moe_shared_expert_gate": True,
+    }
+    irrelevant = {
+        "attention_bias": (False,),
+        "full_attention_interval": None,  # it stands in for layer_types, which transformers always fills in
+        "output_router_logits": None,
+        "use_sliding_window": (False,),
+    }
+    weights = (ends(), delta_net(), *_LAYER, mtp(*_LAYER, names=_next_tokens))
+    buffers = (*MegatronModelBridge.buffers, "mtp.**")
