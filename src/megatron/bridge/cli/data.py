@@ -138,12 +138,12 @@ def _run_preview(args: argparse.Namespace) -> int:
 
 def _run_prepare(args: argparse.Namespace) -> int:
     """Make what is missing in ``dataset.prepared_dir``."""
-    from megatron.bridge.data.config import SPLITS
+    from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
     from megatron.bridge.data.finetuning import prepare_split
     from megatron.bridge.training.resolve_data import tuning_parts
 
     config, tokenizer, _ = _resolved(args)
-    parts = tuning_parts(config.dataset)
+    parts = [part for part in tuning_parts(config.dataset) if isinstance(part, SFTDatasetConfig)]
     if not parts or any(part.prepared_dir is None for part in parts):
         raise UserError(
             "dataset.prepared_dir is not set, so there is nowhere to keep samples: give a folder, and data for "

@@ -16,6 +16,7 @@ from megatron.bridge.utils.errors import UserError
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from megatron.bridge.data.loaders import BatchSizes, Iterators
     from megatron.bridge.data.sources import Source
     from megatron.bridge.data.tokenizer import Tokenizer
 
@@ -96,6 +97,18 @@ class DatasetConfig(ABC):
 
         Each has at least the requested number of samples, unless ``dataloader_type`` is ``cyclic``.
         """
+
+    def iterators(self, request: DatasetRequest, sizes: "BatchSizes", consumed: tuple[int, int]) -> "Iterators":
+        """The microbatches of one data-parallel rank; to be called on all ranks.
+
+        Args:
+            request: what the run needs.
+            sizes: which part of a batch this rank draws.
+            consumed: samples that all ranks together drew before, for training and for validation.
+        """
+        from megatron.bridge.data.loaders import numbered_iterators
+
+        return numbered_iterators(self, request, sizes, consumed)
 
     def check_sources(self) -> None:  # noqa: B027 - made-up data has no files
         """Look at the files, so that a wrong path is told before a model is built.
@@ -277,8 +290,8 @@ class PackedSequenceSpecs:
 
 
 @dataclass(kw_only=True)
-class SFTDatasetConfig(DatasetConfig):
-    """What all data sets for fine-tuning have in common.
+class RecordDatasetConfig(DatasetConfig):
+    """How records become samples, and samples rows, wherever the records come from.
 
     A record is a conversation (``messages`` in OpenAI's form, ``conversations`` in ShareGPT's, with ``tools``
     where there are some), ``prompt`` and ``completion`` (texts, or lists of messages), ``input`` and ``output``,
@@ -299,16 +312,8 @@ class SFTDatasetConfig(DatasetConfig):
         chat_template_options: values that the template reads, such as ``{"enable_thinking": False}``.
         process_example_fn: a function that turns a record into one of the forms above, or into None to leave it
             out; with two parameters it gets the tokenizer, too.
-        max_train_samples: use only the first records for training; the next two do the same for held-out data.
-        max_validation_samples: see ``max_train_samples``.
-        max_test_samples: see ``max_train_samples``.
-        do_validation: False needs no validation data, and evaluates on none.
-        do_test: the same for the test data.
         packed_sequence_specs: several samples in one row, with attention and positions of their own.
         padding_free: join the samples of a microbatch to one row without padding.
-        prepared_dir: keep tokenised samples in this folder for later runs; they are made anew when the records,
-            the tokenizer, or anything above changes. All machines must share it.
-        workers: processes that tokenise.
     """
 
     seed: int = 1234
@@ -318,15 +323,8 @@ class SFTDatasetConfig(DatasetConfig):
     chat_template: str | None = None
     chat_template_options: dict[str, Any] = field(default_factory=dict)
     process_example_fn: Callable[..., dict[str, Any] | None] | None = None
-    max_train_samples: int | None = None
-    max_validation_samples: int | None = None
-    max_test_samples: int | None = None
-    do_validation: bool = True
-    do_test: bool = True
     packed_sequence_specs: PackedSequenceSpecs | None = None
     padding_free: bool = False
-    prepared_dir: str | None = None
-    workers: int = 1
 
     @property
     def masks_tokens(self) -> bool:
@@ -353,6 +351,36 @@ class SFTDatasetConfig(DatasetConfig):
         """What the length of each sample in a row of several is a multiple of."""
         specs = self.packed_sequence_specs
         return (specs.pad_seq_to_mult if specs else None) or 1
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, one sentence each."""
+        from megatron.bridge.data.finetuning import record_problems
+
+        return [*super().problems(), *record_problems(self)]
+
+
+@dataclass(kw_only=True)
+class SFTDatasetConfig(RecordDatasetConfig):
+    """What data sets for fine-tuning have in common of which all samples are tokenised before the first step.
+
+    Attributes:
+        max_train_samples: use only the first records for training; the next two do the same for held-out data.
+        max_validation_samples: see ``max_train_samples``.
+        max_test_samples: see ``max_train_samples``.
+        do_validation: False needs no validation data, and evaluates on none.
+        do_test: the same for the test data.
+        prepared_dir: keep tokenised samples in this folder for later runs; they are made anew when the records,
+            the tokenizer, or what becomes of them changes. All machines must share it.
+        workers: processes that tokenise.
+    """
+
+    max_train_samples: int | None = None
+    max_validation_samples: int | None = None
+    max_test_samples: int | None = None
+    do_validation: bool = True
+    do_test: bool = True
+    prepared_dir: str | None = None
+    workers: int = 1
 
     @abstractmethod
     def source(self, split: Split) -> "Source | None":

@@ -17,7 +17,7 @@ from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron.bridge.data.config import BlendedDatasetConfig, SFTDatasetConfig
+    from megatron.bridge.data.config import BlendedDatasetConfig, RecordDatasetConfig, SFTDatasetConfig
 
 STEMS: dict[Split, str] = {"train": "training", "valid": "validation", "test": "test"}
 TRUNCATIONS = ("refuse", "drop", "right", "left", "keep_answer")
@@ -79,7 +79,7 @@ def limited_source(config: "SFTDatasetConfig", split: Split) -> Source | None:
     return None
 
 
-def encoding_rules(config: "SFTDatasetConfig") -> EncodingRules:
+def encoding_rules(config: "RecordDatasetConfig") -> EncodingRules:
     """How records become samples."""
     return EncodingRules(
         max_tokens=longest_sample(config) + 1,
@@ -92,7 +92,7 @@ def encoding_rules(config: "SFTDatasetConfig") -> EncodingRules:
     )
 
 
-def longest_sample(config: "SFTDatasetConfig") -> int:
+def longest_sample(config: "RecordDatasetConfig") -> int:
     """Most inputs of a sample: its length in a row is rounded up."""
     return config.seq_length // config.sequence_multiple * config.sequence_multiple
 
@@ -136,8 +136,8 @@ def split_file(folder: Path, split: Split) -> Path:
     return found[0] if found else folder / f"{STEMS[split]}.jsonl"
 
 
-def sft_problems(config: "SFTDatasetConfig") -> Iterator[str]:
-    """What is wrong with the values, one sentence each."""
+def record_problems(config: "RecordDatasetConfig") -> Iterator[str]:
+    """What is wrong with the values that make samples of records, one sentence each."""
     if config.truncation not in TRUNCATIONS:
         yield f"dataset.truncation={config.truncation!r} is not known: choose {choices(TRUNCATIONS)}"
     if config.train_on not in TRAIN_ON:
@@ -147,15 +147,19 @@ def sft_problems(config: "SFTDatasetConfig") -> Iterator[str]:
             f"dataset.split_turns=True learns one answer of each sample, so train_on={config.train_on} has no "
             f"effect: leave one of them out"
         )
+    yield from _packing_problems(config)
+
+
+def sft_problems(config: "SFTDatasetConfig") -> Iterator[str]:
+    """What is wrong with the values beyond those, one sentence each."""
     counts = ("workers", "max_train_samples", "max_validation_samples", "max_test_samples")
     for name in counts:
         value = getattr(config, name)
         if value is not None and value < 1:
             yield f"dataset.{name}={value}: it must be at least 1"
-    yield from _packing_problems(config)
 
 
-def _packing_problems(config: "SFTDatasetConfig") -> Iterator[str]:
+def _packing_problems(config: "RecordDatasetConfig") -> Iterator[str]:
     specs = config.packed_sequence_specs
     if specs is None:
         return

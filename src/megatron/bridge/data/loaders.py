@@ -2,7 +2,7 @@
 """From a dataset config to iterators over microbatches, positioned where the run stands."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -107,12 +107,30 @@ def _one_row(rows: list[Batch]) -> Batch:
     }
 
 
+class Batches(Protocol):
+    """Microbatches of one data-parallel rank, of numbered samples (``BatchIterator``) or of a stream.
+
+    Attributes:
+        sample_ids: places of the samples of the last batch in the order of the run.
+    """
+
+    sample_ids: list[int]
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __next__(self) -> Batch: ...
+
+    def replicate(self) -> "Batches":
+        """Another iterator over the same microbatches, from the first one."""
+        ...
+
+
 class Iterators(NamedTuple):
     """One iterator for each purpose; None where no samples were asked for."""
 
-    train: BatchIterator | None
-    valid: BatchIterator | None
-    test: BatchIterator | None
+    train: Batches | None
+    valid: Batches | None
+    test: Batches | None
 
 
 def build_iterators(
@@ -145,17 +163,24 @@ def build_iterators(
         UserError: the data is missing, damaged or too small.
     """
     assert global_batch_size % (micro_batch_size * dp_size) == 0, (global_batch_size, micro_batch_size, dp_size)
-    splits: Splits = dataset_config.build(DatasetRequest(sizes, tokenizer))
+    request = DatasetRequest(sizes, tokenizer)
     batch_sizes = BatchSizes(micro_batch_size, global_batch_size, dp_rank, dp_size)
+    return dataset_config.iterators(request, batch_sizes, (consumed_train, consumed_valid))
+
+
+def numbered_iterators(
+    config: DatasetConfig, request: DatasetRequest, sizes: "BatchSizes", consumed: tuple[int, int]
+) -> Iterators:
+    """Iterators over datasets whose samples have numbers: ``DatasetConfig.iterators`` of most configs."""
+    splits: Splits = config.build(request)
 
     def iterator(name: str, dataset: Any, consumed: int) -> BatchIterator | None:
         if dataset is None:
             return None
-        _check_enough(name, len(dataset), global_batch_size)
-        return iterate(dataset, dataset_config, batch_sizes, consumed)
+        _check_enough(name, len(dataset), sizes.whole)
+        return iterate(dataset, config, sizes, consumed)
 
-    consumed = (consumed_train, consumed_valid, 0)
-    return Iterators(*map(iterator, SPLITS, splits, consumed))
+    return Iterators(*map(iterator, SPLITS, splits, (*consumed, 0)))
 
 
 class BatchSizes(NamedTuple):

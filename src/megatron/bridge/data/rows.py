@@ -32,9 +32,7 @@ class PaddedRows(Dataset[Row]):
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Row:
-        row = _joined([self.examples[index]], [self.seq_length], self.padding)
-        del row["cu_seqlens"]
-        return row
+        return row_of([self.examples[index]], self.padding, 1, self.seq_length, packed=False)
 
 
 class PackedRows(Dataset[Row]):
@@ -62,8 +60,7 @@ class PackedRows(Dataset[Row]):
 
     def __getitem__(self, index: int) -> Row:
         examples = [self.examples[place] for place in self.plan[index].tolist()]
-        lengths = rounded_up(np.array([len(example.tokens) - 1 for example in examples]), self.multiple).tolist()
-        return _joined(examples, lengths, self.padding, self.seq_length)
+        return row_of(examples, self.padding, self.multiple, self.seq_length, packed=True)
 
     @property
     def fill(self) -> float:
@@ -90,9 +87,26 @@ class OpenRows(Dataset[Row]):
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Row:
-        example = self.examples[index]
-        length = -(-(len(example.tokens) - 1) // self.multiple) * self.multiple
-        return _joined([example], [length], self.padding)
+        return row_of([self.examples[index]], self.padding, self.multiple, None, packed=True)
+
+
+def row_of(examples: Sequence[Example], padding: int, multiple: int, seq_length: int | None, packed: bool) -> Row:
+    """One row of the given samples.
+
+    Args:
+        examples: the samples; one, unless ``packed``.
+        padding: token that fills up; it is never learnt.
+        multiple: with ``packed``, each sample is filled up to a multiple of this.
+        seq_length: length of the row; None: that of its samples.
+        packed: whether the row says where its samples begin and end.
+    """
+    if not packed:
+        assert seq_length is not None, "a row of one sample has a length"
+        row = _joined(examples, [seq_length], padding)
+        del row["cu_seqlens"]
+        return row
+    lengths = rounded_up(np.array([len(example.tokens) - 1 for example in examples]), multiple).tolist()
+    return _joined(examples, lengths, padding, seq_length)
 
 
 def _joined(examples: Sequence[Example], lengths: Sequence[int], padding: int, total: int | None = None) -> Row:

@@ -21,6 +21,7 @@ from megatron.bridge.data.config import (
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.peft.base import PEFT
+from megatron.bridge.training.distillation.config import DistillConfig
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
 from megatron.bridge.utils import dist as process
 from megatron.bridge.utils.errors import UserError
@@ -29,6 +30,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigContainer",
     "DatasetConfig",
+    "DistillConfig",
     "DistributedDataParallelConfig",
     "DistributedInitConfig",
     "FinetuningDatasetConfig",
@@ -299,6 +301,7 @@ class ConfigContainer:
     nvrx_straggler: None = None
     profiling: None = None
     peft: PEFT | None = None
+    distill: DistillConfig | None = None
     comm_overlap: None = None
     rerun_state_machine: RerunStateMachineConfig | None = None
     inprocess_restart: None = None

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from megatron.bridge.data.loaders import BatchIterator
+from megatron.bridge.data.loaders import Batches as Data
 from megatron.bridge.training.loop import forward_backward
 from megatron.bridge.training.losses import LossTotals, Report, means
 from megatron.bridge.training.param_gather import gathered_params
@@ -38,7 +38,7 @@ def evaluate(run: Run, split: Literal["valid", "test"] = "valid") -> Report:
     return run.total_loss_dict
 
 
-def per_chunk(batches: BatchIterator, chunks: int) -> list[Batches]:
+def per_chunk(batches: Data, chunks: int) -> list[Batches]:
     """One iterator per model chunk over the same microbatches, each of which is read once."""
     return list(tee(batches, chunks)) if chunks > 1 else [batches]
 

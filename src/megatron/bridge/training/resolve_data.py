@@ -1,27 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """What data for fine-tuning asks of the model and of the layout, filled in once the layout is known."""
 
-from megatron.bridge.data.config import BlendedDatasetConfig, DatasetConfig, PackedSequenceSpecs, SFTDatasetConfig
+from collections.abc import Sequence
+
+from megatron.bridge.data.config import (
+    BlendedDatasetConfig,
+    DatasetConfig,
+    PackedSequenceSpecs,
+    RecordDatasetConfig,
+)
+from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.training.config import ConfigContainer
 
 
-def resolve_data(config: ConfigContainer) -> list[str]:
-    """Fill in what is derived; running it twice changes nothing more.
+def resolve_data(config: ConfigContainer, world_size: int) -> list[str]:
+    """Fill in what is derived for ``world_size`` processes; running it twice changes nothing more.
 
     Returns:
         A sentence for each value that was replaced.
     """
+    if isinstance(config.dataset, EnergonProvider) and config.dataset.readers is None:
+        config.dataset.readers = config.data_parallel_size(world_size)
     parts = tuning_parts(config.dataset)
     for part in parts:
         _pad_for_layout(part, config)
     return [*_count_tokens(config, parts), *_vary_lengths(config)]
 
 
-def tuning_parts(dataset: DatasetConfig) -> list[SFTDatasetConfig]:
-    """The data sets for fine-tuning in ``dataset``; none if it is of another kind."""
+def tuning_parts(dataset: DatasetConfig) -> Sequence[RecordDatasetConfig]:
+    """The data sets of records in ``dataset``; none if it is of another kind."""
     if isinstance(dataset, BlendedDatasetConfig):
         return dataset.datasets
-    return [dataset] if isinstance(dataset, SFTDatasetConfig) else []
+    return [dataset] if isinstance(dataset, RecordDatasetConfig) else []
 
 
 def sequence_multiple(config: ConfigContainer, padding_free: bool) -> int:
@@ -32,7 +42,7 @@ def sequence_multiple(config: ConfigContainer, padding_free: bool) -> int:
     return multiple * model.tensor_model_parallel_size if padding_free and model.sequence_parallel else multiple
 
 
-def _pad_for_layout(part: SFTDatasetConfig, config: ConfigContainer) -> None:
+def _pad_for_layout(part: RecordDatasetConfig, config: ConfigContainer) -> None:
     if not part.joins_samples:
         return
     if part.packed_sequence_specs is None:
@@ -41,7 +51,7 @@ def _pad_for_layout(part: SFTDatasetConfig, config: ConfigContainer) -> None:
         part.packed_sequence_specs.pad_seq_to_mult = sequence_multiple(config, part.padding_free)
 
 
-def _count_tokens(config: ConfigContainer, parts: list[SFTDatasetConfig]) -> list[str]:
+def _count_tokens(config: ConfigContainer, parts: Sequence[RecordDatasetConfig]) -> list[str]:
     """Samples learn differently many tokens: a mean of the means of microbatches depends on which share one."""
     if not parts or config.model.calculate_per_token_loss:
         return []
@@ -53,11 +63,16 @@ def _count_tokens(config: ConfigContainer, parts: list[SFTDatasetConfig]) -> lis
 
 
 def _vary_lengths(config: ConfigContainer) -> list[str]:
-    model, dataset = config.model, config.dataset
-    several_stages = model.pipeline_model_parallel_size > 1
-    if not getattr(dataset, "padding_free", False) or not several_stages or model.variable_seq_lengths:
+    model, distill = config.model, config.distill
+    if model.pipeline_model_parallel_size == 1 or model.variable_seq_lengths:
+        return []
+    if getattr(config.dataset, "padding_free", False):
+        why = "padding-free batches differ in length"
+    elif distill is not None and distill.cache is None:
+        why = "stages send the teacher's activations along with the student's"
+    else:
         return []
     model.variable_seq_lengths = True
     if not model.num_moe_experts:  # Megatron-Core asks for this one even where there is nothing to dispatch
         model.moe_token_dispatcher_type = "alltoall"
-    return ["model.variable_seq_lengths=True is used: padding-free batches differ in length"]
+    return [f"model.variable_seq_lengths=True is used: {why}"]

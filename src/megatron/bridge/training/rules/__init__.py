@@ -8,7 +8,7 @@ key, its value, the rule and the nearest legal values.
 from collections.abc import Callable, Iterable
 
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.rules import data, layout, values
+from megatron.bridge.training.rules import data, distill, layout, values
 
 Rule = Callable[[ConfigContainer, int], str | None]
 
@@ -38,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     layout.replicas_divide_batch,
     values.adapters_can_be,
     values.adapters_have_a_base,
+    distill.distillation_can_be,
     values.sequence_fits_model,
     values.one_half_precision,
     values.learning_rates_are_ordered,
@@ -50,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     layout.cp_with_masks_counts_tokens,
     data.packed_rows_come_alone,
     data.samples_can_be_cut,
+    data.readers_divide_batches,
     values.no_partial_checkpointing,
     values.no_fsdp_yet,
     values.dropouts_are_probabilities,

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WebDatasets through Megatron Energon: every record once, packed rows, broken records, and exact resume."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from importlib.util import find_spec
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.bridge.data.config import PackedSequenceSpecs
+from megatron.bridge.data.energon import EnergonProvider
+from megatron.bridge.data.loaders import build_iterators
+from megatron.bridge.data.tokenizer import NullTokenizer
+from megatron.bridge.training.config import CheckpointConfig, ValidationConfig
+from megatron.bridge.utils.errors import UserError
+from tests.toy_run import SEQUENCE, VOCABULARY, run_toy
+
+TOKENIZER = NullTokenizer(VOCABULARY)
+SAMPLES = 40
+
+
+def installed():
+    return find_spec("megatron.energon") is not None
+
+
+needs_energon = pytest.mark.skipif(
+    not installed(), reason="megatron-energon is not installed (an optional package)"
+)
+
+
+def write(folder, records, shards=2, part="json"):
+    """A WebDataset of ``records`` with its index: the shards for training, the last one for validation, too."""
+    from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+
+    folder.mkdir()
+    names = [f"shard_{number}.tar" for number in range(shards)]
+    for name, place in zip(names, np.array_split(np.arange(len(records)), shards), strict=True):
+        with tarfile.open(folder / name, "w") as file:
+            for number in place.tolist():
+                data = (
+                    records[number] if isinstance(records[number], bytes) else json.dumps(records[number]).encode()
+                )
+                info = tarfile.TarInfo(f"{number:04}.{part}")
+                info.size = len(data)
+                file.addfile(info, io.BytesIO(data))
+    splits = [("train", "shard_.*"), ("val", names[-1])]
+    WebdatasetPreparator.prepare_dataset(folder, names, split_parts_patterns=splits, workers=1)
+    (folder / ".nv-meta" / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
+    return folder
+
+
+def record(number):
+    """A pair whose number can be read off its first token."""
+    return {"prompt": f"{number} 1 ", "completion": " ".join("2" for _ in range(1 + number % 7))}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path / "wds", [record(number) for number in range(SAMPLES)])
+
+
+def provider(folder, **values):
+    return EnergonProvider(
+        **{"path": str(folder), "seq_length": SEQUENCE, "shuffle_buffer_size": 4, "max_samples_per_sequence": 5}
+        | values
+    )
+
+
+def batches(config, rank=0, ranks=1, micro=2, whole=8, split="train"):
+    return getattr(build_iterators(config, TOKENIZER, (80, 8, 0), micro, whole, rank, ranks), split)
+
+
+def numbers(batch):
+    return batch["tokens"][:, 0].tolist()
+
+
+@needs_energon
+def test_an_epoch_has_every_record_once_with_its_mask(folder):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    drawn = []
+    train = batches(provider(folder, shuffle_buffer_size=1))
+    for _ in range(SAMPLES // 2):
+        batch = next(train)
+        for row, mask in zip(batch["labels"], batch["loss_mask"], strict=True):
+            count = int(mask.sum())
+            assert row[mask.bool()].tolist() == [2] * (count - 1) + [VOCABULARY - 1]
+        drawn += numbers(batch)
+    assert sorted(drawn) == list(range(SAMPLES))
+    assert drawn != sorted(drawn), "shards are read in an order of their own"
+    assert torch.equal(before, torch.get_rng_state()), "the run's random numbers are its own"
+    assert (train.report.records, train.report.samples) == (SAMPLES, SAMPLES)
+    held_out = batches(provider(folder), split="valid")
+    assert [numbers(next(held_out)) for _ in range(2)] == [[20, 21], [22, 23]]
+    assert numbers(next(held_out.replicate())) == [20, 21]
+
+
+@needs_energon
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_position_is_exact_under_another_number_of_ranks(folder, workers):
+    config = provider(folder, readers=2, num_workers=workers)
+    each = [batches(config, rank, 2) for rank in range(2)]
+    for _ in range(3):
+        for mine in each:
+            next(mine)
+            next(mine)
+    states = [mine.state_dict() for mine in each]
+    merged = states[0] | {"readers": states[0]["readers"] | states[1]["readers"]}
+    expected = {}
+    for _ in range(2):
+        for mine in each:
+            batch = next(mine)
+            expected |= dict(zip(mine.sample_ids, numbers(batch), strict=True))
+    alone = batches(config)
+    alone.load_state_dict(merged)
+    found = {}
+    for _ in range(4):
+        batch = next(alone)
+        found |= dict(zip(alone.sample_ids, numbers(batch), strict=True))
+    assert found == expected
+
+
+@needs_energon
+def test_packed_rows_hold_every_token_once_and_resume(folder):
+    specs = PackedSequenceSpecs(packed_sequence_size=SEQUENCE)
+    config = provider(folder, packed_sequence_specs=specs, packing_buffer_size=10)
+    train = batches(config, micro=1)
+    found = []
+    while len(found) < 10:  # the first buffer
+        row = next(train)
+        bounds = row["cu_seqlens"].tolist()
+        assert bounds[-1] == SEQUENCE
+        assert row["position_ids"][0, bounds[:-1]].tolist() == [0] * (len(bounds) - 1)
+        for start, stop in pairwise(bounds):
+            if learnt := int(row["loss_mask"][0, start:stop].sum()):
+                number = int(row["tokens"][0, start])
+                assert learnt == 2 + number % 7, "the completion and its end"
+                found.append(number)
+    assert len(set(found)) == 10
+    state = train.state_dict()
+    expected = [next(train)["tokens"] for _ in range(8)]
+    again = batches(config, micro=1)
+    again.load_state_dict(state)
+    assert all(torch.equal(next(again)["tokens"], tokens) for tokens in expected)
+
+
+@needs_energon
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_wrong_is_one_sentence(tmp_path, workers):
+    records = [record(number) for number in range(8)]
+    records[3] = {"promt": "1", "completion": "2"}
+    config = provider(write(tmp_path / "wds", records), num_workers=workers)
+    train = batches(config)
+    message = r"^\S*shard_0\.tar: 0003: expected messages, .*the keys are: completion, promt$"
+    with pytest.raises(UserError, match=message):
+        list(islice(train, 8))
+    with pytest.raises(UserError, match="the part valid cannot be opened"):
+        next(batches(provider(tmp_path / "wds", validation_split="valid"), split="valid"))
+    many = batches(provider(tmp_path / "wds", readers=8, validation_split="val"), split="valid", whole=8, micro=8)
+    with pytest.raises(UserError, match="has a reader without a sample: use fewer readers"):
+        next(many)
+
+
+@needs_energon
+def test_text_and_samples_that_are_dropped(tmp_path):
+    texts = [b"1 2 3", b"4 " * 100, b"5 6"]
+    config = provider(write(tmp_path / "wds", texts, shards=1, part="txt"), truncation="drop")
+    train = batches(config, whole=2)
+    drawn = [row for _ in range(3) for row in numbers(next(train))]
+    assert set(drawn) == {1, 5}
+    assert train.report.dropped["as too long"] >= 1
+
+
+@needs_energon
+def test_blends_keep_their_weights(tmp_path):
+    for name, first in (("a", 0), ("b", 50)):
+        write(tmp_path / name, [record(first + number) for number in range(SAMPLES)])
+    blend = tmp_path / "blend.yaml"
+    parts = "".join(f"      - {{path: {name}, weight: {weight}}}\n" for name, weight in (("a", 3), ("b", 1)))
+    blend.write_text(
+        f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{parts}"
+    )
+    train = batches(provider(blend, shuffle_buffer_size=1))
+    drawn = [number for _ in range(100) for number in numbers(next(train))]
+    assert 0.65 < np.mean(np.array(drawn) < 50) < 0.85
+
+
+def train(folder, save, iterations, layout=None, exit_interval=None):
+    """Losses of a run on the WebDataset."""
+    return run_toy(
+        {
+            "model": layout or {},
+            "train": {"train_iters": iterations, "micro_batch_size": 1, "exit_interval": exit_interval},
+            "dataset": provider(folder, readers=4),
+            "checkpoint": CheckpointConfig(save=str(save), save_interval=2),
+            "validation": ValidationConfig(eval_interval=3, eval_iters=1),
+        }
+    ).losses
+
+
+@needs_energon
+def test_a_run_resumes_exactly_and_under_other_layouts(four_workers, two_workers, folder, tmp_path):
+    whole = two_workers.run(train, folder, tmp_path / "whole", 6)[0]
+    assert two_workers.run(train, folder, tmp_path / "cut", 6, None, 4)[0] == whole[:4]
+    for name in ("same", "tensor"):
+        shutil.copytree(tmp_path / "cut", tmp_path / name)
+    assert two_workers.run(train, folder, tmp_path / "same", 6)[0] == whole[4:], "bitwise"
+    tensor = {"tensor_model_parallel_size": 2}
+    assert two_workers.run(train, folder, tmp_path / "tensor", 6, tensor)[0] == pytest.approx(whole[4:], abs=1e-5)
+    assert four_workers.run(train, folder, tmp_path / "cut", 6)[0] == pytest.approx(whole[4:], abs=1e-5)
+
+
+def test_without_the_package_the_config_is_there_and_says_what_is_missing(tmp_path):
+    code = (
+        "import sys, importlib.abc\n"
+        "class Hide(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.startswith('megatron.energon'): raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+        "from megatron.bridge.data.energon import EnergonProvider\n"
+        "assert 'torch' not in sys.modules\n"
+        "EnergonProvider(path='x', seq_length=8).check_sources()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "dataset=EnergonProvider needs the package megatron-energon, which is not installed" in done.stderr
