@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Activations of a rank, estimated from the modules that it would build.
+
+The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
+section 4: what autograd keeps for the backward pass, module by module, with these differences:
+
+* widths are those of the real modules (grouped queries, latents, experts, gates), not multiples of one size;
+* attention runs in kernels that keep no scores (scaled_dot_product_attention, Transformer Engine), so there is no
+  term with the square of the sequence, and recomputing the core of attention alone saves nothing;
+* tokens are taken to be shared out evenly over the experts.
+
+With T tokens of a microbatch on this context rank, t tensor ranks, R = T/t with sequence parallelism (else T) and
+e bytes a number:
+
+=========================  ==========================================================================
+norm of a layer            R x hidden x e (its input)
+linear layer               R x in x e, or T x in/t x e if it is row-parallel (its input, once where several
+                           share it), and T x out/t x e (its output, unless it ends in the residual stream)
+attention                  T x (queries + keys)/t x e (rotated), T x heads/t x 4 (sums of exponentials)
+activation of an MLP       nothing more where it is fused; T x width/t x e where it is not
+experts                    as the other layers, with R x top-k x expert tensor ranks tokens
+router                     R x experts x 12 (logits, scores and their gradients in fp32)
+dropout                    R x hidden (a mask of one byte), twice
+state-space mixer          T x (2 x inner + 2 x groups x state)/t x e, and a state of fp32 for each chunk
+=========================  ==========================================================================
+
+A chunk of layers is held once for each microbatch in flight: as many as there are stages from this one on; with v
+virtual stages, 2 x (stages - rank - 1) + (v - 1) x stages + 1 chunks in all (Narayanan et al., "Efficient
+Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021). Full recomputation keeps the input
+of each layer (with the uniform method, of each ``recompute_num_layers`` layers) and holds what one such piece
+keeps while it runs backward.
+
+The last stage adds T x vocabulary/t x (4 + 2e): logits, exponentials in fp32, and a gradient, for one microbatch.
+On top comes what the backward pass of one layer holds: its gathered input and the gradient of its widest output.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron.bridge.models.model_provider import ModelProvider
+from megatron.bridge.training.config import ConfigContainer
+
+_INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
+_FP32 = 4
+_BLOCKS = ("self_attention", "mlp", "mixer")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The symbols of the formulas above, and what decides which of them apply."""
+
+    tokens: int
+    between: int
+    number: int
+    tensor: int
+    hidden: int
+    chosen: int  # tokens of all experts of a rank
+    experts: int  # on a rank
+    fused: bool  # activations of MLPs
+    masks: bool  # of dropout
+    gathered: int  # context ranks whose keys and values are kept
+    recomputed: tuple[str, ...]  # modules
+
+
+def of_stage(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
+    """Bytes of activations on a rank of pipeline stage ``stage`` at the fullest moment of a step.
+
+    Args:
+        config: A config after ``validate(world_size)``.
+        chunks: What the rank holds, as ``ranks.stages`` builds it.
+        stage: Pipeline rank.
+        world_size: Number of processes.
+    """
+    sizes = _sizes(config)
+    kept = [_chunk(config.model, chunk, sizes) for chunk in chunks]
+    times = in_flight(config, stage, world_size)
+    held = sum(count * layers.kept for count, layers in zip(times, kept, strict=True))
+    ends = sum(_ends(config.model, chunk, sizes) for chunk in chunks)
+    return held + max(layers.working for layers in kept) + ends
+
+
+def in_flight(config: ConfigContainer, stage: int, world_size: int) -> list[int]:
+    """How many microbatches each chunk of a rank of pipeline stage ``stage`` holds at once."""
+    model, train = config.model, config.train
+    stages, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    microbatches = train.global_batch_size // (train.micro_batch_size * config.data_parallel_size(world_size))
+    if virtual == 1:
+        return [min(stages - stage, microbatches)]
+    group = model.microbatch_group_size_per_vp_stage or stages
+    warmup = 2 * (stages - stage - 1) + (virtual - 1) * group + 1
+    counts = [0] * virtual
+    for forward in range(min(warmup, virtual * microbatches)):  # a group of microbatches for each chunk in turn
+        counts[forward // group % virtual] += 1
+    return counts
+
+
+def _sizes(config: ConfigContainer) -> _Sizes:
+    model = config.model
+    tensor = model.tensor_model_parallel_size
+    tokens = config.train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size
+    between = tokens // tensor if model.sequence_parallel else tokens
+    gathers = model.backend != "transformer_engine" and model.cp_comm_type in (None, "all_gather")
+    selective = model.recompute_granularity == "selective"
+    return _Sizes(
+        tokens=tokens,
+        between=between,
+        number=2 if model.bf16 or model.fp16 else _FP32,
+        tensor=tensor,
+        hidden=model.hidden_size,
+        chosen=between * (model.moe_router_topk or 0) * (model.expert_tensor_parallel_size or tensor),
+        experts=(model.num_moe_experts or 1) // model.expert_model_parallel_size,
+        fused=model.bias_activation_fusion or model.use_te_activation_func,
+        masks=model.hidden_dropout > 0,
+        gathered=model.context_parallel_size if gathers else 1,
+        recomputed=tuple(model.recompute_modules or ("core_attn",)) if selective else (),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- chunks
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Of the layers of a chunk: what they keep for one microbatch, and what one holds while it runs backward."""
+
+    kept: int
+    working: int
+
+
+def _chunk(model: ModelProvider, chunk: Any, sizes: _Sizes) -> _Layers:
+    layers = list(_layers(chunk))
+    full = [_kept(layer, sizes, recomputed=()) for layer in layers]
+    kept = [_kept(layer, sizes, sizes.recomputed) for layer in layers]
+    gradients = max((_widest(layer, sizes) for layer in layers), default=0)
+    again = max((before - after for before, after in zip(full, kept, strict=True)), default=0)
+    entry = sizes.between * sizes.hidden * sizes.number
+    count = model.recompute_num_layers or 1
+    if model.recompute_granularity != "full":
+        return _Layers(sum(kept), gradients + again)
+    if model.recompute_method == "block":  # the first layers of a chunk
+        return _Layers(len(full[:count]) * entry + sum(full[count:]), gradients + max(full[:count], default=0))
+    pieces = [full[start : start + count] for start in range(0, len(full), count)]
+    return _Layers(len(pieces) * entry, gradients + max(map(sum, pieces), default=0))
+
+
+def _layers(chunk: Any) -> Iterator[nn.Module]:
+    yield from chunk.decoder.layers
+    if getattr(chunk, "mtp", None) is not None:
+        yield from chunk.mtp.layers
+
+
+def _ends(model: ModelProvider, chunk: Any, sizes: _Sizes) -> int:
+    """Final norm, output layer and loss of the last stage, once for each token that is predicted ahead."""
+    if not chunk.post_process:
+        return 0
+    losses = 1 + (getattr(model, "mtp_num_layers", None) or 0)
+    vocabulary: Any = model
+    logits = sizes.tokens * vocabulary.padded_vocab_size // sizes.tensor * (_FP32 + 2 * sizes.number)
+    return losses * (logits + 2 * sizes.between * sizes.hidden * sizes.number)
+
+
+# --------------------------------------------------------------------------------------------------------- layers
+
+
+def _kept(layer: nn.Module, sizes: _Sizes, recomputed: tuple[str, ...]) -> int:
+    """Bytes that ``layer`` keeps for one microbatch."""
+    entry = sizes.between * sizes.hidden * sizes.number
+    total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
+    for name, part in layer.named_children():
+        if name in _BLOCKS:
+            total += entry * ("layernorm" not in recomputed)
+            total += 0 if _is_recomputed(name, part, recomputed) else _inside(part, sizes, recomputed)
+        elif name == "mtp_model_layer":
+            total += _kept(part, sizes, recomputed)
+        elif _shape(part) is not None:  # a linear layer, or a norm
+            total += _of_module(name, part, sizes) if len(_shape(part) or ()) == 2 else entry
+    return total
+
+
+def _is_recomputed(name: str, block: nn.Module, recomputed: tuple[str, ...]) -> bool:
+    """Whether nothing inside of ``block`` is kept."""
+    return name == "mlp" and ("moe" if hasattr(block, "router") else "mlp") in recomputed
+
+
+def _inside(block: nn.Module, sizes: _Sizes, recomputed: tuple[str, ...]) -> int:
+    total = 0
+    for path, module in block.named_modules():
+        name = path.rpartition(".")[2]
+        if "shared_experts" in path and "shared_experts" in recomputed:
+            continue
+        if name in ("linear_q_up_proj", "linear_kv_up_proj") and "mla_up_proj" in recomputed:
+            continue
+        total += _of_module(path, module, sizes)
+        if name == "linear_fc2" and "experts" in path and "moe_act" in recomputed:
+            total -= _of_module(path, module, sizes)
+    return total
+
+
+def _of_module(path: str, module: Any, sizes: _Sizes) -> int:
+    """Bytes that one module keeps, its children left out."""
+    if hasattr(module, "core_attention"):
+        return _attention(module, sizes)
+    if hasattr(module, "d_inner_local_tp"):
+        return _state_space(module, sizes)
+    shape = _shape(module)
+    if shape is None or len(shape) < 2:
+        return 0
+    if type(module).__name__.endswith("Router"):
+        return sizes.between * shape[0] * 12
+    tokens = _tokens(path, sizes)
+    width = shape[1] if path.endswith(_INTO_RESIDUAL) else shape[0]
+    numbers = tokens * width * (1 if sizes.fused or not path.endswith("linear_fc2") else 2)
+    is_dispatched = "experts" in path and "shared_experts" not in path
+    if not path.endswith(_INTO_RESIDUAL) and (is_dispatched or shape[1] != sizes.hidden):
+        numbers += (tokens if is_dispatched else sizes.between) * shape[1]
+    return numbers * sizes.number
+
+
+def _tokens(path: str, sizes: _Sizes) -> int:
+    if "local_experts" in path:  # one after the other
+        return sizes.chosen // sizes.experts
+    return sizes.chosen if "experts" in path and "shared_experts" not in path else sizes.tokens
+
+
+def _shape(module: Any) -> tuple[int, ...] | None:
+    """Of the weight; of grouped experts, of each one's."""
+    weight = getattr(module, "weight0", getattr(module, "weight", None))
+    return None if weight is None else tuple(weight.shape)
+
+
+def _attention(attention: Any, sizes: _Sizes) -> int:
+    """What the kernel of attention keeps beside its output: rotated queries and keys, a number for each row."""
+    config = attention.config
+    heads = attention.num_attention_heads_per_partition
+    groups = attention.num_query_groups_per_partition
+    width = attention.hidden_size_per_attention_head
+    if config.multi_latent_attention:
+        groups, width = heads, config.qk_head_dim + config.qk_pos_emb_head_dim
+    keys = groups * width * (1 if sizes.gathered == 1 else 2 * sizes.gathered)  # gathered values, too
+    return sizes.tokens * ((heads * width + keys) * sizes.number + heads * _FP32)
+
+
+def _state_space(mixer: Any, sizes: _Sizes) -> int:
+    """Convolved inputs, what the scan returns, and the states between its chunks."""
+    inner, groups, state = mixer.d_inner_local_tp, mixer.ngroups_local_tp, mixer.d_state
+    states = sizes.tokens // mixer.chunk_size * inner * state * _FP32
+    return sizes.tokens * 2 * (inner + groups * state) * sizes.number + states
+
+
+def _widest(layer: nn.Module, sizes: _Sizes) -> int:
+    """The gathered input and the gradient of the widest output of a linear layer."""
+    gathered = sizes.tokens * sizes.hidden * sizes.number
+    shapes = [(path, _shape(module)) for path, module in layer.named_modules()]
+    widths = [_tokens(path, sizes) * shape[0] for path, shape in shapes if shape is not None]
+    return gathered + max(widths, default=0) * sizes.number

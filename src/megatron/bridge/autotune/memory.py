@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Memory of a GPU for a config: counted on the real sharded model, but for the activations, which are estimated.
+
+Weights, gradients and optimizer state are those of the chunks that a rank would build (``ranks``), laid out in the
+buffers of Megatron-Core's data parallelism, padding included; see ``activations`` for the rest. Not counted: the
+CUDA context, buffers of NCCL, fragments of the allocator (``gpus.RESERVED`` of the card is left to them).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.module import MegatronModule
+from torch import nn
+
+from megatron.bridge.autotune import activations, ranks
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.optimizer import STATE_NAMES
+
+_FP32 = 4  # bytes
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of each rank of one pipeline stage.
+
+    Attributes:
+        stage: Pipeline rank.
+        parameters: Numbers that a rank holds, frozen ones included.
+        weights: Of the model, in the precision of the computation.
+        gradients: Their buffers.
+        optimizer: fp32 copies of the weights and the moments of the optimizer: this rank's share.
+        activations: Kept for the backward pass, and held by it, at the fullest moment of a step (an estimate).
+    """
+
+    stage: int
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def states(self) -> int:
+        """What is there between two steps."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Everything."""
+        return self.states + self.activations
+
+
+def memory_per_rank(config: ConfigContainer, world_size: int) -> list[RankMemory]:
+    """Memory of a rank of each pipeline stage, first stage first.
+
+    Args:
+        config: A config after ``validate(world_size)``.
+        world_size: Number of processes.
+    """
+    return [_memory(config, chunks, stage, world_size) for stage, chunks in enumerate(_stages(config))]
+
+
+def fullest(memory: Sequence[RankMemory]) -> RankMemory:
+    """The rank that decides whether a layout fits."""
+    return max(memory, key=lambda rank: rank.total)
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """Ranks with the same weights, which share the optimizer's state."""
+
+    dense: int
+    expert: int
+
+    @classmethod
+    def of(cls, config: ConfigContainer, world_size: int) -> "_Replicas":
+        model, instances = config.model, config.ddp.num_distributed_optimizer_instances
+        expert_tensor = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+        dense = world_size // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
+        expert = world_size // (
+            expert_tensor * model.expert_model_parallel_size * model.pipeline_model_parallel_size
+        )
+        return cls(max(dense // instances, 1), max(expert // instances, 1))
+
+
+def _stages(config: ConfigContainer) -> list[list[MegatronModule]]:
+    stages = ranks.stages(config.model)
+    if config.peft is not None:
+        with ranks.as_stage(config.model, stage=0, several=False), torch.device("meta"):
+            config.peft([chunk for chunks in stages for chunk in chunks])
+    return stages
+
+
+def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int) -> RankMemory:
+    model, replicas = config.model.resolved(), _Replicas.of(config, world_size)
+    for chunk in chunks:
+        if model.bf16 or model.fp16:
+            chunk.to(model.params_dtype)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    weights = sum(map(_bytes, parameters)) + sum(_bytes(buffer) for chunk in chunks for buffer in chunk.buffers())
+    gradients = optimizer = 0
+    for index, chunk in enumerate(chunks):
+        parts = _trained(config, chunk, bucketed=stage == index == 0, replicas=replicas)
+        weights += sum(part.padding for part in parts)
+        gradients += sum(part.gradients for part in parts)
+        optimizer += sum(part.optimizer for part in parts)
+    return RankMemory(
+        stage=stage,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations.of_stage(config, chunks, stage, world_size),
+    )
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """Bytes of the trained parameters of one buffer, weights excluded but for the buffer's padding."""
+
+    padding: int
+    gradients: int
+    optimizer: int
+
+
+def _trained(config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas: _Replicas) -> list[_Trained]:
+    parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
+    wide = bool(config.ddp.grad_reduce_in_fp32)
+    groups = group_params_for_buffers(parameters, wide)
+    lengths = {key: sum(parameter.numel() for parameter in members) for key, (members, _) in groups.items()}
+    shares = dict(lengths)
+    if config.ddp.use_distributed_optimizer:
+        bucket = _bucket_size(config, replicas) if bucketed else None
+        layout = DistributedOptimizer.compute_full_param_layout(
+            parameters, bucket, replicas.dense, config.ddp, replicas.expert
+        )
+        padded = {key: part.bucket_indices[-1][1] for key, part in layout.layouts.items()}
+        shares = {
+            key: length // (replicas.expert if key.is_expert_parallel else replicas.dense)
+            for key, length in padded.items()
+        }
+    else:
+        padded = lengths
+    return [
+        _Trained(
+            padding=(padded[key] - lengths[key]) * key.param_dtype.itemsize,
+            gradients=padded[key] * key.grad_dtype.itemsize,
+            optimizer=shares[key] * _optimizer_bytes(config, key.param_dtype),
+        )
+        for key in groups
+    ]
+
+
+def _bucket_size(config: ConfigContainer, replicas: _Replicas) -> int | None:
+    """As Megatron-Core chooses it."""
+    if not config.ddp.overlap_grad_reduce:
+        return None
+    return config.ddp.bucket_size or max(40_000_000, 1_000_000 * replicas.dense)
+
+
+def _optimizer_bytes(config: ConfigContainer, dtype: torch.dtype) -> int:
+    """For one trained parameter: its fp32 copy, unless it is fp32 itself, and the moments."""
+    optimizer = config.optimizer
+    copies = 0 if dtype == torch.float32 else 1
+    moments = len(STATE_NAMES[optimizer.optimizer])
+    if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum:
+        moments = 0
+    return _FP32 * (copies + moments)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
