@@ -179,7 +179,7 @@ class GPTModelProvider(ModelProvider):
         padding.apply_padding(model, self)
 
     def _check_layer_lists(self) -> None:
-        for name in ("window_attn_skip_freq", "no_rope_freq"):
+        for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != self.num_layers:
                 raise UserError(

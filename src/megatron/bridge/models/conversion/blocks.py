@@ -46,6 +46,7 @@ def attention(
     qk_norm: bool = False,
     fused: bool = False,
     gated: bool = False,
+    names: str = "self_attn",
 ) -> Block:
     """Attention, and the normalisation before it.
 
@@ -56,8 +57,9 @@ def attention(
         qk_norm: queries and keys are normalised.
         fused: queries, keys and values are one tensor, ``qkv_proj``.
         gated: the query projection makes gates on the output as well.
+        names: Hugging Face's name of attention in a layer.
     """
-    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.self_attn"
+    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
     block: Block = (
         *_qkv(f"{ours}.linear_qkv", theirs, fused, gated),
         *linear(f"{ours}.linear_proj", f"{layers}.{output}"),

@@ -30,7 +30,8 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 def _activation(name: Any, config: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
     if name not in _ACTIVATIONS:
-        key = "hidden_act" if config.get("hidden_act") == name else "hidden_activation"
+        keys = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+        key = next((key for key in keys if config.get(key) == name), keys[0])
         raise UserError(f"{key}={name!r} is not supported: {', '.join(_ACTIVATIONS)} are")
     return _ACTIVATIONS[name]
 

@@ -6,7 +6,12 @@ Experts are parameters of one grouped layer (``experts.linear_fc1.weight3``) or 
 """
 
 from megatron.bridge.models.conversion.blocks import Block
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, ReplicatedMapping
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GatedMLPMapping,
+    MegatronParamMapping,
+    ReplicatedMapping,
+)
 
 _LAYER = "decoder.layers.*.mlp"
 
@@ -24,28 +29,30 @@ def expert_names(linear: str, kind: str = "weight") -> tuple[str, str]:
 
 def experts(
     names: str = "mlp.experts.*",
-    gate: str = "gate_proj",
+    gate: str | None = "gate_proj",
     up: str = "up_proj",
     down: str = "down_proj",
     layers: str = "model.layers.*",
 ) -> Block:
-    """Gated experts without biases, each with its own tensors.
+    """Experts without biases, each with its own tensors.
 
     Args:
         names: Hugging Face's name of an expert in a layer.
-        gate: its gate projection.
+        gate: its gate projection; None without one.
         up: its up projection.
         down: its output projection.
         layers: Hugging Face's name of a layer.
     """
     expert = f"{layers}.{names}"
+    gates = gate and f"{expert}.{gate}.weight"
     return (
-        *(
-            GatedMLPMapping(name, gate=f"{expert}.{gate}.weight", up=f"{expert}.{up}.weight")
-            for name in expert_names("linear_fc1")
-        ),
+        *(_fc1(name, gates, f"{expert}.{up}.weight") for name in expert_names("linear_fc1")),
         *(AutoMapping(name, f"{expert}.{down}.weight") for name in expert_names("linear_fc2")),
     )
+
+
+def _fc1(name: str, gate: str | None, up: str) -> MegatronParamMapping:
+    return GatedMLPMapping(name, gate=gate, up=up) if gate else AutoMapping(name, up)
 
 
 def router(
@@ -77,19 +84,20 @@ def shared_experts(
     name: str = "mlp.shared_experts",
     gate: str | None = None,
     layers: str = "model.layers.*",
+    gated: bool = True,
 ) -> Block:
-    """The experts that every token passes, as one gated feed-forward layer.
+    """The experts that every token passes, as one feed-forward layer.
 
     Args:
         name: Hugging Face's name of them in a layer.
         gate: its name of the gate on their output, in a layer; None without one.
         layers: Hugging Face's name of a layer.
+        gated: there is a gate beside the up projection.
     """
     parent, theirs = f"{_LAYER}.shared_experts", f"{layers}.{name}"
+    gates = f"{theirs}.gate_proj.weight" if gated else None
     block: Block = (
-        GatedMLPMapping(
-            f"{parent}.linear_fc1.weight", gate=f"{theirs}.gate_proj.weight", up=f"{theirs}.up_proj.weight"
-        ),
+        _fc1(f"{parent}.linear_fc1.weight", gates, f"{theirs}.up_proj.weight"),
         AutoMapping(f"{parent}.linear_fc2.weight", f"{theirs}.down_proj.weight"),
     )
     if gate is None:

@@ -15,6 +15,9 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 REQUIRED: Any = object()
 """Marks a field whose key must be there."""
 
+ABSENT: Any = object()
+"""What a field writes for a key that is not to be there."""
+
 
 @dataclass(frozen=True)
 class Field:
@@ -192,7 +195,8 @@ def unknown_keys(fields: Iterable[Field], config: Mapping[str, Any], irrelevant:
 
 def write_all(fields: Iterable[Field], provider: Any) -> dict[str, Any]:
     """The Hugging Face config, as far as the fields cover it."""
-    return {field.hf: field.write(provider) for field in fields}
+    written = {field.hf: field.write(provider) for field in fields}
+    return {key: value for key, value in written.items() if value is not ABSENT}
 
 
 def changed_keys(fields: Iterable[Field], provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2 mixers: Megatron-Core's on the kernels of mamba-ssm, and the same in PyTorch where they are missing.
+
+Megatron-Core's mixer fixes two numbers that models differ in: the epsilon of its gated norm, and that a step has
+no lower bound. Both mixers here read them from the config.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron.bridge.backends import ssd
+from megatron.bridge.backends.device import has_cuda
+from megatron.bridge.utils.errors import UserError
+
+
+def mixer() -> type[MambaMixer]:
+    """The fastest mixer that runs here."""
+    kernels = mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None
+    return KernelMixer if kernels and has_cuda() else TorchMixer
+
+
+class KernelMixer(MambaMixer):
+    """Megatron-Core's mixer with the smallest step and the epsilon of ``config``."""
+
+    def __init__(self, config: TransformerConfig, submodules: MambaMixerSubmodules, **kwargs: Any) -> None:
+        super().__init__(config, submodules, **kwargs)
+        self.smallest_step: float = getattr(config, "mamba_smallest_step", 0.0)
+        self.norm.eps = config.layernorm_epsilon
+
+    def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:  # noqa: N803 - their name
+        """Normed outputs [s, b, inner] of projected inputs [s, b, z + x + B + C + dt]."""
+        cp, config = self.cp, self.config
+        dtype = {"state_dtype": config.mamba_training_ssm_states_dtype or config.params_dtype}
+        y = mamba_mixer.mamba_split_conv1d_scan_combined(
+            zxBCdt.transpose(0, 1).contiguous(),
+            cp.get_conv1d_weight().squeeze(1),
+            cp.get_conv1d_bias(),
+            cp.get_dt_bias().float(),
+            -torch.exp(cp.get_A_log().float()),
+            D=cp.get_D(),
+            chunk_size=self.chunk_size,
+            seq_idx=None if packed_seq_params is None else _sequence_of_each(packed_seq_params, zxBCdt),
+            dt_limit=(self.smallest_step, float("inf")),
+            activation=self.activation,
+            headdim=self.headdim,
+            ngroups=cp.ngroups_local_tpcp,
+            norm_before_gate=False,
+            **(dtype if mamba_mixer.MAMBA_HAS_STATE_DTYPE else {}),
+        )
+        return self.norm(cp.post_conv_ssm(y.transpose(0, 1).contiguous(), packed_seq_params))
+
+
+class TorchMixer(MambaMixer):
+    """Megatron-Core's mixer, its parameters, checkpoint keys and context parallelism, on no kernels.
+
+    Packed sequences do not see one another: each starts from a state, and a convolution, of zero.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: MambaMixerSubmodules, **kwargs: Any) -> None:
+        with _no_kernels_asked_for():
+            super().__init__(config, submodules, **kwargs)
+        self.smallest_step: float = getattr(config, "mamba_smallest_step", 0.0)
+        self.norm.eps = config.layernorm_epsilon
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
+        packed_seq_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix hidden states [s, b, h] along the sequence.
+
+        Raises:
+            UserError: cached inference, or packed sequences under context parallelism.
+        """
+        if inference_context is not None or inference_params is not None:
+            raise UserError(
+                "cached inference of Mamba layers needs the packages mamba-ssm and causal-conv1d: install "
+                "them, or compute the whole sequence for each token"
+            )
+        if packed_seq_params is not None and self.cp.cp_size > 1:
+            raise UserError(
+                "packed sequences cannot pass Mamba layers under context parallelism without mamba-ssm: set "
+                "model.context_parallel_size=1"
+            )
+        projected, _ = self.in_proj(hidden_states)
+        whole = self.cp.pre_conv_ssm(projected)
+        mixed = torch.cat([self._mix(part) for part in whole.split(_lengths(packed_seq_params, len(whole)))])
+        return self.out_proj(self.norm(self.cp.post_conv_ssm(mixed)))
+
+    def _mix(self, projected: Tensor) -> Tensor:
+        """Gated outputs [s, b, inner], in float32, of one sequence's [s, b, z + x + B + C + dt]."""
+        cp = self.cp
+        inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
+        gate, xbc, dt = projected.transpose(0, 1).split([inner, inner + 2 * states, cp.nheads_local_tpcp], dim=-1)
+        x, b, c = F.silu(self._convolve(xbc)).split([inner, states, states], dim=-1)
+        x = x.unflatten(-1, (-1, self.headdim))
+        b, c = (part.unflatten(-1, (-1, self.d_state)) for part in (b, c))
+        dt = F.softplus(dt.float() + cp.get_dt_bias().float()).clamp(min=self.smallest_step)
+        y = ssd.scan(x, dt, -cp.get_A_log().float().exp(), b, c, self.chunk_size)
+        y = y + cp.get_D().float()[:, None] * x
+        return (y.flatten(-2) * F.silu(gate.float())).transpose(0, 1)
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        """Each channel of x [b, s, channels] with the tokens before it."""
+        return self.cp.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+class GroupNorm(torch.nn.Module):
+    """RMSNorm over each group of a mixer's outputs; made with the arguments of the kernel's norm.
+
+    Args:
+        hidden_size: this rank's outputs.
+        eps: added to the mean square.
+        group_size: outputs of a group.
+        norm_before_gate: must be False, the gate is applied already.
+        device: of the gain.
+        dtype: of the gain.
+    """
+
+    tp_group: Any
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        group_size: int,
+        norm_before_gate: bool,
+        device: Any,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        assert not norm_before_gate, "Megatron-Core's mixer norms what is gated"
+        self.eps, self.group_size = eps, group_size
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normed ``x`` [..., hidden size], in the gain's dtype."""
+        groups = x.float().unflatten(-1, (-1, self.group_size))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return normed.flatten(-2).to(self.weight.dtype) * self.weight
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The gain, split over tensor parallel ranks."""
+        assert metadata is not None, "the mixer fills it in"
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+@contextmanager
+def _no_kernels_asked_for() -> Iterator[None]:
+    """Let Megatron-Core's mixer be built where mamba-ssm is not installed, with the norm of this module."""
+    own = {"HAVE_MAMBA_SSM": True, "MAMBA_HAS_STATE_DTYPE": True, "ExtendedRMSNorm": GroupNorm}
+    theirs = {name: getattr(mamba_mixer, name) for name in own}
+    vars(mamba_mixer).update(own)
+    try:
+        yield
+    finally:
+        vars(mamba_mixer).update(theirs)
+
+
+def _bounds(packed: Any) -> Tensor:
+    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+
+
+def _lengths(packed: Any, total: int) -> list[int]:
+    """Lengths of the packed sequences; what is behind the last one counts as one more."""
+    if packed is None:
+        return [total]
+    bounds = [*_bounds(packed).tolist(), total]
+    return [stop - start for start, stop in pairwise(bounds) if stop > start]
+
+
+def _sequence_of_each(packed: Any, tokens: Tensor) -> Tensor:
+    """For each of ``tokens`` [s, ...] the number of its sequence, int32 [1, s], as the kernels take it."""
+    if packed.seq_idx is not None:
+        return packed.seq_idx
+    places = torch.arange(len(tokens), device=tokens.device)
+    return (torch.bucketize(places, _bounds(packed).to(tokens.device), right=True) - 1).int()[None]

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The provider of Megatron-Core's hybrid models: Mamba-2 layers among attention, feed-forward and experts."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from megatron.bridge.backends.hybrid_specs import hybrid_stack_spec
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.utils.errors import UserError
+
+MAMBA, ATTENTION, FEED_FORWARD, EXPERTS, STAGE = "M*-E|"
+KINDS = {MAMBA: "Mamba", ATTENTION: "attention", FEED_FORWARD: "feed-forward", EXPERTS: "experts"}
+
+# fields of a plain decoder -> the value with which they change nothing
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "transformer_layer_spec": None,
+    "norm_placement": "pre",
+    "qk_norm_across_heads": False,
+    "residual_multiplier": 1.0,
+    "attn_logit_softcapping": None,
+    "rope_scaling": False,
+    "mtp_num_layers": None,
+    "moe_layer_freq": 1,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
+@dataclass
+class MambaModelProvider(GPTModelProvider):
+    """A ``GPTModelProvider`` whose layers have one job each, as ``hybrid_override_pattern`` says.
+
+    Attributes:
+        hybrid_override_pattern: a symbol for each of ``num_layers``: ``M`` Mamba-2, ``*`` attention, ``-``
+            feed-forward, ``E`` experts. ``|`` between them cuts the stack into (virtual) pipeline stages, in
+            order; without it, stages have equally many layers.
+        mamba_conv_kernel: tokens that the convolution of a Mamba layer sees, its own included.
+        mamba_chunk_size: tokens that are computed as one matrix; changes speed and memory, not numbers.
+        mamba_smallest_step: lower bound of the step by which a token moves a state.
+        mamba_first_step_min: a new model's steps are spread from here, evenly in their logarithm,
+        mamba_first_step_max: to here,
+        mamba_first_step_floor: and never below this.
+    """
+
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "none"
+    normalization: str = "RMSNorm"
+    add_bias_linear: bool = False
+    hidden_dropout: float = 0.0
+    hybrid_override_pattern: str | None = None
+    mamba_conv_kernel: int = 4
+    mamba_chunk_size: int = 128
+    mamba_smallest_step: float = 0.0
+    mamba_first_step_min: float = 0.001
+    mamba_first_step_max: float = 0.1
+    mamba_first_step_floor: float = 1e-4
+
+    @property
+    def layer_kinds(self) -> str:
+        """A symbol for each layer, without the borders of stages."""
+        return (self.hybrid_override_pattern or "").replace(STAGE, "")
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba layer; as many as fill twice the hidden size unless given."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def has_own_stages(self) -> bool:
+        """Whether the pattern says where pipeline stages begin."""
+        return STAGE in (self.hybrid_override_pattern or "")
+
+    def derive(self) -> None:
+        """Refuse what has no effect on a hybrid model, and what its layers cannot be built from."""
+        super().derive()
+        for name, harmless in _WITHOUT_EFFECT.items():
+            if getattr(self, name) != harmless:
+                value = getattr(self, name)
+                raise UserError(f"{name}={value!r} has no effect on a hybrid model: set model.{name}={harmless!r}")
+        self._check_pattern()
+        self._check_mamba()
+        if self.num_moe_experts is not None:
+            # read where auxiliary losses are averaged over the layers that have them
+            self.moe_layer_freq = [int(kind == EXPERTS) for kind in self.layer_kinds]
+
+    def provide(  # type: ignore[override] - Megatron-Core's hybrid model is no GPTModel
+        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+    ) -> HybridModel:
+        """Build the ``HybridModel`` chunk of one pipeline stage; see ``GPTModelProvider.provide``."""
+        config = self.resolved()
+        model = HybridModel(
+            hybrid_stack_spec=hybrid_stack_spec(config, config.backend),
+            hybrid_layer_pattern=config._staged_pattern(),
+            **config._model_arguments(pre_process, post_process, vp_stage),
+        )
+        config._finish(model)
+        return model
+
+    def _check_pattern(self) -> None:
+        if not self.hybrid_override_pattern:
+            raise UserError(
+                "hybrid_override_pattern is not set: give a symbol for each layer, "
+                f"{', '.join(f'{symbol} {kind}' for symbol, kind in KINDS.items())}"
+            )
+        for symbol in self.layer_kinds:
+            if symbol not in KINDS:
+                raise UserError(f"hybrid_override_pattern has {symbol!r}: {', '.join(KINDS)} are known")
+        if len(self.layer_kinds) != self.num_layers:
+            raise UserError(
+                f"hybrid_override_pattern has {len(self.layer_kinds)} layers, num_layers={self.num_layers}: make "
+                "them agree"
+            )
+        if (EXPERTS in self.layer_kinds) != bool(self.num_moe_experts):
+            raise UserError(
+                f"hybrid_override_pattern has {self.layer_kinds.count(EXPERTS)} layers of experts (E) but "
+                f"num_moe_experts={self.num_moe_experts}: make them agree"
+            )
+
+    def _check_mamba(self) -> None:
+        """Each rank gets whole groups of heads; context parallelism may cut a group."""
+        if MAMBA not in self.layer_kinds:
+            return
+        ranks, parts = self.tensor_model_parallel_size, self.context_parallel_size
+        heads, groups = self.mamba_heads, self.mamba_num_groups
+        if heads % groups:
+            raise UserError(f"mamba_num_groups={groups} does not divide mamba_num_heads={heads}")
+        if groups % ranks:
+            raise UserError(
+                f"tensor_model_parallel_size={ranks} does not divide mamba_num_groups={groups}: a rank computes "
+                "whole groups of Mamba heads"
+            )
+        each = groups // ranks
+        if heads // ranks % parts or max(each, parts) % min(each, parts):
+            raise UserError(
+                f"context_parallel_size={parts} cannot share out a tensor-parallel rank's {heads // ranks} Mamba "
+                f"heads in {each} groups: use a divisor of both"
+            )
+
+    def _staged_pattern(self) -> str:
+        """The pattern with a border before each (virtual) pipeline stage, as Megatron-Core wants it."""
+        stages = self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+        pattern = self.hybrid_override_pattern or ""
+        if self.has_own_stages:
+            if pattern.count(STAGE) + 1 != stages:
+                raise UserError(
+                    f"hybrid_override_pattern has {pattern.count(STAGE) + 1} stages, pipeline_model_parallel_size "
+                    f"x virtual_pipeline_model_parallel_size is {stages}: make them agree"
+                )
+            return pattern
+        if self.num_layers % stages:
+            raise UserError(
+                f"{stages} pipeline stages do not divide num_layers={self.num_layers}: cut the layers with | in "
+                "hybrid_override_pattern"
+            )
+        each = self.num_layers // stages
+        return STAGE.join(pattern[start : start + each] for start in range(0, self.num_layers, each))

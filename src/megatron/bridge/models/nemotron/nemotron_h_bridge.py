@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron-H, Nemotron Nano 2 and 3: Mamba-2, attention without positions, and squared ReLU or experts of it."""
+
+from math import inf
+
+from megatron.bridge.models.conversion.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.expert_fields import GROUPS, SCALING, SIGMOID_ROUTING, expert_sizes
+from megatron.bridge.models.conversion.fields import Field, instead
+from megatron.bridge.models.conversion.hybrid_blocks import mamba
+from megatron.bridge.models.conversion.hybrid_fields import (
+    ATTENTION_WIDTH,
+    LAYER_KINDS,
+    MAMBA_SIZES,
+    MAMBA_STEPS,
+    MLP_ACTIVATION,
+    MLP_BIAS,
+    of_experts,
+)
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.mamba_provider import MambaModelProvider
+
+_LAYERS = "backbone.layers.*"
+_OWN = (*LAYER_KINDS, *ATTENTION_WIDTH, MLP_ACTIVATION, Field("layer_norm_epsilon", "layernorm_epsilon"))
+
+
+@register_bridge("NemotronHForCausalLM", provider=MambaModelProvider, model_type="nemotron_h")
+class NemotronHBridge(DecoderBridge):
+    """Hugging Face's ``NemotronHForCausalLM`` and Megatron's ``HybridModel``."""
+
+    fields = (
+        *(field for field in instead(DENSE, *_OWN) if field.hf not in ("rope_parameters", "tie_word_embeddings")),
+        *MAMBA_SIZES,
+        *MAMBA_STEPS,
+        MLP_BIAS,
+        *of_experts(
+            *expert_sizes("n_routed_experts"),
+            *GROUPS,
+            SCALING,
+            Field("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        ),
+    )
+    fixed = {
+        **LLAMA_LIKE,
+        **SIGMOID_ROUTING,
+        "gated_linear_unit": False,
+        "position_embedding_type": "none",
+        "share_embeddings_and_output_weights": False,
+        "attention_bias": False,
+    }
+    irrelevant = {
+        # without effect in transformers or on the logits: initialisation, caches, choice of kernels, rotary sizes
+        **dict.fromkeys(("expand", "rescale_prenorm_residual", "mamba_ssm_cache_dtype", "num_logits_to_keep")),
+        **dict.fromkeys(("use_mamba_kernels", "moe_shared_expert_overlap", "output_router_logits")),
+        **dict.fromkeys(("mtp_layers_block_type", "mtp_hybrid_override_pattern", "rope_theta")),
+        "time_step_limit": ([0.0, inf], (0.0, inf)),
+        **dict.fromkeys(("attention_bias", "use_bias", "mamba_proj_bias"), (False,)),
+        **dict.fromkeys(("residual_in_fp32", "tie_word_embeddings"), (False,)),
+        **dict.fromkeys(("use_conv_bias", "norm_topk_prob"), (True,)),
+        **dict.fromkeys(("sliding_window", "moe_latent_size"), (None,)),
+        "mamba_hidden_act": ("silu",),
+        "hidden_dropout": (0.0,),
+        "num_nextn_predict_layers": (0, None),
+        "n_shared_experts": (1,),
+    }
+    weights = (
+        ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"),
+        mamba(_LAYERS),
+        attention(_LAYERS, "norm", "mixer.o_proj", names="mixer"),
+        mlp(_LAYERS, "norm", "mixer", gated=False),
+        router("mixer.gate", layers=_LAYERS),
+        experts("mixer.experts.*", gate=None, layers=_LAYERS),
+        shared_experts("mixer.shared_experts", gated=False, layers=_LAYERS),
+    )
