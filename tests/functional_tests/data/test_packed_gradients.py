@@ -30,9 +30,12 @@ SAMPLES = len(LENGTHS)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    return write_samples(tmp_path_factory.mktemp("samples"))
+
+
+def write_samples(directory):
     """Eight samples of very different lengths, the prompts not learnt."""
     generator = torch.Generator().manual_seed(0)
-    directory = tmp_path_factory.mktemp("samples")
     lines = []
     for lengths in LENGTHS:
         prompt, completion = (

@@ -34,6 +34,8 @@ def check(config: TransformerConfig) -> None:
         return
     if kind != "gated_delta_net":
         raise UserError(f"experimental_attention_variant={kind!r} is not supported: 'gated_delta_net' is")
+    if config.linear_attention_freq is None:
+        raise UserError("linear_attention_freq is not set: say which layers have a gated delta net")
     pattern = linear_pattern(config)
     if config.mtp_num_layers and pattern[-1]:
         raise UserError(
