@@ -7,9 +7,8 @@ from typing import Any
 
 from megatron.bridge.checkpoint.model_io import tokenizer_dir
 from megatron.bridge.training.callbacks.base import CallbackManager
-from megatron.bridge.training.callbacks.data_check import DataCheck
 from megatron.bridge.training.callbacks.report import TuningReport
-from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
 from megatron.bridge.training.freezing import freeze
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.setup import Callbacks
@@ -27,7 +26,7 @@ def finetune(
 ) -> Run:
     """``pretrain`` from the weights of ``checkpoint.pretrained_checkpoint``, or from where the last run stopped.
 
-    The data is looked at before the first step, and a report is written after the last one.
+    A report is written after the last step.
 
     Args:
         config: What to run.
@@ -48,7 +47,7 @@ def finetune(
     patterns = tuple(frozen)
     if patterns:
         config.model.register_pre_wrap_hook(freeze(*patterns))
-    return pretrain(config, forward_step_func, CallbackManager([DataCheck(), *(callbacks or ()), TuningReport()]))
+    return pretrain(config, forward_step_func, CallbackManager([*(callbacks or ()), TuningReport()]))
 
 
 def check_tokenizer(config: ConfigContainer) -> None:
@@ -58,8 +57,17 @@ def check_tokenizer(config: ConfigContainer) -> None:
         UserError: a token has another number: the embeddings would stand for other words, without an error.
     """
     beside = _tokenizer_beside(Path(config.checkpoint.pretrained_checkpoint or ""))
-    chosen = config.tokenizer
-    if beside is None or chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:
+    if beside is not None:
+        compare_tokenizers(config.tokenizer, beside)
+
+
+def compare_tokenizers(chosen: TokenizerConfig, beside: Path) -> None:
+    """Compare the run's tokenizer with that in the directory ``beside``.
+
+    Raises:
+        UserError: a token has another number.
+    """
+    if chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:
         return
     from megatron.bridge.data.tokenizer import load_hf_tokenizer
 
