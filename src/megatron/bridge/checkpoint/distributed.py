@@ -69,16 +69,36 @@ def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Ite
     Raises:
         UserError: a file is missing, truncated or not a checkpoint, or names or shapes differ.
     """
-    metadata = on_first_rank(lambda: check_files(directory))
-    stored = stored_keys(metadata)
+    check(state, directory, strict, known)
+    try:
+        return on_every_rank(lambda: _read(state, directory))
+    except BaseException as error:
+        raise _unreadable(error, directory) from error
+
+
+def check(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> None:
+    """See that ``load`` will find what ``state`` wants; its tensors need no memory.
+
+    Raises:
+        UserError: as ``load``, but for what only reading shows.
+    """
+    stored = stored_keys(on_first_rank(lambda: check_files(directory)))
     _drop_extra_state(state, stored)
     difference = compare(wanted_keys(state), stored, tuple(known) if strict else ("",))
     if difference:
         raise UserError(
             f"checkpoint {directory} is not of this model: {difference}; load it into the model it was saved from"
         )
+
+
+def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Fill a part of a state that was checked; communicates with nobody.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
     try:
-        return on_every_rank(lambda: _read(state, directory))
+        return _read(state, directory)
     except BaseException as error:
         raise _unreadable(error, directory) from error
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.checkpoint import distributed, layout, lock, saving, verification
@@ -25,7 +26,8 @@ MODEL_METADATA: dict[str, Any] = {"singleton_local_shards": False, "non_homogene
 
 # What else a checkpoint of a run may hold beside the weights.
 RUN_STATE = "run_state"
-BESIDE_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", RUN_STATE)
+DISTILLATION = "distillation"  # what a student was trained with and does not need any more
+BESIDE_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", RUN_STATE, f"{DISTILLATION}.")
 
 
 def save_model(
@@ -34,6 +36,7 @@ def save_model(
     run_config: dict[str, Any],
     iteration: int = 0,
     tokenizer_files: Iterable[str | Path] | None = None,
+    planner: MCoreSavePlanner | None = None,
 ) -> Path:
     """Save the weights of all ranks as ``<root>/iter_XXXXXXX`` and make it the newest checkpoint of ``root``.
 
@@ -43,6 +46,7 @@ def save_model(
         run_config: Plain data; its key ``model`` is the provider as ``to_plain`` writes it.
         iteration: Number of optimizer steps that the weights have seen.
         tokenizer_files: Files to keep with the weights.
+        planner: Gives the numbers of chunks that are on the meta device.
 
     Returns:
         The directory that was published.
@@ -58,6 +62,7 @@ def save_model(
             directory,
             extra_files(run_config, tokenizer_files),
             published=lambda: layout.write_tracker(root, iteration),
+            planner=planner,
         )
     return directory
 
@@ -83,12 +88,21 @@ def load_model(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
     Raises:
         UserError: no checkpoint, a damaged one, or one of another model.
     """
+    directory, metadata = examine(chunks, path)
+    loaded = distributed.load(model_state(chunks, metadata), directory, known=BESIDE_WEIGHTS)
+    set_model_state(chunks, loaded)
+
+
+def examine(chunks: Sequence[torch.nn.Module], path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The directory of a whole checkpoint for ``chunks``, and how it names its tensors.
+
+    Raises:
+        UserError: no checkpoint, a damaged one, or one of another vocabulary.
+    """
     directory = on_first_rank(lambda: layout.resolve(path))
     verification.verify(directory)
     check_vocabulary(chunks, directory)
-    state = model_state(chunks, stored_metadata(distributed.load_common(directory)))
-    loaded = distributed.load(state, directory, known=BESIDE_WEIGHTS)
-    set_model_state(chunks, loaded)
+    return directory, stored_metadata(distributed.load_common(directory))
 
 
 def read_run_config(path: str | Path) -> dict[str, Any]:

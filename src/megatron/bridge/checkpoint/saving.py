@@ -40,6 +40,7 @@ def save(
     overwrite: bool = False,
     published: Callable[[], None] = lambda: None,
     background: Background | None = None,
+    planner: MCoreSavePlanner | None = None,
 ) -> None:
     """Write ``state`` aside on all ranks, then publish it as ``directory`` with a manifest.
 
@@ -50,12 +51,13 @@ def save(
         overwrite: Replace a directory that exists.
         published: Called on rank 0 after the directory has appeared.
         background: Where to write while the caller goes on; publishing is then done by its ``poll``.
+        planner: Gives the numbers of a state that is not in memory.
 
     Raises:
         UserError: the directory exists, cannot be written, or the disk is full; nothing is left behind.
     """
     attempt = _Attempt(directory, write_extra, overwrite, published)
-    attempt.run(lambda: attempt.prepare(state))
+    attempt.run(lambda: attempt.prepare(state, planner))
     if background is None:
         attempt.run(lambda: attempt.finish(attempt.prepared.write_files))
     else:
@@ -97,13 +99,13 @@ class _Attempt:
             # No collective here: an error that only this rank saw must not make it wait for the others.
             if dist.rank() == 0:
                 self._discard()
-            raise _unwritable(error, self._directory) from error
+            raise unwritable(error, self._directory) from error
 
-    def prepare(self, state: dict[str, Any]) -> None:
+    def prepare(self, state: dict[str, Any], planner: MCoreSavePlanner | None) -> None:
         """Make the staging directory and agree on who writes what."""
         on_first_rank(self._create)
         save_id = on_first_rank(manifest.new_save_id)
-        planner = MCoreSavePlanner(
+        planner = planner or MCoreSavePlanner(
             dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
         )
         with quiet():
@@ -145,7 +147,7 @@ def _torch_state(state: dict[str, Any]) -> dict[str, Any]:
     return mcore_to_pyt_state_dict(flat)
 
 
-def _unwritable(error: BaseException, directory: Path) -> BaseException:
+def unwritable(error: BaseException, directory: Path) -> BaseException:
     """A failed save as a sentence where the user can do something about it, else the error itself."""
     cause = root_cause(error)
     if isinstance(cause, OSError):

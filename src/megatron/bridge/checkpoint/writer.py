@@ -91,7 +91,7 @@ class Prepared:
 
     def write_files(self) -> Written:
         """Write this rank's files; communicates with nobody."""
-        with _without_zip_checksums():
+        with without_zip_checksums():
             results = self.writer.write_data(self.plan, self.planner).wait()
         return Written(results, self.writer.records)
 
@@ -142,7 +142,7 @@ def all_ranks() -> _DistWrapper:
 
 
 @contextmanager
-def _without_zip_checksums() -> Iterator[None]:
+def without_zip_checksums() -> Iterator[None]:
     """Torch's reader ignores the CRC-32 in its files; the manifest's hash replaces it at a tenth of the cost."""
     before = get_crc32_options()
     set_crc32_options(False)

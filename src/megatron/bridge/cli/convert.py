@@ -18,7 +18,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "convert",
         help="Hugging Face -> Megatron",
-        description="Convert a Hugging Face model to a Megatron checkpoint, bit for bit.",
+        description="Convert a Hugging Face model to a Megatron checkpoint, bit for bit. A few parameters are in "
+        "memory at a time, so the model may be larger than the machine's memory.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", "--torch-dtype", choices=DTYPES, help="dtype of the model (default: the checkpoint's)"
     )
+    parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -116,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
     bridge = AutoBridge.from_hf_pretrained(
         args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
     )
-    bridge.save_megatron_model(build_model(bridge, sizes), args.megatron_path)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    set_layout(provider, sizes)
+    bridge.save_megatron_checkpoint(provider, args.megatron_path, not args.no_progress)
     console().print(f"Megatron checkpoint: {args.megatron_path}")
     return 0

@@ -18,7 +18,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "export",
         help="Megatron -> Hugging Face",
         description="Convert a Megatron checkpoint to a complete Hugging Face model; what is not weights "
-        "(tokenizer, chat template, ...) is taken from --hf-model.",
+        "(tokenizer, chat template, ...) is taken from --hf-model. A few parameters are in memory at a time, so "
+        "the model may be larger than the machine's memory.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--megatron-path", type=Path, required=True, help="checkpoint directory, or an iteration of it"
     )
     parser.add_argument("--hf-path", type=Path, required=True, help="model directory to make")
-    parser.add_argument("--no-progress", action="store_true", help="do not say what is written")
+    parser.add_argument("--no-progress", action="store_true", help="draw no progress bar and print no summary")
     parser.add_argument(
         "--not-strict", action="store_true", help="export even if the tensors are not those of --hf-model"
     )
@@ -45,6 +46,11 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bridge import AutoBridge
 
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
-    model = bridge.load_megatron_model(args.megatron_path, mp_overrides=convert.layout(args), wrap_with_ddp=False)
-    bridge.save_hf_pretrained(model, args.hf_path, not args.no_progress, strict=not args.not_strict)
+    bridge.export_ckpt(
+        args.megatron_path,
+        args.hf_path,
+        show_progress=not args.no_progress,
+        strict=not args.not_strict,
+        mp_overrides=convert.layout(args),
+    )
     return 0

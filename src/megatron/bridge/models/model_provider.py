@@ -192,8 +192,12 @@ class ModelProvider(TransformerConfig):
         """The bare chunks of this rank on the meta device: names and shapes without memory."""
         if not parallel_state.model_parallel_is_initialized():
             self.initialize_model_parallel(seed=0)
-        config = copy.copy(self.resolved())
+        # parameters have the same names and shapes under any backend; this one leaves the device to the context
+        plain = copy.copy(self.declared)
+        plain.backend, plain.use_cpu_initialization = "torch", True
+        config = plain.resolved()
         config.perform_initialization = False  # there is nothing to fill, and it took most of the time
+        config.__dict__["_declared"] = self.declared
         with torch.device("meta"):
             return config.build_chunks()
 
@@ -227,6 +231,11 @@ def _place(chunks: list[MegatronModule], config: ModelProvider) -> list[Megatron
     """Move the chunks to this rank's device, in half precision where asked."""
     for chunk in chunks:
         chunk.cuda(torch.cuda.current_device())  # the identity on a machine without a GPU
+    return in_precision(chunks, config)
+
+
+def in_precision(chunks: list[MegatronModule], config: TransformerConfig) -> list[MegatronModule]:
+    """The chunks in half precision where ``config`` asks for it, but for what needs to be exact."""
     if not (config.fp16 or config.bf16):
         return chunks
     # half precision can neither count a router's tokens nor sum up the small steps of its correction bias

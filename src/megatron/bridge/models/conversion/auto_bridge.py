@@ -16,7 +16,8 @@ from torch import nn
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.models.conversion import adapters, exporting, loading, patterns
+from megatron.bridge.checkpoint.on_demand import OnDemandPlanner
+from megatron.bridge.models.conversion import adapters, exporting, loading, patterns, streaming
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTuple,
     MegatronModelBridge,
@@ -25,10 +26,11 @@ from megatron.bridge.models.conversion.model_bridge import (
     bridge_for,
 )
 from megatron.bridge.models.conversion.plan import Plan, WeightConversionTask, build_plan
+from megatron.bridge.models.conversion.streaming import StoredModel
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub
 from megatron.bridge.models.hf_pretrained.quantized import without_quantization
 from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
-from megatron.bridge.models.model_provider import PARALLEL_SIZES
+from megatron.bridge.models.model_provider import PARALLEL_SIZES, in_precision
 from megatron.bridge.utils import atomic, console, dist
 from megatron.bridge.utils.config.serialize import from_plain, to_plain
 from megatron.bridge.utils.errors import UserError, did_you_mean
@@ -207,7 +209,7 @@ class AutoBridge:
         Args:
             model: this rank's chunks.
             path: directory to make; it must not exist, or be empty.
-            show_progress: say on rank 0 what was written.
+            show_progress: draw a progress bar, and say what was written, on rank 0.
             source_path: the Hugging Face model to be like; this bridge's own when None.
             strict: refuse to write other tensors than the source has.
             merge_adapter_weights: put adapters into the weights; False writes the base model's.
@@ -215,12 +217,7 @@ class AutoBridge:
         Raises:
             UserError: the directory cannot be written, the disk is full, or the tensors are not the source's.
         """
-        pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
-        with _published(Path(path)) as staging:
-            self._save_weights(model, staging, self._source(source_path), strict, merge_adapter_weights)
-            on_first_rank(lambda: self._save_side_files(model, staging, pretrained))
-        if show_progress:
-            console.console().print(f"Hugging Face model: {path}{_in_full(pretrained)}")
+        self._save_pretrained(model, Path(path), show_progress, source_path, strict, merge_adapter_weights)
 
     def save_hf_weights(
         self,
@@ -232,7 +229,8 @@ class AutoBridge:
     ) -> None:
         """Write the weights and their index only; see ``save_hf_pretrained``."""
         with _published(Path(path)) as staging:
-            self._save_weights(model, staging, self._source(None), strict, merge_adapter_weights)
+            source = self._source(None)
+            self._save_weights(model, staging, source, strict, merge_adapter_weights, show_progress)
         if show_progress:
             console.console().print(f"Hugging Face weights: {path}")
 
@@ -311,20 +309,44 @@ class AutoBridge:
     # ---- Megatron checkpoints -----------------------------------------------------------------------------------
 
     @classmethod
-    def import_ckpt(cls, hf_model_id: str | Path, megatron_path: str | Path, **options: Any) -> None:
-        """Convert a Hugging Face model to a Megatron checkpoint.
+    def import_ckpt(
+        cls, hf_model_id: str | Path, megatron_path: str | Path, show_progress: bool = True, **options: Any
+    ) -> None:
+        """Convert a Hugging Face model to a Megatron checkpoint; see ``save_megatron_checkpoint``.
 
         Args:
             hf_model_id: directory or hub id.
             megatron_path: root directory of the checkpoint.
+            show_progress: draw a progress bar on rank 0.
             **options: those of ``from_hf_pretrained``, and parallel sizes of the model while it is converted.
         """
         layout = {name: options.pop(name) for name in _ONE_PROCESS if name in options}
         bridge = cls.from_hf_pretrained(hf_model_id, **options)
-        provider = bridge.to_megatron_provider()
+        provider = bridge.to_megatron_provider(load_weights=False)
         for name, value in layout.items():
             setattr(provider, name, value)
-        bridge.save_megatron_model(provider.provide_distributed_model(wrap_with_ddp=False), megatron_path)
+        bridge.save_megatron_checkpoint(provider, megatron_path, show_progress)
+
+    def save_megatron_checkpoint(self, provider: Any, path: str | Path, show_progress: bool = True) -> None:
+        """Write this bridge's weights as the Megatron checkpoint of the model that ``provider`` describes.
+
+        The model is never in memory: a few parameters at a time are, on each rank those of its part. The files are
+        those of ``save_megatron_model``, byte for byte.
+
+        Args:
+            provider: what ``to_megatron_provider`` gave, its parallel sizes set.
+            path: root directory of the checkpoint.
+            show_progress: draw a progress bar on rank 0.
+
+        Raises:
+            UserError: missing, surplus or damaged tensors, or a directory that cannot be written; nothing is left.
+        """
+        pretrained = self._weights(None)
+        outline = provider.meta_model()
+        plan = self._export_plan(outline, pretrained.state)
+        chunks = in_precision(outline, outline[0].config)
+        planner = streaming.planner(self._bridge, plan, chunks, pretrained, show_progress)
+        self._save_megatron(chunks, path, pretrained, planner)
 
     def export_ckpt(
         self,
@@ -333,18 +355,24 @@ class AutoBridge:
         show_progress: bool = True,
         strict: bool = True,
         source_path: str | Path | None = None,
+        mp_overrides: Mapping[str, Any] | None = None,
     ) -> None:
         """Convert a Megatron checkpoint to a Hugging Face model; see ``save_hf_pretrained``.
+
+        The model is never in memory: a few parameters at a time are, on each rank those of its part.
 
         Args:
             megatron_path: root of a checkpoint, or one of its iterations.
             hf_path: directory to make.
-            show_progress: say on rank 0 what was written.
+            show_progress: draw a progress bar, and say what was written, on rank 0.
             strict: refuse to write other tensors than the source has.
             source_path: the Hugging Face model to be like; this bridge's own when None.
+            mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
         """
-        model = self.load_megatron_model(megatron_path, wrap_with_ddp=False)
-        self.save_hf_pretrained(model, hf_path, show_progress, source_path, strict)
+        outline = _stored_provider(megatron_path, mp_overrides).meta_model()
+        chunks = in_precision(outline, outline[0].config)
+        stored = streaming.StoredModel(chunks, megatron_path)
+        self._save_pretrained(chunks, Path(hf_path), show_progress, source_path, strict, stored=stored)
 
     def save_megatron_model(
         self, model: Chunks, path: str | Path, hf_tokenizer_path: str | Path | None = None
@@ -357,12 +385,7 @@ class AutoBridge:
             hf_tokenizer_path: model whose tokenizer is kept with the weights; this bridge's own when None.
         """
         source = PreTrainedCausalLM(hf_tokenizer_path) if hf_tokenizer_path else self.hf_pretrained
-        model_io.save_model(
-            model,
-            path,
-            {"model": to_plain(_provider_of(model))},
-            tokenizer_files=_tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None,
-        )
+        self._save_megatron(model, path, source)
 
     def load_megatron_model(
         self, path: str | Path, mp_overrides: Mapping[str, Any] | None = None, **options: Any
@@ -377,11 +400,7 @@ class AutoBridge:
         Raises:
             UserError: no checkpoint, a damaged one, or an unknown parallel size.
         """
-        provider = from_plain(model_io.read_run_config(path)["model"])
-        for name, value in {**_running_layout(), **(mp_overrides or {})}.items():
-            if name not in _ONE_PROCESS:
-                raise UserError(f"mp_overrides.{name} is not a parallel size{did_you_mean(name, _ONE_PROCESS)}")
-            setattr(provider, name, value)
+        provider = _stored_provider(path, mp_overrides)
 
         def load_model(chunks: list[Any]) -> None:
             model_io.load_model(chunks, path)
@@ -442,8 +461,40 @@ class AutoBridge:
             return None
         return self._weights(path).state
 
+    def _save_megatron(
+        self, model: Chunks, path: str | Path, source: Any, planner: OnDemandPlanner | None = None
+    ) -> None:
+        files = _tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None
+        model_io.save_model(
+            model, path, {"model": to_plain(_provider_of(model))}, tokenizer_files=files, planner=planner
+        )
+
+    def _save_pretrained(
+        self,
+        model: Chunks,
+        path: Path,
+        show_progress: bool,
+        source_path: str | Path | None,
+        strict: bool,
+        merge: bool = False,
+        stored: StoredModel | None = None,
+    ) -> None:
+        pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
+        with _published(path) as staging:
+            self._save_weights(model, staging, self._source(source_path), strict, merge, show_progress, stored)
+            on_first_rank(lambda: self._save_side_files(model, staging, pretrained))
+        if show_progress:
+            console.console().print(f"Hugging Face model: {path}{_in_full(pretrained)}")
+
     def _save_weights(
-        self, model: Chunks, staging: Path, source: Checkpoint | None, strict: bool, merge: bool
+        self,
+        model: Chunks,
+        staging: Path,
+        source: Checkpoint | None,
+        strict: bool,
+        merge: bool,
+        show_progress: bool,
+        stored: StoredModel | None = None,
     ) -> None:
         plan = self._export_plan(model, source if strict else None)
         for pattern in self._bridge.carried:
@@ -453,7 +504,9 @@ class AutoBridge:
                     f"{'has no such tensors' if source else 'is not given'}: use source_path=... and strict=True"
                 )
         plan = adapters.merging(plan) if merge else plan
-        exporting.save(self._bridge, plan, staging, source, strict)
+        tasks = plan.tasks if stored is None else stored.filled(plan.tasks)
+        tracked = console.track(tasks, "Exporting", total=len(plan.tasks), show=show_progress)
+        exporting.save(self._bridge, plan, staging, source, strict, tracked)
 
     def _save_side_files(self, model: Chunks, staging: Path, source: Any) -> None:
         if not isinstance(source, PreTrainedCausalLM):
@@ -515,6 +568,16 @@ def _tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
     largest = 64 << 20
     files = (source.directory / name for name in source.side_files() if len(name.parts) == 1)
     return [path for path in files if path.name != "README.md" and path.stat().st_size <= largest]
+
+
+def _stored_provider(path: str | Path, mp_overrides: Mapping[str, Any] | None) -> Any:
+    """The provider of a Megatron checkpoint under parallel sizes."""
+    provider = from_plain(model_io.read_run_config(path)["model"])
+    for name, value in {**_running_layout(), **(mp_overrides or {})}.items():
+        if name not in _ONE_PROCESS:
+            raise UserError(f"mp_overrides.{name} is not a parallel size{did_you_mean(name, _ONE_PROCESS)}")
+        setattr(provider, name, value)
+    return provider
 
 
 def _running_layout() -> dict[str, Any]:

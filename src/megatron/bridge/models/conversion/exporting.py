@@ -2,11 +2,11 @@
 """From the parameters to Hugging Face tensors: one at a time as a stream, or straight into their files."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,12 @@ def _stacked(
 
 
 def save(
-    bridge: MegatronModelBridge, plan: Plan, directory: Path, source: Checkpoint | None, strict: bool = True
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    directory: Path,
+    source: Checkpoint | None,
+    strict: bool = True,
+    tasks: Iterable[WeightConversionTask] | None = None,
 ) -> None:
     """Write the weights into ``directory``, sharded like the source; every rank writes what it owns.
 
@@ -103,6 +108,7 @@ def save(
         directory: exists, and is the same on all ranks.
         source: the checkpoint to be like; None makes new shards.
         strict: refuse to write other tensors than the source has.
+        tasks: those of the plan, one after the other, if the plan's own have no numbers.
 
     Raises:
         UserError: the tensors are not the source's, or the disk is full.
@@ -110,7 +116,7 @@ def save(
     layouts = _layouts(bridge, plan, source, strict)
     on_first_rank(lambda: safetensors_writer.create(directory, layouts))
     with Writer(directory, layouts) as writer:
-        error = _write_all(bridge, plan, writer, source)
+        error = _write_all(bridge, plan, plan.tasks if tasks is None else tasks, writer, source)
         on_every_rank(lambda: _raise(error, directory))
     on_first_rank(lambda: safetensors_writer.write_index(directory, layouts, source))
 
@@ -141,26 +147,40 @@ def _layouts(bridge: MegatronModelBridge, plan: Plan, source: Checkpoint | None,
 
 
 def _write_all(
-    bridge: MegatronModelBridge, plan: Plan, writer: Writer, source: Checkpoint | None
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    tasks: Iterable[WeightConversionTask],
+    writer: Writer,
+    source: Checkpoint | None,
 ) -> BaseException | None:
     """Write this rank's share; an error is returned, since the other ranks still wait for this one's shards."""
     room = threading.Semaphore(_IN_FLIGHT)
-    pending: list[Future[None]] = []
+    errors: list[BaseException] = []
+
+    def finished(future: Future[None]) -> None:
+        room.release()
+        if error := future.exception():
+            errors.append(error)
+
     with ThreadPoolExecutor(THREADS) as pool:
-        for index, task in enumerate(plan.tasks):
-            here = task.param_weight is not None and exchange.is_first_replica(task.global_param_name)
-            if task.is_copy or not here:
-                continue
-            parts = _gathered(bridge, task, index, source)
-            if parts is not None:
-                room.acquire()
-                future = pool.submit(_write, task, parts, writer, plan.ties)
-                future.add_done_callback(lambda _: room.release())
-                pending.append(future)
+
+        def submit(write: Callable[..., None], *arguments: Any) -> None:
+            room.acquire()
+            pool.submit(write, *arguments).add_done_callback(finished)
+
+        try:
+            for index, task in enumerate(tasks):
+                if errors and dist.world_size() == 1:
+                    break
+                here = task.param_weight is not None and exchange.is_first_replica(task.global_param_name)
+                if here and not task.is_copy and (parts := _gathered(bridge, task, index, source)) is not None:
+                    submit(_write, task, parts, writer, plan.ties)
+        except UserError as error:  # of tasks that are read as they come
+            errors.append(error)
         if source is not None and dist.rank() == 0:
             for name in plan.buffers:
-                pending.append(pool.submit(writer.write, name, 0, source[name]))
-    return next((error for future in pending if (error := future.exception())), None)
+                submit(writer.write, name, 0, source[name])
+    return errors[0] if errors else None
 
 
 Parts = list[tuple[int, Tensor]] | dict[str, Tensor]

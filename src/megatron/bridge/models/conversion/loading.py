@@ -39,24 +39,37 @@ def load(
     Raises:
         UserError: tensors of a wrong shape or dtype, all in one message, before anything is copied.
     """
+    tasks = checked(bridge, plan, checkpoint, declared_dtype, allowed_mismatched_params)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda task: fill(bridge, task, checkpoint), tasks))
+
+
+def checked(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    declared_dtype: torch.dtype | None = None,
+    allowed_mismatched_params: Sequence[str] | None = None,
+) -> list[WeightConversionTask]:
+    """The tasks of this rank that can be done; see ``load``."""
     tasks = [task for task in plan.tasks if task.param_weight is not None]
     if not bridge.computes_on_load:
         tasks = _check(plan, tasks, checkpoint, declared_dtype, allowed_mismatched_params or ())
     _check_ties(plan, checkpoint)
+    return tasks
 
-    def fill(task: WeightConversionTask) -> None:
-        # a thread has its own grad mode
-        with torch.no_grad():
-            if bridge.computes_on_load or not task.mapping.copies:
-                _compute(bridge, task, checkpoint)
-            else:
-                _copy(task, checkpoint)
-        for name, expert in task.mapping.parts:
-            if name in checkpoint:
-                checkpoint.release(name, expert)
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(fill, tasks))
+def fill(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: Checkpoint) -> None:
+    """Fill one parameter and give back the pages that it was read from."""
+    # a thread has its own grad mode
+    with torch.no_grad():
+        if bridge.computes_on_load or not task.mapping.copies:
+            _compute(bridge, task, checkpoint)
+        else:
+            _copy(task, checkpoint)
+    for name, expert in task.mapping.parts:
+        if name in checkpoint:
+            checkpoint.release(name, expert)
 
 
 def _copy(task: WeightConversionTask, checkpoint: Checkpoint) -> None:
