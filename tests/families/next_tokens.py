@@ -19,6 +19,7 @@ from transformers import DeepseekV3ForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from tests.families import harness
+from tests.families.hub_names import by_expert
 from tests.families.row import Row
 from tests.families.rows import ROWS
 
@@ -120,18 +121,6 @@ def gradients(mtp: Any) -> dict[str, Tensor]:
     for depth, layer in enumerate(mtp.layers):
         for name, parameter in layer.named_parameters():
             theirs = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
-            for hub, value in _by_expert(theirs, parameter.grad):
+            for hub, value in by_expert(theirs, parameter.grad):
                 found[f"model.layers.{_LAYERS + depth}.{hub}"] = value
     return found
-
-
-def _by_expert(name: str, value: Tensor) -> list[tuple[str, Tensor]]:
-    if name == "mlp.experts.gate_up_proj":
-        return [
-            (f"mlp.experts.{expert}.{kind}_proj.weight", part)
-            for expert, both in enumerate(value)
-            for kind, part in zip(("gate", "up"), both.chunk(2), strict=True)
-        ]
-    if name == "mlp.experts.down_proj":
-        return [(f"mlp.experts.{expert}.down_proj.weight", part) for expert, part in enumerate(value)]
-    return [(name, value)]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-Next: gated delta nets among gated attention, value heads in groups, a quarter of each head rotated."""
 
+from tests.families.qwen3_next_layer import add_layer
 from tests.families.row import Row
 from tests.families.rows.experts import LAYOUTS, SIX
 
@@ -29,5 +30,12 @@ ROWS = [
             "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
         },
         ("pp2", "tp2"),
+    ),
+    Row(
+        "qwen3_next_carried",
+        "Qwen3NextForCausalLM",
+        {**SIZES, "layer_types": ["linear_attention", "full_attention", "full_attention", "full_attention"]},
+        ("pp2",),
+        rewrite=add_layer,
     ),
 ]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny Qwen3-Next trains, goes on from its checkpoint bitwise, and trains alike under other layouts."""
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.config import CheckpointConfig
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+from tests.families import harness
+from tests.families.rows import ROWS
+from tests.toy_run import SEQUENCE, Record, toy_config, whole_weights
+
+STEPS = 4
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A checkpoint with random numbers."""
+    directory = tmp_path_factory.mktemp("delta") / "hf"
+    harness.save(harness.hf_model(ROWS["qwen3_next"]), directory)
+    return directory
+
+
+def train(directory, layout, steps=STEPS, save=None):
+    """What this rank records of a run of ``steps`` of the whole schedule."""
+    provider = AutoBridge.from_hf_pretrained(directory).to_megatron_provider()
+    for name, value in {"seq_length": SEQUENCE, "calculate_per_token_loss": True, **layout}.items():
+        setattr(provider, name, value)
+    config = toy_config(train={"train_iters": steps}, checkpoint=CheckpointConfig(save=save and str(save)))
+    config.model, config.scheduler.lr_decay_iters = provider, STEPS
+    record = Record()
+    try:
+        pretrain(config, forward_step, [record])
+    finally:
+        parallel_state.destroy_model_parallel()
+    return record
+
+
+@pytest.fixture(scope="module")
+def single(toy):
+    torch.set_num_threads(1)
+    return train(toy, {})
+
+
+def test_it_goes_on_from_its_checkpoint_bitwise(toy, single, tmp_path):
+    assert single.losses[-1] < single.losses[0]
+    before = train(toy, {}, STEPS // 2, tmp_path)
+    after = train(toy, {}, STEPS, tmp_path)
+    assert before.losses + after.losses == single.losses
+    weights, expected = whole_weights([after]), whole_weights([single])
+    assert any("in_proj.weight" in name for name in expected)
+    assert [name for name, weight in expected.items() if not torch.equal(weights[name], weight)] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_goes_on_under_another_layout(two_workers, toy, single, tmp_path, layout):
+    train(toy, {}, STEPS // 2, tmp_path)
+    for record in two_workers.run(train, toy, LAYOUTS[layout], STEPS, tmp_path):
+        assert record.losses == pytest.approx(single.losses[STEPS // 2 :], rel=1e-5)
