@@ -14,17 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron.bridge.checkpoint import distributed, layout, lock, model_io, saving, verification
+from megatron.bridge.checkpoint import distributed, layout, local, lock, model_io, saving, verification
 from megatron.bridge.checkpoint.background import Background
-from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
 from megatron.bridge.checkpoint.manifest import DamagedError
-from megatron.bridge.training import adapters
+from megatron.bridge.training import adapters, non_persistent
 from megatron.bridge.training.config import CheckpointConfig, SchedulerConfig
 from megatron.bridge.training.optimizer import parts, set_step, step_of
 from megatron.bridge.training.optimizer_state import PREFIX, sharded_optimizer_state
+from megatron.bridge.training.parallel_layout import Layout
 from megatron.bridge.training.param_gather import gathered_params
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import dist
@@ -47,30 +48,6 @@ SCHEDULE_KEYS = {
     "wd_incr_steps": "train.train_iters",
     "wd_incr_style": "scheduler.weight_decay_incr_style",
 }
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a run is spread over ranks; what belongs to one rank only fits the same layout."""
-
-    world: int
-    tensor: int
-    pipeline: int
-    virtual: int
-    context: int
-    expert: int
-
-    @classmethod
-    def current(cls) -> "Layout":
-        """The layout of this process."""
-        return cls(
-            dist.world_size(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_expert_model_parallel_world_size(),
-        )
 
 
 def save_run(run: Run, background: Background | None = None) -> Path:
@@ -106,6 +83,51 @@ def save_run(run: Run, background: Background | None = None) -> Path:
     return directory
 
 
+def save_between(run: Run, name: str, started: int | None) -> None:
+    """Save a non-persistent checkpoint of ``run``; only the newest is kept.
+
+    Args:
+        run: The run.
+        name: Of the run, as ``non_persistent.run_name`` gives it.
+        started: The persistent checkpoint that was last begun to be written.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    config, step = run.config.checkpoint, run.progress.step
+    origin = on_first_rank(lambda: non_persistent.origin(Path(str(config.save)), started))
+    with gathered_params(run.model):
+        state = run_state(run)
+        if config.non_persistent_ckpt_type != "global":
+            kept = non_persistent.store(config, name)
+            non_persistent.save_part(kept, step, state, {**origin, "rank": dist.rank()})
+            return
+        folder = non_persistent.global_root(config, name)
+        config_files = model_io.extra_files(to_plain(run.config))
+
+        def write_extra(staging: Path) -> None:
+            config_files(staging)
+            local.write_origin(staging, origin)
+
+        saving.save(
+            state,
+            layout.iteration_dir(folder, step),
+            write_extra,
+            overwrite=True,
+            published=lambda: non_persistent.remove_global(folder, but=(step,)),
+        )
+
+
+def forget_between(run: Run, name: str) -> None:
+    """Remove the non-persistent checkpoints of ``run``: it has ended, and its end is saved."""
+    config = run.config.checkpoint
+    if config.non_persistent_ckpt_type != "global":
+        non_persistent.store(config, name).keep_only(None)
+    else:
+        folder = non_persistent.global_root(config, name)
+        on_first_rank(lambda: non_persistent.remove_global(folder))
+
+
 def _clear_folder(root: Path) -> None:
     lock.check(root)
     layout.recover(root)
@@ -138,16 +160,19 @@ class Source:
     Attributes:
         directories: The checkpoint to load, then those to go back to if it is damaged, newest first.
         resumed: Whether the run goes on from a step of an earlier one.
+        part: What this rank keeps of a newer, non-persistent checkpoint, which is loaded instead.
     """
 
     directories: tuple[Path, ...]
     resumed: bool
+    part: non_persistent.Kept | None = None
 
 
 def find_source(config: CheckpointConfig) -> Source | None:
     """Where a run starts: the first of these that there is.
 
-    1. The newest checkpoint in ``checkpoint.save``: the run was interrupted and goes on.
+    1. The newest checkpoint in ``checkpoint.save``, or a newer non-persistent one: the run was interrupted and
+       goes on.
     2. ``checkpoint.load``: it goes on from there, or with ``finetune`` takes the weights only.
     3. ``checkpoint.pretrained_checkpoint``: weights from a Megatron checkpoint or a Hugging Face directory.
 
@@ -161,7 +186,12 @@ def find_source(config: CheckpointConfig) -> Source | None:
     Raises:
         UserError: nothing is where the config says, or it is damaged.
     """
-    source = on_first_rank(lambda: _named_source(config))
+    own = on_first_rank(lambda: _own_checkpoints(config))
+    newer = non_persistent.newest(config, own)
+    if isinstance(newer, non_persistent.Kept):
+        return Source(own, resumed=True, part=newer)
+    own = own if newer is None else (newer, *own)
+    source = Source(own, resumed=True) if own else on_first_rank(lambda: _named_source(config))
     if source is None or on_first_rank((source.directories[0] / "config.json").is_file):
         return source
     return _first_whole(source, config, lambda directory: verification.verify(directory, config.verify))
@@ -182,7 +212,10 @@ def load_run(run: Run, source: Source | None) -> bool:
     """
     if source is None:
         return False
-    if source.resumed:
+    if source.part is not None:
+        resume_part(run, source.part)
+        console().print(f"resumed from {source.part.place} at step {run.progress.step}", markup=False)
+    elif source.resumed:
         source = _first_whole(source, run.config.checkpoint, lambda directory: resume(run, directory))
         console().print(f"resumed from {source.directories[0]} at step {run.progress.step}", markup=False)
     else:
@@ -200,6 +233,9 @@ def load_weights(run: Run, path: Path) -> None:
         if path != _resolved(str(run.config.checkpoint.pretrained_checkpoint)):
             adapters.load_adapters(run, path)
         return
+    filled = adapters.filled_from(run)
+    if filled is not None and path == _resolved(filled):
+        return
     if on_first_rank((path / "config.json").is_file):
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
@@ -215,27 +251,48 @@ def resume(run: Run, directory: Path) -> None:
     Raises:
         UserError: the checkpoint is damaged, lacks what is asked for, or is of another model or schedule.
     """
-    config = run.config.checkpoint
     common = distributed.load_common(directory)
-    saved = _saved_run(config, common, directory)
-    check_schedule(run, saved["scheduler"], directory)
-    adapters.check_base(run, saved, directory)
+    saved = _saved_run(run, common, directory)
     model_io.check_vocabulary(run.model, directory)
-    state = adapters.saved_weights(run, model_io.stored_metadata(common))
-    if config.load_optim:
-        state["optimizer"] = sharded_optimizer_state(run.optimizer, state)
+    state = _wanted(run, model_io.stored_metadata(common))
     same = saved["layout"] == asdict(Layout.current())
     # Under another layout no rank's own state fits; what callbacks kept is taken from the first rank.
     part = (dist.world_size(), dist.rank()) if same else (saved["layout"]["world"], 0)
     state[RANK] = ShardedObject(RANK, None, (part[0],), (part[1],), replica_id=0 if same else dist.rank())
-    known = () if config.load_optim else (f"{PREFIX}.",)
+    known = () if run.config.checkpoint.load_optim else (f"{PREFIX}.",)
     loaded = distributed.load(state, directory, known=known)
+    _go_on(run, saved, loaded, same)
+
+
+def resume_part(run: Run, kept: non_persistent.Kept) -> None:
+    """Make ``run`` what its ranks kept, each for itself, under the same layout.
+
+    Raises:
+        UserError: they kept another model or schedule.
+    """
+    content = on_every_rank(lambda: kept.store.load(kept.iteration))
+    saved = on_every_rank(lambda: _saved_run(run, content, kept.place))
+    state = _wanted(run, dict(model_io.MODEL_METADATA)) | {RANK: None}
+    loaded = on_every_rank(lambda: local.fill(state, content, kept.place))
+    _go_on(run, saved, loaded, same=True)
+
+
+def _wanted(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The tensors that a run takes from a checkpoint, described."""
+    state = adapters.saved_weights(run, metadata)
+    if run.config.checkpoint.load_optim:
+        state["optimizer"] = sharded_optimizer_state(run.optimizer, state)
+    return state
+
+
+def _go_on(run: Run, saved: dict[str, Any], loaded: dict[str, Any], same: bool) -> None:
+    """Take over what was loaded; ``same`` says whether the layout is that of the checkpoint."""
     adapters.set_saved_weights(run, loaded)
     _set_optimizer(run, saved["optimizer"])
     _set_schedule(run, saved["scheduler"])
     run.progress.load_state_dict(saved["progress"])
     run.callbacks.load_state_dict(loaded[RANK]["callbacks"])
-    if config.load_rng:
+    if run.config.checkpoint.load_rng:
         _set_random(run, loaded[RANK]["random"] if same else None, saved["layout"])
 
 
@@ -336,8 +393,6 @@ def _go_back(config: CheckpointConfig, error: DamagedError, older: list[Path]) -
 
 
 def _named_source(config: CheckpointConfig) -> Source | None:
-    if config.save is not None and (own := _own_checkpoints(config, Path(config.save))):
-        return Source(own, resumed=True)
     if config.load is not None and config.load != config.save:
         return Source((_resolved(config.load),), not config.finetune)
     if config.finetune and config.pretrained_checkpoint is None:
@@ -353,10 +408,11 @@ def _resolved(path: str) -> Path:
     return Path(path) if (Path(path) / "config.json").is_file() else layout.resolve(path)
 
 
-def _own_checkpoints(config: CheckpointConfig, root: Path) -> tuple[Path, ...]:
-    """What is published in ``root``, from the newest backwards."""
-    if not root.is_dir():
+def _own_checkpoints(config: CheckpointConfig) -> tuple[Path, ...]:
+    """What is published in ``checkpoint.save``, from the newest backwards."""
+    if config.save is None or not Path(config.save).is_dir():
         return ()
+    root = Path(config.save)
     with lock.held(root):  # what looks like left over may be a living run's
         layout.recover(root)
     published = layout.published_iterations(root)[::-1]
@@ -380,8 +436,9 @@ def _own_checkpoints(config: CheckpointConfig, root: Path) -> tuple[Path, ...]:
     return tuple(directories[later:])
 
 
-def _saved_run(config: CheckpointConfig, common: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """What a checkpoint knows of its run, if that is all that the config asks for."""
+def _saved_run(run: Run, common: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """What a checkpoint knows of its run, if that is all that ``run`` asks for, and fits it."""
+    config = run.config.checkpoint
     if RUN not in common:
         raise UserError(
             f"checkpoint {directory} holds weights only, no run to go on with; "
@@ -394,6 +451,8 @@ def _saved_run(config: CheckpointConfig, common: dict[str, Any], directory: Path
     ):
         if wanted and not found:
             raise UserError(f"checkpoint {directory} was saved without {what}; set checkpoint.{key}=false")
+    check_schedule(run, saved["scheduler"], directory)
+    adapters.check_base(run, saved, directory)
     return saved
 
 

@@ -62,6 +62,8 @@ class TrainingConfig:
             start of this process; the exit code is 75, which asks to be started again.
         exit_signal_handler: Do the same at SIGTERM and SIGUSR1, if ``checkpoint.save`` is set.
         iterations_to_skip: Steps whose batch is drawn but not learned from.
+        frozen: Patterns of parameters that are not trained, such as ``embedding.*`` or
+            ``decoder.layers.0.*``: Megatron's names, ``*`` for any characters, layers counted through all stages.
         manual_gc: Switch Python's automatic garbage collection off and collect at the same step on all ranks.
         manual_gc_interval: Steps between collections with ``manual_gc``; 0 collects only around evaluation.
     """
@@ -73,6 +75,7 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = None
     exit_signal_handler: bool = True
     iterations_to_skip: list[int] = field(default_factory=list[int])
+    frozen: list[str] = field(default_factory=list[str])
     manual_gc: bool = False
     manual_gc_interval: int = 0
 
@@ -171,6 +174,12 @@ class CheckpointConfig:
         verify: How a checkpoint is compared with its manifest before it is used: ``full`` reads every file,
             ``fast`` compares sizes and reads small files only.
         when_damaged: With a damaged checkpoint in ``save``: go on from the one before, or refuse to start.
+        non_persistent_save_interval: Steps between checkpoints of which only the newest is kept, and only until
+            the run has ended.
+        non_persistent_ckpt_type: ``global`` is like the others, in a folder of its own; ``local`` is each rank's
+            part on the disk of its machine; ``in_memory`` is the same in memory, for ``inprocess_restart``.
+        non_persistent_global_ckpt_dir: Folder of the first; None means ``non_persistent`` in ``save``.
+        non_persistent_local_ckpt_dir: Folder of the second, on every machine.
     """
 
     save: str | None = None
@@ -186,6 +195,10 @@ class CheckpointConfig:
     async_save: bool = False
     verify: Literal["full", "fast"] = "full"
     when_damaged: Literal["use_previous", "refuse"] = "use_previous"
+    non_persistent_save_interval: int | None = None
+    non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = None
+    non_persistent_global_ckpt_dir: str | None = None
+    non_persistent_local_ckpt_dir: str | None = None
 
 
 @dataclass

@@ -6,8 +6,9 @@ from pathlib import Path
 from megatron.bridge.checkpoint import layout, lock, saving
 from megatron.bridge.checkpoint.background import Background
 from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.training import non_persistent
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.checkpointing import run_state, save_run
+from megatron.bridge.training.checkpointing import forget_between, run_state, save_between, save_run
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import dist
 from megatron.bridge.utils.errors import UserError
@@ -21,8 +22,10 @@ class Saving(Callback):
 
     def __init__(self) -> None:
         self._saved: int | None = None
+        self._started: int | None = None
         self._background: Background | None = None
         self._root: Path | None = None
+        self._name: str | None = None
 
     def on_train_start(self, context: Run) -> None:
         """Find out now, not after hours, whether the folder can be written."""
@@ -33,20 +36,26 @@ class Saving(Callback):
             step = context.progress.step
             self._saved = step if on_first_rank(lambda: _is_newest(root, step)) else None
             self._background = _reserved(context) if config.async_save else None
+            if config.non_persistent_ckpt_type is not None:
+                self._name = on_first_rank(lambda: non_persistent.run_name(root, make=True))
 
     def on_train_step_end(self, context: Run) -> None:
         """Publish what the background has written; save if the step is due."""
         if self._background is not None:
             self._background.poll()
-        interval = context.config.checkpoint.save_interval
-        if interval is not None and context.progress.step % interval == 0:
+        config, step = context.config.checkpoint, context.progress.step
+        if _is_due(config.save_interval, step):
             self._save(context)
+        elif self._name is not None and _is_due(config.non_persistent_save_interval, step):
+            save_between(context, self._name, self._started)
 
     def on_train_end(self, context: Run) -> None:
         """Save where the run ends, unless that was just done; wait for the background."""
         self._save(context)
         if self._background is not None:
             self._background.poll(wait=True)
+        if self._name is not None:
+            forget_between(context, self._name)
 
     def close(self, context: Run) -> None:
         """Let the folder go; what the background has not published by now, after an error, never appears."""
@@ -56,9 +65,15 @@ class Saving(Callback):
             lock.release(self._root)
 
     def _save(self, context: Run) -> None:
-        if context.config.checkpoint.save is not None and context.progress.step != self._saved:
+        step = context.progress.step
+        if context.config.checkpoint.save is not None and step != self._saved:
+            self._started = step
             save_run(context, self._background)
-            self._saved = context.progress.step
+            self._saved = step
+
+
+def _is_due(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0
 
 
 def _reserved(run: Run) -> Background:

@@ -8,7 +8,7 @@ key, its value, the rule and the nearest legal values.
 from collections.abc import Callable, Iterable
 
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.rules import data, distill, layout, values
+from megatron.bridge.training.rules import data, distill, faults, layout, values
 
 Rule = Callable[[ConfigContainer, int], str | None]
 
@@ -59,6 +59,8 @@ RULES: tuple[Rule, ...] = (
     values.time_limits_are_positive,
     values.checkpoints_have_a_folder,
     values.skipping_has_a_folder,
+    faults.non_persistent_is_whole,
+    faults.memory_outlives_the_run,
 )
 
 

@@ -178,6 +178,7 @@ def intervals_are_positive(config: ConfigContainer, world_size: int) -> str | No
         "train.exit_interval": config.train.exit_interval,
         "validation.eval_interval": config.validation.eval_interval,
         "checkpoint.save_interval": config.checkpoint.save_interval,
+        "checkpoint.non_persistent_save_interval": config.checkpoint.non_persistent_save_interval,
     }
     wrong = [f"{key}={value}" for key, value in intervals.items() if value is not None and value < 1]
     if config.straggler is not None and config.straggler.interval < 1:

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run is spread over ranks."""
+
+from dataclasses import dataclass
+
+from megatron.core import parallel_state
+
+from megatron.bridge.utils import dist
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a layout; what belongs to one rank only fits the same one."""
+
+    world: int
+    tensor: int
+    pipeline: int
+    virtual: int
+    context: int
+    expert: int
+
+    @classmethod
+    def current(cls) -> "Layout":
+        """The layout of this process."""
+        return cls(
+            dist.world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        )
