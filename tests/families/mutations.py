@@ -162,7 +162,10 @@ def _swaps(stored: Stored) -> Iterator[Mutation]:
             yield _exchange(f"swap {one} and {other}", stored, pairs)
     norms = [name for name in first if ".layers.0." in name and re.search(r"norm\w*\.weight$", name)]
     for name in norms:
-        yield _exchange(f"swap layers of {name}", stored, [(name, name.replace(".layers.0.", ".layers.1."))])
+        # the next layer that has one: layers need not be alike
+        others = (name.replace(".layers.0.", f".layers.{layer}.") for layer in range(1, len(stored.tensors)))
+        if other := next((other for other in others if other in stored.tensors), None):
+            yield _exchange(f"swap layers of {name}", stored, [(name, other)])
     for kind in _FUSED:
         found = [name for name in first if re.search(rf"\b{re.escape(kind)}", name)]
         if found:

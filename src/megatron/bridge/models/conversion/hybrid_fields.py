@@ -60,10 +60,6 @@ def _same_width(width: Any, config: Mapping[str, Any]) -> int:
     return config.get("head_dim", width)
 
 
-def _never(_: Any, __: Any) -> Any:
-    return ABSENT
-
-
 def _mlp_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
     """(this bias, whether Megatron-Core's one switch for all linear layers is on)."""
     if own and EXPERTS in _layers(config):
@@ -114,7 +110,7 @@ MAMBA_STEPS: tuple[Field, ...] = (
 
 ATTENTION_WIDTH: tuple[Field, ...] = (
     Field("head_dim", "kv_channels"),
-    Field("attention_head_dim", "kv_channels", default=None, to=_same_width, back=_never),
+    Field("attention_head_dim", "kv_channels", default=None, to=_same_width),
 )
 """The width of a head, which older configs give twice."""
 

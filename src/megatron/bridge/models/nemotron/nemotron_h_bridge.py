@@ -53,7 +53,9 @@ class NemotronHBridge(DecoderBridge):
         # without effect in transformers or on the logits: initialisation, caches, choice of kernels, rotary sizes
         **dict.fromkeys(("expand", "rescale_prenorm_residual", "mamba_ssm_cache_dtype", "num_logits_to_keep")),
         **dict.fromkeys(("use_mamba_kernels", "moe_shared_expert_overlap", "output_router_logits")),
-        **dict.fromkeys(("mtp_layers_block_type", "mtp_hybrid_override_pattern", "rope_theta")),
+        **dict.fromkeys(("mtp_layers_block_type", "mtp_hybrid_override_pattern", "time_step_rank")),
+        **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_parameters", "num_query_groups")),
+        **dict.fromkeys(("rms_norm_eps", "norm_eps")),  # layer_norm_epsilon is meant
         "time_step_limit": ([0.0, inf], (0.0, inf)),
         **dict.fromkeys(("attention_bias", "use_bias", "mamba_proj_bias"), (False,)),
         **dict.fromkeys(("residual_in_fp32", "tie_word_embeddings"), (False,)),
