@@ -22,8 +22,9 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.generation import generate
 from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils.errors import UserError
-from tests.toy_run import initialize_by_name, save_llama, toy_config
+from tests.toy_run import initialize_by_name, local_shards, save_llama, toy_config
 from tests.unit_tests.data.chat_forms import CONTROL_TOKENS, FORMS
 from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
 
@@ -144,8 +145,8 @@ def test_frozen_parts_stay_and_the_rest_moves(model_dir, chats, tmp_path):
             seen.update({name: p.detach().clone() for name, p in context.model[0].named_parameters()})
 
     config = make_config(model_dir, chats, tmp_path / "run", steps=2)
-    frozen = ("*embedding*", "*layers.0.self_attention*")
-    run = finetune(config, forward_step, [Watch()], frozen=frozen)
+    config.train.frozen = ["*embedding*", "*layers.0.self_attention*"]
+    run = finetune(config, forward_step, [Watch()])
     moved = {name for name, p in run.model[0].named_parameters() if not torch.equal(p, seen[name])}
     stayed = {name for name in seen if "embedding" in name or "layers.0.self_attention" in name}
     assert stayed
@@ -154,8 +155,46 @@ def test_frozen_parts_stay_and_the_rest_moves(model_dir, chats, tmp_path):
 
 def test_a_pattern_that_names_nothing_is_refused(model_dir, chats, tmp_path):
     config = make_config(model_dir, chats, tmp_path / "run", steps=1)
-    with pytest.raises(UserError, match=r"freeze: the pattern embeding.weight names no parameter"):
-        finetune(config, forward_step, frozen=["embeding.weight"])
+    config.train.frozen = ["embedding.word_embedings.weight"]
+    with pytest.raises(UserError, match=r"word_embedings.weight names no parameter that is trained; did you mean"):
+        finetune(config, forward_step)
+
+
+def moved(frozen, layout):
+    """Which weights of a tied model two steps change, by name and layer in the whole model."""
+    start, found = {}, {}
+
+    class Watch(Callback):
+        def on_train_start(self, context):
+            start.update({place: weight.clone() for place, weight in weights(context)})
+
+        def on_train_end(self, context):
+            found.update({place: not torch.equal(weight, start[place]) for place, weight in weights(context)})
+
+    def weights(run):
+        for shard in local_shards(run.model):
+            yield (shard.key, *shard.global_offset[: shard.prepend_axis_num]), shard.data
+
+    config = toy_config(
+        model={"share_embeddings_and_output_weights": True, **layout},
+        train={"train_iters": 2, "micro_batch_size": 1, "frozen": frozen},
+        validation=ValidationConfig(),
+    )
+    config.model.register_pre_wrap_hook(initialize_by_name)
+    pretrain(config, forward_step, [Watch()])
+    return found
+
+
+def test_layers_are_counted_through_stages_and_a_tied_output_layer_goes_with_its_embedding(two_workers):
+    stages = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    parts = two_workers.run(moved, ["embedding.*", "decoder.layers.3.*"], stages)
+    found = parts[0] | parts[1]
+    still = {place for place, changed in found.items() if not changed}
+    layers = {place[1] for place in found if len(place) > 1}
+    assert layers == {0, 1, 2, 3}
+    assert {place[1:] for place in still} == {(), (3,)}
+    assert {place[0] for place in still if len(place) == 1} == {"embedding.word_embeddings.weight"}
+    assert not [place for place, changed in found.items() if changed and place[1:] == (3,)]
 
 
 def test_another_tokenizer_is_refused_before_anything_is_built(model_dir, chats, tmp_path, tokenizer_dir):  # noqa: F811
@@ -192,3 +231,18 @@ def test_answers_are_those_of_full_recomputation_under_any_layout(two_workers):
     assert len({len(answer) for answer in alone[0]}) >= 1
     for layout in layouts:
         assert two_workers.run(generated, layout) == alone
+
+
+def test_pretraining_looks_at_its_data_first(tmp_path, run_in_process):
+    config = toy_config(train={"train_iters": 1}, logger=LoggerConfig(log_dir=str(tmp_path)))
+    pretrain(config, forward_step)
+    summary = json.loads((tmp_path / "data_preview.json").read_text())
+    assert [(part["name"], part["samples"]) for part in summary["corpora"]] == [
+        ("train", 8),
+        ("valid", 8),
+        ("test", 8),
+    ]
+    assert summary["first_batches"] == [
+        {"rank": 0, "samples": [0, 1], "tokens": 64, "learnt": 64, "sequences": 2},
+    ]
+    assert "8 samples x 32 = 256 tokens" in (tmp_path / "data_preview.html").read_text()

@@ -4,13 +4,21 @@
 import io
 import json
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from megatron.bridge.cli.main import main
-from megatron.bridge.data.config import DatasetRequest, FinetuningDatasetConfig, PackedSequenceSpecs
+from megatron.bridge.data.config import (
+    FinetuningDatasetConfig,
+    GPTDatasetConfig,
+    MockGPTDatasetConfig,
+    PackedSequenceSpecs,
+)
+from megatron.bridge.data.loaders import build_iterators
 from megatron.bridge.data.preview import preview
 from megatron.bridge.data.preview_output import to_console, to_html
+from megatron.bridge.data.tokenizer import NullTokenizer
 
 RECORDS = [
     {"prompt": "a <b> ", "completion": "c"},
@@ -29,8 +37,8 @@ def look(folder, tokenizer, sizes=(1, 2, 2), **values):
     config = FinetuningDatasetConfig(
         seq_length=32, dataset_root=str(folder), truncation="drop", do_validation=False, do_test=False, **values
     )
-    splits = config.build(DatasetRequest((4, 4, 4), tokenizer))
-    return preview(config, splits, tokenizer, sizes)
+    data = build_iterators(config, tokenizer, (4, 4, 4), 1, 2)
+    return preview(config, data, tokenizer, sizes)
 
 
 def test_counts_and_pieces(folder, tokenizer):
@@ -49,6 +57,61 @@ def test_counts_and_pieces(folder, tokenizer):
     assert [(piece.text, piece.learnt) for piece in first] == [("<s>a <b> ", False), ("c</s>", True)]
     assert [(batch.rank, len(batch.samples)) for batch in found.first_batches] == [(0, 1), (1, 1)]
     assert sum(batch.learnt for batch in found.first_batches) == train.report.trained
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Two corpora of 30 documents of 21 tokens and of 10 documents of 11 tokens."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefixes = [str(tmp_path / name) for name in ("a", "b")]
+    for prefix, documents, length in zip(prefixes, (30, 10), (21, 11), strict=True):
+        builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+        for number in range(documents):
+            builder.add_document(np.full(length, number, np.uint16), [length])
+        builder.finalize(prefix + ".idx")
+    return prefixes
+
+
+def test_corpora_are_counted_with_what_is_drawn_from_each(corpora, tmp_path):
+    tokenizer = NullTokenizer(1000)
+    config = GPTDatasetConfig(
+        seq_length=16, blend=(corpora, [3.0, 1.0]), split="90,10", path_to_cache=str(tmp_path / "cache")
+    )
+    data = build_iterators(config, tokenizer, (80, 8, 0), 2, 8)
+    found = preview(config, data, tokenizer, (2, 8, 2), samples=1)
+    train, valid = found.corpora
+    assert [(share.documents, share.tokens, share.samples) for share in train.shares] == [
+        (27, 27 * 21, 60),
+        (9, 9 * 11, 20),
+    ]
+    assert next(train.lines()) == "80 samples x 16 = 1,280 tokens"
+    assert f"75.0% from {corpora[0]}: 1.69 epochs of its 27 documents, 567 tokens" in list(train.lines())
+    assert [share.documents for share in valid.shares] == [3, 1]
+    assert [(batch.rank, batch.samples, batch.learnt) for batch in found.first_batches] == [
+        (0, [0, 1], 32),
+        (1, [2, 3], 32),
+    ]
+    (text,) = found.texts
+    first = next(data.train)
+    assert text[1].text == tokenizer.detokenize(first["labels"][0].tolist())
+    page = to_html(found)
+    assert "1.69 epochs" in page
+    assert json.loads(json.dumps(found.to_dict()))["corpora"][0]["shares"][1]["samples"] == 20
+
+
+def test_data_without_corpora_is_counted(corpora, tmp_path, tokenizer):
+    config = MockGPTDatasetConfig(seq_length=16)
+    data = build_iterators(config, tokenizer, (1000, 8, 0), 1, 8)
+    found = preview(config, data, tokenizer, (1, 8, 64))
+    assert [(part.name, part.samples, part.shares) for part in found.corpora] == [
+        ("train", 1000, []),
+        ("valid", 8, []),
+    ]
+    assert len(found.first_batches) == 16, "a few ranks show what there is to see"
+    terminal = Console(width=200, record=True, file=io.StringIO())
+    to_console(terminal, found)
+    assert "1,000 samples x 16 = 16,000 tokens" in terminal.export_text()
 
 
 def test_packed_rows_are_counted_in_sequences(folder, tokenizer):

@@ -4,6 +4,7 @@
 import pytest
 
 from megatron.bridge.data.config import FinetuningDatasetConfig, GPTDatasetConfig, PackedSequenceSpecs
+from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import rules
 from megatron.bridge.training.config import RerunStateMachineConfig
@@ -144,6 +145,11 @@ CASES = {
         {CP: 2, "train.micro_batch_size": 1, "dataset": packed(pad_seq_to_mult=2)},
         2,
         ["pad_seq_to_mult=2", "no multiple of 4"],
+    ),
+    "readers_divide_batches": (
+        {"dataset": EnergonProvider(path="x", seq_length=32, readers=3)},
+        2,
+        ["dataset.readers=3", "data parallel size 2", "global_batch_size=8"],
     ),
     "checkpoints_have_a_folder": (
         {"checkpoint.save_interval": 5},

@@ -117,18 +117,18 @@ def _run_preview(args: argparse.Namespace) -> int:
     """Build the data as the run would, and look at it."""
     from rich.console import Console
 
-    from megatron.bridge.data.config import DatasetRequest
+    from megatron.bridge.data.loaders import build_iterators
     from megatron.bridge.data.preview import preview
     from megatron.bridge.data.preview_output import to_console, to_html
     from megatron.bridge.utils.atomic import write_text
     from megatron.bridge.utils.console import console
 
     config, tokenizer, ranks = _resolved(args)
-    batch = config.train.global_batch_size
-    held_out = batch if config.validation.eval_iters else 0
-    splits = config.dataset.build(DatasetRequest((batch, held_out, held_out), tokenizer))
-    sizes = (config.train.micro_batch_size, batch, ranks)
-    found = preview(config.dataset, splits, tokenizer, sizes, args.samples)
+    micro, batch = config.train.micro_batch_size, config.train.global_batch_size
+    held_out = config.validation.eval_iters * batch
+    samples = (config.train.train_iters * batch, held_out, held_out)
+    data = build_iterators(config.dataset, tokenizer, samples, micro, batch, dp_size=ranks)
+    found = preview(config.dataset, data, tokenizer, (micro, batch, ranks), args.samples)
     to_console(Console(highlight=False, soft_wrap=True), found)
     if args.html:
         write_text(args.html, to_html(found))

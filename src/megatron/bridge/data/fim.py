@@ -36,12 +36,15 @@ class FIMDataset(Dataset[dict[str, Any]]):
         tokenizer: that of the samples.
         seed: seed of the cuts.
 
+    Attributes:
+        samples: those of the other data set.
+
     Raises:
         UserError: the tokenizer lacks one of the three tokens.
     """
 
     def __init__(self, samples: _Samples, config: FIMConfig, tokenizer: Tokenizer, seed: int) -> None:
-        self._samples = samples
+        self.samples = samples
         self._config = config
         self._tokenizer = tokenizer
         self._seed = seed
@@ -49,10 +52,10 @@ class FIMDataset(Dataset[dict[str, Any]]):
         self._prefix, self._suffix, self._middle = (_special(tokenizer, name) for name in names)
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = self._samples[index]
+        sample = self.samples[index]
         ids = torch.cat((sample["tokens"], sample["labels"][-1:])).numpy()
         random = np.random.default_rng((self._seed, index))
         new = self._rearranged(ids, random)[: len(ids)]

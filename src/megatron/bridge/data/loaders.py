@@ -26,7 +26,7 @@ KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class BatchIterator:
-    """Microbatches of one data-parallel rank.
+    """Microbatches of one data-parallel rank, of numbered samples.
 
     A batch has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (fp32), each
     [micro_batch_size, seq_length], and ``attention_mask``: None for plain causal attention, else bool
@@ -39,7 +39,7 @@ class BatchIterator:
         dataset: what is drawn from.
     """
 
-    def __init__(self, dataset: Dataset[Batch], make_sampler: Callable[[], Sampler], num_workers: int = 0) -> None:
+    def __init__(self, dataset: Any, make_sampler: Callable[[], Sampler], num_workers: int = 0) -> None:
         self.sample_ids: list[int] = []
         self.dataset = dataset
         self._make_sampler = make_sampler

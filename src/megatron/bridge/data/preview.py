@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is going to see: counts, lengths, packing, the text of samples, the first batch of each rank."""
+"""What a run is going to see: counts, lengths, packing, the text of samples, the first batch of each rank.
+
+Of data without records (indexed corpora, made-up samples, streams) it is the corpora and what is drawn from each.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron.bridge.data.config import SPLITS, DatasetConfig, Splits
+from megatron.bridge.data.config import SPLITS, DatasetConfig
+from megatron.bridge.data.corpora import CorpusPreview, as_example, look_at
 from megatron.bridge.data.examples import Example, Report
-from megatron.bridge.data.loaders import Batch, BatchSizes, iterate
+from megatron.bridge.data.loaders import KEYS, Batch, Batches, BatchIterator, BatchSizes, Iterators, iterate
 from megatron.bridge.data.rows import BlendedRows, Epochs, PackedRows
+from megatron.bridge.data.streams import StreamedBatches
 from megatron.bridge.data.tokenizer import Tokenizer
 
 BINS = 12
+SHOWN_RANKS = 16
 
 
 @dataclass(frozen=True)
@@ -80,9 +86,18 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class Preview:
-    """All of it."""
+    """All of it.
+
+    Attributes:
+        splits: data of records.
+        corpora: data without records.
+        texts: pieces of the first rows of training data without records.
+        first_batches: those of the first ranks.
+    """
 
     splits: list[SplitPreview] = field(default_factory=list)
+    corpora: list[CorpusPreview] = field(default_factory=list)
+    texts: list[list[Piece]] = field(default_factory=list)
     first_batches: list[RankBatch] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,35 +107,44 @@ class Preview:
             | {"report": split.report.to_dict()}
             for split in self.splits
         ]
-        return {"splits": splits, "first_batches": [asdict(batch) for batch in self.first_batches]}
+        return {
+            "splits": splits,
+            "corpora": [asdict(corpus) for corpus in self.corpora],
+            "first_batches": [asdict(batch) for batch in self.first_batches],
+        }
 
 
 def preview(
     config: DatasetConfig,
-    splits: Splits,
+    data: Iterators,
     tokenizer: Tokenizer,
     sizes: tuple[int, int, int],
     samples: int = 3,
 ) -> Preview:
-    """Look at the data of a run.
+    """Look at the data of a run, without drawing from it.
 
     Args:
         config: the data set's config.
-        splits: what it built.
+        data: the iterators that it made.
         tokenizer: the tokenizer of the run.
         sizes: micro batch, global batch, and number of data-parallel ranks.
         samples: how many to show of each split.
     """
-    found = [
-        _split(name, part, tokenizer, samples)
-        for split, dataset in zip(SPLITS, splits, strict=True)
-        for name, part in _parts(split, dataset)
-    ]
-    return Preview(found, list(_first_batches(config, splits.train, sizes)))
+    splits, corpora = [], []
+    for name, iterator in zip(SPLITS, data, strict=True):
+        dataset = iterator.dataset if isinstance(iterator, BatchIterator) else iterator
+        parts = list(_parts(name, dataset))
+        splits += [_split(part_name, part, tokenizer, samples) for part_name, part in parts]
+        if dataset is not None and not parts:
+            corpora.append(look_at(name, dataset, config.seq_length))
+    first = list(_first_batches(config, data.train, sizes))
+    rows = _rows(first[0][1], samples) if first and corpora else []
+    texts = [pieces(as_example(row), tokenizer) for row in rows]
+    return Preview(splits, corpora, texts, [_rank_batch(rank, batch, ids) for rank, batch, ids in first])
 
 
 def _parts(name: str, dataset: Any) -> Iterator[tuple[str, Epochs]]:
-    """The data sets of a blend, one by one; data without records (indexed, made up) has nothing to show."""
+    """The data sets of a blend, one by one; none of data without records."""
     if isinstance(dataset, Epochs):
         yield name, dataset
     elif isinstance(dataset, BlendedRows):
@@ -173,16 +197,29 @@ def pieces(example: Example, tokenizer: Tokenizer) -> list[Piece]:
     ]
 
 
-def _first_batches(config: DatasetConfig, train: Any, sizes: tuple[int, int, int]) -> Iterator[RankBatch]:
+def _first_batches(
+    config: DatasetConfig, train: Batches | None, sizes: tuple[int, int, int]
+) -> Iterator[tuple[int, Batch, list[int]]]:
+    """Rank, first microbatch and numbers of its samples, for the first ranks."""
     micro, whole, ranks = sizes
-    if train is None or len(train) < whole:
+    if train is None or (isinstance(train, BatchIterator) and len(train.dataset) < whole):
         return
-    for rank in range(ranks):
-        batches = iterate(train, config, BatchSizes(micro, whole, rank, ranks))
-        batch = next(batches)
-        yield RankBatch(
-            rank, batches.sample_ids, batch["tokens"].numel(), int(batch["loss_mask"].sum()), _sequences(batch)
-        )
+    for rank in range(min(ranks, SHOWN_RANKS)):
+        each = BatchSizes(micro, whole, rank, ranks)
+        if isinstance(train, StreamedBatches):
+            batches = train.replicate(each)
+        else:
+            assert isinstance(train, BatchIterator), type(train)
+            batches = iterate(train.dataset, config, each)
+        yield rank, next(batches), batches.sample_ids
+
+
+def _rank_batch(rank: int, batch: Batch, ids: list[int]) -> RankBatch:
+    return RankBatch(rank, ids, batch["tokens"].numel(), int(batch["loss_mask"].sum()), _sequences(batch))
+
+
+def _rows(batch: Batch, count: int) -> list[dict[str, Any]]:
+    return [{key: batch[key][place] for key in KEYS} for place in range(min(count, len(batch["tokens"])))]
 
 
 def _sequences(batch: Batch) -> int:

@@ -25,6 +25,10 @@ def to_console(console: Console, preview: Preview) -> None:
     """Print it."""
     for split in preview.splits:
         console.print(_split(split))
+    for corpus in preview.corpora:
+        console.print(Text(corpus.name, style="bold underline"), *map(Text, corpus.lines()), "", sep="\n")
+    for number, sample in enumerate(preview.texts, start=1):
+        console.print(Text(f"row {number} begins", style="bold"), _text(sample), sep="\n")
     if preview.first_batches:
         console.print(_batches(preview.first_batches))
 
@@ -85,6 +89,10 @@ def to_html(preview: Preview) -> str:
     parts.append("<p>The loss is taken on <span class='learnt'>marked</span> text.</p>")
     for split in preview.splits:
         parts += _html_split(split)
+    for corpus in preview.corpora:
+        parts.append(f"<h2>{html.escape(corpus.name)}</h2>")
+        parts += [f"<p>{html.escape(line)}</p>" for line in corpus.lines()]
+    parts += map(_html_sample, preview.texts)
     if preview.first_batches:
         parts.append("<h2>First microbatch of each data-parallel rank</h2><table>")
         parts.append(_html_row("th", ["data rank", "samples", "sequences", "tokens", "learnt"]))
@@ -102,12 +110,15 @@ def _html_split(split: SplitPreview) -> Iterator[str]:
         bar = f"<span class='bar' style='width:{20 * count / most:.1f}rem'></span>"
         yield f"<tr><td>to {length:,}</td><td style='text-align:left'>{bar}</td><td>{count:,}</td></tr>"
     yield "</table>"
-    for sample in split.samples:
-        spans = (
-            f"<span class='{'learnt' if piece.learnt else 'given'}'>{html.escape(piece.text)}</span>"
-            for piece in sample
-        )
-        yield f"<pre>{''.join(spans)}</pre>"
+    yield from map(_html_sample, split.samples)
+
+
+def _html_sample(sample: list[Piece]) -> str:
+    spans = (
+        f"<span class='{'learnt' if piece.learnt else 'given'}'>{html.escape(piece.text)}</span>"
+        for piece in sample
+    )
+    return f"<pre>{''.join(spans)}</pre>"
 
 
 def _html_row(kind: str, cells: list[str]) -> str:

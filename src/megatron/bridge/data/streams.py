@@ -90,9 +90,9 @@ class StreamedBatches:
         _, batch = collate([(place, next(readers[place % self._count])) for place in self.sample_ids])
         return batch
 
-    def replicate(self) -> "StreamedBatches":
-        """Another iterator over the same batches, from the first one."""
-        return StreamedBatches(self.name, self._open, self._count, self._sizes, self._fingerprint)
+    def replicate(self, sizes: BatchSizes | None = None) -> "StreamedBatches":
+        """Another iterator over the same batches, or those of another rank, from the first one."""
+        return StreamedBatches(self.name, self._open, self._count, sizes or self._sizes, self._fingerprint)
 
     @property
     def report(self) -> Report:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train on from existing weights."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ from megatron.bridge.checkpoint.model_io import tokenizer_dir
 from megatron.bridge.training.callbacks.base import CallbackManager
 from megatron.bridge.training.callbacks.report import TuningReport
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
-from megatron.bridge.training.freezing import freeze
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.setup import Callbacks
 from megatron.bridge.training.state import Run
@@ -22,7 +21,6 @@ def finetune(
     config: ConfigContainer,
     forward_step_func: Callable[..., Any],
     callbacks: Callbacks | None = None,
-    frozen: Iterable[str] = (),
 ) -> Run:
     """``pretrain`` from the weights of ``checkpoint.pretrained_checkpoint``, or from where the last run stopped.
 
@@ -32,7 +30,6 @@ def finetune(
         config: What to run.
         forward_step_func: For example ``megatron.bridge.training.gpt_step.forward_step``.
         callbacks: Callbacks of your own.
-        frozen: Patterns of parameters that are not trained, such as ``embedding.*``.
 
     Raises:
         UserError: there are no weights to start from, they were trained with another tokenizer, or whatever
@@ -44,9 +41,6 @@ def finetune(
             "or use pretrain to start from random weights"
         )
     check_tokenizer(config)
-    patterns = tuple(frozen)
-    if patterns:
-        config.model.register_pre_wrap_hook(freeze(*patterns))
     return pretrain(config, forward_step_func, CallbackManager([*(callbacks or ()), TuningReport()]))
 
 

@@ -25,6 +25,7 @@ from megatron.bridge.training.checkpointing import find_source, load_run
 from megatron.bridge.training.config import ConfigContainer, RNGConfig
 from megatron.bridge.training.evaluation import per_chunk
 from megatron.bridge.training.forward_step import adapt, returns_schedule_plan, takes_state
+from megatron.bridge.training.freezing import freezing_hook
 from megatron.bridge.training.optimizer import build_optimizer
 from megatron.bridge.training.scheduler import build_scheduler
 from megatron.bridge.training.state import Run
@@ -83,6 +84,11 @@ def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> Non
         raise UserError(
             "model.overlap_moe_expert_parallel_comm=True needs a forward step with the parameter "
             "return_schedule_plan=False: add it, or switch the overlap off"
+        )
+    if config.distill is not None and not getattr(step, "learns_from_teacher", False):
+        raise UserError(
+            "distill is set, but pretrain and finetune learn from the data alone: use `--mode distill`, or "
+            "megatron.bridge.training.distill.distill, or unset it"
         )
 
 
@@ -153,7 +159,7 @@ def build_model(config: ConfigContainer) -> list[MegatronModule]:
     return config.model.provide_distributed_model(
         # Megatron-Core writes the bucket size that it used into the config it is given
         ddp_config=copy.copy(config.ddp),
-        pre_wrap_hook=adapting_hook(config),
+        pre_wrap_hook=freezing_hook(config.train.frozen, adapting_hook(config)),
         data_parallel_random_init=config.rng.data_parallel_random_init,
     )
 

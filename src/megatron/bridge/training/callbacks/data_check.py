@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.data.config import Splits
 from megatron.bridge.data.preview import Preview, preview
 from megatron.bridge.data.preview_output import summary, to_html
 from megatron.bridge.training.callbacks.base import Callback
@@ -29,12 +28,14 @@ class DataCheck(Callback):
 
 def _look(run: Run) -> None:
     config = run.config
-    splits = Splits(*(None if found is None else found.dataset for found in run.data))
     sizes = (config.train.micro_batch_size, config.train.global_batch_size, config.data_parallel_size())
-    found = preview(config.dataset, splits, run.tokenizer, sizes)
+    found = preview(config.dataset, run.data, run.tokenizer, sizes)
     for split in found.splits:
         for line in summary(split):
             console().print(f"{split.name}: {line}", markup=False)
+    for corpus in found.corpora:
+        for line in corpus.lines():
+            console().print(f"{corpus.name}: {line}", markup=False)
     if config.logger.log_dir is not None:
         _write(Path(config.logger.log_dir), found)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
 """Where a run stands in data that is read forwards. The place in numbered samples is a number, in ``Progress``."""
 
-from typing import Any
+from typing import Any, cast
 
 from megatron.core import parallel_state
 
@@ -53,5 +54,4 @@ class DataPosition(Callback):
 
 def _gathered[T](value: T) -> list[T]:
     """The values of all data-parallel ranks."""
-    group: Any = parallel_state.get_data_parallel_group()
-    return dist.all_gather_object(value, group)
+    return dist.all_gather_object(value, cast(Any, parallel_state).get_data_parallel_group())

@@ -4,6 +4,7 @@
 from collections.abc import Iterable
 
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
+from megatron.bridge.training.callbacks.data_check import DataCheck
 from megatron.bridge.training.callbacks.data_position import DataPosition
 from megatron.bridge.training.callbacks.evaluation import Evaluation
 from megatron.bridge.training.callbacks.exit import ExitInterval
@@ -40,6 +41,7 @@ def default_callbacks(config: ConfigContainer, users: Iterable[Callback] = ()) -
             RunRecord(config),  # the resolved config is on disk before anything can fail
             GarbageCollection(config.train),
             DataPosition(),  # before anything is drawn
+            DataCheck(),  # a look at the data costs less than a wrong run
             GatherParams(),  # after the last step, before anyone reads the weights
             Logging(config),  # a step is shown before it is evaluated
             FiniteGradients(),  # a ruined step is shown, but neither evaluated nor saved
