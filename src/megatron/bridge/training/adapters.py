@@ -17,6 +17,7 @@ from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
 _BASE = "base_of_adapters"
+_FILLED_FROM = "filled_from"
 
 
 def adapting_hook(config: ConfigContainer) -> Callable[[list[MegatronModule]], Any] | None:
@@ -51,6 +52,18 @@ def load_base(chunks: Sequence[MegatronModule], path: Path) -> None:
         AutoBridge.from_hf_pretrained(str(path)).load_hf_weights(chunks)
     else:
         model_io.load_model(chunks, path)
+
+
+def fill_before_adding(chunks: Sequence[MegatronModule], source: str) -> None:
+    """Fill a new model from ``checkpoint.pretrained_checkpoint`` before it gets parameters that it has not."""
+    load_base(chunks, Path(source))
+    for chunk in chunks:
+        chunk.__dict__[_FILLED_FROM] = source
+
+
+def filled_from(run: Run) -> str | None:
+    """What ``fill_before_adding`` filled the model from, if it did."""
+    return model_io.unwrap(run.model[0]).__dict__.get(_FILLED_FROM)
 
 
 def base_of(run: Run) -> dict[str, str] | None:

@@ -11,7 +11,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
-from megatron.bridge.data.loaders import KEYS
 from megatron.bridge.data.packing import cut_for_rank
 from megatron.bridge.training.state import Batches, LossFunction
 
@@ -57,7 +56,8 @@ def _cut_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     """This rank's part of each sample of the row; the bounds remain those of the whole row."""
     places = torch.from_numpy(cut_for_rank(batch["cu_seqlens"].cpu().numpy(), rank, size))
     places = places.to(batch["tokens"].device)
-    return batch | {key: batch[key].index_select(1, places) for key in KEYS}
+    whole = ("attention_mask", "cu_seqlens", "max_seqlen")
+    return {key: value if key in whole else value.index_select(1, places) for key, value in batch.items()}
 
 
 def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:

@@ -16,7 +16,7 @@ def distillation_can_be(config: ConfigContainer, world_size: int) -> str | None:
 def _values(config: ConfigContainer) -> Iterator[str]:
     distill = config.distill
     assert distill is not None, "asked for a run that distills"
-    if distill.teacher is None:
+    if distill.teacher is None and distill.cache is None:
         yield "distill.teacher is not set: give a Hugging Face directory, a hub id or a Megatron checkpoint"
     weights = {name: getattr(distill, name) for name in ("ce_weight", "kl_weight", "hidden_weight")}
     wrong = [f"distill.{name}={value}" for name, value in weights.items() if not 0 <= value < float("inf")]
@@ -24,8 +24,8 @@ def _values(config: ConfigContainer) -> Iterator[str]:
         yield f"{', '.join(wrong)}: must not be negative"
     if not (distill.kl_weight or distill.hidden_weight):
         yield (
-            "distill.kl_weight=0 and distill.hidden_weight=0 learn nothing from the teacher: raise one of them, or "
-            "unset distill"
+            "distill.kl_weight=0 and distill.hidden_weight=0 learn nothing from the teacher: raise one of them, "
+            "or unset distill"
         )
     if not 0 < distill.temperature < float("inf"):
         yield f"distill.temperature={distill.temperature}: must be above 0"
@@ -80,6 +80,6 @@ def _cache(config: ConfigContainer) -> Iterator[str]:
 def _student(config: ConfigContainer) -> Iterator[str]:
     if config.model.mtp_num_layers:
         yield (
-            f"distill with model.mtp_num_layers={config.model.mtp_num_layers}: a teacher says nothing about tokens "
-            "after the next, unset it"
+            f"distill with model.mtp_num_layers={config.model.mtp_num_layers}: a teacher says nothing about "
+            "tokens after the next, unset it"
         )

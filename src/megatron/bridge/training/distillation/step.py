@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward step of a student, and its loss."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.training.distillation.cache import targets_of
+from megatron.bridge.training.distillation.config import DistillConfig
+from megatron.bridge.training.distillation.divergence import (
+    TopTokens,
+    kl_divergence,
+    top_kl_divergence,
+    top_tokens,
+)
+from megatron.bridge.training.distillation.pair import Place, pair_of
+from megatron.bridge.training.distillation.projections import projected
+from megatron.bridge.training.gpt_step import LOSS_NAME, next_batch, packed_parameters
+from megatron.bridge.training.losses import Report
+from megatron.bridge.training.state import Batches, LossFunction, Run
+
+KL_NAME = "kl loss"
+HIDDEN_NAME = "hidden loss"
+
+
+def forward_step(run: Run, data_iterator: Batches, model: MegatronModule) -> tuple[Tensor, LossFunction]:
+    """Run one chunk of the student, and the teacher's beside it, on the next microbatch.
+
+    Returns:
+        What goes to the next stage (on the last one the student's logits [batch, sequence, part of the
+        vocabulary]) and the function that makes a loss of the logits.
+    """
+    config = run.config.distill
+    assert config is not None, "distill() set this step"
+    batch = next_batch(data_iterator)
+    inputs = model_inputs(batch)
+    pair = pair_of(model)
+    if pair is None:
+        return model(**inputs), StudentLoss(config, batch, model, targets_of(batch), {})
+    ours, theirs = pair.run(model, inputs)
+    if not unwrap(model).post_process:
+        return pair.joined(ours, theirs), StudentLoss(config, batch, model, None, {})
+    return ours, StudentLoss(config, batch, model, theirs, pair.take_states())
+
+
+forward_step.learns_from_teacher = True  # type: ignore[attr-defined]
+
+
+def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a model that shall return logits."""
+    packed = {"packed_seq_params": packed_parameters(batch)} if "cu_seqlens" in batch else {}
+    names = {"input_ids": "tokens", "position_ids": "position_ids", "attention_mask": "attention_mask"}
+    return {name: batch[key] for name, key in names.items()} | packed
+
+
+@dataclass
+class StudentLoss:
+    """The loss of one microbatch.
+
+    Attributes:
+        config: The weights.
+        batch: Labels and mask, [batch, sequence].
+        model: The student's last chunk, with the maps for hidden states.
+        teacher: Its logits, or its likeliest tokens; None where nothing is known of it, as for validation data
+            under ``distill.cache``.
+        states: Hidden states of both, [sequence of this rank, batch, width].
+    """
+
+    config: DistillConfig
+    batch: dict[str, Any]
+    model: MegatronModule
+    teacher: Tensor | TopTokens | None
+    states: dict[Place, Tensor]
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor, Report]:
+        """The weighted sum over the tokens that count, their number, and for reporting each loss with it."""
+        mask = self.batch["loss_mask"].float()
+        tokens = mask.sum()
+        total, sums = logits.new_zeros((), dtype=torch.float32), {}
+        # first, because cross entropy may overwrite the logits
+        if self.teacher is not None and self.config.kl_weight:
+            sums[KL_NAME] = (self._divergence(logits, self.teacher) * mask).sum()
+            total = total + self.config.kl_weight * self.config.temperature**2 * sums[KL_NAME]
+        if self.states:
+            sums[HIDDEN_NAME] = self._distance(mask)
+            total = total + self.config.hidden_weight * sums[HIDDEN_NAME]
+            sums[HIDDEN_NAME] = _whole(sums[HIDDEN_NAME].detach(), self._is_cut)
+        sums[LOSS_NAME] = (self._cross_entropy(logits) * mask).sum()
+        total = total + self.config.ce_weight * sums[LOSS_NAME]
+        report = {name: torch.stack((value.detach(), tokens)).double() for name, value in sums.items()}
+        return total, tokens.to(torch.int), report
+
+    def _divergence(self, logits: Tensor, teacher: Tensor | TopTokens) -> Tensor:
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        temperature, count = self.config.temperature, self.config.top_k
+        if isinstance(teacher, Tensor) and count is None:
+            return kl_divergence(logits, teacher, temperature, group)
+        named = top_tokens(teacher, count or 0, temperature, group) if isinstance(teacher, Tensor) else teacher
+        return top_kl_divergence(logits, named, temperature, group)
+
+    def _cross_entropy(self, logits: Tensor) -> Tensor:
+        learnt = logits if self.config.ce_weight else logits.detach()
+        losses: Any = tensor_parallel.vocab_parallel_cross_entropy(learnt, self.batch["labels"])
+        return losses.float()
+
+    def _distance(self, mask: Tensor) -> Tensor:
+        """Mean squares over width and pairs; with sequence parallelism, of this rank's tokens."""
+        rows = mask.transpose(0, 1)
+        if self._is_cut:
+            group: Any = parallel_state.get_tensor_model_parallel_group()
+            rows = rows.chunk(group.size())[group.rank()]
+        pairs = self.config.hidden_layers
+        distances = [
+            (projected(self.model, ours, self.states["student", ours]).float() - self.states["teacher", theirs])
+            .square()
+            .mean(-1)
+            for ours, theirs in pairs.items()
+        ]
+        return (torch.stack(distances).mean(0) * rows).sum()
+
+    @property
+    def _is_cut(self) -> bool:
+        config: Any = unwrap(self.model).config
+        return config.sequence_parallel
+
+
+def _whole(part: Tensor, is_cut: bool) -> Tensor:
+    if is_cut:
+        dist.all_reduce(part, group=parallel_state.get_tensor_model_parallel_group())
+    return part
