@@ -14,15 +14,21 @@ With T tokens of a microbatch on this context rank, t tensor ranks, R = T/t with
 e bytes a number:
 
 =========================  ==========================================================================
-norm of a layer            R x hidden x e (its input)
+norm of a layer            R x hidden x e (its input; in fp32 if the gain is zero-centred)
 linear layer               R x in x e, or T x in/t x e if it is row-parallel (its input, once where several
                            share it), and T x out/t x e (its output, unless it ends in the residual stream)
-attention                  T x (queries + keys)/t x e (rotated), T x heads/t x 4 (sums of exponentials)
-activation of an MLP       nothing more where it is fused; T x width/t x e where it is not
-experts                    as the other layers, with R x top-k x expert tensor ranks tokens
+attention                  T x (queries + keys)/t x e (rotated), as much for queries before a norm of their own,
+                           4 x T x head x e (sines and cosines), T x heads/t x 4 (sums of exponentials); latent
+                           values and outputs once more, where they are padded to the width of keys
+activation of an MLP       nothing more where it is fused; else two times T x width/t x e if it is gated, and as
+                           much again if it is clamped
+experts                    as the other layers, with R x top-k x expert tensor ranks tokens; R x hidden x e (their
+                           sum); once more T x width/t x e for weighting where that is not fused
 router                     R x experts x 12 (logits, scores and their gradients in fp32)
 dropout                    R x hidden (a mask of one byte), twice
-state-space mixer          T x (2 x inner + 2 x groups x state)/t x e, and a state of fp32 for each chunk
+Mamba-2 mixer              T x 2 x inner/t x e, as the kernels of mamba-ssm do
+gated delta net            T x (convolved + 2 x value heads x key head + values + 64 x value heads)/t x e, as the
+                           kernels of flash-linear-attention do
 =========================  ==========================================================================
 
 A chunk of layers is held once for each microbatch in flight: as many as there are stages from this one on; with v
@@ -33,6 +39,8 @@ keeps while it runs backward.
 
 The last stage adds T x vocabulary/t x (4 + 2e): logits, exponentials in fp32, and a gradient, for one microbatch.
 On top comes what the backward pass of one layer holds: its gathered input and the gradient of its widest output.
+
+Without the kernels of mamba-ssm and flash-linear-attention, PyTorch keeps several times as much of such layers.
 """
 
 from collections.abc import Iterator
@@ -60,8 +68,12 @@ class _Sizes:
     hidden: int
     chosen: int  # tokens of all experts of a rank
     experts: int  # on a rank
-    fused: bool  # activations of MLPs
+    activation: int  # tensors that the activation of an MLP keeps beside its result
+    weighting: int  # the same of the product with an expert's weight
+    norm: int  # bytes of a number of a norm's input
+    rotated: int  # bytes of a number of a position: sines and cosines of queries and keys
     masks: bool  # of dropout
+    joined: tuple[str, ...]  # linear layers whose output is put together anew, by attention
     gathered: int  # context ranks whose keys and values are kept
     recomputed: tuple[str, ...]  # modules
 
@@ -105,19 +117,47 @@ def _sizes(config: ConfigContainer) -> _Sizes:
     between = tokens // tensor if model.sequence_parallel else tokens
     gathers = model.backend != "transformer_engine" and model.cp_comm_type in (None, "all_gather")
     selective = model.recompute_granularity == "selective"
+    number = 2 if model.bf16 or model.fp16 else _FP32
     return _Sizes(
         tokens=tokens,
         between=between,
-        number=2 if model.bf16 or model.fp16 else _FP32,
+        number=number,
         tensor=tensor,
         hidden=model.hidden_size,
         chosen=between * (model.moe_router_topk or 0) * (model.expert_tensor_parallel_size or tensor),
         experts=(model.num_moe_experts or 1) // model.expert_model_parallel_size,
-        fused=model.bias_activation_fusion or model.use_te_activation_func,
+        activation=_of_activation(model),
+        weighting=0 if _is_fused(model) else 1,
+        norm=_FP32 if model.layernorm_zero_centered_gamma else number,
+        rotated=4 * number,
         masks=model.hidden_dropout > 0,
+        joined=_joined(model),
         gathered=model.context_parallel_size if gathers else 1,
         recomputed=tuple(model.recompute_modules or ("core_attn",)) if selective else (),
     )
+
+
+def _is_fused(model: ModelProvider) -> bool:
+    return model.bias_activation_fusion or model.use_te_activation_func
+
+
+def _joined(model: Any) -> tuple[str, ...]:
+    """Rotated parts are put behind the others; values stay views unless they are padded."""
+    if not model.multi_latent_attention:
+        return ()
+    keys = ("linear_kv_up_proj",) if _pads_values(model) else ()
+    return ("linear_q_up_proj", "linear_q_proj", *keys)
+
+
+def _pads_values(model: Any) -> bool:
+    return model.v_head_dim < model.qk_head_dim + model.qk_pos_emb_head_dim
+
+
+def _of_activation(model: ModelProvider) -> int:
+    """Megatron-Core's plain gate: a value, an offset input, and two clamped ones where there is a clamp."""
+    if _is_fused(model) or not model.gated_linear_unit:
+        return 0
+    return 2 if model.activation_func_clamp_value is None else 4
 
 
 # --------------------------------------------------------------------------------------------------------- chunks
@@ -176,8 +216,8 @@ def _kept(layer: nn.Module, sizes: _Sizes, recomputed: tuple[str, ...]) -> int:
             total += 0 if _is_recomputed(name, part, recomputed) else _inside(part, sizes, recomputed)
         elif name == "mtp_model_layer":
             total += _kept(part, sizes, recomputed)
-        elif _shape(part) is not None:  # a linear layer, or a norm
-            total += _of_module(name, part, sizes) if len(_shape(part) or ()) == 2 else entry
+        else:  # a norm, or a linear layer
+            total += sum(_of_module(path, module, sizes) for path, module in part.named_modules(prefix=name))
     return total
 
 
@@ -202,28 +242,42 @@ def _inside(block: nn.Module, sizes: _Sizes, recomputed: tuple[str, ...]) -> int
 
 def _of_module(path: str, module: Any, sizes: _Sizes) -> int:
     """Bytes that one module keeps, its children left out."""
-    if hasattr(module, "core_attention"):
-        return _attention(module, sizes)
-    if hasattr(module, "d_inner_local_tp"):
-        return _state_space(module, sizes)
+    for mark, count in _MIXERS.items():
+        if hasattr(module, mark):
+            return count(module, sizes)
     shape = _shape(module)
-    if shape is None or len(shape) < 2:
+    if shape is None:
         return 0
+    if len(shape) == 1:  # a norm; those of heads and latents read what is kept anyway
+        return sizes.between * sizes.hidden * sizes.norm if shape[0] == sizes.hidden else 0
     if type(module).__name__.endswith("Router"):
-        return sizes.between * shape[0] * 12
-    tokens = _tokens(path, sizes)
-    width = shape[1] if path.endswith(_INTO_RESIDUAL) else shape[0]
-    numbers = tokens * width * (1 if sizes.fused or not path.endswith("linear_fc2") else 2)
-    is_dispatched = "experts" in path and "shared_experts" not in path
-    if not path.endswith(_INTO_RESIDUAL) and (is_dispatched or shape[1] != sizes.hidden):
-        numbers += (tokens if is_dispatched else sizes.between) * shape[1]
-    return numbers * sizes.number
+        return sizes.between * (shape[0] * 12 + sizes.hidden * sizes.number)
+    return _linear(path, shape, sizes) * sizes.number
+
+
+def _linear(path: str, shape: tuple[int, ...], sizes: _Sizes) -> int:
+    """Numbers that a linear layer keeps; its weight is [out, in]."""
+    tokens, dispatched = _tokens(path, sizes), _is_dispatched(path)
+    if path.endswith("linear_fc2"):
+        return tokens * shape[1] * (1 + sizes.activation + sizes.weighting * dispatched)
+    if path.endswith(_INTO_RESIDUAL):
+        return tokens * shape[1]
+    if dispatched:
+        return tokens * (shape[0] + shape[1])
+    if path.endswith(sizes.joined):
+        return sizes.between * shape[1]
+    inputs = 0 if shape[1] == sizes.hidden else sizes.between * shape[1]  # the block's own is counted with it
+    return tokens * shape[0] + inputs
+
+
+def _is_dispatched(path: str) -> bool:
+    return "experts" in path and "shared_experts" not in path
 
 
 def _tokens(path: str, sizes: _Sizes) -> int:
     if "local_experts" in path:  # one after the other
         return sizes.chosen // sizes.experts
-    return sizes.chosen if "experts" in path and "shared_experts" not in path else sizes.tokens
+    return sizes.chosen if _is_dispatched(path) else sizes.tokens
 
 
 def _shape(module: Any) -> tuple[int, ...] | None:
@@ -233,22 +287,36 @@ def _shape(module: Any) -> tuple[int, ...] | None:
 
 
 def _attention(attention: Any, sizes: _Sizes) -> int:
-    """What the kernel of attention keeps beside its output: rotated queries and keys, a number for each row."""
+    """What attention keeps beside the inputs and outputs of its linear layers."""
     config = attention.config
     heads = attention.num_attention_heads_per_partition
     groups = attention.num_query_groups_per_partition
-    width = attention.hidden_size_per_attention_head
+    width = rotated = attention.hidden_size_per_attention_head
+    numbers = 0
     if config.multi_latent_attention:
-        groups, width = heads, config.qk_head_dim + config.qk_pos_emb_head_dim
-    keys = groups * width * (1 if sizes.gathered == 1 else 2 * sizes.gathered)  # gathered values, too
-    return sizes.tokens * ((heads * width + keys) * sizes.number + heads * _FP32)
+        groups, rotated = heads, config.qk_pos_emb_head_dim
+        width = config.qk_head_dim + rotated
+        numbers += 2 * heads * width if _pads_values(config) else 0
+    elif config.qk_layernorm:
+        numbers += heads * width
+    numbers += heads * width + groups * width * (1 if sizes.gathered == 1 else 2 * sizes.gathered)
+    return sizes.tokens * (numbers * sizes.number + rotated * sizes.rotated + heads * _FP32)
 
 
-def _state_space(mixer: Any, sizes: _Sizes) -> int:
-    """Convolved inputs, what the scan returns, and the states between its chunks."""
-    inner, groups, state = mixer.d_inner_local_tp, mixer.ngroups_local_tp, mixer.d_state
-    states = sizes.tokens // mixer.chunk_size * inner * state * _FP32
-    return sizes.tokens * 2 * (inner + groups * state) * sizes.number + states
+def _mamba(mixer: Any, sizes: _Sizes) -> int:
+    """What the scan returns, gated; the convolution and the states are computed again."""
+    return sizes.tokens * 2 * mixer.d_inner_local_tp * sizes.number
+
+
+def _delta_net(net: Any, sizes: _Sizes) -> int:
+    """The convolved, queries and keys for each value head, the inverse of each chunk's system, the recalled."""
+    heads = net.num_v_heads_local_tp
+    numbers = net.conv_dim_local_tp + heads * (2 * net.key_head_dim + 64) + net.v_dim_local_tp
+    return sizes.tokens * numbers * sizes.number
+
+
+_MIXERS = {"core_attention": _attention, "d_inner_local_tp": _mamba, "num_v_heads_local_tp": _delta_net}
+"""By an attribute that only its modules have."""
 
 
 def _widest(layer: nn.Module, sizes: _Sizes) -> int:

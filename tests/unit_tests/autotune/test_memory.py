@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimates of memory against what real models, buffers, optimizers and autograd hold."""
+
+import dataclasses
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron.bridge.autotune import activations, ranks
+from megatron.bridge.autotune.gpus import GPUS, fits, gpu
+from megatron.bridge.autotune.memory import fullest, memory_per_rank
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.training.optimizer import build_optimizer, torch_optimizers
+from megatron.bridge.utils.errors import UserError
+from tests.toy_run import toy_config
+from tests.unit_tests.autotune.models import FAMILIES, SEQUENCE, provider
+
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+def configured(model, mixed_precision="bf16_mixed", **blocks):
+    config = toy_config(mixed_precision=mixed_precision, train={"micro_batch_size": 1, "global_batch_size": 16})
+    config.model = model
+    config.dataset.seq_length = SEQUENCE
+    return dataclasses.replace(config, **blocks)
+
+
+def built(config):
+    """The run's own model and optimizer, in this process."""
+    from megatron.bridge.training.setup import build_model, initialize
+
+    initialize(config)
+    chunks = build_model(config)
+    return chunks, build_optimizer(config.optimizer, chunks)
+
+
+def gradient_buffers(chunks):
+    return [part.grad_data for chunk in chunks for part in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def optimizer_state(optimizer):
+    """Moments, and the weights that the optimizer changes: the model's own, or fp32 copies."""
+    return [
+        tensor
+        for inner in torch_optimizers(optimizer)
+        for group in inner.param_groups
+        for parameter in group["params"]
+        for tensor in (inner.state[parameter]["exp_avg"], inner.state[parameter]["exp_avg_sq"], parameter)
+    ]
+
+
+def size(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@FAMILY
+@pytest.mark.parametrize("precision", ["bf16_mixed", "fp32"])
+def test_states_are_those_of_a_real_run(family, precision):
+    config = configured(provider(family), precision)
+    config.validate(1)
+    memory = memory_per_rank(config, 1)
+    chunks, optimizer = built(config)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    buffers = [buffer for chunk in chunks for buffer in chunk.module.buffers()]
+    gradients = [
+        buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    state = [
+        tensor
+        for inner in torch_optimizers(optimizer)
+        for group in inner.param_groups
+        for parameter in group["params"]
+        for tensor in (inner.state[parameter]["exp_avg"], inner.state[parameter]["exp_avg_sq"], parameter)
+    ]
+    ours = {tensor.data_ptr() for tensor in parameters}
+    assert [rank.stage for rank in memory] == [0]
+    assert memory[0].parameters == sum(parameter.numel() for parameter in parameters)
+    assert memory[0].weights == pytest.approx(size(parameters) + size(buffers), rel=1e-4)
+    assert memory[0].gradients == size(gradients)
+    assert memory[0].optimizer == size(tensor for tensor in state if tensor.data_ptr() not in ours)
+
+
+def _measured(family, layout):
+    config = configured(provider(family, layers=4, **layout))
+    config.validate()
+    chunks, optimizer = built(config)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    gradients = [
+        buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    state = [
+        tensor
+        for inner in torch_optimizers(optimizer)
+        for group in inner.param_groups
+        for parameter in group["params"]
+        for tensor in (inner.state[parameter]["exp_avg"], inner.state[parameter]["exp_avg_sq"], parameter)
+    ]
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return stage, sum(map(torch.numel, parameters)), size(gradients), size(state)
+
+
+LAYOUTS = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "ep2": {"expert_model_parallel_size": 2},
+    "vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "dp2"), ("gemma2", "tp2"), ("gemma2", "pp2"), ("qwen3_moe", "ep2"), ("llama", "vp2")],
+)
+def test_states_are_those_of_each_rank(two_workers, family, name):
+    config = configured(provider(family, layers=4, **LAYOUTS[name]))
+    config.validate(2)
+    memory = memory_per_rank(config, 2)
+    for stage, parameters, gradients, state in two_workers.run(_measured, family, LAYOUTS[name]):
+        expected = memory[stage]
+        assert (expected.parameters, expected.gradients) == (parameters, gradients)
+        # a rank's share ends where a parameter's padding may begin
+        assert state <= expected.optimizer <= 1.01 * state
+
+
+def test_adapters_train_next_to_nothing():
+    whole = configured(provider("llama"))
+    tuned = configured(provider("llama"), peft=LoRA(dim=4))
+    tuned.checkpoint = dataclasses.replace(tuned.checkpoint, pretrained_checkpoint="base")
+    for config in (whole, tuned):
+        config.validate(1)
+    all_weights, adapters = memory_per_rank(whole, 1)[0], memory_per_rank(tuned, 1)[0]
+    trained = adapters.parameters - all_weights.parameters
+    assert 0 < trained < all_weights.parameters / 20
+    assert adapters.gradients == 4 * trained
+    assert adapters.optimizer == 12 * trained
+    assert adapters.weights == all_weights.weights + 2 * trained
+
+
+def saved(model):
+    """Bytes that autograd keeps for one microbatch through all layers, weights left out."""
+    chunk = model.provide_distributed_model(wrap_with_ddp=False)[0]
+    weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no other takes its place
+        return tensor
+
+    tokens = torch.randint(0, 500, (1, SEQUENCE))
+    positions = torch.arange(SEQUENCE)[None]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        chunk(input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens)
+    return sum(count for count, _ in kept.values())
+
+
+@FAMILY
+@pytest.mark.parametrize("bf16", [True, False])
+def test_layers_keep_what_autograd_keeps(family, bf16):
+    """Two layers more keep as much more; the masks of tiles (Gemma 2, GPT-OSS) fade at real lengths."""
+    more, less = (saved(provider(family, layers, bf16=bf16)) for layers in (3, 1))
+    models = [provider(family, layers, bf16=bf16) for layers in (3, 1)]
+    for model in models:
+        model.bias_activation_fusion = model.resolved().bias_activation_fusion  # as this machine can
+    estimate = estimated(models[0]) - estimated(models[1])
+    assert estimate == pytest.approx(more - less, rel=0.1 if family in ("gemma2", "gpt_oss") else 0.05)
+
+
+def estimated(model):
+    config = configured(model, "bf16_mixed" if model.bf16 else "fp32")
+    config.validate(1)
+    (chunk,) = ranks.stages(model)[0]
+    return activations._chunk(model, chunk, activations._sizes(config)).kept
+
+
+RECOMPUTED = [
+    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+]
+
+
+@pytest.mark.parametrize("values", RECOMPUTED)
+def test_recomputation_keeps_what_autograd_keeps(values):
+    def model(**more):
+        return provider("llama", 4, bf16=True, bias_activation_fusion=True, **more)
+
+    fewer = saved(model()) - saved(model(**values))
+    assert estimated(model()) - estimated(model(**values)) == pytest.approx(fewer, rel=0.05)
+
+
+PP, VP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("layout", "microbatches", "expected"),
+    [
+        ({PP: 4}, 16, [[4], [3], [2], [1]]),
+        ({PP: 4}, 2, [[2], [2], [2], [1]]),
+        ({PP: 2, VP: 2}, 8, [[3, 2], [2, 1]]),
+        ({PP: 4, VP: 2}, 8, [[7, 4], [5, 4], [4, 3], [4, 1]]),
+    ],
+)
+def test_microbatches_in_flight(layout, microbatches, expected):
+    config = configured(provider("llama", 8, **layout))
+    config.train.global_batch_size = microbatches
+    stages = layout[PP]
+    assert [activations.in_flight(config, stage, stages) for stage in range(stages)] == expected
+
+
+def test_fullest_rank_decides():
+    config = configured(provider("llama", 8, pipeline_model_parallel_size=4))
+    config.validate(4)
+    memory = memory_per_rank(config, 4)
+    assert fullest(memory).total == max(rank.total for rank in memory)
+    assert memory[1].activations > memory[2].activations, "earlier stages hold more microbatches"
+
+
+def test_nothing_is_left_behind():
+    before = {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
+    ranks.stages(provider("llama", 4, pipeline_model_parallel_size=2, tensor_model_parallel_size=2))
+    assert {name: value for name, value in vars(parallel_state).items() if name.startswith("_")} == before
+
+
+def test_gpus():
+    assert fits(int(71.9e9), "H100 80GB")
+    assert not fits(int(72.1e9), "H100 80GB")
+    assert gpu("H200 141GB").memory == 141 * 10**9
+    assert all(card.bf16 > 1e14 for card in GPUS.values())
+    with pytest.raises(UserError, match="there is no GPU 'H100' in the table; did you mean H100 80GB"):
+        gpu("H100")
