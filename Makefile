@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target sets up .venv first if it is missing or out of date. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint unit functional test docs models bench lock clean
+.PHONY: help setup launch-setup demo check lint unit functional test docs models bench lock clean
 
 BIN := .venv/bin
 # pyright runs from its wheel; without this it asks a server whether a newer one exists.
@@ -11,10 +11,13 @@ PYTEST := $(BIN)/python -m pytest -q -o faulthandler_timeout=300
 LOCK_DATE ?= $(shell date -u +%F)
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 setup:  ## make or update .venv from requirements.lock
 	@scripts/setup.sh
+
+launch-setup: setup  ## make or update .venv-launch, which has NeMo-Run too
+	@scripts/setup.sh launch
 
 demo: setup  ## convert, fine-tune and export a real model (ARGS="--steps 100 --out DIR")
 	@$(BIN)/python -m megatron.bridge.cli.main demo $(ARGS)
@@ -48,6 +51,9 @@ lock:  ## resolve the dependencies of pyproject.toml anew into requirements.lock
 	scripts/uv.sh pip compile pyproject.toml --quiet --upgrade --group dev --group docs --universal \
 	    --generate-hashes --no-emit-index-url --no-header --python-version 3.12 \
 	    --exclude-newer $(LOCK_DATE) -o requirements.lock
+	scripts/uv.sh pip compile pyproject.toml --quiet --upgrade --extra launch --universal \
+	    --generate-hashes --no-emit-index-url --no-header --python-version 3.12 \
+	    --exclude-newer $(LOCK_DATE) -o requirements-launch.lock
 
 clean:  ## remove what was built, but not .venv nor downloads
 	rm -rf build site .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Make .venv with exactly the packages of requirements.lock, and this package in it, editable.
+# With an argument, as in `scripts/setup.sh launch`: .venv-launch from requirements-launch.lock.
 # Idempotent: when nothing changed since the last success it does nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-stamp=.venv/.setup-stamp
+venv=.venv${1:+-$1}
+lock=requirements${1:+-$1}.lock
+stamp=$venv/.setup-stamp
 
 fail() { echo "error: $*" >&2; exit 1; }
 
@@ -29,9 +32,9 @@ find_python() {
 make_environment() {
     local python
     python=$(find_python)
-    echo "setup: making .venv with Python $python"
-    rm -rf .venv
-    scripts/uv.sh venv --quiet --python "$python" .venv ||
+    echo "setup: making $venv with Python $python"
+    rm -rf "$venv"
+    scripts/uv.sh venv --quiet --python "$python" "$venv" ||
         fail "no Python 3.12 was found or could be fetched: install one and set PYTHON312 to its path, then run this again"
 }
 
@@ -39,20 +42,20 @@ make_environment() {
 install_packages() {
     local quiet=--quiet
     if [ -t 2 ]; then quiet=; fi
-    echo "setup: installing the packages of requirements.lock (about 5 GB on disk the first time)"
-    scripts/uv.sh pip sync $quiet --python .venv/bin/python --require-hashes requirements.lock ||
-        fail "the packages of requirements.lock could not be installed: see uv's message above, mend it, then run this again"
-    scripts/uv.sh pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --editable . ||
-        fail "this package could not be installed into .venv: see uv's message above, mend it, then run this again"
+    echo "setup: installing the packages of $lock (about 5 GB on disk the first time)"
+    scripts/uv.sh pip sync $quiet --python "$venv/bin/python" --require-hashes "$lock" ||
+        fail "the packages of $lock could not be installed: see uv's message above, mend it, then run this again"
+    scripts/uv.sh pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable . ||
+        fail "this package could not be installed into $venv: see uv's message above, mend it, then run this again"
 }
 
-# What .venv was made from; the path too, because an editable install and the scripts in .venv/bin name it.
-wanted=$({ pwd; cat requirements.lock pyproject.toml scripts/setup.sh; } | sha256sum)
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && is_312 .venv/bin/python; then exit 0; fi
+# What it was made from; the path too, because an editable install and the scripts in bin/ name it.
+wanted=$({ pwd; cat "$lock" pyproject.toml scripts/setup.sh; } | sha256sum)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && is_312 "$venv/bin/python"; then exit 0; fi
 
 started=$SECONDS
-if ! is_312 .venv/bin/python; then make_environment; fi
+if ! is_312 "$venv/bin/python"; then make_environment; fi
 rm -f "$stamp"
 install_packages
 echo "$wanted" > "$stamp"
-echo "setup: ready in $((SECONDS - started)) s (activate it with: . .venv/bin/activate)"
+echo "setup: ready in $((SECONDS - started)) s (activate it with: . $venv/bin/activate)"

@@ -16,10 +16,12 @@ from typing import Any
 
 from megatron.bridge.cli.errors import exit_code, refuse_other_distribution
 from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.slurm import adopt_step
 from megatron.bridge.version import __version__
 
 SUBCOMMANDS = {
     "train": "pretrain or fine-tune a model from a recipe",
+    "launch": "start a recipe here or on a Slurm cluster",
     "convert": "Hugging Face -> Megatron",
     "export": "Megatron -> Hugging Face",
     "plan": "which tensor becomes which parameter, without reading weights",
@@ -35,6 +37,7 @@ SUBCOMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    adopt_step()
     return exit_code(lambda: _run(arguments))
 
 

@@ -3,9 +3,12 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron.bridge.utils.slurm import adopt_step
 
 
 def is_initialized() -> bool:
@@ -28,24 +31,29 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def initialize(backend: str | None = None, timeout_minutes: float = 10.0) -> None:
-    """Join the default process group, unless that is done: torchrun's, or one of this process alone.
+def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store: dist.Store | None = None) -> None:
+    """Join the default process group, unless that is done: torchrun's or srun's, or one of this process alone.
 
     Args:
         backend: ``nccl`` or ``gloo``; None takes NCCL where there is a GPU.
         timeout_minutes: how long a collective may wait for a rank.
+        store: where the ranks find each other, instead of at torchrun's address.
     """
     if is_initialized():
         return
+    adopt_step()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank())
-    alone = "RANK" not in os.environ
+    where: dict[str, Any] = {}
+    if "RANK" not in os.environ:  # a process of its own needs neither a port nor a launcher
+        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif store is not None:
+        where = {"store": store, "rank": rank(), "world_size": world_size()}
     dist.init_process_group(
         backend or ("nccl" if cuda else "gloo"),
         timeout=timedelta(minutes=timeout_minutes),
-        # a process of its own needs neither a port nor a launcher
-        **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
+        **where,
     )
 
 

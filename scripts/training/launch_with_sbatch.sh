@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Train with plain Slurm: one task for each GPU, no launcher between. From the repository's folder:
+#
+#   sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --partition=gpu --account=A \
+#       scripts/training/launch_with_sbatch.sh --recipe llama3_8b_pretrain_config checkpoint.save=runs/llama
+#
+# Slurm sends SIGTERM 120 seconds before the time limit, or when the job is preempted; the run saves, leaves with
+# exit code 75, and is queued again until it is finished. Any other failure ends the job.
+#
+#   PYTHON           interpreter of the job (default: .venv/bin/python, else python)
+#   CONTAINER_IMAGE  image to run in (pyxis);  CONTAINER_MOUNTS  its mounts
+#   MAX_REQUEUES     how often the job may be queued again (default: 100)
+
+#SBATCH --job-name=megatron-bridge
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@120
+set -uo pipefail
+
+cd "$SLURM_SUBMIT_DIR" || exit 1
+if [ ! -f scripts/training/run_recipe.py ]; then
+    echo "error: scripts/training/run_recipe.py is not in $PWD: submit from the repository's folder" >&2
+    exit 1
+fi
+if [ -z "${PYTHON:-}" ]; then
+    if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; else PYTHON=python; fi
+fi
+
+# One rank that leaves first must not have the others killed: they may still be saving.
+options=(--kill-on-bad-exit=0 --wait=120)
+if [ -n "${CONTAINER_IMAGE:-}" ]; then
+    options+=("--container-image=$CONTAINER_IMAGE" "--container-workdir=$PWD")
+    options+=("--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+fi
+
+# The rank of each task comes from Slurm's own variables (megatron.bridge.utils.slurm).
+srun "${options[@]}" "$PYTHON" -u scripts/training/run_recipe.py "$@"
+code=$?
+
+if [ "$code" -eq 75 ]; then
+    if [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-100}" ]; then
+        echo "saved; queued again"
+        scontrol requeue "$SLURM_JOB_ID"
+        exit 0
+    fi
+    echo "error: saved, but queued again ${MAX_REQUEUES:-100} times already: submit the job once more" >&2
+fi
+exit "$code"

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-Run behind one module: executors, packagers and plugins from ``LaunchOptions``."""
+
+import os
+import shlex
+import shutil
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nemo_run as run
+from nemo_run.config import RUNDIR_NAME, get_nemorun_home
+from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
+from nemo_run.core.frontend.console.api import CONSOLE
+from nemo_run.core.packaging.base import Packager
+from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
+
+import megatron.bridge
+from megatron.bridge.launchers.checks import Output, Shell, check_host
+from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.utils.errors import UserError
+
+# this command says itself what it did
+CONSOLE.quiet = True
+
+TASK = "train"
+CODE = f"/{RUNDIR_NAME}/code"
+"""Where the packaged code lies in a container; NeMo-Run puts the job's folder in its place without one."""
+
+PERFORMANCE = {
+    # Megatron-Core overlaps communication of tensor and context parallelism only if kernels start in order
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # long runs with changing shapes fragment the caching allocator otherwise
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
+
+@dataclass(kw_only=True)
+class PerfEnvPlugin(run.Plugin):
+    """Environment variables that GPU runs are faster with; what the user set wins."""
+
+    def setup(self, task: Any, executor: run.Executor) -> None:
+        """Add them to the executor."""
+        executor.env_vars = {**PERFORMANCE, **executor.env_vars}
+
+
+@dataclass(kw_only=True)
+class PreemptionPlugin(run.Plugin):
+    """Slurm sends SIGTERM before it ends the job, so that the run saves and leaves.
+
+    Attributes:
+        preempt_time: Seconds before the time limit.
+    """
+
+    preempt_time: int = 120
+
+    def setup(self, task: Any, executor: run.Executor) -> None:
+        """Ask for the signal; 0 leaves it out."""
+        if isinstance(executor, run.SlurmExecutor) and self.preempt_time:
+            executor.signal = f"TERM@{self.preempt_time}"
+
+
+@dataclass(kw_only=True)
+class NsysPlugin(run.Plugin):
+    """Nsight Systems around every process, for the steps of ``profiling`` in the run's config."""
+
+    def setup(self, task: Any, executor: run.Executor) -> None:
+        """Switch the launcher's profiling on."""
+        executor.get_launcher().nsys_profile = True
+
+
+@dataclass(kw_only=True)
+class WorkingTree(Packager):
+    """This package as it is installed here, and the script: ``src/megatron/bridge`` and the script's name.
+
+    Attributes:
+        script: The script.
+    """
+
+    script: str
+
+    def package(self, path: Path, job_dir: str, name: str) -> str:
+        """Write the archive into the job's folder."""
+        archive = Path(job_dir, f"{name}.tar.gz")
+        package = Path(megatron.bridge.__file__).parent
+        with tarfile.open(archive, "w:gz") as tar:
+            for file in sorted(package.rglob("*")):
+                if file.is_file() and "__pycache__" not in file.parts:
+                    tar.add(file, Path("src/megatron/bridge", file.relative_to(package)))
+            tar.add(self.script, Path(self.script).name)
+        return str(archive)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """What became of a launch.
+
+    Attributes:
+        folder: The experiment's folder on this machine.
+        jobs: Slurm's job ids; none of a local run.
+        states: State of each task, as NeMo-Run names them.
+    """
+
+    folder: Path
+    jobs: tuple[str, ...]
+    states: tuple[str, ...]
+
+
+def scripts(options: LaunchOptions) -> dict[str, str]:
+    """The batch scripts that would be submitted, by name; of a local run, the command."""
+    with _experiment(options) as experiment:
+        experiment.dryrun(log=False, delete_exp_dir=False)
+        folder = Path(experiment._exp_dir)
+        found = {path.name: path.read_text() for path in sorted(folder.glob("*_sbatch.sh"))}
+        shutil.rmtree(folder)
+    return found or {"command": shlex.join(_command(options))}
+
+
+def remote_shell(options: LaunchOptions) -> Shell:
+    """A shell on the login node.
+
+    Raises:
+        UserError: the host does not answer or lets nobody in.
+    """
+    assert options.host
+    check_host(options.host)
+    tunnel = _tunnel(options)
+    try:
+        tunnel.connect()
+    except (SystemExit, OSError) as error:
+        raise UserError(
+            f"--host {options.host} does not let {options.user} in: check --user and --identity"
+        ) from error
+
+    def remote(command: str) -> Output:
+        done = tunnel.run(command, hide=True, warn=True)
+        return Output(done.return_code, done.stdout + done.stderr)
+
+    return remote
+
+
+def launch(options: LaunchOptions) -> Submitted:
+    """Submit the jobs, or run here until the end."""
+    with _experiment(options) as experiment:
+        experiment.run(detach=options.detach and not options.local, tail_logs=options.tail_logs or options.local)
+        jobs = tuple(_slurm_id(job.handle) for job in experiment.jobs if not options.local)
+    states = () if options.detach and not options.local else tuple(str(job.state) for job in experiment.jobs)
+    return Submitted(Path(experiment._exp_dir), jobs, states)
+
+
+@contextmanager
+def _experiment(options: LaunchOptions) -> Iterator[Any]:
+    """An experiment with the tasks added."""
+    with run.Experiment(
+        options.experiment_name,
+        base_dir=None if options.ssh_tunnel or options.remote_job_dir is None else str(options.remote_job_dir),
+        clean_mode=True,
+        enable_goodbye_message=False,
+        skip_status_at_exit=True,
+        log_level="WARNING",
+    ) as experiment:
+        before: list[str] = []
+        for number in range(options.chain):
+            executor = _local(options) if options.local else _slurm(options)
+            if before:
+                executor.dependency_type = "afterany"  # the one before may end with "start me again"
+            name = TASK if options.chain == 1 else f"{TASK}-{number + 1}"
+            before = [experiment.add(_task(options), executor, name, _plugins(options), dependencies=before)]
+        yield experiment
+
+
+def _task(options: LaunchOptions) -> run.Script:
+    # NeMo-Run quotes for torchrun and ft_launcher, and not for a bare python
+    arguments = list(options.arguments)
+    if options.launcher == "default" and not options.local:
+        arguments = [shlex.quote(word) for word in arguments]
+    return run.Script(path=_script(options), entrypoint="python", args=arguments)
+
+
+def _script(options: LaunchOptions) -> str:
+    """Where the script lies when the job runs."""
+    if options.local or options.packager == "none":
+        return str(options.script if options.ssh_tunnel else options.script.absolute())
+    if options.packager == "pattern":
+        return f"{CODE}/{options.script.name}"
+    return f"{CODE}/{options.script.absolute().relative_to(_git_root(options.script))}"
+
+
+def _git_root(script: Path) -> Path:
+    return next(folder for folder in script.absolute().parents if (folder / ".git").exists())
+
+
+def _packager(options: LaunchOptions) -> Packager:
+    if options.packager == "none":
+        return Packager()
+    if options.packager == "pattern":
+        return WorkingTree(script=str(options.script.absolute()))
+    return run.GitArchivePackager(basepath=str(_git_root(options.script)), include_submodules=False)
+
+
+def _launcher(options: LaunchOptions) -> Launcher:
+    if options.launcher == "torchrun":
+        return Torchrun()
+    return FaultTolerance() if options.launcher == "ft" else Launcher()
+
+
+def _plugins(options: LaunchOptions) -> list[Any]:
+    plugins: list[Any] = [PreemptionPlugin(preempt_time=options.preempt_time)]
+    if options.perf_env and not options.cpu:
+        plugins.append(PerfEnvPlugin())
+    if options.nsys:
+        plugins.append(NsysPlugin())
+    return plugins
+
+
+def _local(options: LaunchOptions) -> run.LocalExecutor:
+    binaries = str(Path(sys.executable).parent)
+    env = {"PATH": f"{binaries}:{os.environ['PATH']}", **options.env}
+    return run.LocalExecutor(ntasks_per_node=options.devices, launcher=_launcher(options), env_vars=env)
+
+
+def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
+    return run.SlurmExecutor(
+        account=options.account,  # pyright: ignore[reportArgumentType]  None asks for none
+        partition=options.partition,
+        job_name_prefix=f"{options.experiment_name}.",
+        time=options.time,
+        nodes=options.nodes,
+        ntasks_per_node=options.devices,
+        gpus_per_node=None if options.cpu or options.gres is not None else options.devices,
+        gres=options.gres,
+        container_image=options.container_image,
+        container_mounts=list(options.mount),
+        srun_args=_srun_arguments(options),
+        env_vars={name: shlex.quote(value) for name, value in _env(options).items()},
+        setup_lines=_activate(options),
+        launcher=_launcher(options),
+        packager=_packager(options),
+        tunnel=_tunnel(options),
+        retries=options.retries,
+        poll_estimated_start_time=not options.detach,
+    )
+
+
+def _srun_arguments(options: LaunchOptions) -> list[str]:
+    arguments: list[str] = []
+    if options.container_image is None and not options.ssh_tunnel:
+        # relative paths mean what they mean where the launch was typed
+        arguments.append(f"--chdir={Path.cwd()}")
+    if options.launcher == "default":
+        # NeMo-Run has all ranks killed when one fails; but those that leave at a signal may still be saving
+        arguments += ["--kill-on-bad-exit=0", "--wait=120"]
+    return arguments
+
+
+def _env(options: LaunchOptions) -> dict[str, str]:
+    packaged = {} if options.packager == "none" else {"PYTHONPATH": f"{CODE}/src"}
+    return {**packaged, **options.env}
+
+
+def _activate(options: LaunchOptions) -> str | None:
+    """Put the environment of the job first on the path; a container brings its own."""
+    if options.container_image is not None or (options.ssh_tunnel and options.venv is None):
+        return None
+    binaries = options.venv.absolute() / "bin" if options.venv else Path(sys.executable).parent
+    return f"export PATH={shlex.quote(str(binaries))}:$PATH"
+
+
+def _tunnel(options: LaunchOptions) -> LocalTunnel | SSHTunnel:
+    folder = options.remote_job_dir or Path(get_nemorun_home())
+    experiments = str(folder.absolute() / "experiments")
+    if not options.ssh_tunnel:
+        return LocalTunnel(job_dir=experiments)
+    assert options.host
+    assert options.user
+    identity = None if options.identity is None else str(options.identity.expanduser())
+    return SSHTunnel(host=options.host, user=options.user, job_dir=experiments, identity=identity)
+
+
+def _command(options: LaunchOptions) -> list[str]:
+    program = [sys.executable, _script(options)]
+    if options.launcher != "default":
+        name = "torchrun" if options.launcher == "torchrun" else "ft_launcher"
+        program = [name, f"--nproc-per-node={options.devices}", _script(options)]
+    return [*program, *options.arguments]
+
+
+def _slurm_id(handle: str) -> str:
+    """The job id in a handle such as ``slurm_tunnel://nemo_run/12/master/0``."""
+    return handle.partition("://")[2].split("/")[1]

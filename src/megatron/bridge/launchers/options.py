@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch can be asked for, and what contradicts what."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron.bridge.utils.errors import UserError
+
+Launcher = Literal["torchrun", "ft", "default"]
+PackagerName = Literal["pattern", "git", "none"]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+_CLUSTER_ONLY = {
+    "partition": None,
+    "account": None,
+    "gres": None,
+    "ssh_tunnel": False,
+    "container_image": None,
+    "chain": 1,
+    "retries": 0,
+}
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """One launch.
+
+    Attributes:
+        local: Run here, in the foreground, instead of submitting to Slurm.
+        script: Python script that is started on every rank.
+        arguments: Its arguments.
+        experiment_name: Name of the experiment, of its folder and of the Slurm job.
+        launcher: Who starts the processes of a node: ``torchrun``, ``ft`` (ft_launcher of nvidia-resiliency-ext,
+            which restarts them), or ``default`` (one Slurm task for each process).
+        devices: Processes of a node, one for each GPU.
+        nodes: Number of nodes.
+        cpu: Ask for no GPUs; the processes talk over gloo.
+        partition: Slurm partition; None takes the cluster's default.
+        account: Slurm account to charge; None takes the user's default.
+        time: Wall-clock limit of one job, in Slurm's form (days-hours:minutes:seconds).
+        preempt_time: Seconds before the limit at which the processes are told to save and leave.
+        gres: Generic resources of a node, instead of ``devices`` GPUs.
+        retries: How often a job that failed or was told to leave is queued again.
+        chain: Jobs in a row, each of which goes on where the one before ended.
+        ssh_tunnel: Submit from another machine, over SSH.
+        host: The cluster's login node.
+        user: User there.
+        identity: Private key for it; None asks for a password.
+        remote_job_dir: Folder of the jobs on the cluster.
+        container_image: Image for pyxis; None runs in ``venv``.
+        mount: Mounts of the container, ``source:target``.
+        venv: Environment of the jobs without a container; None takes the one that launches.
+        packager: What the job runs: a copy of this package and the script (``pattern``), the last commit
+            (``git``), or what is installed there (``none``).
+        env: Environment variables of the job.
+        perf_env: Set the variables that Megatron-Core runs faster with.
+        nsys: Profile with Nsight Systems.
+        dry_run: Print what would be submitted.
+        detach: Come back when the jobs are queued.
+        tail_logs: Follow the log.
+    """
+
+    local: bool
+    script: Path
+    arguments: tuple[str, ...]
+    experiment_name: str
+    launcher: Launcher
+    devices: int
+    nodes: int
+    cpu: bool
+    partition: str | None
+    account: str | None
+    time: str
+    preempt_time: int
+    gres: str | None
+    retries: int
+    chain: int
+    ssh_tunnel: bool
+    host: str | None
+    user: str | None
+    identity: Path | None
+    remote_job_dir: Path | None
+    container_image: str | None
+    mount: tuple[str, ...]
+    venv: Path | None
+    packager: PackagerName
+    env: dict[str, str]
+    perf_env: bool
+    nsys: bool
+    dry_run: bool
+    detach: bool
+    tail_logs: bool
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.nodes * self.devices
+
+    def validate(self) -> None:
+        """Refuse what cannot be launched.
+
+        Raises:
+            UserError: with every contradiction, one a line.
+        """
+        problems = [*_numbers(self), *_texts(self), *(_local(self) if self.local else _remote(self))]
+        if problems:
+            raise UserError("\n".join(problems))
+
+
+def _numbers(options: LaunchOptions) -> list[str]:
+    least = {"devices": 1, "nodes": 1, "chain": 1, "retries": 0, "preempt_time": 0}
+    return [
+        f"{_flag(name)} {value} is not possible: it must be at least {minimum}"
+        for name, minimum in least.items()
+        if (value := getattr(options, name)) < minimum
+    ]
+
+
+def _texts(options: LaunchOptions) -> list[str]:
+    problems: list[str] = []
+    if not _NAME.fullmatch(options.experiment_name):
+        problems.append(
+            f"--experiment-name {options.experiment_name!r} names a folder: use letters, digits, '.', '-' and '_'"
+        )
+    if not _TIME.fullmatch(options.time):
+        problems.append(f"--time {options.time} is not a duration: write hours:minutes:seconds, such as 04:00:00")
+    # NeMo-Run writes the names in capitals, so another spelling would set another variable
+    problems += [
+        f"--env {name}: the name must be capital letters, digits and '_'"
+        for name in options.env
+        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name)
+    ]
+    return problems
+
+
+def _local(options: LaunchOptions) -> list[str]:
+    """What has a meaning on a cluster only."""
+    problems = [
+        f"{_flag(name)} belongs to a cluster: leave it out, or leave out --local"
+        for name, default in _CLUSTER_ONLY.items()
+        if getattr(options, name) != default
+    ]
+    if options.nodes > 1:
+        problems.append(f"--nodes {options.nodes}: --local runs on this machine alone; leave one of them out")
+    if options.nsys:
+        problems.append("--nsys profiles jobs of a cluster: for --local put `nsys profile` before torchrun")
+    if options.launcher == "default" and options.devices > 1:
+        problems.append(
+            f"--launcher default starts one process here, not --devices {options.devices}: use --launcher torchrun"
+        )
+    return problems
+
+
+def _remote(options: LaunchOptions) -> list[str]:
+    problems: list[str] = []
+    wanted = {"host": options.host, "user": options.user, "remote_job_dir": options.remote_job_dir}
+    if options.ssh_tunnel:
+        problems += [f"--ssh-tunnel needs {_flag(name)}" for name, value in wanted.items() if value is None]
+    else:
+        given = {"host": options.host, "user": options.user, "identity": options.identity}
+        problems += [f"{_flag(name)} needs --ssh-tunnel" for name, value in given.items() if value is not None]
+    if options.mount and options.container_image is None:
+        problems.append("--mount needs --container-image")
+    if options.venv is not None and options.container_image is not None:
+        problems.append("--venv and --container-image are two places to run in: leave one out")
+    if options.packager == "none" and options.ssh_tunnel and not options.script.is_absolute():
+        problems.append(
+            f"--packager none copies nothing, so --script {options.script} must be an absolute path of the cluster"
+        )
+    return problems
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
