@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.dist_checkpointing.utils import extract_sharded_base, nested_values
 from megatron.core.utils import unwrap_model
 
-from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models import GPTModelProvider, MambaModelProvider
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -53,7 +53,8 @@ def save_llama(directory, **changes):
 
 def toy_config(model=None, train=None, **blocks):
     """A config of two million operations a step; ``model`` and ``train`` override single fields."""
-    provider = GPTModelProvider(
+    hybrid = "hybrid_override_pattern" in (model or {})
+    provider = (MambaModelProvider if hybrid else GPTModelProvider)(
         **{
             "num_layers": 4,
             "hidden_size": 32,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Qwen3-Next trains, goes on from its checkpoint bitwise, and trains alike under other layouts."""
+"""Tiny models with recurrent layers train, go on from a checkpoint bitwise, and alike under other layouts."""
 
 import pytest
 import torch
@@ -17,14 +17,15 @@ STEPS = 4
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
 }
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
+@pytest.fixture(scope="module", params=["qwen3_next", "nemotron_h_experts"])
+def toy(tmp_path_factory, request):
     """A checkpoint with random numbers."""
-    directory = tmp_path_factory.mktemp("delta") / "hf"
-    harness.save(harness.hf_model(ROWS["qwen3_next"]), directory)
+    directory = tmp_path_factory.mktemp(request.param) / "hf"
+    harness.save(harness.hf_model(ROWS[request.param]), directory)
     return directory
 
 

@@ -199,6 +199,17 @@ def segments(cu_seqlens: list[int], cu_seqlens_padded: list[int] | None) -> list
     ]
 
 
+def packed_segments(packed: Any) -> tuple[list[Segment], list[Segment]]:
+    """The segments of queries and of keys, from Megatron-Core's ``PackedSeqParams``."""
+
+    def of(real: torch.Tensor, padded: torch.Tensor | None) -> list[Segment]:
+        return segments(real.tolist(), None if padded is None else padded.tolist())
+
+    return of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded), of(
+        packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded
+    )
+
+
 def packed_runs(queries: list[Segment], keys: list[Segment]) -> list[Run]:
     """One run for each segment; its padding is left out."""
     return [

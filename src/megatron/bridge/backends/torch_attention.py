@@ -36,7 +36,7 @@ from megatron.bridge.backends.attention_tiles import (
     Sight,
     Tile,
     packed_runs,
-    segments,
+    packed_segments,
     take,
     tile_biases,
     tiles,
@@ -169,7 +169,7 @@ class TorchAttention(MegatronModule):
         if packed is None:
             runs = whole_sequence(query.size(0), key.size(0))
         else:
-            runs = packed_runs(*_packed_segments(packed))
+            runs = packed_runs(*packed_segments(packed))
         return self._attend(query, key, value, mask, runs, sight, self.softmax_offset)
 
     def _attend_parallel(
@@ -184,7 +184,7 @@ class TorchAttention(MegatronModule):
         group = self._cp(packed)
         assert group is not None
         total = query.size(0) * group.size()
-        parts = _packed_segments(packed)[0] if packed else [Segment(0, total, total)]
+        parts = packed_segments(packed)[0] if packed else [Segment(0, total, total)]
         assert sum(part.padded for part in parts) == total, "packed rows under context parallelism need no tail"
         if self.cp_comm_type == "all_gather":
             key, value = (context_parallel.gather_sequence(tensor, parts, group) for tensor in (key, value))
@@ -287,17 +287,6 @@ def _window(config: TransformerConfig, layer_number: int) -> tuple[int, int] | N
         return None
     left, right = config.window_size
     return left, right
-
-
-def _packed_segments(packed: PackedSeqParams) -> tuple[list[Segment], list[Segment]]:
-    """The segments of queries and of keys."""
-
-    def of(real: torch.Tensor, padded: torch.Tensor | None) -> list[Segment]:
-        return segments(real.tolist(), None if padded is None else padded.tolist())
-
-    return of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded), of(
-        packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded
-    )
 
 
 def _hidden(mask: torch.Tensor, tile: Tile) -> torch.Tensor:

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from megatron.bridge.backends import ssd
+from megatron.bridge.backends import context_parallel, ssd
+from megatron.bridge.backends.attention_tiles import packed_segments
 from megatron.bridge.backends.device import has_cuda
 from megatron.bridge.utils.errors import UserError
 
@@ -67,7 +69,7 @@ class TorchMixer(MambaMixer):
     """
 
     def __init__(self, config: TransformerConfig, submodules: MambaMixerSubmodules, **kwargs: Any) -> None:
-        with _no_kernels_asked_for():
+        with _no_kernels_asked_for(), _OnDefaultDevice():
             super().__init__(config, submodules, **kwargs)
         self.smallest_step: float = getattr(config, "mamba_smallest_step", 0.0)
         self.norm.eps = config.layernorm_epsilon
@@ -83,22 +85,34 @@ class TorchMixer(MambaMixer):
         """Mix hidden states [s, b, h] along the sequence.
 
         Raises:
-            UserError: cached inference, or packed sequences under context parallelism.
+            UserError: cached inference.
         """
         if inference_context is not None or inference_params is not None:
             raise UserError(
                 "cached inference of Mamba layers needs the packages mamba-ssm and causal-conv1d: install "
                 "them, or compute the whole sequence for each token"
             )
-        if packed_seq_params is not None and self.cp.cp_size > 1:
-            raise UserError(
-                "packed sequences cannot pass Mamba layers under context parallelism without mamba-ssm: set "
-                "model.context_parallel_size=1"
-            )
         projected, _ = self.in_proj(hidden_states)
-        whole = self.cp.pre_conv_ssm(projected)
+        whole = self._gather(projected, packed_seq_params)
         mixed = torch.cat([self._mix(part) for part in whole.split(_lengths(packed_seq_params, len(whole)))])
-        return self.out_proj(self.norm(self.cp.post_conv_ssm(mixed)))
+        return self.out_proj(self.norm(self._scatter(mixed, packed_seq_params)))
+
+    def _gather(self, local: Tensor, packed: Any) -> Tensor:
+        """The whole sequence in natural order for this rank's heads, from its part of it for all of them."""
+        whole, size = self.cp.pre_conv_ssm(local), self.cp.cp_size
+        if packed is None or size == 1:
+            return whole
+        # theirs puts chunks in order as if the row were one sequence, unless Transformer Engine's kernels do it
+        by_rank = mamba_context_parallel._redo_attention_load_balancing(whole, size)
+        return context_parallel.to_natural_order(by_rank, packed_segments(packed)[0], size)
+
+    def _scatter(self, whole: Tensor, packed: Any) -> Tensor:
+        """The inverse of ``_gather``."""
+        size = self.cp.cp_size
+        if packed is not None and size > 1:
+            by_rank = context_parallel.to_rank_order(whole, packed_segments(packed)[0], size)
+            whole = mamba_context_parallel._undo_attention_load_balancing(by_rank, size)
+        return self.cp.post_conv_ssm(whole)
 
     def _mix(self, projected: Tensor) -> Tensor:
         """Gated outputs [s, b, inner], in float32, of one sequence's [s, b, z + x + B + C + dt]."""
@@ -165,6 +179,16 @@ class GroupNorm(torch.nn.Module):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+class _OnDefaultDevice(TorchFunctionMode):
+    """Lets ``with torch.device("meta")`` outline a mixer: Megatron-Core names the current device instead."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and torch.get_default_device().type == "meta":
+            kwargs["device"] = None
+        return function(*args, **kwargs)
 
 
 @contextmanager

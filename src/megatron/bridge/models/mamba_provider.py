@@ -83,6 +83,7 @@ class MambaModelProvider(GPTModelProvider):
                 raise UserError(f"{name}={value!r} has no effect on a hybrid model: set model.{name}={harmless!r}")
         self._check_pattern()
         self._check_mamba()
+        self.staged_pattern()
         if self.num_moe_experts is not None:
             # read where auxiliary losses are averaged over the layers that have them
             self.moe_layer_freq = [int(kind == EXPERTS) for kind in self.layer_kinds]
@@ -94,7 +95,7 @@ class MambaModelProvider(GPTModelProvider):
         config = self.resolved()
         model = HybridModel(
             hybrid_stack_spec=hybrid_stack_spec(config, config.backend),
-            hybrid_layer_pattern=config._staged_pattern(),
+            hybrid_layer_pattern=config.staged_pattern(),
             **config._model_arguments(pre_process, post_process, vp_stage),
         )
         config._finish(model)
@@ -140,8 +141,12 @@ class MambaModelProvider(GPTModelProvider):
                 f"heads in {each} groups: use a divisor of both"
             )
 
-    def _staged_pattern(self) -> str:
-        """The pattern with a border before each (virtual) pipeline stage, as Megatron-Core wants it."""
+    def staged_pattern(self) -> str:
+        """The pattern with a border before each (virtual) pipeline stage, as Megatron-Core wants it.
+
+        Raises:
+            UserError: the stages do not come out even, or are not as many as the pattern has.
+        """
         stages = self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
         pattern = self.hybrid_override_pattern or ""
         if self.has_own_stages:

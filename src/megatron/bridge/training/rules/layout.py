@@ -265,6 +265,7 @@ def _has_own_split(config: ConfigContainer) -> bool:
             model.pipeline_model_parallel_layout is not None,
             model.account_for_embedding_in_pipeline_split,
             model.account_for_loss_in_pipeline_split,
+            getattr(model, "has_own_stages", False),
         )
     )
 

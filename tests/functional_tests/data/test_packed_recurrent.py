@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets take the same step in every layout, and on packed samples: no sample sees another."""
+"""Recurrent layers take the same step in every layout, and on packed samples: no sample sees another."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.functional_tests.data.test_packed_gradients import check, one_step, write_samples
 
-NETS = {
+DELTA_NETS = {
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": 2,
     "linear_conv_kernel_dim": 3,
@@ -18,12 +18,27 @@ NETS = {
     "attention_output_gate": True,
     "qk_layernorm": True,
 }
+MAMBA = {
+    "hybrid_override_pattern": "M*-M",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 5,
+    "mamba_conv_kernel": 3,
+    "mamba_chunk_size": 8,
+}
 TP2 = {"tensor_model_parallel_size": 2}
 LAYOUTS = {"tp2": TP2, "tp2sp": {**TP2, "sequence_parallel": True}, "cp2": {"context_parallel_size": 2}}
 
 
+@pytest.fixture(scope="module", params=[DELTA_NETS, MAMBA], ids=["delta nets", "mamba"])
+def layers(request):
+    return request.param
+
+
 def step(folder, kind, layout, micro):
-    return one_step(folder, kind, {**NETS, **layout}, micro)
+    torch.set_num_threads(1)
+    return one_step(folder, kind, layout, micro)
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +47,30 @@ def samples(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def padded(samples):
+def padded(samples, layers):
     """The step of one process on padded samples."""
-    torch.set_num_threads(1)
-    record = step(samples, "padded", {}, 2)
+    record = step(samples, "padded", layers, 2)
     dist.destroy_process_group()
     return record
 
 
 @pytest.mark.parametrize(("kind", "micro"), [("packed", 1), ("padding-free", 4)])
-def test_one_process(samples, padded, kind, micro):
-    record = step(samples, kind, {}, micro)
+def test_one_process(samples, layers, padded, kind, micro):
+    record = step(samples, kind, layers, micro)
     dist.destroy_process_group()
     check([record], padded)
 
 
 @pytest.mark.parametrize(("kind", "micro"), [("padded", 2), ("packed", 1)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_processes(two_workers, samples, padded, layout, kind, micro):
-    check(two_workers.run(step, samples, kind, LAYOUTS[layout], micro), padded)
+def test_two_processes(two_workers, samples, layers, padded, layout, kind, micro):
+    check(two_workers.run(step, samples, kind, {**layers, **LAYOUTS[layout]}, micro), padded)
 
 
 @pytest.mark.slow
-def test_tensor_and_context_parallel(four_workers, samples, padded):
-    layout = {**LAYOUTS["tp2sp"], **LAYOUTS["cp2"], "linear_num_key_heads": 4}
-    torch.set_num_threads(1)
-    single = step(samples, "padded", {"linear_num_key_heads": 4}, 2)
+def test_tensor_and_context_parallel(four_workers, samples, layers):
+    layout = {**LAYOUTS["tp2sp"], **LAYOUTS["cp2"]}
+    wider = {**layers, "linear_num_key_heads": 4} if layers is DELTA_NETS else layers
+    single = step(samples, "padded", wider, 2)
     dist.destroy_process_group()
-    check(four_workers.run(step, samples, "packed", layout, 1), single)
+    check(four_workers.run(step, samples, "packed", {**wider, **layout}, 1), single)
