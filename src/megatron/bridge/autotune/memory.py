@@ -8,7 +8,7 @@ CUDA context, buffers of NCCL, fragments of the allocator (``gpus.RESERVED`` of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
@@ -19,6 +19,7 @@ from torch import nn
 from megatron.bridge.autotune import activations, ranks
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.optimizer import STATE_NAMES
+from megatron.bridge.training.resolve import without_quantisation
 
 _FP32 = 4  # bytes
 
@@ -61,6 +62,8 @@ def memory_per_rank(config: ConfigContainer, world_size: int) -> list[RankMemory
         config: A config after ``validate(world_size)``.
         world_size: Number of processes.
     """
+    # quantised products leave the weights in bf16, and Megatron-Core builds them only where Transformer Engine is
+    config = replace(config, model=without_quantisation(config.model))
     return [_memory(config, chunks, stage, world_size) for stage, chunks in enumerate(_stages(config))]
 
 
