@@ -17,7 +17,8 @@ from torch import nn
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.checkpoint.on_demand import OnDemandPlanner
-from megatron.bridge.models.conversion import adapters, exporting, loading, patterns, streaming
+from megatron.bridge.models.conversion import adapters, buckets, exporting, loading, patterns, streaming
+from megatron.bridge.models.conversion.buckets import BUCKET_BYTES
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTuple,
     MegatronModelBridge,
@@ -173,8 +174,9 @@ class AutoBridge:
         show_progress: bool = True,
         conversion_tasks: Iterable[WeightConversionTask] | None = None,
         merge_adapter_weights: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> Iterator[HFWeightTuple]:
-        """Stream whole Hugging Face tensors, one at a time, on every rank.
+        """Stream whole Hugging Face tensors, one at a time, on every rank; ranks exchange them in buckets.
 
         Args:
             model: this rank's chunks.
@@ -182,6 +184,8 @@ class AutoBridge:
             show_progress: draw a progress bar on rank 0.
             conversion_tasks: which tasks, of ``get_conversion_tasks``; all when None.
             merge_adapter_weights: put adapters into the weights; False gives the base model's.
+            bucket_bytes: memory that a rank needs above its part of the model, if what was yielded is let go of; a
+                larger tensor takes what it needs. The same on all ranks.
 
         Yields:
             (param_name, weight), in the order of the model.
@@ -189,7 +193,7 @@ class AutoBridge:
         source = self._source(None)
         plan = self._export_plan(model, source) if conversion_tasks is None else Plan(tuple(conversion_tasks))
         plan = adapters.merging(plan) if merge_adapter_weights else plan
-        stream = exporting.stream(self._bridge, plan, source, cpu)
+        stream = buckets.stream(self._bridge, plan, source, cpu, bucket_bytes)
         total = len(plan.hf_names) + len(plan.ties)
         yield from console.track(stream, "Exporting", total=total, show=show_progress)
 

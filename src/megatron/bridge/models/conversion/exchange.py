@@ -13,6 +13,8 @@ from torch import Tensor
 from megatron.bridge.utils import dist
 
 Group = torch_dist.ProcessGroup | None
+Tensors = dict[str, Tensor]
+"""By name."""
 
 
 def is_expert(megatron_param: str) -> bool:
@@ -81,14 +83,41 @@ def all_stages[T](value: T) -> list[T]:
     return [value] if group is None else dist.all_gather_object(value, group)
 
 
+def anywhere(flag: bool) -> bool:
+    """Whether ``flag`` is set on any rank of this rank's model replica."""
+    experts = expert_group()
+    if experts is not None:
+        flag = any(dist.all_gather_object(flag, experts))
+    return any(all_stages(flag))
+
+
+@dataclass
+class Arriving[T]:
+    """What other ranks are sending."""
+
+    value: T
+    works: tuple[torch_dist.Work, ...] = ()
+
+    def wait(self) -> T:
+        """The value, once it is there."""
+        for work in self.works:
+            work.wait()
+        return self.value
+
+
 def all_gather(tensor: Tensor, group: Group, parts: int) -> list[Tensor]:
     """The shards of all ``parts`` ranks; just ``tensor`` when it is whole."""
+    return start_all_gather(tensor, group, parts).wait()
+
+
+def start_all_gather(tensor: Tensor, group: Group, parts: int) -> Arriving[list[Tensor]]:
+    """Begin to get the shards of all ``parts`` ranks."""
     if parts == 1:
-        return [tensor]
+        return Arriving([tensor])
     local = tensor.detach().contiguous()
-    shards = [torch.empty_like(local) for _ in range(parts)]
-    cast(Any, torch_dist).all_gather(shards, local, group=group)
-    return shards
+    shards = torch.empty(parts * local.numel(), dtype=local.dtype, device=local.device)
+    work = cast(Any, torch_dist).all_gather_into_tensor(shards, local.view(-1), group=group, async_op=True)
+    return Arriving(list(shards.view(parts, *local.shape).unbind()), (work,))
 
 
 def gather(tensor: Tensor, group: Group, parts: int, receiver: int) -> list[Tensor] | None:
@@ -128,23 +157,38 @@ def said_by[T](owner: Owner, value: T) -> T:
     return all_stages(value)[owner.stage]
 
 
+Outline = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of tensors by name."""
+
+
 def from_owner(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: Owner) -> Tensor:
     """A tensor that ``owner`` holds, on every rank of the replica: first within its stage, then on all stages."""
-    if owner.expert_rank is not None and owner.stage == stage():
-        tensor = _broadcast(tensor, shape, dtype, expert_group(), owner.expert_rank)
-    return _broadcast(tensor, shape, dtype, pipeline_group(), owner.stage)
+    mine = None if tensor is None else {"": tensor}
+    within = start_among_experts(mine, {"": (shape, dtype)}, owner).wait()
+    return start_among_stages(within, {"": (shape, dtype)}, owner).wait()[""]
 
 
-def _broadcast(
-    tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: Group, owner: int
-) -> Tensor:
+def start_among_experts(mine: Tensors | None, outline: Outline, owner: Owner) -> Arriving[Tensors | None]:
+    """Begin to send the tensors of ``owner`` to the ranks of its stage that hold other experts."""
+    if owner.expert_rank is None or owner.stage != stage():
+        return Arriving(mine)
+    return _start_broadcast(mine, outline, expert_group(), owner.expert_rank)
+
+
+def start_among_stages(mine: Tensors | None, outline: Outline, owner: Owner) -> Arriving[Tensors]:
+    """Begin to send tensors that all of ``owner``'s stage has to the other stages."""
+    return _start_broadcast(mine, outline, pipeline_group(), owner.stage)
+
+
+def _start_broadcast(mine: Tensors | None, outline: Outline, group: Group, owner: int) -> Arriving[Any]:
     rank, size = rank_and_size(group)
     if size == 1:
-        assert tensor is not None
-        return tensor
+        assert mine is not None
+        return Arriving(mine)
     assert group is not None
-    if rank != owner or tensor is None:
-        tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
-    tensor = tensor.contiguous()
-    torch_dist.broadcast(tensor, group=group, group_src=owner)
-    return tensor
+    if rank != owner or mine is None:
+        device = torch.cuda.current_device()
+        mine = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in outline.items()}
+    mine = {name: tensor.contiguous() for name, tensor in mine.items()}
+    works = [torch_dist.broadcast(tensor, group=group, group_src=owner, async_op=True) for tensor in mine.values()]
+    return Arriving(mine, tuple(cast(Any, works)))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the parameters to Hugging Face tensors: one at a time as a stream, or straight into their files."""
+"""From the parameters straight into Hugging Face files; each tensor is written by one rank, or row by row."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, out_of_space
 from megatron.bridge.models.conversion import exchange
-from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, MegatronModelBridge
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import Shard
 from megatron.bridge.models.conversion.plan import Plan, WeightConversionTask
 from megatron.bridge.models.hf_pretrained import safetensors_writer
@@ -24,72 +23,6 @@ from megatron.bridge.utils.errors import UserError
 
 THREADS = 2
 _IN_FLIGHT = 2 * THREADS  # tensors gathered and not yet written
-
-
-def stream(
-    bridge: MegatronModelBridge, plan: Plan, source: Checkpoint | None = None, cpu: bool = False
-) -> Iterator[HFWeightTuple]:
-    """Whole Hugging Face tensors with their names, in the order of the model, on every rank.
-
-    Args:
-        bridge: the architecture's bridge, for its hook.
-        plan: what to convert; every rank must draw from its own stream at the same pace.
-        source: the checkpoint that the model came from, for the hook.
-        cpu: move each tensor to the CPU.
-    """
-    same_as: dict[str, list[str]] = {}
-    for name, same in plan.ties.items():
-        same_as.setdefault(same, []).append(name)
-    stacks: dict[str, _Stack] = {}
-    for task in plan.tasks:
-        if task.is_copy:
-            continue
-        weights = _on_all_ranks(task)
-        if bridge.computes_on_export:
-            weights = bridge.maybe_modify_converted_hf_weight(task, weights, source or {})
-        for name, weight in _stacked(task, weights, stacks) if task.mapping.is_stacked else weights.items():
-            for alias in (name, *same_as.get(name, ())):
-                yield HFWeightTuple(alias, weight.cpu() if cpu else weight)
-    if stacks:
-        raise UserError(f"the tasks leave out experts of {', '.join(stacks)}: give those of all experts")
-
-
-@torch.no_grad()
-def _on_all_ranks(task: WeightConversionTask) -> dict[str, Tensor]:
-    mine = task.mapping.megatron_to_hf(task.exported, task.megatron_module)
-    if task.mapping.copies:
-        found = task.mapping.slice_shapes(task.shard)
-        shapes = {name: (shape, task.dtype) for name, shape in found.items()}
-    else:
-        described = {name: (tuple(weight.shape), weight.dtype) for name, weight in mine.items()}
-        shapes = exchange.said_by(task.owner, described)
-    return {
-        name: exchange.from_owner(mine.get(name), shape, dtype, task.owner)
-        for name, (shape, dtype) in shapes.items()
-    }
-
-
-@dataclass
-class _Stack:
-    """A tensor of all experts, and how many of them are still to come."""
-
-    whole: Tensor
-    missing: int
-
-
-def _stacked(
-    task: WeightConversionTask, weights: Mapping[str, Tensor], stacks: dict[str, _Stack]
-) -> Iterator[tuple[str, Tensor]]:
-    """Put an expert's part into its tensors; those that are whole now."""
-    experts: int = task.shard.config.num_moe_experts
-    for name, weight in weights.items():
-        if name not in stacks:
-            stacks[name] = _Stack(weight.new_empty((experts, *weight.shape)), experts)
-        stack = stacks[name]
-        stack.whole[task.mapping.expert] = weight
-        stack.missing -= 1
-        if not stack.missing:
-            yield name, stacks.pop(name).whole
 
 
 def save(

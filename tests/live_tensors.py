@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of tensors are alive, counted storage by storage as they are made and freed."""
+
+import weakref
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is entered: bytes of the storages that this thread has made since and that are still there."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        found = function(*args, **(kwargs or {}))
+        for storage in {storage._cdata: storage for storage in _storages(found)}.values():
+            if storage._cdata not in given:  # views, and what is written in place, are there already
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        return found
+
+    def _freed(self, size):
+        self.now -= size
+
+
+def _storages(tree):
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
