@@ -117,8 +117,8 @@ def mtp_block_spec(
     moe_metrics.allow_deeper_predictions(config.mtp_num_layers or 0)
     if not getattr(decoder, "layer_specs", True):
         raise UserError(
-            f"pipeline_model_parallel_layout={config.pipeline_model_parallel_layout} puts multi-token prediction on a "
-            "stage without decoder layers, after whose last one it is modelled: put a layer (t) before it (m)"
+            f"pipeline_model_parallel_layout={config.pipeline_model_parallel_layout} puts multi-token prediction "
+            "on a stage without decoder layers, after whose last one it is modelled: put a layer (t) before it (m)"
         )
     provider: BackendSpecProvider = (
         get_backend("transformer_engine") if backend == "transformer_engine" else TorchSpecProvider()
