@@ -170,7 +170,7 @@ def test_refusals_name_the_record_and_the_way_out(chat_tokenizer):
         encode(chat_tokenizer, gemma, [{"role": "system", "content": "x"}, *PLAIN])
     with pytest.raises(UserError, match=r"set dataset.split_turns=true .* or dataset.train_on=last"):
         encode(chat_tokenizer, BY_NAME["qwen3"], PLAIN)
-    with pytest.raises(UserError, match=r"message 1 cannot be told .* because nothing comes before it"):
+    with pytest.raises(UserError, match=r"here: the conversation begins with an answer"):
         encode(chat_tokenizer, BY_NAME["chatml"], PLAIN[1:])
 
 

@@ -113,7 +113,7 @@ def test_wrong_files_are_named(tmp_path, tokenizer, content, message):
 
 
 def test_a_missing_file_and_wrong_options_are_named(tmp_path, tokenizer):
-    with pytest.raises(UserError, match=r"validation\.jsonl cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"has no file validation with one of the endings"):
         build(tmp_path, tokenizer, (0, 4, 0))
     with pytest.raises(UserError, match="truncation='middle' is not known"):
         build(tmp_path, tokenizer, (4, 0, 0), truncation="middle")

@@ -60,20 +60,27 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.set_defaults(run=run)
 
 
+def _count(text: str) -> int:
+    """A number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1")
+    return int(text)
+
+
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Which config to read."""
     parser.add_argument("source", metavar="CONFIG", help="YAML file with a whole config, or a recipe's name")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change, in YAML")
     parser.add_argument("--data", metavar="DIR", help="folder of the data, for a recipe")
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="processes of the run (default: the recipe's, or 1)"
+        "--world-size", type=_count, metavar="N", help="processes of the run (default: the recipe's, or 1)"
     )
 
 
 def _add_preview_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``preview``."""
     _add_config_arguments(parser)
-    parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to show (default: 3)")
+    parser.add_argument("--samples", type=_count, default=3, metavar="N", help="samples to show (default: 3)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
 
 
@@ -131,7 +138,10 @@ def _run_preview(args: argparse.Namespace) -> int:
     found = preview(config.dataset, data, tokenizer, (micro, batch, ranks), args.samples)
     to_console(Console(highlight=False, soft_wrap=True), found)
     if args.html:
-        write_text(args.html, to_html(found))
+        try:
+            write_text(args.html, to_html(found))
+        except OSError as error:
+            raise UserError(f"--html={args.html} cannot be written: {error.strerror}") from error
         console().print(f"{args.html} shows the same as a page")
     return 0
 

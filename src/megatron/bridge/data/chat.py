@@ -98,7 +98,10 @@ class ChatTemplate:
 
     def _span(self, chat: Chat, place: int, text: str, where: str) -> Span:
         if place == 0:
-            raise _ambiguous(where, place, "nothing comes before it")
+            raise UserError(
+                f"{where}: the conversation begins with an answer, so the prompt for it is not known: put a "
+                f"message before it, or give it weight 0"
+            )
         before, _ = self._text(chat, place, True, where)
         through, _ = self._text(chat, place + 1, False, where)
         if not through.startswith(before):

@@ -2,6 +2,7 @@
 """From records to tokenised samples. Nothing is dropped, cut or masked without being counted."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,9 @@ TOO_LONG = "as too long"
 BY_FUNCTION = "by process_example_fn"
 INSIDE_A_TOKEN = "answers begin or end inside a token, which is learnt as a whole"
 NO_END = "answers do not end with a special token: the model does not learn to stop there"
+EMPTY = "answers are empty: the model learns to stop at once"
+SYSTEMS = "conversations have several system messages"
+CONTROL = "messages hold a control token of the tokenizer as text: the model takes it for the template's own"
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Encoder:
         self._process = _with_tokenizer(rules.process_example_fn, tokenizer)
         self._template: ChatTemplate | None = None
         self._opening = _opening(tokenizer)
+        self._control = _control_tokens(tokenizer)
 
     def __call__(self, records: Sequence[Numbered]) -> Encoded:
         """The samples of ``records``, in their order.
@@ -108,7 +113,9 @@ class Encoder:
             if processed is None:
                 report.dropped[BY_FUNCTION] += 1
                 continue
-            for sample in self._turns(parse(processed, where)):
+            parsed = parse(processed, where)
+            self._note(parsed, report)
+            for sample in self._turns(parsed):
                 yield where, sample
 
     def _turns(self, sample: Sample) -> Iterator[Sample]:
@@ -148,6 +155,21 @@ class Encoder:
 
     def _render(self, where: str, chat: Chat) -> Rendered:
         return self.template.render(chat, "last" if self.rules.split_turns else self.rules.train_on, where)
+
+    def _note(self, sample: Sample, report: Report) -> None:
+        """Count what is rarely meant."""
+        if isinstance(sample, Pair):
+            report.notes[EMPTY] += not sample.completion
+        if not isinstance(sample, Chat):
+            return
+        messages = sample.messages
+        report.notes[SYSTEMS] += sum(message["role"] in ("system", "developer") for message in messages) > 1
+        if self._control is not None:
+            report.notes[CONTROL] += sum(bool(self._control.search(message["content"])) for message in messages)
+        learnt = [messages[place] for place in sample.answers if place not in sample.excluded]
+        report.notes[EMPTY] += sum(
+            not message["content"] and not message.keys() - {"role", "content"} for message in learnt
+        )
 
     def _chats(self, rendered: list[Rendered], report: Report) -> Iterator[Example]:
         if not rendered:
@@ -232,6 +254,14 @@ def _has_target(draft: _Draft, report: Report) -> bool:
 def _opening(tokenizer: Tokenizer) -> int | None:
     token = tokenizer.hf.bos_token_id if isinstance(tokenizer, HuggingFaceTokenizer) else None
     return token if isinstance(token, int) else None
+
+
+def _control_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Finds any of the tokenizer's special tokens in a text."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    special = [token.content for token in tokenizer.hf.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(map(re.escape, special))) if special else None
 
 
 def _with_tokenizer(

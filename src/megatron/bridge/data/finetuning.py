@@ -128,12 +128,23 @@ def split_file(folder: Path, split: Split) -> Path:
     """The file of a split in a folder.
 
     Raises:
-        UserError: there are two, with different endings.
+        UserError: there is none, or two with different endings.
     """
     found = [path for suffix in SUFFIXES if (path := folder / f"{STEMS[split]}{suffix}").is_file()]
     if len(found) > 1:
         raise UserError(f"{' and '.join(map(str, found))} are both there: remove or rename one of them")
-    return found[0] if found else folder / f"{STEMS[split]}.jsonl"
+    if not found:
+        names = sorted(path.name for path in folder.iterdir())[:5] if folder.is_dir() else []
+        raise UserError(
+            f"{folder} has no file {STEMS[split]} with one of the endings {', '.join(SUFFIXES)} (there is "
+            f"{', '.join(names) or 'nothing'}){_unneeded(split)}"
+        )
+    return found[0]
+
+
+def _unneeded(split: Split) -> str:
+    switches = {"valid": "dataset.do_validation=false", "test": "dataset.do_test=false"}
+    return f": add it, or set {switches[split]}" if split in switches else ": add it"
 
 
 def record_problems(config: "RecordDatasetConfig") -> Iterator[str]:

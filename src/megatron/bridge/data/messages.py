@@ -228,6 +228,8 @@ def _sharegpt(record: Record, where: str) -> Chat:
         raise UserError(f"{where}: conversations must be a list, not {type(turns).__name__}")
     messages = [_turn(turn, f"{where}: message {number}") for number, turn in enumerate(turns, start=1)]
     if record.get("system"):
+        if any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages):
+            raise UserError(f"{where}: the record has a key system and also a system message: keep one")
         messages.insert(0, {"role": "system", "content": record["system"]})
     return _chat(record, messages, where)
 

@@ -85,9 +85,18 @@ def _stream(kind: str, path: Path) -> Iterator[dict[str, Any]]:
     from datasets.exceptions import DatasetsError
 
     try:
+        if kind == "parquet" and not _parquet_rows(path):
+            return  # of which `datasets` says that it is broken
         yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(f"{path} is no {kind} file: {' '.join(str(error).split())[:200]}") from error
+
+
+def _parquet_rows(path: Path) -> int:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        return file.metadata.num_rows
 
 
 @dataclass(frozen=True)
