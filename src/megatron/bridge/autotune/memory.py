@@ -105,6 +105,7 @@ def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, w
             chunk.to(model.params_dtype)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     weights = sum(map(_bytes, parameters)) + sum(_bytes(buffer) for chunk in chunks for buffer in chunk.buffers())
+    weights += sum(_quantised(config, chunk) for chunk in chunks)
     gradients = optimizer = 0
     for index, chunk in enumerate(chunks):
         parts = _trained(config, chunk, bucketed=stage == index == 0, replicas=replicas)
@@ -119,6 +120,17 @@ def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, w
         optimizer=optimizer,
         activations=activations.of_stage(config, chunks, stage, world_size),
     )
+
+
+def _quantised(config: ConfigContainer, chunk: nn.Module) -> int:
+    """Copies of the matrices of layers, as they are and transposed, that Transformer Engine keeps for a step."""
+    model = config.model
+    if not (model.fp8 or model.fp4):
+        return 0
+    matrices = (
+        weight.numel() for name, weight in chunk.named_parameters() if ".layers." in name and weight.dim() > 1
+    )
+    return sum(matrices) * 2 // (2 if model.fp4 else 1)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,25 @@ class _Group:
         return self._rank
 
 
+_ALONE: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "overlap_p2p_comm": False,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "should_pad_vocab": False,
+    "make_query_groups_divisible_by": 1,
+}
+
+
 def stages(model: ModelProvider) -> list[list[MegatronModule]]:
     """The bare chunks of each pipeline stage, on the meta device.
 
@@ -48,6 +67,24 @@ def stages(model: ModelProvider) -> list[list[MegatronModule]]:
         model: A provider whose layout has been checked.
     """
     return [_chunks(model, stage) for stage in range(model.pipeline_model_parallel_size)]
+
+
+def whole(model: ModelProvider) -> MegatronModule:
+    """The model on one rank, on the meta device, without rows and heads of padding."""
+    alone = copy.copy(model.declared)
+    for name, value in _ALONE.items():
+        if hasattr(alone, name):
+            setattr(alone, name, value)
+    pattern = getattr(alone, "hybrid_override_pattern", None)
+    if pattern:
+        alone.__dict__["hybrid_override_pattern"] = pattern.replace("|", "")  # borders of stages
+    (chunk,) = _chunks(alone, stage=0)
+    return chunk
+
+
+def parameter_count(model: ModelProvider) -> int:
+    """Parameters of the whole model, tied embeddings counted once, without rows and heads of padding."""
+    return sum(parameter.numel() for parameter in whole(model).parameters())
 
 
 def _chunks(model: ModelProvider, stage: int) -> list[MegatronModule]:
