@@ -32,7 +32,8 @@ EPSILON = 1e-8
 
 def make(kind, directory=None):
     """A tiny Hugging Face model; the same numbers every time."""
-    model = make_llama(**DECODER) if kind == "llama" else _with_experts(kind)
+    others = {"llama": lambda: make_llama(**DECODER), "nemotron_h": _with_mamba}
+    model = others[kind]() if kind in others else _with_experts(kind)
     if directory is not None:
         model.save_pretrained(directory)
     return model
@@ -47,6 +48,17 @@ def _with_experts(kind):
     else:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**DECODER, **experts))
+    randomise(model)
+    return model.eval()
+
+
+def _with_mamba():
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8}
+    model = {key: value for key, value in DECODER.items() if key != "num_hidden_layers"}
+    torch.manual_seed(0)
+    model = NemotronHForCausalLM(NemotronHConfig(**model, **sizes, hybrid_override_pattern="M-*"))
     randomise(model)
     return model.eval()
 

@@ -39,6 +39,10 @@ CASES = {
     "router": ("qwen3_moe", LoRA(target_modules=["router", "linear_fc1", "linear_fc2"], dim=4, alpha=8)),
     "second layers": ("mixtral", LoRA(target_modules=["linear_fc2"], dim=4, alpha=8)),
     "expert parts": ("qwen3_moe", CanonicalLoRA(dim=4, alpha=8)),
+    "mixers": (
+        "nemotron_h",
+        LoRA(target_modules=["in_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], dim=4, alpha=8),
+    ),
 }
 
 

@@ -54,10 +54,13 @@ def _number_of_layers(count: Any, config: Mapping[str, Any]) -> int:
     return layers
 
 
-def _same_width(width: Any, config: Mapping[str, Any]) -> int:
-    if width not in (None, config.get("head_dim", width)):
-        raise UserError(f"attention_head_dim={width} is not head_dim={config['head_dim']}: remove one")
-    return config.get("head_dim", width)
+def _width(_: Any, config: Mapping[str, Any]) -> int:
+    found = {key: config[key] for key in ("head_dim", "attention_head_dim") if config.get(key) is not None}
+    if not found:
+        raise UserError("head_dim is missing: no other key says how wide a head is")
+    if len(set(found.values())) > 1:
+        raise UserError(f"{' and '.join(f'{key}={value}' for key, value in found.items())} differ: remove one")
+    return next(iter(found.values()))
 
 
 def _mlp_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -109,10 +112,10 @@ MAMBA_STEPS: tuple[Field, ...] = (
 )
 
 ATTENTION_WIDTH: tuple[Field, ...] = (
-    Field("head_dim", "kv_channels"),
-    Field("attention_head_dim", "kv_channels", default=None, to=_same_width),
+    Field("head_dim", "kv_channels", default=None, to=_width),
+    Field("attention_head_dim", "kv_channels", default=None, to=_width),
 )
-"""The width of a head, which older configs give twice."""
+"""The width of a head, by its present and its older name."""
 
 MLP_BIAS = Field("mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_mlp_bias, back=_first)
 
