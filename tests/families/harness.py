@@ -137,7 +137,9 @@ def randomise(model: Any) -> None:
         for name, parameter in model.named_parameters():
             # as wide as keeps the size of what a matrix is multiplied with
             width = 0.2 if parameter.dim() < 2 else min(0.2, 1.4 / parameter.shape[-1] ** 0.5)
-            parameter.normal_(1.0 if "norm" in name and parameter.dim() == 1 else 0.0, width)
+            # some norms are stored as their distance from one: all as they start; a gain of two makes noise grow
+            is_norm = "norm" in name and parameter.dim() == 1
+            parameter.normal_(parameter.mean().item() if is_norm else 0.0, width)
         for buffer in _persistent_buffers(model):
             buffer.normal_(0.0, 0.2)
 

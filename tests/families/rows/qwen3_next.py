@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-Next: gated delta nets among gated attention, value heads in groups, a quarter of each head rotated."""
 
-from tests.families.qwen3_next_layer import add_layer
 from tests.families.row import Row
 from tests.families.rows.experts import LAYOUTS, SIX
 
 SIZES = {
     **SIX,
     "shared_expert_intermediate_size": 28,
+    # what a state recalls is small, and its norm would make noise of float32 grow, in transformers as well
+    "rms_norm_eps": 1e-2,
     "linear_conv_kernel_dim": 3,
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
@@ -30,12 +31,5 @@ ROWS = [
             "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
         },
         ("pp2", "tp2"),
-    ),
-    Row(
-        "qwen3_next_carried",
-        "Qwen3NextForCausalLM",
-        {**SIZES, "layer_types": ["linear_attention", "full_attention", "full_attention", "full_attention"]},
-        ("pp2",),
-        rewrite=add_layer,
     ),
 ]

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What models with gated delta nets may not say, by provider and by config, before a model is built."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
+from megatron.bridge import AutoBridge
 from megatron.bridge.utils.errors import UserError
+from tests.families import harness, published
+from tests.families.qwen3_next_layer import add_layer
 from tests.unit_tests.models.test_gpt_provider import toy
 from tests.unit_tests.models.test_simple_families import provider_of
 
+PUBLISHED = Path(published.__path__[0])
 SIZES = {
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": [1, 0],
@@ -85,3 +93,28 @@ def test_norm_within_a_zero_centred_model_starts_at_one():
     assert not isinstance(second.self_attention, GatedDeltaNet)
     assert torch.equal(first.self_attention.out_norm.weight, torch.ones(5))
     assert torch.equal(first.input_layernorm.weight, torch.zeros(32))
+
+
+def test_further_predictions_are_carried_over(tmp_path):
+    """Transformers leaves the layer out: its tensors come back as they are, though nothing was converted."""
+    case = harness.Case("qwen3_next", tmp_path)
+    harness.save(harness.hf_model(case.row), case.checkpoint)
+    add_layer(case.checkpoint)
+    bridge = AutoBridge.from_hf_pretrained(case.checkpoint)
+    (chunk,) = model = bridge.to_megatron_model(wrap_with_ddp=False)
+    assert not any(name.startswith("mtp") for name, _ in chunk.named_parameters())
+    bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+    assert harness.different_files(case, tmp_path / "out") == []
+
+
+@pytest.mark.slow  # a plan of 25,000 experts
+def test_published_count_with_further_predictions():
+    """The files on the hub, which have one such layer, add up to this."""
+    config = AutoBridge.from_hf_config(
+        json.loads((PUBLISHED / "Qwen--Qwen3-Next-80B-A3B-Instruct.json").read_text())
+    )
+    provider = config.to_megatron_provider(load_weights=False)
+    provider.mtp_num_layers = 1
+    tasks = config.plan(provider.meta_model()).tasks
+    shapes = {name: shape for task in tasks if not task.is_copy for name, shape in task.hf_shapes.items()}
+    assert sum(math.prod(shape) for shape in shapes.values()) == 81_324_862_720
