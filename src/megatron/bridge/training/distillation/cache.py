@@ -67,7 +67,7 @@ class Cache:
 
     folder: Path
     header: Header
-    arrays: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    arrays: dict[str, np.memmap] = field(default_factory=dict[str, np.memmap])
 
     def open(self, mode: Any) -> "Cache":
         """Map the files, ``r`` or ``r+``."""

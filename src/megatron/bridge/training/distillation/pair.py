@@ -36,7 +36,7 @@ class Pair:
         places: Layers of both whose outputs are compared.
         stage_of: The stage that computes each of them.
         stage: This one.
-        widths: Of a hidden state of each model.
+        widths: Of a hidden state of each model, the student first.
         states: Outputs of layers that this stage has computed or received for the microbatch that runs.
     """
 
@@ -81,7 +81,7 @@ class Pair:
         if received is None:
             return
         places = self._sent(self.stage - 1)
-        widths = [self.widths[side] for side in ("student", "teacher", *(side for side, _ in places))]
+        widths = [*self.widths.values(), *(self.widths[side] for side, _ in places)]
         ours, theirs, *states = (part.contiguous() for part in received.split(widths, dim=-1))
         set_input(self.student, ours)
         set_input(self.teacher, theirs.detach())
@@ -101,10 +101,8 @@ def bind(students: Sequence[MegatronModule], teachers: Sequence[MegatronModule],
         teachers: Chunks of the teacher, one for each.
         layers: Layer of the student -> layer of the teacher.
     """
-    places: list[Place] = [
-        place for ours, theirs in layers.items() for place in (("student", ours), ("teacher", theirs))
-    ]
-    places = list(dict.fromkeys(places))
+    places: list[Place] = [("student", layer) for layer in layers]
+    places.extend(("teacher", layer) for layer in dict.fromkeys(layers.values()))
     for student, wrapped in zip(students, teachers, strict=True):
         teacher = unwrap(wrapped)
         here = [*_watched("student", student, places), *_watched("teacher", teacher, places)]
@@ -112,8 +110,8 @@ def bind(students: Sequence[MegatronModule], teachers: Sequence[MegatronModule],
         widths: dict[Side, int] = {"student": width(student), "teacher": width(teacher)}
         pair = Pair(student, wrapped, places, stage_of, exchange.stage(), widths)
         student.__dict__[_PAIR] = pair
-        for side, chunk in (("student", student), ("teacher", teacher)):
-            _watch(pair, side, chunk)
+        _watch(pair, "student", student)
+        _watch(pair, "teacher", teacher)
 
 
 def pair_of(model: nn.Module) -> Pair | None:
