@@ -29,15 +29,7 @@ def hybrid_stack_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
     if config.num_moe_experts is not None:
         moe_metrics.allow_deeper_models()
     if backend == "transformer_engine":
-        spec = hybrid_layer_specs.hybrid_stack_spec
-        layer = spec.submodules.mamba_layer
-        own = dataclasses.replace(
-            layer,
-            submodules=dataclasses.replace(
-                layer.submodules, mixer=_mixer(config, layer.submodules.mixer.submodules)
-            ),
-        )
-        return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mamba_layer=own))
+        return _transformer_engine_stack(config)
     provider = TorchSpecProvider()
     return ModuleSpec(
         module=TorchHybridStack,
@@ -48,6 +40,16 @@ def hybrid_stack_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
             moe_layer=_feed_forward_layer(config, provider, moe=True) if config.num_moe_experts else MLPLayer,
         ),
     )
+
+
+def _transformer_engine_stack(config: TransformerConfig) -> ModuleSpec:
+    """Megatron-Core's own, with a mixer of this package."""
+    spec = hybrid_layer_specs.hybrid_stack_spec
+    layers: Any = spec.submodules
+    mamba = layers.mamba_layer
+    parts = dataclasses.replace(mamba.submodules, mixer=_mixer(config, mamba.submodules.mixer.submodules))
+    mamba = dataclasses.replace(mamba, submodules=parts)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(layers, mamba_layer=mamba))
 
 
 class TorchHybridStack(HybridStack):
@@ -89,7 +91,7 @@ def _mamba_layer(config: TransformerConfig, provider: BackendSpecProvider) -> Mo
 
 def _attention_layer(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
     """The first half of a decoder layer."""
-    whole = layer_spec(config, provider, moe=False).submodules
+    whole: Any = layer_spec(config, provider, moe=False).submodules
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -103,7 +105,7 @@ def _attention_layer(config: TransformerConfig, provider: BackendSpecProvider) -
 
 def _feed_forward_layer(config: TransformerConfig, provider: BackendSpecProvider, moe: bool) -> ModuleSpec:
     """The second half of a decoder layer."""
-    whole = layer_spec(config, provider, moe).submodules
+    whole: Any = layer_spec(config, provider, moe).submodules
     return ModuleSpec(
         module=TransformerLayer if moe else MLPLayer,
         submodules=TransformerLayerSubmodules(

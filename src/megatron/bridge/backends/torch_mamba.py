@@ -196,11 +196,16 @@ def _no_kernels_asked_for() -> Iterator[None]:
     """Let Megatron-Core's mixer be built where mamba-ssm is not installed, with the norm of this module."""
     own = {"HAVE_MAMBA_SSM": True, "MAMBA_HAS_STATE_DTYPE": True, "ExtendedRMSNorm": GroupNorm}
     theirs = {name: getattr(mamba_mixer, name) for name in own}
-    vars(mamba_mixer).update(own)
+    _set(own)
     try:
         yield
     finally:
-        vars(mamba_mixer).update(theirs)
+        _set(theirs)
+
+
+def _set(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(mamba_mixer, name, value)
 
 
 def _bounds(packed: Any) -> Tensor:

@@ -81,6 +81,11 @@ class MambaModelProvider(GPTModelProvider):
             if getattr(self, name) != harmless:
                 value = getattr(self, name)
                 raise UserError(f"{name}={value!r} has no effect on a hybrid model: set model.{name}={harmless!r}")
+        if self.backend == "transformer_engine" and (self.qk_layernorm or self.qk_l2_norm):
+            raise UserError(
+                "hybrid models with normed queries and keys need other layers than backend='transformer_engine' "
+                "has: set model.backend='torch'"
+            )
         self._check_pattern()
         self._check_mamba()
         self.staged_pattern()
