@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What models with gated delta nets may not say, by provider and by config, before a model is built."""
 
-import json
 import math
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from transformers import Qwen3NextConfig
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.utils.errors import UserError
@@ -110,11 +110,10 @@ def test_further_predictions_are_carried_over(tmp_path):
 @pytest.mark.slow  # a plan of 25,000 experts
 def test_published_count_with_further_predictions():
     """The files on the hub, which have one such layer, add up to this."""
-    config = AutoBridge.from_hf_config(
-        json.loads((PUBLISHED / "Qwen--Qwen3-Next-80B-A3B-Instruct.json").read_text())
-    )
-    provider = config.to_megatron_provider(load_weights=False)
+    config = Qwen3NextConfig.from_pretrained(PUBLISHED / "Qwen--Qwen3-Next-80B-A3B-Instruct.json")
+    bridge = AutoBridge.from_hf_config(config)
+    provider = bridge.to_megatron_provider(load_weights=False)
     provider.mtp_num_layers = 1
-    tasks = config.plan(provider.meta_model()).tasks
+    tasks = bridge.plan(provider.meta_model()).tasks
     shapes = {name: shape for task in tasks if not task.is_copy for name, shape in task.hf_shapes.items()}
     assert sum(math.prod(shape) for shape in shapes.values()) == 81_324_862_720
