@@ -217,7 +217,7 @@ def generated(layout):
     return generate(run, [[1, 2, 3], [7], [20, 21, 22, 23, 24]], 9)
 
 
-def test_answers_are_those_of_full_recomputation_under_any_layout(two_workers):
+def test_answers_are_those_of_full_recomputation_under_any_layout(two_workers, four_workers):
     alone = two_workers.run(generated, {})
     layouts = [
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -227,10 +227,17 @@ def test_answers_are_those_of_full_recomputation_under_any_layout(two_workers):
             "virtual_pipeline_model_parallel_size": 2,
             "pipeline_dtype": torch.float32,
         },
+        {"context_parallel_size": 2},
+        {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     ]
     assert len({len(answer) for answer in alone[0]}) >= 1
     for layout in layouts:
         assert two_workers.run(generated, layout) == alone
+    for more in (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
+    ):
+        assert four_workers.run(generated, {"context_parallel_size": 2, **more}) == alone * 2
 
 
 def test_pretraining_looks_at_its_data_first(tmp_path, run_in_process):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy continuation of prompts by the model in training, under any layout but context parallelism.
+"""Greedy continuation of prompts by the model in training, under any layout.
 
 Every token costs a forward pass over the whole text: good for a few samples, not for serving.
 """
@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron.bridge.training.param_gather import gathered_params
 from megatron.bridge.training.state import Run
@@ -38,7 +39,7 @@ def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int
         The tokens behind each prompt, on every rank.
 
     Raises:
-        UserError: the layout has context parallelism, or a prompt leaves no room in ``model.seq_length``.
+        UserError: a prompt leaves no room in ``model.seq_length``.
     """
     _check(run, prompts, max_new_tokens)
     texts = [list(prompt) for prompt in prompts]
@@ -57,11 +58,6 @@ def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int
 
 def _check(run: Run, prompts: Tokens, max_new_tokens: int) -> None:
     model = run.config.model
-    if model.context_parallel_size > 1:
-        raise UserError(
-            f"samples cannot be generated with model.context_parallel_size={model.context_parallel_size}: leave "
-            f"them out, or generate from the checkpoint"
-        )
     assert all(prompts), "a prompt is empty"
     longest = max(map(len, prompts)) + max_new_tokens
     if longest > model.seq_length:
@@ -76,6 +72,7 @@ def _next_tokens(run: Run, texts: Tokens) -> list[int]:
     model = run.config.model
     longest = max(map(len, texts))
     parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    parts *= 2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
     length = -(-longest // parts) * parts
     batch = torch.zeros(len(texts), length, dtype=torch.long)
     for row, text in zip(batch, texts, strict=True):
@@ -102,12 +99,21 @@ def _next_tokens(run: Run, texts: Tokens) -> list[int]:
 
 def _forward(chunk: MegatronModule, batch: torch.Tensor, last: torch.Tensor, vocabulary: int) -> tuple[Any, Any]:
     positions = torch.arange(batch.size(1), device=batch.device).expand_as(batch)
-    output = chunk(batch, positions, None)
+    group: Any = parallel_state.get_context_parallel_group()
+    mine = {"tokens": batch, "position_ids": positions}
+    if group.size() > 1:
+        mine = get_batch_on_this_cp_rank(mine, is_hybrid_cp=False, cp_group=group)
+    output = chunk(mine["tokens"], mine["position_ids"], None)
 
     def choose(logits: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-        at_last = logits[torch.arange(len(last), device=last.device), last]
-        whole = gather_from_tensor_model_parallel_region(at_last)
-        return whole[:, :vocabulary].argmax(-1)  # rows that pad the vocabulary are no tokens
+        texts, places = (mine["position_ids"] == last[:, None]).nonzero(as_tuple=True)
+        chosen = torch.full_like(last, -1)
+        if len(texts):
+            whole = gather_from_tensor_model_parallel_region(logits[texts, places])
+            chosen[texts] = whole[:, :vocabulary].argmax(-1)  # rows that pad the vocabulary are no tokens
+        # each end is on one context-parallel rank
+        torch.distributed.all_reduce(chosen, torch.distributed.ReduceOp.MAX, group)
+        return chosen
 
     return output, choose
 
