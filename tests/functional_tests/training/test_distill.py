@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """A student's run is that of one process, whatever the layout."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.toy_distill import HIDDEN, LEARN, run_student, save_teacher
-from tests.toy_run import whole_weights
+from megatron.bridge.data.config import DatasetRequest
+from megatron.bridge.data.tokenizer import NullTokenizer
+from megatron.bridge.training.config import ValidationConfig
+from megatron.bridge.training.distillation.precompute import precompute
+from tests.functional_tests.data.test_packed_gradients import LENGTHS, dataset
+from tests.toy_distill import HIDDEN, LEARN, run_student, save_teacher, student_config
+from tests.toy_run import VOCABULARY, whole_weights
+from tests.workers import forget_model_parallel
 
 PP2 = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
 TP2 = {"tensor_model_parallel_size": 2}
 TOP = {**LEARN, "top_k": 8}  # the 8th and 9th differ by 4e-4 at least: rounding does not swap them
+CP2 = {"context_parallel_size": 2}
 CASES = {
     "tp2 hidden": (HIDDEN, TP2),
     "sp2 hidden": (HIDDEN, {**TP2, "sequence_parallel": True}),
@@ -18,7 +27,7 @@ CASES = {
     "pp2 hidden": (HIDDEN, PP2),
     "vp2": (LEARN, {**PP2, "virtual_pipeline_model_parallel_size": 2}),
     "dp2 hidden": (HIDDEN, {}),
-    "cp2 hidden": (HIDDEN, {"context_parallel_size": 2}),
+    "cp2 hidden": (HIDDEN, CP2),
 }
 FOUR = {
     "tp2 pp2 hidden": (HIDDEN, {**TP2, **PP2, "sequence_parallel": True}),
@@ -27,8 +36,8 @@ FOUR = {
 STEPS = 3
 
 
-def run(teacher, learn, layout):
-    record, losses = run_student(teacher, learn, model=dict(layout), train={"train_iters": STEPS})
+def run(teacher, learn, layout, **blocks):
+    record, losses = run_student(teacher, learn, model=dict(layout), train={"train_iters": STEPS}, **blocks)
     return record, losses.train, losses.valid
 
 
@@ -53,13 +62,17 @@ def alone(teacher):
 def compare(ranks, alone, cases):
     for name, (learn, _) in cases.items():
         expected, train, valid = alone["hidden" if learn is HIDDEN else "top" if learn is TOP else "kl"]
-        weights, reference = whole_weights([rank[name][0] for rank in ranks]), whole_weights([expected])
-        assert weights.keys() == reference.keys()
         for rank in ranks:
             for found, wanted in zip([*rank[name][1], *rank[name][2]], [*train, *valid], strict=True):
                 assert found == pytest.approx(wanted, rel=2e-6), name
-        for key, weight in reference.items():
-            assert (weights[key] - weight).abs().max() < 2e-5, f"{name} {key}"
+        compare_weights([rank[name][0] for rank in ranks], expected, name)
+
+
+def compare_weights(records, expected, name):
+    weights, reference = whole_weights(records), whole_weights([expected])
+    assert weights.keys() == reference.keys()
+    for key, weight in reference.items():
+        assert (weights[key] - weight).abs().max() < 2e-5, f"{name} {key}"
 
 
 def test_losses_are_told_apart(alone):
@@ -79,3 +92,73 @@ def test_two_processes(teacher, alone, two_workers):
 
 def test_four_processes(teacher, alone, four_workers):
     compare(four_workers.run(run_all, teacher, FOUR), alone, FOUR)
+
+
+def in_half_precision(teacher):
+    return run(teacher, HIDDEN, PP2, mixed_precision="bf16_mixed")[1]
+
+
+def test_half_precision_over_stages(teacher, two_workers):
+    """What is sent is in half precision anyway: nothing is rounded twice."""
+    torch.set_num_threads(1)
+    expected = run(teacher, HIDDEN, {}, mixed_precision="bf16_mixed")[1]
+    dist.destroy_process_group()
+    assert two_workers.run(in_half_precision, teacher) == [expected] * 2
+
+
+# ------------------------------------------------------------------------------------------------------- packed
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """Prompts and completions of very different lengths; the prompts are not learnt."""
+    folder = tmp_path_factory.mktemp("samples")
+    numbers = [[" ".join(str(7 * place % 90) for place in range(length)) for length in both] for both in LENGTHS]
+    lines = [json.dumps({"prompt": prompt + " ", "completion": answer}) for prompt, answer in numbers]
+    (folder / "training.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def packed_run(teacher, samples, kind, layout, learn):
+    data = dataset(samples, kind, multiple=4 if layout.get("context_parallel_size") else None)
+    rows = len(data.build(DatasetRequest((1, 0, 0), NullTokenizer(VOCABULARY))).train.rows)
+    train = {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": rows}
+    config = {"model": dict(layout), "train": train, "dataset": data, "validation": ValidationConfig()}
+    if "cache" in learn:
+        precompute(student_config(teacher, learn, **config | {"model": {}}))
+        forget_model_parallel()
+    record, losses = run_student(teacher, learn, **config)
+    return record, losses.train
+
+
+def test_packed_samples_learn_what_padded_ones_do(teacher, samples, tmp_path, two_workers):
+    expected, losses = packed_run(teacher, samples, "padded", {}, HIDDEN)
+    alone, top = packed_run(teacher, samples, "padded", {}, TOP)
+    dist.destroy_process_group()
+    cached = {**TOP, "cache": str(tmp_path)}
+    for learn, layout, reference, wanted in (
+        (HIDDEN, CP2, expected, losses),
+        (HIDDEN, PP2, expected, losses),
+        (cached, CP2, alone, top),
+    ):
+        ranks = two_workers.run(packed_run, teacher, samples, "packed", layout, learn)
+        assert ranks[0][1] == [pytest.approx(wanted[0], rel=2e-6)]
+        compare_weights([rank[0] for rank in ranks], reference, layout)
+
+
+# ------------------------------------------------------------------------------------------------------- cached
+
+
+def write(teacher, cache, layout):
+    precompute(student_config(teacher, {**TOP, "cache": cache}, model=dict(layout), train={"train_iters": STEPS}))
+
+
+def test_a_cache_is_read_in_another_layout_than_its_own(teacher, alone, tmp_path, two_workers):
+    expected, train, _ = alone["top"]
+    for name, theirs, ours in (("tp2", TP2, PP2), ("pp2", PP2, TP2), ("dp2", {}, CP2)):
+        cache = str(tmp_path / name)
+        two_workers.run(write, teacher, cache, theirs)
+        ranks = two_workers.run(run, teacher, {**TOP, "cache": cache}, ours)
+        for rank in ranks:
+            assert rank[1] == [pytest.approx(step, rel=2e-6) for step in train], name
+        compare_weights([rank[0] for rank in ranks], expected, name)

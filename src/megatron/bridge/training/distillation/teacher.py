@@ -32,6 +32,7 @@ SHARED = (
     "params_dtype",
     "should_pad_vocab",
     "make_vocab_size_divisible_by",
+    "calculate_per_token_loss",
 )
 SAMPLE = 1 << 20  # bytes at both ends of a file of weights that tell it from others
 _LAYOUT_RULES = [rule for rule in RULES if rule.__module__ == layout_rules.__name__]
