@@ -146,6 +146,11 @@ def one_step(folder, kind, layout=None, micro=1):
 LAYOUTS = {
     "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
+    "pp2 vp2": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "pipeline_dtype": torch.float32,
+    },
     "cp2": {"context_parallel_size": 2},
     "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     "pp4": {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.float32},
@@ -198,7 +203,7 @@ def test_multi_token_prediction_stays_within_samples(folder):
 
 
 @pytest.mark.parametrize("kind", ["packed", "padding-free"])
-@pytest.mark.parametrize("layout", ["tp2sp", "pp2", "cp2", "cp2 a2a"])
+@pytest.mark.parametrize("layout", ["tp2sp", "pp2", "pp2 vp2", "cp2", "cp2 a2a"])
 def test_two_processes(two_workers, folder, padded_step, kind, layout):
     check(two_workers.run(one_step, folder, kind, LAYOUTS[layout], 1 if kind == "packed" else 2), padded_step)
 

@@ -36,16 +36,19 @@ def step(config, micro, ranks, number):
 @given(
     st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 2), (2, 3), (1, 4), (12, 1)]),
     st.integers(0, 4),
-    st.sampled_from(["single", "cyclic"]),
+    st.sampled_from(["single", "batch", "cyclic"]),
 )
 def test_a_global_batch_is_the_same_in_every_layout(layout, number, order):
     config = MockGPTDatasetConfig(seq_length=4, dataloader_type=order)
     tokens, ids = step(config, *layout, number)
     expected, expected_ids = step(config, 1, 1, number)
+    if order == "batch":  # dealt out one by one: the same samples, but other neighbours
+        places = [expected_ids.index(sample) for sample in ids]
+        expected, expected_ids = expected[places], [expected_ids[place] for place in places]
     assert ids == expected_ids
     assert torch.equal(tokens, expected)
-    if order == "single":
-        assert ids == list(range(number * BATCH, (number + 1) * BATCH))
+    if order != "cyclic":
+        assert sorted(ids) == list(range(number * BATCH, (number + 1) * BATCH))
 
 
 def test_splits_share_no_sample_and_batches_have_the_promised_form():

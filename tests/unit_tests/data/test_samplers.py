@@ -89,6 +89,21 @@ def test_a_run_goes_on_under_another_layout(layout, other_ranks, other_micro):
     assert drawn == list(range(steps * batch, steps * batch + left * other))
 
 
+@given(layouts(), st.integers(1, 3), st.integers(1, 3))
+def test_a_run_goes_on_with_another_global_batch(layout, other_ranks, other_accumulation):
+    """What was consumed is counted in samples: the next batch begins behind them, whatever its size."""
+    micro, ranks, accumulation, total, steps = layout
+    consumed, batch = steps * micro * ranks * accumulation, micro * other_ranks * other_accumulation
+    samplers = [
+        MegatronPretrainingBatchSampler(total, consumed, micro, batch, rank, other_ranks)
+        for rank in range(other_ranks)
+    ]
+    left = (total - consumed) // batch
+    found = [sorted(drawn) for drawn in global_batches(samplers, other_accumulation, left)]
+    starts = range(consumed, consumed + left * batch, batch)
+    assert found == [list(range(start, start + batch)) for start in starts]
+
+
 def random_order(total, batch, seed, steps):
     """Global batches of the shuffled order, written down epoch by epoch."""
     flat, epoch = [], 0
