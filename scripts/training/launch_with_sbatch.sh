@@ -6,7 +6,7 @@
 #       scripts/training/launch_with_sbatch.sh --recipe llama3_8b_pretrain_config checkpoint.save=runs/llama
 #
 # Slurm sends SIGTERM 120 seconds before the time limit, or when the job is preempted; the run saves, leaves with
-# exit code 75, and is queued again until it is finished. Any other failure ends the job.
+# exit code 75, and is queued again until it is finished; so is a run that hung (76). Any other failure ends the job.
 #
 #   PYTHON           interpreter of the job (default: .venv/bin/python, else python)
 #   CONTAINER_IMAGE  image to run in (pyxis);  CONTAINER_MOUNTS  its mounts
@@ -39,12 +39,12 @@ fi
 srun "${options[@]}" "$PYTHON" -u scripts/training/run_recipe.py "$@"
 code=$?
 
-if [ "$code" -eq 75 ]; then
+if [ "$code" -eq 75 ] || [ "$code" -eq 76 ]; then
     if [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-100}" ]; then
-        echo "saved; queued again"
+        echo "exit code $code: queued again"
         scontrol requeue "$SLURM_JOB_ID"
         exit 0
     fi
-    echo "error: saved, but queued again ${MAX_REQUEUES:-100} times already: submit the job once more" >&2
+    echo "error: exit code $code, but queued again ${MAX_REQUEUES:-100} times already: submit the job once more" >&2
 fi
 exit "$code"

@@ -149,13 +149,13 @@ def test_a_preempted_job_of_nemo_run_goes_on_bitwise(slurm, undisturbed, tmp_pat
         (["--env", "lower=1"], "--env lower: the name must be capital letters"),
         (["--host", "login"], "--host needs --ssh-tunnel"),
         (["--parttion", "toy"], "did you mean --partition"),
-        (["train.global_batch_size=3", "--devices", "2"], "train.global_batch_size=3 is not a multiple"),
-        (["--devices", "64", "train.global_batch_size=64"], "Slurm refuses the job"),
+        (["train.micro_batch_size=4"], "train.global_batch_size=2 is not a multiple"),
+        (["--nodes", "2"], "Slurm refuses the job"),
         (["--gres", "gpu:8"], "Slurm refuses the job: Invalid generic resource"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_queued(slurm, tmp_path, words, sentence):
-    done = launch(slurm, tmp_path, "--cpu", "--time", "00:30:00", *TOY, *words, check=False)
+    done = launch(slurm, tmp_path, "--cpu", "--time", "00:30:00", *TOY, *saving(tmp_path), *words, check=False)
     assert done.returncode != 0
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
@@ -171,15 +171,18 @@ def test_a_host_that_does_not_answer_is_named(tmp_path):
 
 
 @NEMO_RUN
-def test_a_dry_run_prints_the_script_and_leaves_nothing(slurm, tmp_path):
-    done = launch(slurm, tmp_path, "--dry-run", "--devices", "2", "--nodes", "2", "--account", "a", *TOY)
-    for line in ("#SBATCH --account=a", "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=2", "--nproc-per-node 2"):
+def test_a_dry_run_prints_the_script_and_leaves_nothing(tmp_path):
+    where = ["--dry-run", "--nodes", "2", "--account", "a", "--time", "08:00:00", "--container-image", "image"]
+    done = launch(None, tmp_path, *where, *TOY, *saving(tmp_path))
+    for line in ("#SBATCH --account=a", "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "--nproc-per-node 1"):
         assert line in done.stdout
+    assert "--container-image image" in done.stdout
     assert not list((tmp_path / "jobs" / "experiments").glob("*/*"))
 
 
 @NEMO_RUN
 def test_a_local_launch_runs_here_and_tells_how_it_ended(tmp_path):
-    done = launch(None, tmp_path, "--local", "--devices", "2", *TOY, "train.train_iters=2", *saving(tmp_path))
+    toy = ["train.train_iters=2" if word.startswith("train.train_iters") else word for word in TOY]
+    done = launch(None, tmp_path, "--local", "--devices", "2", *toy, *saving(tmp_path))
     assert max(losses(tmp_path)) == 2
     assert "step 2/2" in done.stdout + done.stderr

@@ -48,7 +48,7 @@ def check(options: LaunchOptions) -> None:
                 "--launcher ft needs ft_launcher on the path: pip install 'hf-megatron-bridge[resiliency]', or "
                 "use --launcher torchrun"
             )
-    elif not options.ssh_tunnel and shutil.which("sbatch") is None:
+    elif not (options.ssh_tunnel or options.dry_run) and shutil.which("sbatch") is None:
         raise UserError("there is no sbatch on this machine: use --local, or --ssh-tunnel --host LOGIN_NODE")
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingImports=false
 """NeMo-Run behind one module: executors, packagers and plugins from ``LaunchOptions``."""
 
 import os
