@@ -97,6 +97,7 @@ class HashingStream:
         self._cancelled = cancelled or threading.Event()
         self._hash = xxhash.xxh3_128()
         self._size = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write all of ``data``, any object with a buffer."""
@@ -106,10 +107,17 @@ class HashingStream:
                 if self._cancelled.is_set():
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
                 with flat[start : start + CHUNK] as piece:
-                    self._stream.write(piece)
+                    self._put(piece)
                     self._hash.update(piece)
             self._size += len(flat)
             return len(flat)
+
+    def _put(self, piece: memoryview) -> None:
+        try:
+            self._stream.write(piece)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def tell(self) -> int:
         """Bytes written."""
@@ -273,5 +281,8 @@ def hashing(
     """Open ``path`` for writing; its record is put into ``records`` once it is closed."""
     with path.open("wb") as stream:
         hashed = HashingStream(stream, cancelled)
-        yield hashed
+        try:
+            yield hashed
+        except RuntimeError as error:  # torch's zip writer drops an error that comes while it writes a header
+            raise hashed.failure or error from error
     records[name] = hashed.record()

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatron.bridge.backends import allocator
 from megatron.bridge.checkpoint import distributed, model_io
 from megatron.bridge.checkpoint.on_demand import OnDemandPlanner, Source, storage_of
 from megatron.bridge.models.conversion import loading
@@ -53,6 +54,7 @@ def planner(
     Raises:
         UserError: tensors of a wrong shape or dtype.
     """
+    allocator.give_back_freed_memory()
     sources: dict[int, Source] = {}
     held = [_state(chunk) for chunk in chunks]
     for task in loading.checked(bridge, plan, pretrained.state, pretrained.declared_dtype):
@@ -91,6 +93,7 @@ class StoredModel:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], path: str | Path) -> None:
+        allocator.give_back_freed_memory()
         self._directory, metadata = model_io.examine(chunks, path)
         states = model_io.model_state(chunks, metadata)
         distributed.check(states, self._directory, known=model_io.BESIDE_WEIGHTS)
