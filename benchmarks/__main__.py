@@ -14,6 +14,7 @@ COMMANDS = (
     "checkpoint.py --parameters 200",
     "lora.py",
     "preprocessing.py",
+    "packing.py",
 )
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenising conversations and packing them: throughput, fill, and the stall of a step.
+"""Tokenising conversations and packing them: throughput, fill, start-up, and the stall of a step.
 
 ``python -m benchmarks.packing --samples 2000`` compares, on the same made-up conversations and the same tokenizer,
 this project's preparation with ``datasets.map`` over ``apply_chat_template``, and best-fit decreasing with filling
-rows one after the other. Rounds are interleaved; CPU seconds stand beside wall seconds.
+rows one after the other and, with ``--trl DIR``, with TRL's packing. Rounds are interleaved; CPU seconds stand
+beside wall seconds.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -135,11 +137,23 @@ def tokenising(folder: Path, samples: int, rounds: int, workers: int) -> None:
         print(f"  {name:32} {rate}  (wall {wall:.2f} s, CPU of this process {cpu:.2f} s)")
 
 
+def lengths_of(samples: int) -> np.ndarray:
+    """Log-normal, as those of instructions are."""
+    random = np.random.default_rng(0)
+    return np.clip(random.lognormal(6.0, 0.9, samples).astype(int), 8, 4096)
+
+
+def samples_of(lengths: np.ndarray) -> Any:
+    """Samples of these lengths, the second half of each learnt."""
+    from megatron.bridge.data.examples import Example, Examples
+
+    return Examples.of(Example(np.zeros(n + 1, np.int32), np.arange(n + 1) > n // 2) for n in lengths.tolist())
+
+
 def packing(samples: int, rounds: int) -> None:
     from megatron.bridge.data.packing import fill, pack
 
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(6.0, 0.9, samples).astype(int), 8, 4096)
+    lengths = lengths_of(samples)
     for capacity in (4096, 8192, 131072):
         rows = pack(lengths, capacity)
         wall = min(timed(lambda c=capacity: pack(lengths, c))[0] for _ in range(rounds))
@@ -150,23 +164,94 @@ def packing(samples: int, rounds: int) -> None:
         )
 
 
+def against_trl(folder: Path, samples: int, rounds: int) -> None:
+    """Rows of tokens from samples of tokens: TRL writes them to a table, ours are made when they are drawn.
+
+    Hence ours is timed twice: the plan alone, and with every row made once.
+    """
+    sys.path.append(str(folder))  # behind everything else: only TRL itself is taken from there
+    import datasets
+    import trl
+    from trl.data_utils import pack_dataset
+
+    from megatron.bridge.data.rows import PackedRows
+
+    lengths, capacity = lengths_of(samples), 4096
+    examples = samples_of(lengths)
+    table = datasets.Dataset.from_dict({"input_ids": [np.zeros(n, np.int32) for n in lengths.tolist()]})
+    datasets.disable_caching()
+    datasets.disable_progress_bars()
+
+    def by_trl(**options: Any) -> int:
+        return len(pack_dataset(table, capacity, "bfd", {"load_from_cache_file": False, **options}))
+
+    def ours_made() -> int:
+        rows = PackedRows(examples, capacity, padding=0)
+        return sum(len(row["cu_seqlens"]) > 1 for row in map(rows.__getitem__, range(len(rows))))
+
+    ways: dict[str, Callable[[], int]] = {
+        "ours, the plan": lambda: len(PackedRows(examples, capacity, padding=0)),
+        "ours, every row made": ours_made,
+        f"TRL {trl.__version__}, as it is called by default": by_trl,
+        f"TRL {trl.__version__}, all samples at once": lambda: by_trl(batch_size=samples),
+    }
+    best = dict.fromkeys(ways, np.inf)
+    for _ in range(rounds):
+        for name, way in ways.items():
+            best[name] = min(best[name], timed(way)[0])
+    print(f"packing {samples:,} samples of {lengths.sum():,} tokens into rows of {capacity:,}, best of {rounds}")
+    for name, wall in best.items():
+        full = lengths.sum() / (ways[name]() * capacity)
+        rate = f"{samples / wall:10,.0f} samples/s {lengths.sum() * 4 / 1e6 / wall:8.1f} MB/s"
+        print(f"  {name:42} {rate}  {full:.2%} full")
+
+
+def starting(folder: Path, samples: int) -> None:
+    """What a run waits for its first batch: tokenising in memory, into a folder, and from that folder."""
+    from megatron.bridge.data.config import FinetuningDatasetConfig, PackedSequenceSpecs
+    from megatron.bridge.data.loaders import build_iterators
+    from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+
+    tokenizer = HuggingFaceTokenizer(str(folder / "tokenizer"))
+    data = folder / "run"
+    data.mkdir()
+    write_chats(data / "training.jsonl", samples)
+
+    def first_batch(prepared: Path | None) -> None:
+        config = FinetuningDatasetConfig(
+            seq_length=4096,
+            dataset_root=str(data),
+            truncation="right",
+            packed_sequence_specs=PackedSequenceSpecs(packed_sequence_size=4096),
+            prepared_dir=None if prepared is None else str(prepared),
+        )
+        train = build_iterators(config, tokenizer, (8, 0, 0), 1, 8).train
+        assert train is not None
+        next(train)
+
+    print(f"first batch of a run on {samples:,} conversations")
+    for name, prepared in (("tokenised in memory", None), ("prepared now", data / "p"), ("prepared", data / "p")):
+        print(f"  {name:20} {timed(lambda where=prepared: first_batch(where))[0]:7.2f} s")
+
+
 def loading(samples: int) -> None:
     """What a step waits for its batch, beside the first one."""
-    from megatron.bridge.data.examples import Example, Examples
     from megatron.bridge.data.loaders import BatchIterator
     from megatron.bridge.data.rows import Epochs, PackedRows
     from megatron.bridge.data.samplers import MegatronPretrainingSampler
 
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(6.0, 0.9, samples).astype(int), 8, 4096)
-    examples = Examples.of(Example(np.zeros(n, np.int32), np.arange(n) > n // 2) for n in lengths.tolist())
-    rows = PackedRows(examples, 4096, padding=0)
+    rows = PackedRows(samples_of(lengths_of(samples)), 4096, padding=0)
     data = Epochs(rows, len(rows), seed=0)
-    batches = BatchIterator(data, lambda: MegatronPretrainingSampler(len(data), 0, 1, 0, 1))
-    waits = np.array([timed(lambda: next(batches))[0] for _ in range(min(len(rows), 500))])
-    print(
-        f"loading a packed row of 4,096: first {waits[0] * 1e3:.2f} ms, then {np.median(waits[1:]) * 1e3:.2f} ms"
-    )
+    for workers in (0, 1):
+        batches = BatchIterator(data, lambda: MegatronPretrainingSampler(len(data), 0, 1, 0, 1), workers)
+        waits = []
+        for _ in range(min(len(rows), 200)):
+            waits.append(timed(lambda: next(batches))[0])  # noqa: B023 - called at once
+            time.sleep(0.01)  # a step: time to read ahead
+        print(
+            f"loading a packed row of 4,096, {workers} workers: first {waits[0] * 1e3:.2f} ms, then "
+            f"{np.median(waits[1:]) * 1e3:.3f} ms, at most {max(waits[1:]) * 1e3:.2f} ms"
+        )
 
 
 def main() -> None:
@@ -175,9 +260,15 @@ def main() -> None:
     parser.add_argument("--packed", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument(
+        "--trl", type=Path, metavar="DIR", help="where `pip install --no-deps --target DIR trl` put it"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tokenising(Path(folder), args.samples, args.rounds, args.workers)
+        starting(Path(folder), args.samples)
+    if args.trl is not None:
+        against_trl(args.trl, args.packed, args.rounds)
     packing(args.packed, args.rounds)
     loading(min(args.packed, 20_000))
 
