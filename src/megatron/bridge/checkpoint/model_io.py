@@ -70,7 +70,14 @@ def save_model(
 @contextmanager
 def _writing_to(root: str | Path) -> Iterator[None]:
     """Keep other runs away from ``root``, unless this run does so already."""
-    taken = on_first_rank(lambda: lock.acquire(root))
+
+    def take() -> bool:
+        taken = lock.acquire(root)
+        if taken:
+            layout.recover(root)  # a killed save would keep its room on the disk
+        return taken
+
+    taken = on_first_rank(take)
     try:
         yield
     finally:
