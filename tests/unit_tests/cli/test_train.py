@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``megatron-bridge train`` makes of its arguments, and what it says of wrong ones."""
 
+import subprocess
+import sys
+
 import pytest
 
 from megatron.bridge.cli.summary import parameter_count
+from megatron.bridge.recipes.catalog import catalog, find
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.config.serialize import load_yaml
 from tests.unit_tests.cli.test_main import run
@@ -30,21 +34,94 @@ def test_dry_run_prints_a_config_with_origins(capsys):
 
 def test_dry_run_says_what_the_config_means(capsys):
     _, out = dry_run(capsys, *RECIPE, "model.tensor_model_parallel_size=2", "--world-size", "16")
-    lines = [line for line in out.splitlines() if line.startswith("# ")]
-    assert lines == [
+    assert [line for line in out.splitlines() if line.startswith("#")] == [
         "# pretrain from llama32_1b_pretrain_config",
+        "# changed: model.tensor_model_parallel_size=1 -> 2",
         "# model: 1,235,814,400 parameters, 16 layers, hidden size 2048",
         "# layout: 16 processes = tensor 2 x pipeline 1 x context 1 x data 8",
         "# step: 512 samples x 8192 tokens = 4,194,304 tokens, in 64 microbatches of 1 on each of 8 replicas",
         "# run: 250,000 steps, 1,048,576,000,000 tokens",
         "# data: made-up samples (MockGPTDatasetConfig)",
+        "#",
+        "# ranks     data 0  data 1  data 2  ...  data 7",
+        "# stage 0   0-1     2-3     4-5     ...  14-15",
+        "# in a cell: tensor groups of 2: 0-1",
+        "# nodes of 8 GPUs: tensor groups stay within one; data groups reach over several",
+        "#",
+        *memory_lines(out),
+        "#",
+        "# work: 4.3e+16 floating-point operations a step, 1.08e+22 in all (of the model; none done twice)",
+        "# time: 6.8 s a step, 19.7 days in all, if 16 x H100 80GB reach 40% of their peak in bf16, 989 TFLOP/s",
+        "#",
         "# note: no data was given: this run trains on made-up samples (--data PATH for real ones)",
         "# note: checkpoint.save is not set: this run keeps no checkpoint (checkpoint.save=DIR)",
     ]
 
 
+def memory_lines(out):
+    """Four lines, of which the numbers are tested where they are made."""
+    lines = out.splitlines()
+    start = lines.index("# memory of a rank: states counted on the sharded model, activations estimated")
+    head, row, verdict = lines[start + 1 : start + 4]
+    assert " ".join(head.split()) == "# parameters weights gradients optimizer activations GB in all holds"
+    assert row.split()[1:4] == ["stage", "0", "617,940,992"]
+    assert row.endswith("embedding, layers 0-15, loss")
+    assert verdict.endswith("GB of H100 80GB: fits, a tenth left free")
+    return lines[start : start + 4]
+
+
+def test_dry_run_names_what_the_recipe_did_not_have(capsys):
+    _, out = dry_run(capsys, *FINETUNE, "--mode", "lora", "checkpoint.pretrained_checkpoint=base")
+    assert "# not in the recipe: peft.dim=16\n" in out
+    assert "# changed: optimizer.lr=1e-05 -> 0.0001\n" in out
+    assert "# no longer there: peft\n" in out
+
+
+LAYOUT_405B = (
+    *("train", "--recipe", "llama31_405b_pretrain_config"),
+    "model.tensor_model_parallel_size=8",
+    "model.pipeline_model_parallel_size=8",
+    "model.virtual_pipeline_model_parallel_size=4",
+    "model.context_parallel_size=4",
+)
+
+
+def test_ranks_are_drawn(capsys):
+    _, out = dry_run(capsys, *LAYOUT_405B, "--world-size", "1024")
+    lines = out.splitlines()
+    start = lines.index("# ranks     data 0    data 1    data 2     data 3")
+    assert lines[start + 1] == "# stage 0   0-31      32-63     64-95      96-127"
+    assert lines[start + 8].startswith("# stage 7   896-927   928-959")
+    assert lines[start + 9 : start + 11] == [
+        "# in a cell: tensor groups of 8: 0-7; context groups of 4: 0, 8, 16, 24",
+        "# nodes of 8 GPUs: tensor groups stay within one; context, data and pipeline groups reach over several",
+    ]
+
+
+def test_picture_is_that_of_megatron():
+    """The groups that Megatron-Core makes, of a layout in which every dimension is above one."""
+    from megatron.core.parallel_state import RankGenerator
+
+    from megatron.bridge.cli import picture
+    from tests.toy_run import toy_config
+
+    config = toy_config()
+    for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        setattr(config.model, f"{name}_parallel_size", 2)
+    config.model.num_moe_experts = 4
+    lines = list(picture.ranks(config, 16))
+    dense = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=2, order="tp-cp-ep-dp-pp")
+    expert = RankGenerator(tp=2, ep=2, dp=2, pp=2, cp=1, order="tp-cp-ep-dp-pp")
+    cells = [cell.split("-") for line in lines if line.startswith("stage") for cell in line.split()[2:]]
+    drawn = sorted([list(range(int(first), int(last) + 1)) for first, last in cells])
+    assert drawn == sorted(dense.get_ranks("tp-cp"))
+    assert f"context groups of 2: {', '.join(map(str, dense.get_ranks('cp')[0]))}" in "\n".join(lines)
+    assert f"expert groups of 2: {', '.join(map(str, expert.get_ranks('ep')[0]))}" in "\n".join(lines)
+    assert [line.split()[:2] for line in lines if line.startswith("stage")] == [["stage", "0"], ["stage", "1"]]
+
+
 def test_dry_run_assumes_the_gpus_of_the_recipe(capsys):
-    _, out = dry_run(capsys, "train", "--recipe", "llama31_405b_pretrain_config")
+    _, out = dry_run(capsys, *LAYOUT_405B)
     assert (
         "# layout: 1024 processes = tensor 8 with sequence parallelism x pipeline 8 of 4 interleaved stages x "
         "context 4 x data 4\n" in out
@@ -99,10 +176,28 @@ def test_list_takes_words(capsys):
     code, out, _ = run(capsys, "train", "--list", "405b")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == [
-        "RECIPE",
-        "llama31_405b_finetune_config",
-        "llama31_405b_pretrain_config",
+        "recipe",
+        *(name for name in catalog() if "405b" in name),
     ]
+
+
+def test_list_shows_what_each_recipe_builds(capsys):
+    """The table is read from source text; the configs that the recipes return say the same."""
+    _, out, _ = run(capsys, "train", "--list")
+    rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
+    assert set(rows) == set(catalog())
+    for name, cells in rows.items():
+        config = find(name).build()
+        assert cells[-2] == str(config.dataset.seq_length), name
+        precision = str(config.mixed_precision).removesuffix("_mixed").removeprefix("bf16_with_")
+        assert cells[-1] == precision, name
+
+
+def test_list_imports_no_torch():
+    code = "import sys; from megatron.bridge.cli.main import main; main(['train', '--list']); "
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
 
 
 BAD = [
@@ -129,7 +224,7 @@ BAD = [
     ([*RECIPE[1:], "--seq_length", "64", "dataset.seq_length=32"], "dataset.seq_length is given twice"),
     ([*RECIPE[1:], "dataset.seq_length=9000"], "dataset.seq_length=9000 is longer than model.seq_length=8192"),
     ([*RECIPE[1:], "model.bf16=false"], "model.bf16=False from the command line does not stick: it became True"),
-    ([*RECIPE[1:], "ft=1"], "ft must be null, not 1"),
+    ([*RECIPE[1:], "comm_overlap=1"], "comm_overlap must be null, not 1"),
     (
         [*RECIPE[1:], "--peft_scheme", "lora"],
         "trains all weights from random ones: adapters need a finetune recipe",
@@ -240,7 +335,7 @@ def test_wrong_step_function_is_named(capsys, name, message):
 
 
 def test_world_size_is_for_dry_runs(capsys):
-    assert "--world-size is for --dry-run" in run(capsys, *RECIPE, "--world-size", "2")[2]
+    assert "--world-size is for --dry-run and --rehearse" in run(capsys, *RECIPE, "--world-size", "2")[2]
 
 
 TOY = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96, "seq_length": 16}

@@ -10,7 +10,7 @@ A chunk of Llama 3.1 405B takes 15 ms, all of DeepSeek-V3 on one rank 0.5 s.
 import copy
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -71,15 +71,24 @@ def stages(model: ModelProvider) -> list[list[MegatronModule]]:
 
 def whole(model: ModelProvider) -> MegatronModule:
     """The model on one rank, on the meta device, without rows and heads of padding."""
-    alone = copy.copy(model.declared)
-    for name, value in _ALONE.items():
-        if hasattr(alone, name):
-            setattr(alone, name, value)
-    pattern = getattr(alone, "hybrid_override_pattern", None)
-    if pattern:
-        alone.__dict__["hybrid_override_pattern"] = pattern.replace("|", "")  # borders of stages
-    (chunk,) = _chunks(alone, stage=0)
+    (chunk,) = _chunks(_unsplit(model), stage=0)
     return chunk
+
+
+def alone(model: ModelProvider) -> AbstractContextManager[None]:
+    """Let Megatron-Core take this process for the only rank of ``model``."""
+    return as_stage(_unsplit(model), stage=0)
+
+
+def _unsplit(model: ModelProvider) -> ModelProvider:
+    unsplit = copy.copy(model.declared)
+    for name, value in _ALONE.items():
+        if hasattr(unsplit, name):
+            setattr(unsplit, name, value)
+    pattern = getattr(unsplit, "hybrid_override_pattern", None)
+    if pattern:
+        unsplit.__dict__["hybrid_override_pattern"] = pattern.replace("|", "")  # borders of stages
+    return unsplit
 
 
 def parameter_count(model: ModelProvider) -> int:

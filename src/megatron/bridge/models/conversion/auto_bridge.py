@@ -3,13 +3,12 @@
 """``AutoBridge``: a Hugging Face model in, a Megatron model, a Hugging Face model out."""
 
 import copy
-import json
 import shutil
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megatron.core import parallel_state
 from torch import nn
@@ -17,7 +16,15 @@ from torch import nn
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.checkpoint.on_demand import OnDemandPlanner
-from megatron.bridge.models.conversion import adapters, buckets, exporting, loading, patterns, streaming
+from megatron.bridge.models.conversion import (
+    adapters,
+    buckets,
+    exporting,
+    loading,
+    patterns,
+    side_files,
+    streaming,
+)
 from megatron.bridge.models.conversion.buckets import BUCKET_BYTES
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTuple,
@@ -29,18 +36,13 @@ from megatron.bridge.models.conversion.model_bridge import (
 from megatron.bridge.models.conversion.plan import Plan, WeightConversionTask, build_plan
 from megatron.bridge.models.conversion.streaming import StoredModel
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub
-from megatron.bridge.models.hf_pretrained.quantized import without_quantization
+from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
 from megatron.bridge.models.model_provider import PARALLEL_SIZES, in_precision
 from megatron.bridge.utils import atomic, console, dist
 from megatron.bridge.utils.config.serialize import from_plain, to_plain
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-# keys of older configs that a newer key replaces
-_REPLACED = {
-    "rope_parameters": ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
-    "layer_types": ("sliding_window_pattern",),
-}
 # what a provider says about the layout, as it is for one process
 _ONE_PROCESS: dict[str, Any] = {
     **dict.fromkeys(PARALLEL_SIZES, 1),
@@ -129,6 +131,7 @@ class AutoBridge:
             UserError: a config key that is unknown or cannot be represented.
         """
         provider = self._bridge.provider_bridge(_with_config(self.hf_pretrained))
+        provider.__dict__["_hf_config"] = self.hf_config  # beside the fields: it is not part of what is declared
         if load_weights:
             self._weights(hf_path)  # no weights is an error now, not after the model was built
 
@@ -138,6 +141,14 @@ class AutoBridge:
             load_hf_weights.fills_every_parameter = True  # type: ignore[attr-defined]
             provider.register_pre_wrap_hook(load_hf_weights)
         return provider
+
+    @staticmethod
+    def hf_config_of(provider: Any) -> dict[str, Any] | None:
+        """The Hugging Face config of a provider that a bridge made and somebody changed; None for another one."""
+        source = provider.declared.__dict__.get("_hf_config")
+        if source is None:
+            return None
+        return {**as_dict(source), **bridge_for(source).changed_config(provider.declared, as_dict(source))}
 
     def to_megatron_model(
         self, load_weights: bool = True, hf_path: str | Path | None = None, **options: Any
@@ -205,10 +216,12 @@ class AutoBridge:
         source_path: str | Path | None = None,
         strict: bool = True,
         merge_adapter_weights: bool = True,
+        history: History | None = None,
     ) -> None:
         """Write a complete Hugging Face model, sharded like its source, that appears whole or not at all.
 
-        Config, tokenizer, chat template and every other file of the source are carried over.
+        Config, tokenizer, chat template and every other file of the source are carried over. The model card says
+        what was done to the weights, if anything was, above what the source's own says.
 
         Args:
             model: this rank's chunks.
@@ -217,11 +230,15 @@ class AutoBridge:
             source_path: the Hugging Face model to be like; this bridge's own when None.
             strict: refuse to write other tensors than the source has.
             merge_adapter_weights: put adapters into the weights; False writes the base model's.
+            history: what the model card tells; which adapters were merged when None, since only that is known.
 
         Raises:
             UserError: the directory cannot be written, the disk is full, or the tensors are not the source's.
         """
-        self._save_pretrained(model, Path(path), show_progress, source_path, strict, merge_adapter_weights)
+        history = history or side_files.history_of(model, merge_adapter_weights)
+        self._save_pretrained(
+            model, Path(path), show_progress, source_path, strict, history, merge_adapter_weights
+        )
 
     def save_hf_weights(
         self,
@@ -376,7 +393,8 @@ class AutoBridge:
         outline = _stored_provider(megatron_path, mp_overrides).meta_model()
         chunks = in_precision(outline, outline[0].config)
         stored = streaming.StoredModel(chunks, megatron_path)
-        self._save_pretrained(chunks, Path(hf_path), show_progress, source_path, strict, stored=stored)
+        history = on_first_rank(lambda: side_files.history_of_checkpoint(megatron_path))
+        self._save_pretrained(chunks, Path(hf_path), show_progress, source_path, strict, history, stored=stored)
 
     def save_megatron_model(
         self, model: Chunks, path: str | Path, hf_tokenizer_path: str | Path | None = None
@@ -468,7 +486,7 @@ class AutoBridge:
     def _save_megatron(
         self, model: Chunks, path: str | Path, source: Any, planner: OnDemandPlanner | None = None
     ) -> None:
-        files = _tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None
+        files = side_files.tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None
         model_io.save_model(
             model, path, {"model": to_plain(_provider_of(model))}, tokenizer_files=files, planner=planner
         )
@@ -480,13 +498,14 @@ class AutoBridge:
         show_progress: bool,
         source_path: str | Path | None,
         strict: bool,
+        history: History,
         merge: bool = False,
         stored: StoredModel | None = None,
     ) -> None:
         pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
         with _published(path) as staging:
             self._save_weights(model, staging, self._source(source_path), strict, merge, show_progress, stored)
-            on_first_rank(lambda: self._save_side_files(model, staging, pretrained))
+            on_first_rank(lambda: self._save_side_files(model, staging, pretrained, path.resolve().name, history))
         if show_progress:
             console.console().print(f"Hugging Face model: {path}{_in_full(pretrained)}")
 
@@ -512,22 +531,10 @@ class AutoBridge:
         tracked = console.track(tasks, "Exporting", total=len(plan.tasks), show=show_progress)
         exporting.save(self._bridge, plan, staging, source, strict, tracked)
 
-    def _save_side_files(self, model: Chunks, staging: Path, source: Any) -> None:
-        if not isinstance(source, PreTrainedCausalLM):
-            plain: Any = without_quantization(as_dict(source))
-            cast(Any, type(source)).from_dict(plain).save_pretrained(staging)
-            return
-        for name in source.side_files():
-            (staging / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.directory / name, staging / name)
-        changed = self._bridge.changed_config(_provider_of(model), as_dict(source.config))
-        changed.pop("dtype", None)  # the files keep the source's dtypes
-        config = without_quantization({**source.raw_config, **changed})
-        for name in changed:
-            for old in _REPLACED.get(name, ()):
-                config.pop(old, None)
-        if config != source.raw_config:
-            (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    def _save_side_files(
+        self, model: Chunks, staging: Path, pretrained: Any, title: str, history: History
+    ) -> None:
+        side_files.write(self._bridge, _provider_of(model), pretrained, staging, title, history)
 
 
 @contextmanager
@@ -565,13 +572,6 @@ def _with_config(hf_pretrained: Any) -> Any:
         config = hf_pretrained
 
     return ConfigOnly()
-
-
-def _tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
-    """The source's small files beside its weights; a tokenizer's are among them, whatever they are called."""
-    largest = 64 << 20
-    files = (source.directory / name for name in source.side_files() if len(name.parts) == 1)
-    return [path for path in files if path.name != "README.md" and path.stat().st_size <= largest]
 
 
 def _stored_provider(path: str | Path, mp_overrides: Mapping[str, Any] | None) -> Any:

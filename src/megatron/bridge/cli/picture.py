@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parallel layout as text: which ranks hold what."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron.bridge.autotune.memory import RankMemory
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+NODE = 8
+"""GPUs of a node."""
+
+_COLUMNS = 4  # replicas that are shown
+_ROWS = 8  # stages that are shown; more are left out in the middle
+
+
+def words(config: "ConfigContainer", world_size: int) -> str:
+    """The layout in one line: ``8 processes = tensor 2 with sequence parallelism x pipeline 1 x ...``."""
+    model = config.model
+    virtual = model.virtual_pipeline_model_parallel_size
+    sequence = " with sequence parallelism" if model.sequence_parallel else ""
+    interleaved = f" of {virtual} interleaved stages" if virtual else ""
+    parts = [
+        f"tensor {model.tensor_model_parallel_size}{sequence}",
+        f"pipeline {model.pipeline_model_parallel_size}{interleaved}",
+        f"context {model.context_parallel_size}",
+        f"data {config.data_parallel_size(world_size)}",
+    ]
+    return f"{world_size} process{'es' if world_size > 1 else ''} = {' x '.join(parts)}"
+
+
+def ranks(config: "ConfigContainer", world_size: int) -> Iterator[str]:
+    """A row for each pipeline stage, a column for each replica, in each cell the ranks that share its weights.
+
+    Ranks are numbered as Megatron-Core does: tensor ranks are neighbours, then context, then data, then pipeline.
+    """
+    model = config.model
+    stages, replicas = model.pipeline_model_parallel_size, config.data_parallel_size(world_size)
+    cell = model.tensor_model_parallel_size * model.context_parallel_size
+    columns = _some(replicas, _COLUMNS)
+    texts = {
+        (stage, replica): _range((stage * replicas + replica) * cell, cell)
+        for stage in range(stages)
+        for replica in range(replicas)
+    }
+    width = max(map(len, [*texts.values(), f"data {replicas - 1}"]))
+    yield "ranks".ljust(10) + "  ".join("..." if at is None else f"data {at}".ljust(width) for at in columns)
+    for stage in _some(stages, _ROWS):
+        if stage is None:
+            yield "..."
+            continue
+        cells = ["..." if at is None else texts[stage, at].ljust(width) for at in columns]
+        yield (f"stage {stage}".ljust(10) + "  ".join(cells)).rstrip()
+    yield from _inside(config, world_size)
+
+
+def _inside(config: "ConfigContainer", world_size: int) -> Iterator[str]:
+    """What the ranks of a cell share, and what experts and nodes do to the picture."""
+    model = config.model
+    tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
+    if tensor * context > 1:
+        shares = [f"tensor groups of {tensor}: {_range(0, tensor)}"] if tensor > 1 else []
+        shares += [f"context groups of {context}: {_list(0, context, tensor)}"] if context > 1 else []
+        yield f"in a cell: {'; '.join(shares)}"
+    if model.num_moe_experts:
+        yield _experts(config)
+    if world_size > NODE:
+        yield f"nodes of {NODE} GPUs: {_across_nodes(config, world_size)}"
+
+
+def _experts(config: "ConfigContainer") -> str:
+    model = config.model
+    size, experts = model.expert_model_parallel_size, model.num_moe_experts or 0
+    cut = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+    each = f"{experts // size} of {experts} experts on each rank"
+    # Megatron-Core orders the ranks of experts by expert tensor, expert, then the rest
+    groups = f"expert groups of {size}: {_list(0, size, cut)}" if size > 1 else "no expert groups"
+    return f"experts: {groups}; {each}" + (f", each cut in {cut}" if cut > 1 else "")
+
+
+def _across_nodes(config: "ConfigContainer", world_size: int) -> str:
+    """Which groups stay within a node, where links are fast."""
+    model = config.model
+    expert = (
+        model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+    ) * model.expert_model_parallel_size
+    reach = {
+        "tensor": (model.tensor_model_parallel_size, model.tensor_model_parallel_size),
+        "context": (model.context_parallel_size, model.tensor_model_parallel_size * model.context_parallel_size),
+        "expert": (model.expert_model_parallel_size, expert),
+        "data": (
+            config.data_parallel_size(world_size),
+            world_size // model.pipeline_model_parallel_size,
+        ),
+        "pipeline": (model.pipeline_model_parallel_size, world_size),
+    }
+    inside = [name for name, (size, ranks) in reach.items() if size > 1 and ranks <= NODE and NODE % ranks == 0]
+    across = [name for name, (size, _) in reach.items() if size > 1 and name not in inside]
+    sentences = [f"{_and(inside)} groups stay within one"] if inside else []
+    sentences += [f"{_and(across)} groups reach over several"] if across else []
+    return "; ".join(sentences)
+
+
+def _and(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
+    """Memory of a rank of each stage, in GB (10^9 bytes).
+
+    Args:
+        memory: From ``memory_per_rank``.
+        layers: What each stage holds, in words.
+    """
+    head = ("", "parameters", "weights", "gradients", "optimizer", "activations", "GB in all", "holds")
+    rows = [head]
+    for stage in _some(len(memory), _ROWS):
+        if stage is None:
+            rows.append(("...", *[""] * (len(head) - 1)))
+            continue
+        rank = memory[stage]
+        sizes = (rank.weights, rank.gradients, rank.optimizer, rank.activations, rank.total)
+        rows.append((f"stage {stage}", f"{rank.parameters:,}", *map(gigabytes, sizes), layers[stage]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        numbers = [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+        yield "  ".join([row[0].ljust(widths[0]), *numbers, row[-1]]).rstrip()
+
+
+def gigabytes(count: int) -> str:
+    """``count`` bytes in units of 10^9."""
+    return f"{count / 1e9:.1f}"
+
+
+def _some(count: int, most: int) -> list[int | None]:
+    """All numbers below ``count``, or the first ones and the last with None between them."""
+    return [*range(count)] if count <= most else [*range(most - 1), None, count - 1]
+
+
+def _range(start: int, count: int) -> str:
+    return str(start) if count == 1 else f"{start}-{start + count - 1}"
+
+
+def _list(start: int, count: int, step: int) -> str:
+    numbers = [str(start + step * index) for index in range(min(count, 4))]
+    return ", ".join(numbers) + (", ..." if count > 4 else "")

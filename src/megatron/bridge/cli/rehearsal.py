@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that conducts a rehearsal: ``python -m megatron.bridge.cli.rehearsal FOLDER``.
+
+It imports everything once and forks the ranks, so that eight of them start in no time on two cores. It never joins
+a process group itself. Each thing that was proven is a line of JSON on standard output.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.cli.rehearse import CONFIG, PLAN
+from megatron.bridge.utils.errors import UserError
+
+
+def main(folder: Path) -> int:
+    """All stages, in order."""
+    import torch
+
+    from megatron.bridge.training import finetune  # noqa: F401 - what ranks need, imported once
+
+    torch.set_num_threads(1)
+    rehearsal = Rehearsal(folder)
+    stages: list[Callable[[], tuple[str, str]]] = [rehearsal.train, rehearsal.resume]
+    if rehearsal.plan["hf"] is not None:
+        stages.append(rehearsal.export)
+    for stage in stages:
+        started = time.perf_counter()
+        try:
+            what, result = stage()
+        except UserError as error:
+            _say(failed=str(error))
+            return 0
+        _say(what=what, result=result, seconds=time.perf_counter() - started)
+    return 0
+
+
+def _say(**result: Any) -> None:
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+
+
+class Rehearsal:
+    """The stages over one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plan = json.loads((folder / PLAN).read_text())
+        self.first, self.second = folder / "run", folder / "resumed"
+
+    def train(self) -> tuple[str, str]:
+        """Twice as many steps as asked for, with a checkpoint in the middle."""
+        if self.plan["mode"] != "pretrain":
+            self._fork("making a toy to tune", 1, self._make_base)
+        self._fork("training", self.plan["ranks"], lambda: self._run(self.first))
+        losses = _losses(self.first)
+        shown = ", ".join(f"{loss:.3f}" for loss in losses.values())
+        return "layout, data and forward step", f"{len(losses)} steps on every rank, losses {shown}"
+
+    def resume(self) -> tuple[str, str]:
+        """Fresh processes go on from the middle, and get the same losses, bit for bit."""
+        from megatron.bridge.checkpoint import layout
+
+        steps = self.plan["steps"]
+        source = layout.iteration_dir(self.first, steps)
+        self.second.mkdir()
+        shutil.copytree(source, layout.iteration_dir(self.second, steps))
+        layout.write_tracker(self.second, steps)
+        self._fork("resuming", self.plan["ranks"], lambda: self._run(self.second))
+        expected = {step: loss for step, loss in _losses(self.first).items() if step > steps}
+        if _losses(self.second) != expected:
+            raise UserError(f"the resumed run has losses {_losses(self.second)} where the first has {expected}")
+        return (
+            "checkpoint and resume",
+            f"saved at step {steps}; fresh processes had bitwise the same losses after it",
+        )
+
+    def export(self) -> tuple[str, str]:
+        """The Hugging Face model, compared with the checkpoint."""
+        adapted = self.plan["mode"] not in ("pretrain", "sft")
+        self._fork("exporting", 1, self._merge if adapted else self._export)
+        if adapted:
+            return "export to Hugging Face", "adapters merged into the base, and written for peft"
+        return "export to Hugging Face", "every tensor bitwise equal, logits as those of transformers"
+
+    # ------------------------------------------------------------------------ in forked ranks
+
+    def _run(self, save: Path) -> None:
+        from megatron.bridge.cli.job import forward_step
+        from megatron.bridge.training.config import ConfigContainer
+        from megatron.bridge.training.finetune import finetune
+        from megatron.bridge.training.pretrain import pretrain
+
+        config = ConfigContainer.from_yaml((self.folder / CONFIG).read_text())
+        config.checkpoint.save, config.checkpoint.load = str(save), None
+        config.checkpoint.save_interval = self.plan["steps"]
+        config.checkpoint.most_recent_k = -1
+        run = pretrain if self.plan["mode"] == "pretrain" else finetune
+        run(config, forward_step(self.plan["step_func"]))
+
+    def _make_base(self) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(self._hf_config())
+        model.to(torch.bfloat16).save_pretrained(self.folder / "base")
+
+    def _export(self) -> None:
+        from megatron.bridge import AutoBridge
+        from megatron.bridge.cli.main import main as command
+
+        exported = self.folder / "exported"
+        AutoBridge.from_hf_config(self._hf_config()).export_ckpt(self.first, exported, show_progress=False)
+        if command(["verify", str(exported), str(self.first), "--no-progress"]):
+            raise UserError("the exported model is not the checkpoint's")
+
+    def _merge(self) -> None:
+        from megatron.bridge.cli.main import main as command
+
+        for action in ("merge", "export"):
+            if command(["adapter", action, "--adapter", str(self.first), "--hf-path", str(self.folder / action)]):
+                raise UserError(f"adapter {action} failed")
+
+    def _hf_config(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.plan["hf"])
+
+    # ------------------------------------------------------------------------ processes
+
+    def _fork(self, stage: str, count: int, function: Callable[[], None]) -> None:
+        """Run ``function`` as ``count`` ranks.
+
+        Raises:
+            UserError: one of them failed, with the last line that it wrote.
+        """
+        port = _free_port()
+        ranks: dict[int, int] = {}
+        for rank in range(count):
+            process = os.fork()
+            if process == 0:
+                _be(rank, count, port, self._log(stage, rank), function)
+            ranks[process] = rank
+        while ranks:
+            process, status = os.wait()
+            rank = ranks.pop(process)
+            if status:
+                for other in ranks:
+                    os.kill(other, signal.SIGKILL)
+                    os.waitpid(other, 0)
+                raise UserError(f"{stage}, rank {rank}: {_last_line(self._log(stage, rank))}")
+
+    def _log(self, stage: str, rank: int) -> Path:
+        return self.folder / f"{stage.replace(' ', '-')}.{rank}.log"
+
+
+def _be(rank: int, count: int, port: int, log: Path, function: Callable[[], None]) -> None:
+    """Be a rank, and never return."""
+    code = 1
+    try:
+        from megatron.bridge.utils.processes import die_with_parent
+
+        die_with_parent(signal.SIGKILL)
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+        file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        function()
+        code = 0
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _last_line(log: Path) -> str:
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else f"it wrote nothing to {log}"
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    """Loss of each step."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["lm loss"] for row in rows if row["kind"] == "train"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

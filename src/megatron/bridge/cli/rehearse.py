@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge train --rehearse``: the run at toy size, before anything is queued.
+
+The same family, features and parallel dimensions in up to 8 processes over gloo, without a GPU: training steps, a
+checkpoint, its resume by fresh processes, and the export to Hugging Face. What is shrunk is said.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.cli import toy
+from megatron.bridge.cli.job import ADAPTERS, Job, forward_step
+from megatron.bridge.utils.errors import UserError
+
+PLAN, CONFIG = "plan.json", "toy.yaml"
+
+
+def rehearse(job: Job, steps: int, step_func: str, asked: int | None) -> int:
+    """Run the rehearsal, show what it proved, and remove what it wrote.
+
+    Args:
+        job: The real run; its config is resolved here.
+        steps: Steps before the checkpoint, and after it.
+        step_func: As ``--step_func`` names it.
+        asked: Processes of the real run, where given.
+
+    Raises:
+        UserError: the real config cannot run, or a stage of the rehearsal failed.
+    """
+    from megatron.bridge.utils.console import console
+
+    forward_step(step_func)
+    world_size = asked or job.world_size or 1
+    small = _shrunk(job, world_size, steps)
+    folder = Path(tempfile.mkdtemp(prefix="megatron-bridge-rehearsal-"))
+    _write_plan(folder, job, small, steps, step_func)
+    terminal = console()
+    terminal.print(f"rehearsal of {job.source}: {world_size} processes = {small.original}", markup=False)
+    terminal.print(f"as {small.layout.ranks} processes = {small.layout}, at toy width over gloo", markup=False)
+    for change in small.changes:
+        terminal.print(f"shrunk: {change}", markup=False)
+    for result in _results(folder):
+        if "failed" in result:
+            raise UserError(f"the rehearsal failed: {result['failed']} (everything is kept in {folder})")
+        line = f"proven: {result['what']}: {result['result']} ({result['seconds']:.0f} s)"
+        terminal.print(line, markup=False)
+    shutil.rmtree(folder)
+    terminal.print("not proven: memory, speed, and what only the full size shows", markup=False)
+    return 0
+
+
+def _shrunk(job: Job, world_size: int, steps: int) -> toy.Toy:
+    from megatron.bridge.utils.config.overrides import check_sticks
+
+    job.config.validate(world_size)
+    check_sticks(job.config, job.changes)
+    small = toy.shrink(job.config, world_size, steps)
+    try:
+        _validated(small)
+    except UserError as error:
+        raise UserError(f"this run cannot be shrunk for a rehearsal: {error}") from error
+    return small
+
+
+def _validated(small: toy.Toy) -> None:
+    """Check a copy: the toy is resolved by those that run it."""
+    import copy
+
+    config = copy.deepcopy(small.config)
+    if config.model.vocab_size is None:
+        config.model.vocab_size = toy.VOCABULARY  # the tokenizer's; nobody has read it yet
+    config.checkpoint.pretrained_checkpoint = config.checkpoint.pretrained_checkpoint or "toy"
+    config.validate(small.layout.ranks)
+
+
+def _write_plan(folder: Path, job: Job, small: toy.Toy, steps: int, step_func: str) -> None:
+    from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+
+    hf_config = AutoBridge.hf_config_of(small.config.model)
+    mode = job.mode if small.config.peft is None else ADAPTERS[0]
+    if mode != "pretrain":
+        if hf_config is None:
+            raise UserError("a rehearsal of tuning makes a toy of the model to tune, which needs --recipe")
+        small.config.checkpoint.pretrained_checkpoint = str(folder / "base")
+    (folder / CONFIG).write_text(small.config.to_yaml())
+    plan = {"mode": mode, "ranks": small.layout.ranks, "steps": steps, "step_func": step_func, "hf": hf_config}
+    (folder / PLAN).write_text(json.dumps(plan, default=str))
+
+
+def _results(folder: Path) -> Iterator[dict[str, Any]]:
+    """What the conductor reports, line by line; it is a process of its own, to which no GPU is visible."""
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "megatron.bridge.cli.rehearsal", str(folder)]
+    with (
+        (folder / "conductor.log").open("w") as log,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as conductor,
+    ):
+        assert conductor.stdout is not None
+        try:
+            for line in conductor.stdout:
+                yield json.loads(line)
+        finally:
+            conductor.terminate()
+    if conductor.returncode not in (0, -15):
+        tail = (folder / "conductor.log").read_text().splitlines()[-1:]
+        raise UserError(f"the rehearsal ended with exit code {conductor.returncode}: {' '.join(tail)} ({folder})")
