@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target sets up .venv first if it is missing or out of date. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup launch-setup demo check lint unit functional test docs models bench lock clean
+.PHONY: help setup launch-setup demo check lint unit functional test docs models recipes bench lock clean
 
 BIN := .venv/bin
 # pyright runs from its wheel; without this it asks a server whether a newer one exists.
@@ -34,6 +34,7 @@ unit: setup
 	$(PYTEST) -n 2 -m "not (slow or gpu or network)" tests/unit_tests
 
 functional: setup
+	@scripts/resiliency.sh || echo "tests of nvidia-resiliency-ext will be skipped: scripts/resiliency.sh failed"
 	$(PYTEST) -m "not (slow or gpu or network)" tests/functional_tests
 
 test: unit functional  ## what CI runs: unit tests, then tests over several processes
@@ -43,6 +44,9 @@ docs: setup  ## build the documentation into site/, strictly
 
 models: setup  ## write the table of docs/models.md from the registry
 	$(BIN)/python scripts/docs/supported_models.py
+
+recipes: setup  ## write memory, lists and table of the recipes (ONLY="words": memory of these; ONLY=-: of none)
+	$(BIN)/python scripts/docs/recipes.py $(ONLY)
 
 bench: setup  ## measure conversion and training against their references
 	$(BIN)/python -m benchmarks

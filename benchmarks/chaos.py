@@ -57,6 +57,7 @@ BOUND = 90.0
 GRACE = 20.0
 
 PHASES = ("data", "forward", "backward", "collective", "optimizer", "write", "publish", "tracker")
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGKILL", "SIGSTOP")
 DAMAGES = ("flip", "truncate", "delete", "swap", "tracker")
 
 
@@ -85,22 +86,20 @@ def plan(count: int, seed: int) -> list[Fault]:
     """``count`` faults: every kind and every phase in turn, the rest drawn."""
     draw = random.Random(seed)
     kinds = ["kill"] * 12 + ["disk"] * 3 + ["damage"] * 4 + ["nan"] * 1 + ["slow"] * 1
-    faults = []
+    faults, kills = [], 0
     for index in range(count):
         kind = kinds[index % len(kinds)]
-        signals = ("SIGKILL", "SIGTERM", "SIGKILL", "SIGSTOP")
         detail = {
-            "kill": signals[index % len(signals)],
+            "kill": SIGNALS[(kills + kills // len(PHASES)) % len(SIGNALS)],  # each meets each phase
             "disk": draw.choice(("ENOSPC", "EIO")),
             "damage": DAMAGES[index % len(DAMAGES)],
         }.get(kind, "")
-        phase = {"kill": PHASES[index % len(PHASES)], "disk": "write", "nan": "optimizer"}.get(kind, "forward")
+        phase = {"kill": PHASES[kills % len(PHASES)], "disk": "write", "nan": "optimizer"}.get(kind, "forward")
         targets = ("rank 0", "rank 1", "all", "launcher")
         target = draw.choice(targets) if kind == "kill" else draw.choice(targets[:2])
         if phase in ("publish", "tracker") and target == "rank 1":
             target = "rank 0"  # the first rank alone does these
-        if detail == "SIGSTOP" and target in ("all", "launcher"):
-            target = "rank 1"
+        kills += kind == "kill"
         faults.append(Fault(kind, phase, detail, target, draw.randint(1, 4), draw.random() < 0.5))
     draw.shuffle(faults)
     return faults
@@ -282,13 +281,29 @@ class Injector(Callback):
 
 
 def _send(name: str, target: str) -> None:
-    """Send a signal; from a process that writes in the background, to the rank it belongs to."""
-    launcher = int(os.environ["CHAOS_LAUNCHER"])
-    own = int(os.environ["CHAOS_RANK_PID"])
+    """Send a signal; who has nobody left to notice that he was stopped goes on later, as after a suspension."""
+    launcher, own = int(os.environ["CHAOS_LAUNCHER"]), os.getpid()
     targets = {"launcher": [launcher], "all": _children(launcher)}.get(target, [own])
-    for pid in sorted(targets, key=lambda pid: pid in (own, os.getpid())):  # this process last
+    targets.sort(key=lambda pid: pid == own)  # this process last
+    if name == "SIGSTOP" and target in ("all", "launcher"):
+        _go_on_later(targets, launcher)
+    _kill(targets, getattr(signal, name))
+
+
+def _go_on_later(targets: list[int], launcher: int) -> None:
+    """In a process of its own: let ``targets`` go on after longer than a hang may last, then end the attempt."""
+    if os.fork() == 0:
+        time.sleep(1.5 * HANG_SECONDS)
+        _kill(targets, signal.SIGCONT)
+        time.sleep(0.5)
+        _kill([launcher], signal.SIGTERM)
+        os._exit(0)
+
+
+def _kill(pids: list[int], signum: signal.Signals) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, getattr(signal, name))
+            os.kill(pid, signum)
 
 
 def _children(pid: int) -> list[int]:
@@ -299,7 +314,7 @@ def rank_main(rank: int, port: int, paths: Paths, steps: int, fault: Fault | Non
     """Train to the end, or to what the fault makes of it; the exit code is the process's."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CHAOS_RANK_PID": str(os.getpid())}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     log = os.open(paths.out / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
     note(paths, "started", rank=rank)
@@ -431,15 +446,15 @@ def attempt(context: Any, paths: Paths, main: Any, arguments: tuple[Any, ...]) -
     return None if hung or left else process.exitcode
 
 
-def chaos(out: Path, faults: list[Fault], poisoned: int | None = 3) -> list[Attempt]:
-    """Run under ``faults``; what is wrong is in the attempts' ``problems``."""
+def chaos(out: Path, faults: list[Fault]) -> list[Attempt]:
+    """Run under ``faults``, with a poisoned batch now and then; what is wrong is in the attempts' ``problems``."""
     paths = Paths(out)
     shutil.rmtree(out, ignore_errors=True)
     (out / "reference").mkdir(parents=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.chaos"])
     steps = 3 * len(faults) + 4
-    bad = [] if poisoned is None else [poisoned]
+    bad = list(range(3, steps, 100))
     try:
         code = attempt(context, Paths(out / "reference"), reference_main, (paths, steps, bad))
         assert code == 0, f"the undisturbed run ended with {code}"

@@ -35,6 +35,7 @@ class Series(Callback):
         self.losses, self.tokens = dict(state["losses"]), dict(state["tokens"])
 
     def on_train_start(self, context):
+        self._drawn = []  # of a step that failed in this process
         context.train_batches[0] = self._watched(context.train_batches[0])
 
     def _watched(self, batches):

@@ -21,6 +21,15 @@ def test_a_plan_holds_every_phase_and_kind():
     assert faults == chaos.plan(24, seed=0)
 
 
+def test_three_hundred_hold_every_pair():
+    kills = [fault for fault in chaos.plan(300, seed=1) if fault.kind == "kill"]
+    pairs = {(fault.phase, fault.detail) for fault in kills}
+    assert pairs == {(phase, name) for phase in chaos.PHASES for name in chaos.SIGNALS}
+    assert {(fault.detail, fault.target) for fault in kills} == {
+        (name, target) for name in chaos.SIGNALS for target in ("rank 0", "rank 1", "all", "launcher")
+    }
+
+
 def test_twenty_faults(tmp_path):
     _survives(tmp_path / "chaos", chaos.plan(21, seed=0))
 

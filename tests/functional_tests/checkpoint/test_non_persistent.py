@@ -115,7 +115,7 @@ def _of_an_older_one(folder):
     [
         (_lost, "rank 1 on", 3, 3),
         (_flipped, "the content of state.pt is not what was written", 3, 3),
-        (_swapped, "state.pt", 3, 3),
+        pytest.param(_swapped, "state.pt", 3, 3, marks=pytest.mark.slow),
         (_of_an_older_one, "it came after iteration 4, and the run goes on from 2", 2, 2),
     ],
 )

@@ -7,7 +7,12 @@ from megatron.bridge.data.config import FinetuningDatasetConfig, GPTDatasetConfi
 from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import rules
-from megatron.bridge.training.config import RerunStateMachineConfig
+from megatron.bridge.training.config import (
+    FaultToleranceConfig,
+    InProcessRestartConfig,
+    NVRxStragglerDetectionConfig,
+    RerunStateMachineConfig,
+)
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 
@@ -32,7 +37,46 @@ def packed(**specs):
 CASES = {
     "sizes_are_positive": ({TP: 0, "train.train_iters": 0}, 1, [f"{TP}=0", "train.train_iters=0", "at least 1"]),
     "world_holds_the_layout": ({TP: 2, PP: 2}, 6, [f"{TP}=2", "needs 4 processes", "there are 6", "start 4 or 8"]),
-    "future_blocks_are_unset": ({"ft": object()}, 1, ["ft", "not available"]),
+    "future_blocks_are_unset": ({"profiling": object()}, 1, ["profiling", "not available"]),
+    "non_persistent_is_whole": (
+        {"checkpoint.non_persistent_ckpt_type": "local", "checkpoint.save": "run"},
+        1,
+        ["non_persistent_ckpt_type=local", "non_persistent_save_interval=None", "set both"],
+    ),
+    "memory_outlives_the_run": (
+        {
+            "checkpoint.save": "run",
+            "checkpoint.non_persistent_ckpt_type": "in_memory",
+            "checkpoint.non_persistent_save_interval": 1,
+        },
+        1,
+        ["in_memory", "inprocess_restart is not set", "/dev/shm"],
+    ),
+    "kernels_are_timed_on_gpus": (
+        {"nvrx_straggler": NVRxStragglerDetectionConfig()},
+        1,
+        ["nvrx_straggler needs a GPU", "use straggler"],
+    ),
+    "scores_are_asked_for": (
+        {"nvrx_straggler": NVRxStragglerDetectionConfig(False, 300.0, False, False)},
+        1,
+        ["nvrx_straggler compares nothing", "calc_relative_gpu_perf"],
+    ),
+    "restarts_have_their_times": (
+        {"inprocess_restart": InProcessRestartConfig(soft_timeout=100)},
+        1,
+        ["soft_timeout=100, hard_timeout=90", "must grow"],
+    ),
+    "simulated_faults_have_a_rank": (
+        {"ft": FaultToleranceConfig(simulated_fault_rank=2)},
+        2,
+        ["ft.simulated_fault_rank=2", "between 0 and 1"],
+    ),
+    "simulated_faults_happen_once": (
+        {"ft": FaultToleranceConfig(simulate_fault=True)},
+        1,
+        ["ft.simulate_fault=True needs checkpoint.save"],
+    ),
     "adapters_can_be": ({"peft": LoRA(dim=0)}, 1, ["peft.dim=0: a rank is at least 1"]),
     "adapters_have_a_base": ({"peft": LoRA()}, 1, ["peft is LoRA", "checkpoint.pretrained_checkpoint is not set"]),
     "groups_divide_heads": ({"model.num_query_groups": 3}, 1, ["num_query_groups=3", "use 2 or 4"]),

@@ -8,9 +8,10 @@ and helps as long as every rank finds its part again.
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, override
+from typing import Any, ClassVar, Protocol, cast, override
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
@@ -69,7 +70,7 @@ class Store(Protocol):
 
 def values(state: dict[str, Any]) -> dict[str, Any]:
     """What Megatron's sharded state dict describes, without the descriptions; tensors share their memory."""
-    return dict_list_map_outplace(lambda entry: entry.data if isinstance(entry, ShardedBase) else entry, state)
+    return _each(lambda entry: entry.data if isinstance(entry, ShardedBase) else entry, state)
 
 
 def fill(state: Any, content: Any, place: Path, name: str = "the state") -> Any:
@@ -83,11 +84,16 @@ def fill(state: Any, content: Any, place: Path, name: str = "the state") -> Any:
             raise _foreign(place, name)
         return {key: fill(entry, content[key], place, str(key)) for key, entry in state.items()}
     if isinstance(state, (ShardedTensor, ShardedTensorFactory)):
+        assert state.data is not None, f"{name} describes nothing"
         if not isinstance(content, torch.Tensor) or content.shape != state.data.shape:
             raise _foreign(place, name)
         state.data.detach().copy_(content)
         return state.data
     return copy.deepcopy(content)  # what is kept in memory may be needed again
+
+
+def _each(change: Callable[[Any], Any], content: dict[str, Any]) -> dict[str, Any]:
+    return cast(dict[str, Any], dict_list_map_outplace(change, content))
 
 
 def _foreign(place: Path, name: str) -> UserError:
@@ -125,7 +131,7 @@ class OnDisk(Store):
         records: manifest.Records = {}
         with atomic.published_directory(self.place(iteration), overwrite=True) as staging:
             with manifest.hashing(staging / STATE, records, STATE) as stream, without_zip_checksums():
-                torch.save(dict_list_map_outplace(_on_host, content), stream)
+                torch.save(_each(_on_host, content), cast(Any, stream))
             write_origin(staging, origin)
             manifest.write(staging, iteration, manifest.new_save_id(), records)
 
@@ -193,7 +199,7 @@ class InMemory(Store):
         memory = self._free.pop() if self._free else HostMemory()
         tensors = [entry for entry in nested_values(content) if isinstance(entry, torch.Tensor)]
         copies = iter(memory.hold(tensors))
-        kept = dict_list_map_outplace(
+        kept = _each(
             lambda entry: next(copies) if isinstance(entry, torch.Tensor) else copy.deepcopy(entry), content
         )
         self._kept[iteration] = _Kept(kept, origin, memory)  # only now: a copy that broke off is not there

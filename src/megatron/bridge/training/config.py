@@ -33,11 +33,14 @@ __all__ = [
     "DistillConfig",
     "DistributedDataParallelConfig",
     "DistributedInitConfig",
+    "FaultToleranceConfig",
     "FinetuningDatasetConfig",
     "GPTDatasetConfig",
+    "InProcessRestartConfig",
     "LoggerConfig",
     "MixedPrecisionConfig",
     "MockGPTDatasetConfig",
+    "NVRxStragglerDetectionConfig",
     "OptimizerConfig",
     "RNGConfig",
     "RerunStateMachineConfig",
@@ -236,6 +239,85 @@ class StragglerDetectionConfig:
 
 
 @dataclass
+class NVRxStragglerDetectionConfig:
+    """Slow GPUs, by nvidia-resiliency-ext; see ``training.nvrx_straggler``.
+
+    Attributes:
+        enabled: Whether it is used.
+        report_time_interval: Seconds between comparisons.
+        calc_relative_gpu_perf: Compare GPUs with each other.
+        calc_individual_gpu_perf: Compare each with what it has done before.
+        gpu_relative_perf_threshold, gpu_individual_perf_threshold: Scores below these are slow; 1 is the best.
+        profiling_interval: Every how many steps kernels are timed.
+        stop_if_detected: Save and end with exit code 75, to be started again elsewhere.
+    """
+
+    enabled: bool = True
+    report_time_interval: float = 300.0
+    calc_relative_gpu_perf: bool = True
+    calc_individual_gpu_perf: bool = True
+    gpu_relative_perf_threshold: float = 0.7
+    gpu_individual_perf_threshold: float = 0.7
+    profiling_interval: int = 1
+    stop_if_detected: bool = False
+
+
+@dataclass
+class FaultToleranceConfig:
+    """Signs of life for ``ft_launcher``; see ``training.fault_tolerance``.
+
+    Attributes:
+        enable_ft_package: Whether they are given.
+        calc_ft_timeouts: At the end of a run, calculate timeouts from what was seen; they are kept in
+            ``checkpoint.save`` and used from the next start on, instead of the launcher's.
+        simulate_fault: Let one rank fail, once in a run.
+        simulated_fault_type: It is killed, or stopped, or either.
+        simulated_fault_rank: Which one; None draws it.
+        simulated_fault_base_delay: Seconds from the first step on, at least; up to a fifth more.
+    """
+
+    enable_ft_package: bool = True
+    calc_ft_timeouts: bool = False
+    simulate_fault: bool = False
+    simulated_fault_type: Literal["rank_killed", "rank_hung", "random"] = "random"
+    simulated_fault_rank: int | None = None
+    simulated_fault_base_delay: float = 0.0
+
+
+@dataclass
+class InProcessRestartConfig:
+    """Starting again in the same processes; see ``training.inprocess_restart``. Times are in seconds.
+
+    Attributes:
+        enabled: Whether that is done.
+        max_iterations: Attempts in one process, the first included; None sets no limit.
+        soft_timeout: A rank whose Python code makes no step for so long is interrupted, and all start again. It
+            must be longer than the longest call into native code, such as a collective that waits for a slow rank.
+        hard_timeout: A rank that does not react to that is killed.
+        heartbeat_interval, heartbeat_timeout: How often ranks tell that their process lives, and when it is dead.
+        barrier_timeout: How long ranks wait for each other between attempts.
+        completion_timeout: How long finished ranks wait for the others.
+        last_call_wait: How long other failures are waited for before all start again.
+        termination_grace_time: From SIGTERM to SIGKILL.
+        monitor_thread_interval, monitor_process_interval, progress_watchdog_interval: How often is looked.
+    """
+
+    enabled: bool = True
+    max_iterations: int | None = 10
+    soft_timeout: float = 60.0
+    hard_timeout: float = 90.0
+    heartbeat_interval: float = 1.0
+    heartbeat_timeout: float = 30.0
+    barrier_timeout: float = 120.0
+    completion_timeout: float = 120.0
+    last_call_wait: float = 1.0
+    termination_grace_time: float = 5.0
+    monitor_thread_interval: float = 1.0
+    monitor_process_interval: float = 1.0
+    progress_watchdog_interval: float = 1.0
+
+
+@dataclass
 class LoggerConfig:
     """What the run shows.
 
@@ -309,15 +391,15 @@ class ConfigContainer:
     dist: DistributedInitConfig = field(default_factory=DistributedInitConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     mixed_precision: str | MixedPrecisionConfig | None = None
-    ft: None = None
+    ft: FaultToleranceConfig | None = None
     straggler: StragglerDetectionConfig | None = None
-    nvrx_straggler: None = None
+    nvrx_straggler: NVRxStragglerDetectionConfig | None = None
     profiling: None = None
     peft: PEFT | None = None
     distill: DistillConfig | None = None
     comm_overlap: None = None
     rerun_state_machine: RerunStateMachineConfig | None = None
-    inprocess_restart: None = None
+    inprocess_restart: InProcessRestartConfig | None = None
     tensor_inspect: None = None
 
     def data_parallel_size(self, world_size: int | None = None) -> int:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a model from the start, or go on where the last run stopped."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+from megatron.bridge.training.callbacks.base import CallbackManager
 from megatron.bridge.training.callbacks.preemption import REQUEUE
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.inprocess_restart import restarting
 from megatron.bridge.training.loop import train
 from megatron.bridge.training.setup import Callbacks, setup
 from megatron.bridge.training.state import Run
@@ -28,8 +31,17 @@ def pretrain(
         UserError: something in the config, the data or a checkpoint cannot be used.
         SystemExit: with ``REQUEUE``, after a signal or when the time was over; everything is saved.
     """
-    run = setup(config, forward_step_func, callbacks)
-    train(run)
+    users = CallbackManager(callbacks or ())
+    fresh = users.state_dict()
+
+    def attempt() -> Run:
+        users.load_state_dict(copy.deepcopy(fresh))
+        run = setup(config, forward_step_func, users)
+        train(run)
+        return run
+
+    restart = config.inprocess_restart
+    run = attempt() if restart is None or not restart.enabled else restarting(config, attempt)
     if run.requeue:
         raise SystemExit(REQUEUE)
     return run

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from megatron.bridge.backends import allocator
 from megatron.bridge.data.loaders import Iterators, build_iterators
 from megatron.bridge.data.tokenizer import build_tokenizer
+from megatron.bridge.training import fault_tolerance
 from megatron.bridge.training.adapters import adapting_hook
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.defaults import default_callbacks
@@ -55,6 +56,7 @@ def setup(config: ConfigContainer, forward_step: Callable[..., Any], callbacks: 
     config.dataset.check_sources()  # first, because a tokenizer may have to be fetched
     tokenizer = build_tokenizer(config.tokenizer)
     validate(config, tokenizer.vocab_size)
+    monitor = fault_tolerance.connect(config)
     initialize(config)
     source = find_source(config.checkpoint)  # what cannot be loaded is refused before the model is built
     model = build_model(config)
@@ -67,7 +69,7 @@ def setup(config: ConfigContainer, forward_step: Callable[..., Any], callbacks: 
         scheduler=build_scheduler(config, optimizer),
         tokenizer=tokenizer,
         forward_step=forward_step,
-        callbacks=default_callbacks(config, callbacks or ()),
+        callbacks=default_callbacks(config, callbacks or (), monitor),
     )
     run.forward_step = adapt(forward_step, run)
     load_run(run, source)

@@ -19,12 +19,17 @@ from megatron.bridge.training.callbacks.rerun import Rerun, SkipBatches
 from megatron.bridge.training.callbacks.saving import Saving
 from megatron.bridge.training.callbacks.stragglers import Stragglers
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.nvrx_straggler import NVRxStragglers
 
 
 def _watches(config: ConfigContainer) -> list[Callback]:
     minutes, straggler = config.dist.hang_timeout_minutes, config.straggler
     hangs = [] if minutes is None else [HangDetection(minutes)]
-    return [*hangs, *([] if straggler is None else [Stragglers(straggler)])]
+    gpus = config.nvrx_straggler
+    slow: list[Callback] = [] if straggler is None else [Stragglers(straggler)]
+    if gpus is not None and gpus.enabled:
+        slow.append(NVRxStragglers(gpus))
+    return [*hangs, *slow]
 
 
 def _repairs(config: ConfigContainer) -> list[Callback]:
@@ -33,10 +38,13 @@ def _repairs(config: ConfigContainer) -> list[Callback]:
     return [*repeats, SkipBatches(config)]
 
 
-def default_callbacks(config: ConfigContainer, users: Iterable[Callback] = ()) -> CallbackManager:
+def default_callbacks(
+    config: ConfigContainer, users: Iterable[Callback] = (), monitor: Callback | None = None
+) -> CallbackManager:
     """Framework features around the user's callbacks; the order is the order of the calls."""
     return CallbackManager(
         [
+            *([] if monitor is None else [monitor]),  # a step is over when the others look at it
             *_watches(config),  # from the first hook of the others on
             RunRecord(config),  # the resolved config is on disk before anything can fail
             GarbageCollection(config.train),

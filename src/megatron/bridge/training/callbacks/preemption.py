@@ -22,6 +22,7 @@ REQUEUE = 75
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _TIME = 1000  # above every signal's number
+_STARTED = time.monotonic()  # nearly that of the process, which may set up a run more than once
 
 
 class Preemption(Callback):
@@ -37,7 +38,6 @@ class Preemption(Callback):
         self._handles = train.exit_signal_handler and config.checkpoint.save is not None
         self._caught = 0
         self._before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
-        self._started = time.monotonic()
 
     def on_train_start(self, context: Run) -> None:
         """Listen; only the main thread can."""
@@ -60,7 +60,7 @@ class Preemption(Callback):
             context.requeue = True
 
     def _time_is_over(self) -> bool:
-        return self._minutes is not None and time.monotonic() - self._started > 60 * self._minutes
+        return self._minutes is not None and time.monotonic() - _STARTED > 60 * self._minutes
 
     def close(self, context: Run) -> None:
         """Leave the signals as they were."""

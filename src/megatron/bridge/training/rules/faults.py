@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules on what a run does about faults."""
 
+from itertools import pairwise
+
+from megatron.bridge.backends.device import has_cuda
 from megatron.bridge.training.config import ConfigContainer
 
 
@@ -35,3 +38,55 @@ def memory_outlives_the_run(config: ConfigContainer, world_size: int) -> str | N
         "checkpoint.non_persistent_ckpt_type=in_memory is of use within one process only, but inprocess_restart "
         "is not set: set it, or use local with a folder in memory such as /dev/shm"
     )
+
+
+def kernels_are_timed_on_gpus(config: ConfigContainer, world_size: int) -> str | None:
+    """The detector hooks into the GPU's driver."""
+    straggler = config.nvrx_straggler
+    if straggler is None or not straggler.enabled or has_cuda():
+        return None
+    return "nvrx_straggler needs a GPU: use straggler, which names slow ranks everywhere"
+
+
+def scores_are_asked_for(config: ConfigContainer, world_size: int) -> str | None:
+    """Without a comparison nothing is found."""
+    straggler = config.nvrx_straggler
+    if straggler is None or straggler.calc_relative_gpu_perf or straggler.calc_individual_gpu_perf:
+        return None
+    return "nvrx_straggler compares nothing: set calc_relative_gpu_perf or calc_individual_gpu_perf"
+
+
+def restarts_have_their_times(config: ConfigContainer, world_size: int) -> str | None:
+    """A rank is interrupted before it is killed, and killed before the others stop to wait for it."""
+    restart = config.inprocess_restart
+    if restart is None:
+        return None
+    orders = (
+        ("soft_timeout", "hard_timeout", "barrier_timeout"),
+        ("heartbeat_interval", "heartbeat_timeout", "barrier_timeout"),
+        ("monitor_process_interval", "heartbeat_timeout"),
+        ("monitor_process_interval", "soft_timeout"),
+        ("monitor_thread_interval", "soft_timeout"),
+        ("progress_watchdog_interval", "soft_timeout"),
+    )
+    for order in orders:
+        values = [getattr(restart, name) for name in order]
+        if any(first >= second for first, second in pairwise(values)):
+            found = ", ".join(f"{name}={value:g}" for name, value in zip(order, values, strict=True))
+            return f"inprocess_restart: {found} must grow in this order"
+    return None
+
+
+def simulated_faults_have_a_rank(config: ConfigContainer, world_size: int) -> str | None:
+    """A fault in a rank that is not there would never happen."""
+    ft = config.ft
+    if ft is None or ft.simulated_fault_rank is None or 0 <= ft.simulated_fault_rank < world_size:
+        return None
+    return f"ft.simulated_fault_rank={ft.simulated_fault_rank}: must lie between 0 and {world_size - 1}"
+
+
+def simulated_faults_happen_once(config: ConfigContainer, world_size: int) -> str | None:
+    """That one has happened is noted in the run's folder; without it, no start would ever reach the end."""
+    if config.ft is None or not config.ft.simulate_fault or config.checkpoint.save is not None:
+        return None
+    return "ft.simulate_fault=True needs checkpoint.save: give the folder, or switch it off"

@@ -4,11 +4,8 @@
 from megatron.bridge.training.config import ConfigContainer
 
 NOT_YET = (
-    "ft",
-    "nvrx_straggler",
     "profiling",
     "comm_overlap",
-    "inprocess_restart",
     "tensor_inspect",
 )
 

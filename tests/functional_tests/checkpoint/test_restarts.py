@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restarts by nvidia-resiliency-ext, within the processes and by its launcher: the run is the undisturbed one."""
+
+import importlib.util
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional_tests.checkpoint.restarts import PLAIN
+from tests.functional_tests.checkpoint.runs import STEPS, run_to
+
+REPOSITORY = Path(__file__).parents[3]
+BESIDE = REPOSITORY / ".cache/resiliency"  # where scripts/resiliency.sh installs it
+JOB = "tests.functional_tests.checkpoint.restarts"
+TIMEOUTS = ("setup:60", "step:2", "checkpointing:30")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("nvidia_resiliency_ext") is None and not BESIDE.is_dir(),
+    reason="nvidia-resiliency-ext is not installed: run scripts/resiliency.sh",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two_workers):
+    return two_workers.run(run_to, None, STEPS, PLAIN)
+
+
+def _environment(**more):
+    paths = [str(BESIDE), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "error", **more}
+
+
+def _three_free_ports():
+    """The first of three in a row that are free: those of the store, of the run and of the restarts."""
+    while True:
+        probes = [socket.socket() for _ in range(3)]
+        try:
+            probes[0].bind(("127.0.0.1", 0))
+            port = probes[0].getsockname()[1]
+            for offset in (1, 2):
+                probes[offset].bind(("127.0.0.1", port + offset))
+            return port
+        except OSError:
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+
+
+def _within(folder, kind):
+    """Two ranks without a launcher; what each says."""
+    port = _three_free_ports()
+    ranks = []
+    for rank in "01":
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", JOB, kind, str(folder)],
+                env=_environment(**place, MASTER_PORT=str(port)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        return [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _results(folder):
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2)]
+
+
+def _assert_same(results, undisturbed):
+    for rank, (result, _) in enumerate(results):
+        differing = {name for name in result if result[name] != undisturbed[rank][name]}
+        if "digest" in differing:
+            ours, theirs = result["digest"], undisturbed[rank]["digest"]
+            differing |= {name for name in ours if ours[name] != theirs[name]}
+        assert not differing, rank
+
+
+@pytest.mark.parametrize(
+    ("kind", "resumed"), [pytest.param("exception", 3, marks=pytest.mark.slow), ("in_memory", 4)]
+)
+def test_a_rank_that_fails_restarts_all_in_their_processes(tmp_path, undisturbed, kind, resumed):
+    said = _within(tmp_path, kind)
+    assert (tmp_path / "0").exists(), said
+    results = _results(tmp_path)
+    _assert_same(results, undisturbed)
+    assert [started for _, started in results] == [[0, resumed]] * 2
+    assert "restart 1 within the processes" in said[0]
+
+
+@pytest.mark.parametrize("kind", ["rank_killed", pytest.param("rank_hung", marks=pytest.mark.slow)])
+def test_the_launcher_restarts_what_was_killed_or_hangs(tmp_path, undisturbed, kind):
+    command = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
+    command += ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=c10d"]
+    command += [f"--rdzv-endpoint=127.0.0.1:{_three_free_ports()}", "--monitor-interval=0.2"]
+    command += [f"--ft-rank-section-timeouts={','.join(TIMEOUTS)}", "--ft-workload-check-interval=0.5"]
+    command += ["--ft-rank-out-of-section-timeout=60", "-m", JOB, kind, str(tmp_path)]
+    done = subprocess.run(
+        command, env=_environment(), capture_output=True, text=True, timeout=150, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    _assert_same(_results(tmp_path), undisturbed)
+    happened = json.loads((tmp_path / "run" / "simulated_fault.json").read_text())
+    assert happened["rank"] == 1
+    assert happened["signal"] == {"rank_killed": "SIGKILL", "rank_hung": "SIGSTOP"}[kind]
