@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of ``train`` beyond training on data: packed rows, students, and the logits of teachers."""
+
+import argparse
+import copy
+
+import pytest
+
+from megatron.bridge.checkpoint import layout
+from megatron.bridge.cli import job, train
+from megatron.bridge.training.config import DistillConfig
+from megatron.bridge.utils.config.overrides import check_sticks
+from megatron.bridge.utils.errors import UserError
+from tests.toy_distill import save_teacher, student_config
+from tests.unit_tests.cli.test_main import run
+from tests.workers import forget_model_parallel
+
+PRETRAIN = ("--recipe", "llama32_1b_pretrain_config")
+FINETUNE = ("--recipe", "llama32_1b_finetune_config")
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    train.add_parser(parser.add_subparsers())
+    return parser.parse_args(["train", *arguments])
+
+
+def test_packed_rows_stay_as_they_were_asked_for(tmp_path):
+    """A run resolves a copy: what is filled in there is no change of what was asked for."""
+    base = ("--data", str(tmp_path), "checkpoint.pretrained_checkpoint=base")
+    ready = job.prepare(parsed(*FINETUNE, *base, "--packed_sequence"))
+    resolved = copy.deepcopy(ready.config)
+    resolved.validate(1)
+    check_sticks(resolved, ready.changes)
+
+
+def test_any_recipe_can_train_a_student():
+    options = ("distill.teacher=big", "distill.temperature=2", "distill.hidden_layers={4: 12}")
+    ready = job.prepare(parsed(*PRETRAIN, "--mode", "distill", *options, "distill.hidden_weight=0.1"))
+    wanted = DistillConfig(teacher="big", temperature=2.0, hidden_layers={4: 12}, hidden_weight=0.1)
+    assert (ready.mode, ready.config.distill) == ("distill", wanted)
+
+
+def test_a_step_of_ones_own_is_not_ignored():
+    with pytest.raises(UserError, match=r"--step_func a.b with --mode distill, which has a step of its own"):
+        job.prepare(parsed(*PRETRAIN, "--mode", "distill", "--step_func", "a.b"))
+
+
+def test_a_teacher_is_cached_and_learnt_from(tmp_path, capsys):
+    """As one types it, from a whole config."""
+    learn = {"top_k": 8, "cache": str(tmp_path / "cache")}
+    config = student_config(save_teacher(tmp_path / "teacher"), learn, train={"train_iters": 2})
+    file = tmp_path / "run.yaml"
+    file.write_text(config.to_yaml())
+    code, _, err = run(capsys, "train", "--config", str(file), "--mode", "cache-teacher")
+    assert (code, "16 of 16 samples" in err) == (0, True)
+    forget_model_parallel()
+    code, _, err = run(capsys, "train", "--config", str(file), f"checkpoint.save={tmp_path / 'run'}")
+    assert (code, "kl loss" in err) == (0, True), err
+    assert layout.iteration_dir(tmp_path / "run", 2).is_dir()
