@@ -2,7 +2,7 @@
 """All recipes by name, read from the source text: listing them imports no torch.
 
 A recipe is a public function of a module ``recipes/<family>/<module>.py`` with ``_config`` in its name. The first
-line of its docstring reads ``what it trains, N x GPU: why this layout.``
+line of its docstring reads ``what it trains, N x GPU: M GB each, why this layout.``; ``make recipes`` writes M.
 """
 
 import ast
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 Mode = Literal["pretrain", "sft"]
 
-_SUMMARY = re.compile(r"^(?P<what>.+), (?P<count>\d+) x (?P<kind>[^:,]+): .+\.$")
+_SUMMARY = re.compile(
+    r"^(?P<what>.+), (?P<count>\d+) x (?P<kind>[^:,]+): (?P<memory>\d+) GB(?: each)?, (?P<why>.+)\.$"
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Recipe:
         what: What it trains.
         gpus: Number of GPUs that its layout is meant for.
         gpu_kind: Their type.
+        memory: GB (10^9 bytes) of the fullest of them that are used, rounded up, as ``autotune.memory`` counts.
+        why: Why this layout.
     """
 
     name: str
@@ -41,6 +45,8 @@ class Recipe:
     what: str
     gpus: int
     gpu_kind: str
+    memory: int
+    why: str
 
     @property
     def mode(self) -> Mode:
@@ -104,5 +110,7 @@ def _recipes_of(path: Path, root: Path) -> list[Recipe]:
 
 def _describe(name: str, module: str, docstring: str) -> Recipe:
     match = _SUMMARY.match(docstring.partition("\n")[0])
-    assert match, f"{module}.{name}: the docstring must begin with 'what it trains, N x GPU: why this layout.'"
-    return Recipe(name, module, match["what"], int(match["count"]), match["kind"])
+    form = "what it trains, N x GPU: M GB each, why this layout."
+    assert match, f"{module}.{name}: the docstring must begin with '{form}'"
+    count, memory = int(match["count"]), int(match["memory"])
+    return Recipe(name, module, match["what"], count, match["kind"], memory, match["why"])

@@ -7,6 +7,8 @@ What a user asks for wins over what the recipe recommends, which wins over the d
 from collections.abc import Mapping
 from typing import Any, Unpack
 
+import torch
+
 from megatron.bridge.data.config import FinetuningDatasetConfig, GPTDatasetConfig, MockGPTDatasetConfig
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -187,6 +189,8 @@ def _model(size: Size, chosen: dict[str, Any]) -> GPTModelProvider:
     model.expert_model_parallel_size = chosen["expert_model_parallel_size"]
     model.expert_tensor_parallel_size = chosen["expert_tensor_parallel_size"]
     _recompute(model, chosen["recompute"])
+    # SwiGLU in one kernel keeps its input only, not three more tensors of the MLP's width
+    model.bias_activation_fusion = model.gated_linear_unit and model.activation_func is torch.nn.functional.silu
     return model
 
 

@@ -44,6 +44,15 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Unbridged(Size):
+    """A size that was never on the hub, in a form that no bridge reads: the numbers are the provider's fields."""
+
+    def provider(self) -> GPTModelProvider:
+        """A fresh provider of this size."""
+        return GPTModelProvider(**self.numbers)
+
+
+@dataclass(frozen=True)
 class Generation:
     """What the sizes of one generation of models have in common.
 

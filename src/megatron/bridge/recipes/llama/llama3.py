@@ -1,121 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama 3, 3.1 and 3.2.
+"""Llama 3, whose numbers the later ones of the generation share.
 
-How the layouts were chosen, for GPUs of 80 GB. Bytes of one process, in bf16 with fp32 gradients and a sharded
-optimizer: 6 for each parameter that it holds, 12 more for each over the number of replicas and context ranks; for
-activations about 34 x sequence x hidden size x layers / (tensor x context ranks); for the logits 10 x sequence x
-vocabulary / (the same). Tensor parallelism stays within a node of 8 and goes with sequence parallelism; the
-smallest model parallelism that leaves a tenth of the memory free is taken. These are estimates, not measurements.
-The 126 layers of 405B cannot be shared out evenly; with the embedding and the loss they count as 128.
-
-Learning rates of 8B, 70B and 405B are those of "The Llama 3 Herd of Models" (2024), table 3; those of 1B and 3B
-are ours.
+Learning rates are those of "The Llama 3 Herd of Models" (2024), table 3.
 """
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
-from megatron.bridge.recipes.sizes import Size
+from megatron.bridge.recipes.options import FinetuneOptions, LowPrecision, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
-LLAMA3: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-SHAPE_8B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-SHAPE_70B: dict[str, Any] = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
-SHAPE_405B: dict[str, Any] = {
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-}
-
-
-def _long(factor: float) -> dict[str, Any]:
-    """What a Llama with 128k positions adds."""
-    scaling = {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+LLAMA3 = Generation(
+    {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
     }
-    return {"max_position_embeddings": 131072, "rope_scaling": scaling}
-
-
-LLAMA3_8B = Size("meta-llama/Meta-Llama-3-8B", {**LLAMA3, **SHAPE_8B})
-LLAMA3_70B = Size("meta-llama/Meta-Llama-3-70B", {**LLAMA3, **SHAPE_70B})
-LLAMA31_8B = Size("meta-llama/Llama-3.1-8B", {**LLAMA3, **SHAPE_8B, **_long(8.0)})
-LLAMA31_70B = Size("meta-llama/Llama-3.1-70B", {**LLAMA3, **SHAPE_70B, **_long(8.0)})
-LLAMA31_405B = Size("meta-llama/Llama-3.1-405B", {**LLAMA3, **SHAPE_405B, **_long(8.0)})
-LLAMA32_1B = Size(
-    "meta-llama/Llama-3.2-1B",
-    {
-        **LLAMA3,
-        **_long(32.0),
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
 )
-LLAMA32_3B = Size(
-    "meta-llama/Llama-3.2-3B",
-    {
-        **LLAMA3,
-        **_long(32.0),
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 24,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-)
-
-# ------------------------------------------------------------------------------------------------------ pretrain
-
-
-def llama32_1b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.2 1B from random weights, 8 x H100 80GB: 29 GB a GPU, so nothing is split."""
-    return pretrain(LLAMA32_1B, options, seq_length=8192, lr=5e-4, min_lr=5e-6)
-
-
-def llama32_3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.2 3B from random weights, 8 x H100 80GB: 59 GB a GPU, so nothing is split."""
-    return pretrain(LLAMA32_3B, options, seq_length=8192, lr=3e-4)
+LLAMA3_8B = LLAMA3.size("meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8)
+LLAMA3_70B = LLAMA3.size("meta-llama/Meta-Llama-3-70B", 8192, 28672, 80, 64, 8)
 
 
 def llama3_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B from random weights, 8 x H100 80GB: 60 GB a GPU with the matrices in two; 107 GB in one."""
+    """Llama 3 8B from random weights, 8 x H100 80GB: 61 GB each, TP2, the fewest that fit."""
     return pretrain(LLAMA3_8B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=2)
 
 
 def llama3_8b_16k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B on 16k tokens, 8 x H100 80GB: 60 GB a GPU, with each sequence on two."""
+    """Llama 3 8B on 16k tokens, 16 x H100 80GB: 56 GB each, TP2 CP2, the fewest that fit."""
     return pretrain(
         LLAMA3_8B,
         options,
@@ -128,7 +48,7 @@ def llama3_8b_16k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigC
 
 
 def llama3_8b_64k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B on 64k tokens, 32 x H100 80GB: 39 GB a GPU; 77 GB on half as many."""
+    """Llama 3 8B on 64k tokens, 32 x H100 80GB: 67 GB each, TP4 CP2, the fewest that fit."""
     return pretrain(
         LLAMA3_8B,
         options,
@@ -136,12 +56,12 @@ def llama3_8b_64k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigC
         global_batch_size=64,
         lr=3e-4,
         tensor_model_parallel_size=4,
-        context_parallel_size=4,
+        context_parallel_size=2,
     )
 
 
 def llama3_8b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B on 128k tokens, 64 x H100 80GB: 37 GB a GPU; 74 GB on half as many."""
+    """Llama 3 8B on 128k tokens, 64 x H100 80GB: 67 GB each, TP4 CP4, the fewest that fit."""
     return pretrain(
         LLAMA3_8B,
         options,
@@ -149,12 +69,12 @@ def llama3_8b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> Config
         global_batch_size=32,
         lr=3e-4,
         tensor_model_parallel_size=4,
-        context_parallel_size=8,
+        context_parallel_size=4,
     )
 
 
 def llama3_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B from random weights, 64 x H100 80GB: 55 GB a GPU with 32 of them to a model."""
+    """Llama 3 70B from random weights, 64 x H100 80GB: 65 GB each, TP8 PP2, the fewest that fit."""
     return pretrain(
         LLAMA3_70B,
         options,
@@ -162,13 +82,12 @@ def llama3_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigCont
         lr=1.5e-4,
         min_lr=1.5e-6,
         tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=5,
+        pipeline_model_parallel_size=2,
     )
 
 
 def llama3_70b_16k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B on 16k tokens, 128 x H100 80GB: 48 GB a GPU, with each sequence on two."""
+    """Llama 3 70B on 16k tokens, 128 x H100 80GB: 59 GB each, TP8 PP2 CP2, the fewest that fit."""
     return pretrain(
         LLAMA3_70B,
         options,
@@ -177,14 +96,13 @@ def llama3_70b_16k_pretrain_config(**options: Unpack[PretrainOptions]) -> Config
         lr=1.5e-4,
         min_lr=1.5e-6,
         tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=5,
+        pipeline_model_parallel_size=2,
         context_parallel_size=2,
     )
 
 
 def llama3_70b_64k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B on 64k tokens, 256 x H100 80GB: 45 GB a GPU, with each sequence on eight."""
+    """Llama 3 70B on 64k tokens, 256 x H100 80GB: 58 GB each, TP8 PP2 CP8, the fewest that fit."""
     return pretrain(
         LLAMA3_70B,
         options,
@@ -193,21 +111,84 @@ def llama3_70b_64k_pretrain_config(**options: Unpack[PretrainOptions]) -> Config
         lr=1.5e-4,
         min_lr=1.5e-6,
         tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=5,
+        pipeline_model_parallel_size=2,
         context_parallel_size=8,
     )
 
 
-def llama31_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 8B from random weights, 8 x H100 80GB: 60 GB a GPU with the matrices in two; 107 GB in one."""
-    return pretrain(LLAMA31_8B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=2)
-
-
-def llama31_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 70B from random weights, 64 x H100 80GB: 55 GB a GPU with 32 of them to a model."""
+def llama3_70b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 3 70B on 128k tokens, 512 x H100 80GB: 59 GB each, TP8 PP2 CP16, the fewest that fit."""
     return pretrain(
-        LLAMA31_70B,
+        LLAMA3_70B,
+        options,
+        seq_length=131072,
+        global_batch_size=32,
+        lr=1.5e-4,
+        min_lr=1.5e-6,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=2,
+        context_parallel_size=16,
+    )
+
+
+def llama3_8b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 3 8B in FP8, 8 x H100 80GB: 61 GB each, TP2, the fewest that fit."""
+    return pretrain(
+        LLAMA3_8B,
+        options,
+        seq_length=8192,
+        lr=3e-4,
+        tensor_model_parallel_size=2,
+        precision="bf16_with_fp8_current_scaling_mixed",
+    )
+
+
+def llama3_8b_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 3 8B in blockwise FP8, 8 x H100 80GB: 61 GB each, TP2, the fewest that fit."""
+    return pretrain(
+        LLAMA3_8B,
+        options,
+        seq_length=8192,
+        lr=3e-4,
+        tensor_model_parallel_size=2,
+        precision="bf16_with_fp8_subchannel_scaling_mixed",
+    )
+
+
+def llama3_8b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 3 8B in MXFP8, 8 x B200 180GB: 109 GB each, nothing is split."""
+    return pretrain(LLAMA3_8B, options, seq_length=8192, lr=3e-4, precision="bf16_with_mxfp8_mixed")
+
+
+def llama3_8b_nvfp4_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 3 8B in NVFP4, 8 x B200 180GB: 109 GB each, nothing is split."""
+    return pretrain(LLAMA3_8B, options, seq_length=8192, lr=3e-4, precision="bf16_with_nvfp4_mixed")
+
+
+def llama3_8b_low_precision_pretrain_config(
+    mixed_precision_recipe: LowPrecision = "bf16_with_fp8_current_scaling_mixed",
+    **options: Unpack[PretrainOptions],
+) -> ConfigContainer:
+    """Llama 3 8B in a low precision, 8 x H100 80GB: 61 GB each, TP2, the fewest that fit.
+
+    Args:
+        mixed_precision_recipe: Which one; ``precision`` wins where it is given, too.
+        **options: As of the other recipes.
+    """
+    return pretrain(
+        LLAMA3_8B,
+        options,
+        seq_length=8192,
+        lr=3e-4,
+        tensor_model_parallel_size=2,
+        precision=mixed_precision_recipe,
+    )
+
+
+def llama3_70b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 3 70B in FP8, 64 x H100 80GB: 56 GB each, TP8 PP4."""
+    return pretrain(
+        LLAMA3_70B,
         options,
         seq_length=8192,
         lr=1.5e-4,
@@ -215,78 +196,58 @@ def llama31_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigCon
         tensor_model_parallel_size=8,
         pipeline_model_parallel_size=4,
         virtual_pipeline_model_parallel_size=5,
+        precision="bf16_with_fp8_current_scaling_mixed",
     )
 
 
-def llama31_405b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 405B from random weights, 1024 x H100 80GB: 66 GB a GPU, embedding and loss as layers."""
+def llama3_70b_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 3 70B in blockwise FP8, 64 x H100 80GB: 56 GB each, TP8 PP4."""
     return pretrain(
-        LLAMA31_405B,
+        LLAMA3_70B,
         options,
         seq_length=8192,
-        lr=8e-5,
-        min_lr=8e-7,
+        lr=1.5e-4,
+        min_lr=1.5e-6,
         tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=8,
-        virtual_pipeline_model_parallel_size=4,
-        embedding_and_loss_are_layers=True,
-        context_parallel_size=4,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=5,
+        precision="bf16_with_fp8_subchannel_scaling_mixed",
     )
 
 
-# ------------------------------------------------------------------------------------------------------ finetune
+def llama3_70b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 3 70B in MXFP8, 64 x B200 180GB: 116 GB each, TP4 PP2, the fewest that fit."""
+    return pretrain(
+        LLAMA3_70B,
+        options,
+        seq_length=8192,
+        lr=1.5e-4,
+        min_lr=1.5e-6,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        precision="bf16_with_mxfp8_mixed",
+    )
 
 
-def llama32_1b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.2 1B, all weights, 1 x H100 80GB: 32 GB."""
-    return sft(LLAMA32_1B, options, lr=1e-5)
-
-
-def llama32_3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.2 3B, all weights, 8 x H100 80GB: 41 GB a GPU; 75 GB on a single one."""
-    return sft(LLAMA32_3B, options, lr=1e-5)
+def llama3_70b_nvfp4_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 3 70B in NVFP4, 64 x B200 180GB: 116 GB each, TP4 PP2, the fewest that fit."""
+    return pretrain(
+        LLAMA3_70B,
+        options,
+        seq_length=8192,
+        lr=1.5e-4,
+        min_lr=1.5e-6,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        precision="bf16_with_nvfp4_mixed",
+    )
 
 
 def llama3_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3 8B, all weights, 8 x H100 80GB: 48 GB a GPU with the matrices in two; 84 GB in one."""
+    """Llama 3 8B, all weights, 8 x H100 80GB: 49 GB each, TP2, the fewest that fit."""
     return sft(LLAMA3_8B, options, tensor_model_parallel_size=2)
 
 
 def llama3_70b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3 70B, all weights, 32 x H100 80GB: 55 GB a GPU, with all of them to one model."""
-    return sft(
-        LLAMA3_70B,
-        options,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=5,
-    )
-
-
-def llama31_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.1 8B, all weights, 8 x H100 80GB: 48 GB a GPU with the matrices in two; 84 GB in one."""
-    return sft(LLAMA31_8B, options, tensor_model_parallel_size=2)
-
-
-def llama31_70b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.1 70B, all weights, 32 x H100 80GB: 55 GB a GPU, with all of them to one model."""
-    return sft(
-        LLAMA31_70B,
-        options,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=5,
-    )
-
-
-def llama31_405b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.1 405B, all weights, 256 x H100 80GB: 63 GB a GPU, embedding and loss as layers."""
-    return sft(
-        LLAMA31_405B,
-        options,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=16,
-        virtual_pipeline_model_parallel_size=4,
-        embedding_and_loss_are_layers=True,
-        context_parallel_size=2,
-    )
+    """Llama 3 70B, all weights, 32 x H100 80GB: 66 GB each, TP8 PP2, the fewest that fit."""
+    return sft(LLAMA3_70B, options, tensor_model_parallel_size=8, pipeline_model_parallel_size=2)

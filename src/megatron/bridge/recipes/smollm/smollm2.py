@@ -1,40 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2: small enough to be trained on one GPU, or shown on a laptop."""
+"""SmolLM2: small enough to be trained on one GPU, or shown on a laptop.
+
+Learning rates of pretraining 360M and 1.7B are those of "SmolLM2: When Smol Goes Big" (2025); the others are ours.
+"""
 
 from typing import Unpack
 
 from megatron.bridge.recipes.core import pretrain, sft
 from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
-from megatron.bridge.recipes.sizes import Size
+from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
-SMOLLM2_135M = Size(
-    "HuggingFaceTB/SmolLM2-135M",
+SMOLLM2 = Generation(
     {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
         "max_position_embeddings": 8192,
-        "initializer_range": 0.041666666666666664,
+        "initializer_range": 0.02,
         "rms_norm_eps": 1e-5,
         "rope_theta": 100000.0,
         "tie_word_embeddings": True,
         "bos_token_id": 0,
         "eos_token_id": 0,
-    },
+    }
 )
+SMOLLM2_135M = SMOLLM2.size(
+    "HuggingFaceTB/SmolLM2-135M", 576, 1536, 30, 9, 3, initializer_range=0.041666666666666664
+)
+SMOLLM2_360M = SMOLLM2.size("HuggingFaceTB/SmolLM2-360M", 960, 2560, 32, 15, 5)
+SMOLLM2_1P7B = SMOLLM2.size("HuggingFaceTB/SmolLM2-1.7B", 2048, 8192, 24, 32, 32, rope_theta=130000.0)
 
 
 def smollm2_135m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM2 135M from random weights, 1 x H100 80GB: 38 GB, 35 of them for 16 samples at a time."""
+    """SmolLM2 135M from random weights, 1 x H100 80GB: 35 GB, nothing is split."""
     return pretrain(SMOLLM2_135M, options, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4)
 
 
+def smollm2_360m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """SmolLM2 360M from random weights, 8 x H100 80GB: 26 GB each, nothing is split."""
+    return pretrain(
+        SMOLLM2_360M, options, seq_length=2048, global_batch_size=1024, micro_batch_size=8, lr=3e-3, min_lr=3e-5
+    )
+
+
+def smollm2_1p7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """SmolLM2 1.7B from random weights, 8 x H100 80GB: 35 GB each, nothing is split."""
+    return pretrain(
+        SMOLLM2_1P7B, options, seq_length=2048, global_batch_size=1024, micro_batch_size=4, lr=5e-4, min_lr=5e-6
+    )
+
+
 def smollm2_135m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """SmolLM2 135M, all weights, 1 x H100 80GB: 38 GB, 35 of them for 16 samples at a time."""
+    """SmolLM2 135M, all weights, 1 x H100 80GB: 35 GB, nothing is split."""
     return sft(SMOLLM2_135M, options, seq_length=2048, micro_batch_size=16, lr=1e-4)
+
+
+def smollm2_360m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """SmolLM2 360M, all weights, 1 x H100 80GB: 30 GB, nothing is split."""
+    return sft(SMOLLM2_360M, options, seq_length=2048, micro_batch_size=8, lr=3e-5)
+
+
+def smollm2_1p7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """SmolLM2 1.7B, all weights, 8 x H100 80GB: 35 GB each, nothing is split."""
+    return sft(SMOLLM2_1P7B, options, seq_length=2048, micro_batch_size=4, lr=1e-5)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V3. Learning rate and sequence are those of "DeepSeek-V3 Technical Report" (2024).
+
+Its 61 layers are two to each of 32 interleaved stages, but one to the first, with the embedding, one to the last,
+with the layer that predicts a token further on, and one to that before it.
+"""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import DENSE, Generation
+from megatron.bridge.training.config import ConfigContainer
+
+DEEPSEEK_V3_GENERATION = Generation(
+    {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 129280,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 2.5,
+        "aux_loss_alpha": 0.001,
+        "seq_aux": True,
+        "scoring_func": "sigmoid",
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "attention_bias": False,
+        "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 163840,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    columns=(*DENSE, "moe_intermediate_size", "n_routed_experts"),
+)
+DEEPSEEK_V3 = DEEPSEEK_V3_GENERATION.size("deepseek-ai/DeepSeek-V3", 7168, 18432, 61, 128, 128, 2048, 256)
+
+
+def deepseek_v3_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """DeepSeek-V3 671B from random weights, 1024 x H100 80GB: 69 GB each, TP4 PP16 EP16, the fewest that fit."""
+    return pretrain(
+        DEEPSEEK_V3,
+        options,
+        seq_length=4096,
+        global_batch_size=4096,
+        lr=2.2e-4,
+        min_lr=2.2e-5,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=16,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_layout="Et|(tt|)*29t|tmL",
+        expert_model_parallel_size=16,
+        expert_tensor_parallel_size=1,
+        recompute=["mla_up_proj", "layernorm", "moe_act"],
+    )
+
+
+def deepseek_v3_pretrain_config_32nodes(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """DeepSeek-V3 671B on 32 nodes, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32, the fewest that fit."""
+    return pretrain(
+        DEEPSEEK_V3,
+        options,
+        seq_length=4096,
+        global_batch_size=4096,
+        lr=2.2e-4,
+        min_lr=2.2e-5,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=4,
+        pipeline_layout="Et|(tt|)*29t|tmL",
+        expert_model_parallel_size=32,
+        expert_tensor_parallel_size=1,
+        recompute=["mla_up_proj", "layernorm", "moe_act"],
+    )
+
+
+def deepseek_v3_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """DeepSeek-V3 671B in blockwise FP8, 1024 x H100 80GB: 69 GB each, TP4 PP16 EP16, the fewest that fit."""
+    return pretrain(
+        DEEPSEEK_V3,
+        options,
+        seq_length=4096,
+        global_batch_size=4096,
+        lr=2.2e-4,
+        min_lr=2.2e-5,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=16,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_layout="Et|(tt|)*29t|tmL",
+        expert_model_parallel_size=16,
+        expert_tensor_parallel_size=1,
+        recompute=["mla_up_proj", "layernorm", "moe_act"],
+        precision="bf16_with_fp8_subchannel_scaling_mixed",
+    )
+
+
+def deepseek_v3_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """DeepSeek-V3 671B in MXFP8, 256 x B200 180GB: 118 GB each, TP4 PP16 EP8, experts in a node."""
+    return pretrain(
+        DEEPSEEK_V3,
+        options,
+        seq_length=4096,
+        global_batch_size=4096,
+        lr=2.2e-4,
+        min_lr=2.2e-5,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=16,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_layout="Et|(tt|)*29t|tmL",
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+        precision="bf16_with_mxfp8_mixed",
+    )
+
+
+def deepseek_v3_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """DeepSeek-V3 671B, all weights, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32, the fewest that fit."""
+    return sft(
+        DEEPSEEK_V3,
+        options,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=4,
+        pipeline_layout="Et|(tt|)*29t|tmL",
+        expert_model_parallel_size=32,
+        expert_tensor_parallel_size=1,
+        recompute=["mla_up_proj", "layernorm", "moe_act"],
+    )

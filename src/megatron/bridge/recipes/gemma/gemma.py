@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma. Learning rates are ours: none are published."""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+GEMMA = Generation(
+    {
+        "model_type": "gemma",
+        "architectures": ["GemmaForCausalLM"],
+        "vocab_size": 256000,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+)
+GEMMA_2B = GEMMA.size("google/gemma-2b", 2048, 16384, 18, 8, 1)
+GEMMA_7B = GEMMA.size("google/gemma-7b", 3072, 24576, 28, 16, 16)
+
+
+def gemma_2b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Gemma 2B from random weights, 8 x H100 80GB: 67 GB each, nothing is split."""
+    return pretrain(GEMMA_2B, options, seq_length=8192, lr=3e-4)
+
+
+def gemma_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Gemma 7B from random weights, 16 x H100 80GB: 44 GB each, TP4, the fewest that fit."""
+    return pretrain(GEMMA_7B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=4)
+
+
+def gemma_2b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Gemma 2B, all weights, 8 x H100 80GB: 43 GB each, nothing is split."""
+    return sft(GEMMA_2B, options, lr=1e-5)
+
+
+def gemma_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Gemma 7B, all weights, 8 x H100 80GB: 63 GB each, TP2, the fewest that fit."""
+    return sft(GEMMA_7B, options, tensor_model_parallel_size=2)

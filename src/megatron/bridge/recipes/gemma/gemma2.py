@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 2. Learning rates are ours: none are published."""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+GEMMA2 = Generation(
+    {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "vocab_size": 256000,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+)
+GEMMA2_2B = GEMMA2.size("google/gemma-2-2b", 2304, 9216, 26, 8, 4)
+GEMMA2_9B = GEMMA2.size("google/gemma-2-9b", 3584, 14336, 42, 16, 8)
+GEMMA2_27B = GEMMA2.size("google/gemma-2-27b", 4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144)
+
+
+def gemma2_2b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Gemma 2 2B from random weights, 8 x H100 80GB: 71 GB each, nothing is split."""
+    return pretrain(GEMMA2_2B, options, seq_length=8192, lr=3e-4)
+
+
+def gemma2_9b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Gemma 2 9B from random weights, 16 x H100 80GB: 48 GB each, TP4, the fewest that fit."""
+    return pretrain(GEMMA2_9B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=4)
+
+
+def gemma2_27b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Gemma 2 27B from random weights, 32 x H100 80GB: 57 GB each, TP8, the fewest that fit."""
+    return pretrain(GEMMA2_27B, options, seq_length=8192, lr=2e-4, tensor_model_parallel_size=8)
+
+
+def gemma2_2b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Gemma 2 2B, all weights, 8 x H100 80GB: 46 GB each, nothing is split."""
+    return sft(GEMMA2_2B, options, lr=1e-5)
+
+
+def gemma2_9b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Gemma 2 9B, all weights, 8 x H100 80GB: 68 GB each, TP2, the fewest that fit."""
+    return sft(GEMMA2_9B, options, tensor_model_parallel_size=2)
+
+
+def gemma2_27b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Gemma 2 27B, all weights, 16 x H100 80GB: 54 GB each, TP8, the fewest that fit."""
+    return sft(GEMMA2_27B, options, tensor_model_parallel_size=8)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3; of 4B and larger, which also see, the language model. Learning rates are ours: none are published.
+
+The hub keeps those language models' numbers under ``text_config``.
+"""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+GEMMA3 = Generation(
+    {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "vocab_size": 262208,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 131072,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+)
+GEMMA3_1B = GEMMA3.size(
+    *("google/gemma-3-1b-pt", 1152, 6912, 26, 4, 1),
+    vocab_size=262144,
+    sliding_window=512,
+    max_position_embeddings=32768,
+    rope_scaling=None,
+)
+GEMMA3_4B = GEMMA3.size("google/gemma-3-4b-pt", 2560, 10240, 34, 8, 4)
+GEMMA3_12B = GEMMA3.size("google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8)
+GEMMA3_27B = GEMMA3.size("google/gemma-3-27b-pt", 5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168)
+
+
+def gemma3_1b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Gemma 3 1B from random weights, 8 x H100 80GB: 48 GB each, nothing is split."""
+    return pretrain(GEMMA3_1B, options, seq_length=8192, lr=5e-4)
+
+
+def gemma3_4b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Gemma 3 4B (text) from random weights, 8 x H100 80GB: 52 GB each, TP2, the fewest that fit."""
+    return pretrain(GEMMA3_4B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=2)
+
+
+def gemma3_12b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Gemma 3 12B (text) from random weights, 16 x H100 80GB: 59 GB each, TP4, the fewest that fit."""
+    return pretrain(GEMMA3_12B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=4)
+
+
+def gemma3_27b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Gemma 3 27B (text) from random weights, 32 x H100 80GB: 57 GB each, TP8, the fewest that fit."""
+    return pretrain(GEMMA3_27B, options, seq_length=8192, lr=2e-4, tensor_model_parallel_size=8)
+
+
+def gemma3_1b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Gemma 3 1B, all weights, 1 x H100 80GB: 38 GB, nothing is split."""
+    return sft(GEMMA3_1B, options, lr=1e-5)
+
+
+def gemma3_4b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Gemma 3 4B (text), all weights, 8 x H100 80GB: 63 GB each, nothing is split."""
+    return sft(GEMMA3_4B, options, lr=1e-5)
+
+
+def gemma3_12b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Gemma 3 12B (text), all weights, 8 x H100 80GB: 52 GB each, TP4, the fewest that fit."""
+    return sft(GEMMA3_12B, options, tensor_model_parallel_size=4)
+
+
+def gemma3_27b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Gemma 3 27B (text), all weights, 16 x H100 80GB: 54 GB each, TP8, the fewest that fit."""
+    return sft(GEMMA3_27B, options, tensor_model_parallel_size=8)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4 of 2025. Learning rates are ours: none are published."""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+GLM4 = Generation(
+    {
+        "model_type": "glm4",
+        "architectures": ["Glm4ForCausalLM"],
+        "vocab_size": 151552,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": [151329, 151336, 151338],
+        "pad_token_id": 151329,
+    }
+)
+GLM4_9B = GLM4.size("zai-org/GLM-4-9B-0414", 4096, 13696, 40, 32, 2, attention_bias=True)
+GLM4_32B = GLM4.size("zai-org/GLM-4-32B-0414", 6144, 23040, 61, 48, 2, attention_bias=False)
+
+
+def glm4_9b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """GLM-4 9B from random weights, 16 x H100 80GB: 67 GB each, TP2, the fewest that fit."""
+    return pretrain(GLM4_9B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=2)
+
+
+def glm4_32b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """GLM-4 32B from random weights, 32 x H100 80GB: 57 GB each, TP8, the fewest that fit."""
+    return pretrain(GLM4_32B, options, seq_length=8192, lr=2e-4, tensor_model_parallel_size=8)
+
+
+def glm4_9b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """GLM-4 9B, all weights, 8 x H100 80GB: 59 GB each, TP2, the fewest that fit."""
+    return sft(GLM4_9B, options, tensor_model_parallel_size=2)
+
+
+def glm4_32b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """GLM-4 32B, all weights, 16 x H100 80GB: 59 GB each, TP8, the fewest that fit."""
+    return sft(GLM4_32B, options, tensor_model_parallel_size=8)

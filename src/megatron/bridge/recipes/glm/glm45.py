@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4.5. Learning rates are those of "GLM-4.5" (2025), at their peak and end; the optimizer here is Adam.
+
+Air's 46 layers, the embedding and the layer that predicts a token further on are four to each of 12 interleaved
+stages. The large one's 92 are three to each of 32, but two to the first, with the embedding, one to the last, with
+that further layer, and two to that before it.
+"""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import DENSE, Generation
+from megatron.bridge.training.config import ConfigContainer
+
+GLM45 = Generation(
+    {
+        "model_type": "glm4_moe",
+        "architectures": ["Glm4MoeForCausalLM"],
+        "vocab_size": 151552,
+        "head_dim": 128,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 131072,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "eos_token_id": [151329, 151336, 151338],
+        "pad_token_id": 151329,
+    },
+    columns=(*DENSE, "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace"),
+)
+GLM45_AIR_106B = GLM45.size(
+    *("zai-org/GLM-4.5-Air", 4096, 10944, 46, 96, 8, 1408, 128, 1), use_qk_norm=False, routed_scaling_factor=1.0
+)
+GLM45_355B = GLM45.size(
+    *("zai-org/GLM-4.5", 5120, 12288, 92, 96, 8, 1536, 160, 3), use_qk_norm=True, routed_scaling_factor=2.5
+)
+
+
+def glm45_air_106b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """GLM-4.5 Air 106B-A12B from random weights, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8, the fewest that fit."""
+    return pretrain(
+        GLM45_AIR_106B,
+        options,
+        seq_length=4096,
+        global_batch_size=1024,
+        lr=2.5e-4,
+        min_lr=2.5e-5,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=3,
+        pipeline_layout="Et*3|(t*4|)*10t*3mL",
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def glm45_355b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """GLM-4.5 355B-A32B from random weights, 256 x H100 80GB: 58 GB each, TP8 PP16 EP8, the fewest that fit."""
+    return pretrain(
+        GLM45_355B,
+        options,
+        seq_length=4096,
+        global_batch_size=4096,
+        lr=2.5e-4,
+        min_lr=2.5e-5,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=16,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_layout="Et*2|(t*3|)*29t*2|tmL",
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def glm45_air_106b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """GLM-4.5 Air 106B-A12B, all weights, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8, the fewest that fit."""
+    return sft(
+        GLM45_AIR_106B,
+        options,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=3,
+        pipeline_layout="Et*3|(t*4|)*10t*3mL",
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def glm45_355b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """GLM-4.5 355B-A32B, all weights, 128 x H100 80GB: 70 GB each, TP8 PP8 EP16, the fewest that fit."""
+    return sft(
+        GLM45_355B,
+        options,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=4,
+        pipeline_layout="Et*2|(t*3|)*29t*2|tmL",
+        expert_model_parallel_size=16,
+        expert_tensor_parallel_size=1,
+        recompute=["layernorm", "moe_act"],
+    )

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss. Learning rates are ours: none are published.
+
+The published coefficient of the balancing loss, 0.9, is one that transformers does not apply
+(``output_router_logits`` is off); applied, it would outweigh the loss, so recipes train with 0.001.
+"""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+GPT_OSS = Generation(
+    {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "max_position_embeddings": 131072,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "tie_word_embeddings": False,
+        "eos_token_id": 200002,
+        "pad_token_id": 199999,
+    },
+    columns=("num_hidden_layers", "num_local_experts"),
+    training={"moe_aux_loss_coeff": 0.001},
+)
+GPT_OSS_20B = GPT_OSS.size("openai/gpt-oss-20b", 24, 32)
+GPT_OSS_120B = GPT_OSS.size("openai/gpt-oss-120b", 36, 128)
+
+
+def gpt_oss_20b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """gpt-oss 20B from random weights, 16 x H100 80GB: 67 GB each, TP2 EP4, the fewest that fit."""
+    return pretrain(
+        GPT_OSS_20B,
+        options,
+        seq_length=4096,
+        lr=3e-4,
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def gpt_oss_120b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """gpt-oss 120B from random weights, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8, the fewest that fit."""
+    return pretrain(
+        GPT_OSS_120B,
+        options,
+        seq_length=4096,
+        lr=2e-4,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=3,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def gpt_oss_20b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """gpt-oss 20B, all weights, 8 x H100 80GB: 68 GB each, TP2 EP8, the fewest that fit."""
+    return sft(
+        GPT_OSS_20B,
+        options,
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def gpt_oss_120b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """gpt-oss 120B, all weights, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8, the fewest that fit."""
+    return sft(
+        GPT_OSS_120B,
+        options,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=3,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )

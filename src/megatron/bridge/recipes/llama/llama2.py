@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama 2. Learning rates and batch are those of "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023)."""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+LLAMA2 = Generation(
+    {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+)
+LLAMA2_7B = LLAMA2.size("meta-llama/Llama-2-7b-hf", 4096, 11008, 32, 32, 32)
+LLAMA2_13B = LLAMA2.size("meta-llama/Llama-2-13b-hf", 5120, 13824, 40, 40, 40)
+LLAMA2_70B = LLAMA2.size("meta-llama/Llama-2-70b-hf", 8192, 28672, 80, 64, 8)
+
+
+def llama2_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 2 7B from random weights, 8 x H100 80GB: 72 GB each, nothing is split."""
+    return pretrain(LLAMA2_7B, options, seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5)
+
+
+def llama2_13b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 2 13B from random weights, 16 x H100 80GB: 65 GB each, TP2, the fewest that fit."""
+    return pretrain(
+        LLAMA2_13B,
+        options,
+        seq_length=4096,
+        global_batch_size=1024,
+        lr=3e-4,
+        min_lr=3e-5,
+        tensor_model_parallel_size=2,
+    )
+
+
+def llama2_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama 2 70B from random weights, 64 x H100 80GB: 52 GB each, TP8 PP2, the fewest that fit."""
+    return pretrain(
+        LLAMA2_70B,
+        options,
+        seq_length=4096,
+        global_batch_size=1024,
+        lr=1.5e-4,
+        min_lr=1.5e-5,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=2,
+    )
+
+
+def llama2_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Llama 2 7B, all weights, 8 x H100 80GB: 72 GB each, nothing is split."""
+    return sft(LLAMA2_7B, options)
+
+
+def llama2_13b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Llama 2 13B, all weights, 8 x H100 80GB: 48 GB each, TP4, the fewest that fit."""
+    return sft(LLAMA2_13B, options, tensor_model_parallel_size=4)
+
+
+def llama2_70b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Llama 2 70B, all weights, 32 x H100 80GB: 65 GB each, TP8 PP2, the fewest that fit."""
+    return sft(LLAMA2_70B, options, tensor_model_parallel_size=8, pipeline_model_parallel_size=2)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistral 7B, NeMo and Small. Learning rates are ours: none are published."""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+MISTRAL = Generation(
+    {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "vocab_size": 131072,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+)
+MISTRAL_7B = MISTRAL.size("mistralai/Mistral-7B-v0.3", 4096, 14336, 32, 32, 8, vocab_size=32768)
+MISTRAL_NEMO_12B = MISTRAL.size(
+    "mistralai/Mistral-Nemo-Base-2407", 5120, 14336, 40, 32, 8, max_position_embeddings=131072
+)
+MISTRAL_SMALL_24B = MISTRAL.size(
+    "mistralai/Mistral-Small-24B-Base-2501", 5120, 32768, 40, 32, 8, rope_theta=100000000.0
+)
+
+
+def mistral_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Mistral 7B from random weights, 8 x H100 80GB: 54 GB each, TP2, the fewest that fit."""
+    return pretrain(MISTRAL_7B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=2)
+
+
+def mistral_nemo_12b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Mistral NeMo 12B from random weights, 16 x H100 80GB: 44 GB each, TP4, the fewest that fit."""
+    return pretrain(MISTRAL_NEMO_12B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=4)
+
+
+def mistral_small_24b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Mistral Small 24B from random weights, 32 x H100 80GB: 70 GB each, TP4, the fewest that fit."""
+    return pretrain(MISTRAL_SMALL_24B, options, seq_length=8192, lr=2e-4, tensor_model_parallel_size=4)
+
+
+def mistral_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Mistral 7B, all weights, 8 x H100 80GB: 44 GB each, TP2, the fewest that fit."""
+    return sft(MISTRAL_7B, options, tensor_model_parallel_size=2)
+
+
+def mistral_nemo_12b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Mistral NeMo 12B, all weights, 8 x H100 80GB: 71 GB each, TP2, the fewest that fit."""
+    return sft(MISTRAL_NEMO_12B, options, tensor_model_parallel_size=2)
+
+
+def mistral_small_24b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Mistral Small 24B, all weights, 16 x H100 80GB: 66 GB each, TP4, the fewest that fit."""
+    return sft(MISTRAL_SMALL_24B, options, tensor_model_parallel_size=4)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtral. Learning rates are ours: none are published."""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+MIXTRAL = Generation(
+    {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+        "max_position_embeddings": 65536,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+)
+MIXTRAL_8X7B = MIXTRAL.size(
+    *("mistralai/Mixtral-8x7B-v0.1", 4096, 14336, 32, 32, 8),
+    max_position_embeddings=32768,
+    router_aux_loss_coef=0.02,
+)
+MIXTRAL_8X22B = MIXTRAL.size("mistralai/Mixtral-8x22B-v0.1", 6144, 16384, 56, 48, 8)
+
+
+def mixtral_8x7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Mixtral 8x7B from random weights, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4, the fewest that fit."""
+    return pretrain(
+        MIXTRAL_8X7B,
+        options,
+        seq_length=4096,
+        lr=3e-4,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=4,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def mixtral_8x22b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Mixtral 8x22B from random weights, 128 x H100 80GB: 62 GB each, TP4 PP4 EP8, the fewest that fit."""
+    return pretrain(
+        MIXTRAL_8X22B,
+        options,
+        seq_length=4096,
+        lr=2e-4,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=7,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def mixtral_8x7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Mixtral 8x7B, all weights, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4, the fewest that fit."""
+    return sft(
+        MIXTRAL_8X7B,
+        options,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=4,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def mixtral_8x22b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Mixtral 8x22B, all weights, 64 x H100 80GB: 64 GB each, TP8 PP4 EP8, the fewest that fit."""
+    return sft(
+        MIXTRAL_8X22B,
+        options,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=7,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi K2. The learning rate is that of "Kimi K2: Open Agentic Intelligence" (2025); the optimizer here is Adam.
+
+Its 61 layers, the embedding and the loss are two to each of 32 interleaved stages; the first holds the embedding
+and a layer, the last the loss alone. (The hub's ``model_type``, ``kimi_k2``, is
+DeepSeek-V3's under another name.)
+"""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import DENSE, Generation
+from megatron.bridge.training.config import ConfigContainer
+
+KIMI = Generation(
+    {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 163840,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 2.827,
+        "aux_loss_alpha": 0.001,
+        "seq_aux": True,
+        "scoring_func": "sigmoid",
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "attention_bias": False,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 131072,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": 163584,
+        "eos_token_id": 163586,
+    },
+    columns=(*DENSE, "moe_intermediate_size", "n_routed_experts"),
+)
+KIMI_K2 = KIMI.size("moonshotai/Kimi-K2-Instruct", 7168, 18432, 61, 64, 64, 2048, 384)
+
+
+def kimi_k2_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Kimi K2 1T-A32B from random weights, 1024 x H100 80GB: 59 GB each, TP8 PP16 EP16, the fewest that fit."""
+    return pretrain(
+        KIMI_K2,
+        options,
+        seq_length=4096,
+        global_batch_size=4096,
+        lr=2e-4,
+        min_lr=2e-5,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=16,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_layout="Et|(tt|)*30L",
+        expert_model_parallel_size=16,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def kimi_k2_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Kimi K2 1T-A32B, all weights, 512 x H100 80GB: 72 GB each, TP8 PP16 EP16, the fewest that fit."""
+    return sft(
+        KIMI_K2,
+        options,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=16,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_layout="Et|(tt|)*30L",
+        expert_model_parallel_size=16,
+        expert_tensor_parallel_size=1,
+    )

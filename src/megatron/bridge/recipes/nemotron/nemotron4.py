@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron-4 and the Minitrons that were cut out of it.
+
+Learning rate and batch of 15B are those of "Nemotron-4 15B Technical Report" (2024), the batch of 340B that of
+"Nemotron-4 340B Technical Report" (2024); the other rates are ours. 15B is not on the hub: its numbers are the
+report's, its tokenizer is that of the Minitron which was made from it.
+"""
+
+from dataclasses import replace
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+NEMOTRON4 = Generation(
+    {
+        "model_type": "nemotron",
+        "architectures": ["NemotronForCausalLM"],
+        "vocab_size": 256000,
+        "hidden_act": "relu2",
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": 4096,
+        "norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    }
+)
+MINITRON_4B = NEMOTRON4.size("nvidia/Minitron-4B-Base", 3072, 9216, 32, 24, 8, initializer_range=0.0134)
+MINITRON_8B = NEMOTRON4.size("nvidia/Minitron-8B-Base", 4096, 16384, 32, 48, 8, initializer_range=0.01)
+NEMOTRON4_15B = replace(
+    NEMOTRON4.size("nvidia/Minitron-8B-Base", 6144, 24576, 32, 48, 8, initializer_range=0.01), published=False
+)
+NEMOTRON4_340B = NEMOTRON4.size(
+    "nvidia/Nemotron-4-340B-Base", 18432, 73728, 96, 96, 8, head_dim=None, initializer_range=0.0063
+)
+
+
+def nemotron4_15b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Nemotron-4 15B from random weights, 32 x H100 80GB: 72 GB each, TP2, the fewest that fit."""
+    return pretrain(
+        NEMOTRON4_15B,
+        options,
+        seq_length=4096,
+        global_batch_size=1152,
+        lr=4.5e-4,
+        min_lr=4.5e-7,
+        tensor_model_parallel_size=2,
+    )
+
+
+def nemotron4_340b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Nemotron-4 340B from random weights, 768 x H100 80GB: 67 GB each, TP8 PP12, the fewest that fit."""
+    return pretrain(
+        NEMOTRON4_340B,
+        options,
+        seq_length=4096,
+        global_batch_size=2304,
+        lr=1e-4,
+        min_lr=1e-6,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=12,
+        virtual_pipeline_model_parallel_size=8,
+    )
+
+
+def minitron_4b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Minitron 4B from random weights, 8 x H100 80GB: 54 GB each, nothing is split."""
+    return pretrain(MINITRON_4B, options, seq_length=4096, lr=3e-4)
+
+
+def minitron_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Minitron 8B from random weights, 8 x H100 80GB: 53 GB each, TP2, the fewest that fit."""
+    return pretrain(MINITRON_8B, options, seq_length=4096, lr=3e-4, tensor_model_parallel_size=2)
+
+
+def nemotron4_15b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Nemotron-4 15B, all weights, 16 x H100 80GB: 45 GB each, TP4, the fewest that fit."""
+    return sft(NEMOTRON4_15B, options, tensor_model_parallel_size=4)
+
+
+def nemotron4_340b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Nemotron-4 340B, all weights, 256 x H100 80GB: 71 GB each, TP8 PP8 CP2, the fewest that fit."""
+    return sft(
+        NEMOTRON4_340B,
+        options,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=6,
+        context_parallel_size=2,
+    )
+
+
+def minitron_4b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Minitron 4B, all weights, 8 x H100 80GB: 54 GB each, nothing is split."""
+    return sft(MINITRON_4B, options, lr=1e-5)
+
+
+def minitron_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Minitron 8B, all weights, 8 x H100 80GB: 53 GB each, TP2, the fewest that fit."""
+    return sft(MINITRON_8B, options, tensor_model_parallel_size=2)

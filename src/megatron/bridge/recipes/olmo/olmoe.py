@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OLMoE. Learning rates and batch are those of "OLMoE: Open Mixture-of-Experts Language Models" (2024)."""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+OLMOE = Generation(
+    {
+        "model_type": "olmoe",
+        "architectures": ["OlmoeForCausalLM"],
+        "vocab_size": 50304,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.01,
+        "clip_qkv": None,
+        "attention_bias": False,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 50279,
+        "pad_token_id": 1,
+    }
+)
+OLMOE_7B = OLMOE.size("allenai/OLMoE-1B-7B-0924", 2048, 1024, 16, 16, 16)
+
+
+def olmoe_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """OLMoE 7B from random weights, 8 x H100 80GB: 63 GB each, nothing is split."""
+    return pretrain(OLMOE_7B, options, seq_length=4096, global_batch_size=1024, lr=4e-4, min_lr=4e-5)
+
+
+def olmoe_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """OLMoE 7B, all weights, 8 x H100 80GB: 63 GB each, nothing is split."""
+    return sft(OLMOE_7B, options)

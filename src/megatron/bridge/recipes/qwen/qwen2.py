@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen 2. Learning rates are ours: none are published."""
+
+from typing import Any, Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+QWEN2 = Generation(
+    {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 151936,
+        "max_position_embeddings": 131072,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+    }
+)
+MOE: dict[str, Any] = {
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2560,
+    "shared_expert_intermediate_size": 20480,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+}
+QWEN2_500M = QWEN2.size("Qwen/Qwen2-0.5B", 896, 4864, 24, 14, 2, tie_word_embeddings=True)
+QWEN2_1P5B = QWEN2.size("Qwen/Qwen2-1.5B", 1536, 8960, 28, 12, 2, tie_word_embeddings=True)
+QWEN2_7B = QWEN2.size("Qwen/Qwen2-7B", 3584, 18944, 28, 28, 4, vocab_size=152064)
+QWEN2_72B = QWEN2.size("Qwen/Qwen2-72B", 8192, 29568, 80, 64, 8, vocab_size=152064, rms_norm_eps=1e-5)
+QWEN2_57B_A14B = QWEN2.size("Qwen/Qwen2-57B-A14B", 3584, 18944, 28, 28, 4, **MOE)
+
+
+def qwen2_500m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 2 0.5B from random weights, 8 x H100 80GB: 23 GB each, nothing is split."""
+    return pretrain(QWEN2_500M, options, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
+
+
+def qwen2_1p5b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 2 1.5B from random weights, 8 x H100 80GB: 40 GB each, nothing is split."""
+    return pretrain(QWEN2_1P5B, options, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6)
+
+
+def qwen2_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 2 7B from random weights, 8 x H100 80GB: 47 GB each, TP2, the fewest that fit."""
+    return pretrain(QWEN2_7B, options, seq_length=4096, lr=3e-4, tensor_model_parallel_size=2)
+
+
+def qwen2_72b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 2 72B from random weights, 64 x H100 80GB: 54 GB each, TP8 PP2, the fewest that fit."""
+    return pretrain(
+        QWEN2_72B,
+        options,
+        seq_length=4096,
+        lr=1.5e-4,
+        min_lr=1.5e-6,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=2,
+    )
+
+
+def qwen2_57b_a14b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 2 57B-A14B from random weights, 32 x H100 80GB: 57 GB each, TP4 PP2 EP8, the fewest that fit."""
+    return pretrain(
+        QWEN2_57B_A14B,
+        options,
+        seq_length=4096,
+        lr=2e-4,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def qwen2_500m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Qwen 2 0.5B, all weights, 1 x H100 80GB: 19 GB, nothing is split."""
+    return sft(QWEN2_500M, options, lr=1e-5)
+
+
+def qwen2_1p5b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Qwen 2 1.5B, all weights, 1 x H100 80GB: 42 GB, nothing is split."""
+    return sft(QWEN2_1P5B, options, lr=1e-5)
+
+
+def qwen2_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Qwen 2 7B, all weights, 8 x H100 80GB: 47 GB each, TP2, the fewest that fit."""
+    return sft(QWEN2_7B, options, tensor_model_parallel_size=2)
+
+
+def qwen2_72b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Qwen 2 72B, all weights, 32 x H100 80GB: 68 GB each, TP8 PP2, the fewest that fit."""
+    return sft(QWEN2_72B, options, tensor_model_parallel_size=8, pipeline_model_parallel_size=2)
+
+
+def qwen2_57b_a14b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Qwen 2 57B-A14B, all weights, 32 x H100 80GB: 57 GB each, TP4 PP2 EP8, the fewest that fit."""
+    return sft(
+        QWEN2_57B_A14B,
+        options,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen 3, mixtures of experts. Learning rates are ours: none are published.
+
+The 94 layers of 235B-A22B cannot be shared out evenly; with the embedding and the loss they count as 96.
+"""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, LayoutOptions, PretrainOptions
+from megatron.bridge.recipes.qwen.qwen3 import QWEN3
+from megatron.bridge.recipes.sizes import DENSE, Generation
+from megatron.bridge.training.config import ConfigContainer
+
+QWEN3_MOE = Generation(
+    {
+        **QWEN3.common,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+    },
+    columns=(*DENSE, "moe_intermediate_size"),
+)
+QWEN3_30B_A3B = QWEN3_MOE.size("Qwen/Qwen3-30B-A3B", 2048, 6144, 48, 32, 4, 768)
+QWEN3_235B_A22B = QWEN3_MOE.size("Qwen/Qwen3-235B-A22B", 4096, 12288, 94, 64, 4, 1536)
+
+SPLIT_30B_A3B: LayoutOptions = {
+    "tensor_model_parallel_size": 2,
+    "expert_model_parallel_size": 8,
+    "expert_tensor_parallel_size": 1,
+}
+
+
+def qwen3_30b_a3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 3 30B-A3B from random weights, 16 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
+    return pretrain(QWEN3_30B_A3B, options, seq_length=4096, lr=3e-4, **SPLIT_30B_A3B)
+
+
+def qwen3_235b_a22b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 3 235B-A22B from random weights, 256 x H100 80GB: 64 GB each, TP4 PP8 EP8, the fewest that fit."""
+    return pretrain(
+        QWEN3_235B_A22B,
+        options,
+        seq_length=4096,
+        global_batch_size=1024,
+        lr=1.5e-4,
+        min_lr=1.5e-6,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=4,
+        embedding_and_loss_are_layers=True,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def qwen3_30b_a3b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 3 30B-A3B in FP8, 16 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
+    return pretrain(
+        QWEN3_30B_A3B,
+        options,
+        seq_length=4096,
+        lr=3e-4,
+        **SPLIT_30B_A3B,
+        precision="bf16_with_fp8_current_scaling_mixed",
+    )
+
+
+def qwen3_30b_a3b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 3 30B-A3B in MXFP8, 8 x B200 180GB: 129 GB each, EP4, the fewest that fit."""
+    return pretrain(
+        QWEN3_30B_A3B,
+        options,
+        seq_length=4096,
+        lr=3e-4,
+        expert_model_parallel_size=4,
+        precision="bf16_with_mxfp8_mixed",
+    )
+
+
+def qwen3_235b_a22b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 3 235B-A22B in FP8, 256 x H100 80GB: 64 GB each, TP4 PP8 EP8, the fewest that fit."""
+    return pretrain(
+        QWEN3_235B_A22B,
+        options,
+        seq_length=4096,
+        global_batch_size=1024,
+        lr=1.5e-4,
+        min_lr=1.5e-6,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=4,
+        embedding_and_loss_are_layers=True,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+        precision="bf16_with_fp8_current_scaling_mixed",
+    )
+
+
+def qwen3_235b_a22b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 3 235B-A22B in MXFP8, 128 x B200 180GB: 123 GB each, TP2 PP4 EP8, the fewest that fit."""
+    return pretrain(
+        QWEN3_235B_A22B,
+        options,
+        seq_length=4096,
+        global_batch_size=1024,
+        lr=1.5e-4,
+        min_lr=1.5e-6,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=8,
+        embedding_and_loss_are_layers=True,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+        precision="bf16_with_mxfp8_mixed",
+    )
+
+
+def qwen3_30b_a3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Qwen 3 30B-A3B, all weights, 16 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
+    return sft(QWEN3_30B_A3B, options, **SPLIT_30B_A3B)
+
+
+def qwen3_235b_a22b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Qwen 3 235B-A22B, all weights, 128 x H100 80GB: 62 GB each, TP8 PP8 EP8, the fewest that fit."""
+    return sft(
+        QWEN3_235B_A22B,
+        options,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=4,
+        embedding_and_loss_are_layers=True,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )

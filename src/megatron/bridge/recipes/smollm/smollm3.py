@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmolLM3. The learning rate and the batch are those of its announcement (2025)."""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+SMOLLM3 = Generation(
+    {
+        "model_type": "smollm3",
+        "architectures": ["SmolLM3ForCausalLM"],
+        "vocab_size": 128256,
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+        "max_position_embeddings": 65536,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128012,
+        "pad_token_id": 128004,
+    }
+)
+SMOLLM3_3B = SMOLLM3.size("HuggingFaceTB/SmolLM3-3B", 2048, 11008, 36, 16, 4)
+
+
+def smollm3_3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """SmolLM3 3B from random weights, 8 x H100 80GB: 43 GB each, nothing is split."""
+    return pretrain(SMOLLM3_3B, options, seq_length=4096, global_batch_size=576, lr=2e-4, min_lr=2e-6)
+
+
+def smollm3_3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """SmolLM3 3B, all weights, 8 x H100 80GB: 43 GB each, nothing is split."""
+    return sft(SMOLLM3_3B, options, lr=1e-5)

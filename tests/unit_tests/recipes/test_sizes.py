@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of a size are the published ones, and its name, its place on the hub and its recipes agree."""
+
+import importlib
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.autotune.ranks import parameter_count
+from megatron.bridge.recipes.catalog import catalog
+from megatron.bridge.recipes.sizes import Size, Unbridged
+from tests.families import configs, published
+
+FILES = Path(published.__path__[0])
+# parts of a published config that are models of their own here
+TEXTS = {"google/gemma-3-4b-pt", "google/gemma-3-12b-pt", "google/gemma-3-27b-pt"}
+VARIANT = "16k|64k|128k|fp8|fp8_blockwise|mxfp8|nvfp4|low_precision"
+STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune)_config\w*$")
+
+
+def sizes():
+    """Every size, by the name of the constant."""
+    modules = {importlib.import_module(recipe.module) for recipe in catalog().values()}
+    return {name: value for module in modules for name, value in vars(module).items() if isinstance(value, Size)}
+
+
+SIZES = sizes()
+FROM_HUB = {name: size for name, size in SIZES.items() if size.published}
+
+
+def published_file(size):
+    name = re.sub(r"^(mistralai/Ministral-3-\d+B)-Base-2512$", r"\1-text", size.hub_id)
+    return FILES / f"{name.replace('/', '--')}{'-text' if size.hub_id in TEXTS else ''}.json"
+
+
+@pytest.mark.parametrize("name", FROM_HUB)
+def test_numbers_are_the_published_ones(name, tmp_path):
+    """Key by key, but for those without meaning for the model; and nothing is written that it does not say."""
+    size = FROM_HUB[name]
+    (tmp_path / "config.json").write_text(published_file(size).read_text())
+    bridge = AutoBridge.from_hf_pretrained(tmp_path)
+    numbers = {**size.numbers, "dtype": bridge.hf_config.dtype}  # of the files; a run has its own
+    ignored = {**configs.harmless(bridge), "model_type": ("kimi_k2",)}
+    ours = AutoConfig.for_model(**numbers).to_dict()
+    assert configs.different_keys(bridge.hf_config.to_dict(), ours, ignored) == []
+    reference = replace(size, numbers=json.loads(bridge.hf_config.to_json_string()))
+    assert configs.different_providers(reference.provider(), replace(size, numbers=numbers).provider()) == []
+
+
+@pytest.mark.parametrize("name", FROM_HUB)
+def test_rows_hold_only_keys_of_the_published_file(name):
+    """A key that the file has not is its library's default spelt out, at most."""
+    size = FROM_HUB[name]
+    file = json.loads(published_file(size).read_text())
+    extra = {key: value for key, value in size.numbers.items() if key not in file}
+    defaults = AutoConfig.for_model(**{key: value for key, value in size.numbers.items() if key not in extra})
+    assert {key: getattr(defaults, key) for key in extra if key not in ("rope_theta", "rope_scaling")} == {
+        key: value for key, value in extra.items() if key not in ("rope_theta", "rope_scaling")
+    }
+
+
+def words(text):
+    """Letters and digits alone; half a billion is written in two ways."""
+    return re.sub(r"[^a-z0-9]|(?<=\d)p(?=\d)", "", re.sub(r"_(\d)00m", r"_0\1b", text.lower()))
+
+
+@pytest.mark.parametrize("recipe", catalog().values(), ids=lambda recipe: recipe.name)
+def test_name_and_description_agree(recipe):
+    assert words(recipe.what).startswith(words(STAGE.sub("", recipe.name)))
+
+
+@pytest.mark.parametrize("recipe", catalog().values(), ids=lambda recipe: recipe.name)
+def test_tokenizer_is_that_of_the_size_in_the_name(recipe):
+    data = {"data_paths": ["x"]} if recipe.mode == "pretrain" else {"dataset_root": "x"}
+    size = SIZES[STAGE.sub("", recipe.name).upper()]
+    assert recipe.build(**data).tokenizer.tokenizer_model == size.hub_id
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_are_as_many_as_the_name_says(name):
+    """Published names round generously, and some leave the embedding out."""
+    said = re.search(r"(?<![A-Z0-9])(?:(\d+)X)?(\d+(?:P\d+)?)([BM])(?![0-9])", name)
+    if said is None:
+        return
+    times, number, unit = said.groups()
+    expected = int(times or 1) * float(number.replace("P", ".")) * {"B": 1e9, "M": 1e6}[unit]
+    assert 0.75 < parameter_count(SIZES[name].provider()) / expected < 1.4
+
+
+def test_what_no_bridge_reads_is_a_provider():
+    (size,) = (size for size in SIZES.values() if isinstance(size, Unbridged))
+    assert not size.published
+    assert parameter_count(size.provider()) == pytest.approx(175e9, rel=0.01)
