@@ -1,106 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
-"""Floating-point operations of a model, counted module by module: dense, experts, latents, windows, hybrids.
+"""Floating-point operations of a training step, counted on the modules that are trained.
 
-A matrix product of [a, b] and [b, c] is 2abc operations. Counted is what the model's mathematics asks for: a
-causal token sees the tokens before it, experts compute what is routed to them, and nothing is computed twice.
-Norms, activations and the softmax, under 1 % of a model of usual width, are left out.
+A matrix, or a convolution's kernel, costs two operations for each of its numbers and each token; an expert's the
+same for the share of tokens that choose it. Between the matrices, for each token and head:
 
-* Attention: 2 x heads x (key width + value width) for each pair of a query and a key that it sees.
-* Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 6), for each token with chunks of Q tokens, H heads of width
-  P, G groups and a state of N: 2 x Q/2 x (GN + HP) within a chunk, 4 x HPN into the state and out of it.
-* Gated delta nets (Yang et al. 2024, arXiv:2412.06464), with chunks of 64: 6 x H x K x V for recalling, correcting
-  and reading a state of K x V, and 64 x H x (2K + V) within a chunk.
+====================  =================================================================================
+attention             2 x (head width of keys + of values) x keys seen; of a sequence's L tokens (L + 1) / 2 on
+                      average, or as many as a window has
+Mamba-2               2 x tokens seen of a chunk x (state size x groups / heads + head width), and for the state
+                      4 x head width x state size (see ``backends.ssd``)
+gated delta net       6 x K x V for the state of key width K and value width V, and within chunks of 64 tokens
+                      64 x (3K + 2V): scores, outputs and a triangular system (see ``backends.gated_delta``)
+====================  =================================================================================
+
+The backward pass costs twice as much, of frozen weights once as much. What is recomputed to save memory is not
+counted, nor are norms, activations and the embedding's look-up: this is the work that a model asks for.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
+_BY_THEMSELVES = ("word_embeddings", "position_embeddings", "output_layer")
+_PASSES = 3  # forward, and two for the gradients of inputs and of weights
 _DELTA_CHUNK = 64
 
 
-def forward_flops(model: nn.Module, sequence: int) -> float:
-    """Operations of one forward pass over one sequence.
+def flops_per_token(chunks: Iterable[nn.Module], length: int) -> float:
+    """Operations of one step for each token, forward and backward; to be called on all ranks of a model replica.
 
     Args:
-        model: A whole model, as ``autotune.ranks.whole`` builds it; the meta device will do.
-        sequence: Its tokens.
+        chunks: this rank's bare chunks of the model.
+        length: tokens of a sequence; each attends to those before it.
     """
-    return sequence * sum(_per_token(path, module, sequence) for path, module in model.named_modules())
+    here = local_flops_per_token(chunks, length)
+    if not dist.is_initialized():
+        return here
+    total = torch.tensor(here, dtype=torch.float64)
+    total = total.to(torch.cuda.current_device())
+    dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
+    return total.item()
 
 
-def training_flops(model: nn.Module, sequence: int) -> float:
-    """Operations of a training step on one sequence: backward is twice forward, for inputs and for weights.
-
-    Weights that are frozen have no gradient of their own.
-    """
-    frozen = sum(
-        _matrix(path, module)
-        for path, module in model.named_modules()
-        if _matrix(path, module) and not any(weight.requires_grad for weight in module.parameters(recurse=False))
-    )
-    return 3 * forward_flops(model, sequence) - sequence * frozen
+def local_flops_per_token(chunks: Iterable[nn.Module], length: int) -> float:
+    """The part of ``flops_per_token`` that this rank computes; all of it for a whole model on one rank."""
+    return sum(sum(_operations(chunk, length)) for chunk in chunks)
 
 
-def _per_token(path: str, module: Any, sequence: int) -> float:
-    for mark, count in _MIXERS.items():
-        if hasattr(module, mark):
-            return count(module, sequence)
-    return _matrix(path, module)
+def _operations(chunk: nn.Module, length: int) -> Iterator[float]:
+    config: Any = chunk.config
+    for name, module in chunk.named_modules():
+        for weight in module.parameters(recurse=False):
+            if weight.dim() > 1 and not name.endswith(_BY_THEMSELVES):
+                yield _of_weight(weight) * _share(weight, name, config)
+        yield _PASSES * _between(module, length)
+    output: Any = getattr(chunk, "output_layer", None)
+    if output is not None:
+        tied = output.weight is None  # to the embedding's, which only looked up
+        weight = chunk.shared_embedding_or_output_weight() if tied else output.weight  # type: ignore[operator]
+        true = config.vocab_size / config.padded_vocab_size
+        yield _of_weight(weight) * true * (1 + (config.mtp_num_layers or 0))  # again for each further prediction
 
 
-def _matrix(path: str, module: Any) -> float:
-    """Of a linear layer, the output layer included; an embedding only looks up."""
-    if path.endswith("word_embeddings"):
-        return 0
-    if hasattr(module, "weight0"):  # experts: each token goes to some of them
-        return 2 * module.weight0.numel() * module.config.moe_router_topk
-    if path.endswith("output_layer"):
-        config = module.config
-        return 2 * config.hidden_size * config.vocab_size * (1 + (config.mtp_num_layers or 0))
-    weight = getattr(module, "weight", None)
-    if weight is None or weight.dim() != 2:
-        return 0
-    share = module.config.moe_router_topk / module.config.num_moe_experts if "local_experts" in path else 1
-    return 2 * weight.numel() * share
+def _of_weight(weight: torch.Tensor) -> float:
+    return (_PASSES - 1 + weight.requires_grad) * 2 * weight.numel()
 
 
-def _attention(attention: Any, sequence: int) -> float:
-    config = attention.config
-    heads = attention.num_attention_heads_per_partition
-    width = 2 * attention.hidden_size_per_attention_head
+def _share(weight: torch.Tensor, name: str, config: Any) -> float:
+    """Of the tokens, those that a weight is multiplied with; less where other ranks hold the same weight."""
+    ranks = config.tensor_model_parallel_size
+    if ".experts." in name:
+        experts = config.num_moe_experts // config.expert_model_parallel_size
+        cut = config.expert_tensor_parallel_size or ranks
+        # a rank's experts are chosen by the tokens of all ranks that share the experts out
+        return config.moe_router_topk / experts * cut / ranks
+    return 1.0 if getattr(weight, "tensor_model_parallel", False) else 1.0 / ranks
+
+
+def _between(module: nn.Module, length: int) -> float:
+    """Forward operations of one token between the matrices of a layer, on this rank's heads."""
+    if isinstance(module, Attention):
+        return _of_attention(module, length)
+    if isinstance(module, MambaMixer):
+        chunk, states = min(module.chunk_size, length), module.d_state
+        within = module.ngroups_local_tp * states + module.nheads_local_tp * module.headdim
+        return (chunk + 1) * within + 4 * module.nheads_local_tp * module.headdim * states
+    if isinstance(module, GatedDeltaNet):
+        net: Any = module
+        keys, values = net.key_head_dim, net.value_head_dim
+        return net.num_value_heads // net.tp_size * (6 * keys * values + _DELTA_CHUNK * (3 * keys + 2 * values))
+    return 0.0
+
+
+def _of_attention(module: Any, length: int) -> float:
+    config = module.config
+    keys: float = config.kv_channels
+    values: float = config.kv_channels
     if config.multi_latent_attention:
-        width = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
-    return 2 * heads * width * _seen(attention.core_attention, sequence)
+        keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    heads = module.num_attention_heads_per_partition
+    return 2 * (keys + values) * heads * _keys_seen(config, module.layer_number, length)
 
 
-def _seen(core: Any, sequence: int) -> float:
-    """Keys that a query sees on average, itself included."""
-    window = getattr(core, "window", None)
-    if window is None:  # Transformer Engine's own name
-        window = getattr(core, "window_size", None)
-    before = sequence - 1 if window is None or window[0] < 0 else min(window[0], sequence - 1)
-    return 1 + before - before * (before + 1) / (2 * sequence)
-
-
-def _mamba(mixer: Any, sequence: int) -> float:
-    inner, state, chunk = mixer.d_inner_local_tp, mixer.d_state, min(mixer.chunk_size, sequence)
-    groups = mixer.ngroups_local_tp * state
-    convolution = 2 * mixer.conv1d.weight.numel()
-    return chunk * (groups + inner) + 4 * inner * state + convolution
-
-
-def _delta_net(net: Any, _sequence: int) -> float:
-    heads, key, value = net.num_v_heads_local_tp, net.key_head_dim, net.value_head_dim
-    convolution = 2 * net.conv1d.weight.numel()
-    return heads * (6 * key * value + _DELTA_CHUNK * (2 * key + value)) + convolution
-
-
-_MIXERS: dict[str, Callable[[Any, int], float]] = {
-    "core_attention": _attention,
-    "d_inner_local_tp": _mamba,
-    "num_v_heads_local_tp": _delta_net,
-}
-"""By an attribute that only its modules have."""
+def _keys_seen(config: Any, layer: int, length: int) -> float:
+    """By a token, its own included, on average over a sequence."""
+    seen = length
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer):
+        seen = min(length, config.window_size[0] + 1)
+    return seen - seen * (seen - 1) / (2 * length)

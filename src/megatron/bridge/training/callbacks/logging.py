@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
 """What a run shows: numbers are gathered once and go to all outputs alike."""
 
 import time
 
+from megatron.core.models.common.language_module.language_module import LanguageModule
+
 from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.outputs import Numbers, Output, outputs
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.losses import Report
+from megatron.bridge.training.resolve_data import tuning_parts
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import dist
 from megatron.bridge.utils.console import console
@@ -27,9 +33,11 @@ class Logging(Callback):
         self._steps = 0
         self._seconds = 0.0
         self._started = 0.0
+        self._flops: float | None = None
 
     def on_train_start(self, context: Run) -> None:
         """Open the outputs, on the first rank; if that fails, all ranks stop."""
+        self._flops = _flops_per_token(self._config, context)
         on_first_rank(lambda: self._open(context.progress.step))
         console().print(announcement(self._config, context.progress.step), markup=False)
 
@@ -89,6 +97,9 @@ class Logging(Callback):
             "consumed samples": run.progress.consumed_train_samples,
             "skipped steps": run.progress.skipped_steps,
         }
+        if self._flops is not None:
+            speed = numbers["tokens per second"] / dist.world_size()
+            numbers["TFLOP/s per process"] = self._flops * speed / 1e12
         if step.grad_norm is not None:
             numbers["grad norm"] = float(step.grad_norm)
         return numbers
@@ -100,6 +111,14 @@ class Logging(Callback):
     def _write(self, run: Run, kind: str, numbers: Numbers) -> None:
         for output in self._outputs:
             output.write(run.progress.step, kind, numbers)
+
+
+def _flops_per_token(config: ConfigContainer, run: Run) -> float | None:
+    """Where they can be told: rows of several samples are cheaper than their length says."""
+    chunks = [unwrap(chunk) for chunk in run.model]
+    if tuning_parts(config.dataset) or not all(isinstance(chunk, LanguageModule) for chunk in chunks):
+        return None
+    return flops_per_token(chunks, config.dataset.seq_length)
 
 
 def announcement(config: ConfigContainer, step: int) -> str:

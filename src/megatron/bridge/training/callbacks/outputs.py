@@ -85,13 +85,22 @@ class ConsoleOutput:
         return str(timedelta(seconds=round(per_step * (self._train_iters - step))))
 
 
+_NO_LOSSES = frozenset(
+    {
+        *("learning rate", "grad norm", "step time", "tokens per second", "TFLOP/s per process"),
+        *("consumed samples", "skipped steps"),
+    }
+)
+
+
 def _train_line(numbers: Numbers) -> str:
-    known = {"learning rate", "grad norm", "step time", "tokens per second", "consumed samples", "skipped steps"}
-    words = [f"{name} {value:.4f}" for name, value in numbers.items() if name not in known]
+    words = [f"{name} {value:.4f}" for name, value in numbers.items() if name not in _NO_LOSSES]
     words.append(f"lr {numbers['learning rate']:.2e}")
     if "grad norm" in numbers:
         words.append(f"grad norm {numbers['grad norm']:.3f}")
     words.append(f"{numbers['tokens per second']:,.0f} tokens/s")
+    if "TFLOP/s per process" in numbers:
+        words.append(f"{numbers['TFLOP/s per process']:.3g} TFLOP/s")
     if numbers["skipped steps"]:
         words.append(f"{numbers['skipped steps']} skipped")
     return "  ".join(words)
