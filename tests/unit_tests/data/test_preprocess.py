@@ -5,6 +5,8 @@ import argparse
 import json
 import resource
 import signal
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -61,7 +63,12 @@ def test_jsonl_equals_the_naive_loop(make, jsonl, tokenizer_dir, tmp_path, monke
     assert (report.documents, report.tokens, report.empty) == (40, sum(map(len, expected)), 3)
     assert report.input_bytes == jsonl.stat().st_size
     assert IndexedDataset(str(tmp_path / "out")).index.dtype == np.uint16
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "out.bin", "out.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "corpus.jsonl",
+        "out.bin",
+        "out.idx",
+        "out.source.json",
+    ]
 
 
 def test_special_tokens_only_when_asked(make, jsonl, tokenizer_dir, tmp_path):
@@ -144,7 +151,7 @@ def test_inputs_and_outputs_that_cannot_be_used_are_named(make, jsonl, tmp_path)
 def test_an_existing_output_is_kept_unless_told_otherwise(make, jsonl, tmp_path):
     make(jsonl)
     before = (tmp_path / "out.bin").read_bytes()
-    with pytest.raises(UserError, match=r"out\.bin exists: .*--overwrite"):
+    with pytest.raises(UserError, match=r"out\.bin exists, made of something else: .*--overwrite"):
         make(jsonl, append_eod=True)
     assert (tmp_path / "out.bin").read_bytes() == before
     broken = tmp_path / "broken.jsonl"
@@ -154,6 +161,89 @@ def test_an_existing_output_is_kept_unless_told_otherwise(make, jsonl, tmp_path)
     assert (tmp_path / "out.bin").read_bytes() == before
     make(jsonl, append_eod=True, overwrite=True)
     assert (tmp_path / "out.bin").read_bytes() != before
+
+
+def test_what_was_made_of_the_same_content_is_found(make, jsonl, tmp_path):
+    made = make(jsonl)
+    before = (tmp_path / "out.bin").stat().st_mtime_ns
+    moved = jsonl.rename(tmp_path / "moved.jsonl")
+    found = make(moved)
+    assert (found.documents, found.tokens, found.found) == (made.documents, made.tokens, True)
+    assert "made before, of the same content" in found.summary()
+    assert (tmp_path / "out.bin").stat().st_mtime_ns == before
+    assert not make(moved, overwrite=True).found
+    with moved.open("a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(UserError, match="made of something else"):
+        make(moved)
+
+
+class _Interrupts:
+    """A tokenizer process that is interrupted at its third piece."""
+
+    def __init__(self, encoder):
+        self.encoder, self.calls = encoder, 0
+
+    def __call__(self, piece):
+        self.calls += 1
+        if self.calls == 4:
+            raise KeyboardInterrupt
+        return self.encoder(piece)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1000.0])
+def test_an_interrupted_run_goes_on(make, jsonl, tokenizer_dir, tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(module, "PIECE_BYTES", 500)
+    monkeypatch.setattr("megatron.bridge.data.indexing.SAVE_SECONDS", seconds)
+    second = tmp_path / "second.jsonl"
+    second.write_text(jsonl.read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "ordered_map", lambda encoder, _: nullcontext(partial(map, _Interrupts(encoder))))
+        with pytest.raises(KeyboardInterrupt):
+            make(jsonl, second, append_eod=True)
+    progress = json.loads((tmp_path / "out.progress.json").read_text())
+    done = progress["report"]["documents"]
+    assert 0 < done < 40
+    with (tmp_path / "out.bin.incomplete").open("ab") as file:
+        file.write(b"what a killed writer had not counted yet")
+    read_lines = []
+    monkeypatch.setattr(module, "parse_record", lambda line, where: read_lines.append(where) or json.loads(line))
+    report = make(jsonl, second, append_eod=True)
+    assert read(tmp_path / "out") == naive(tokenizer_dir, DOCUMENTS * 2, end=[1])
+    assert (report.documents, report.input_bytes) == (80, 2 * jsonl.stat().st_size)
+    assert len(read_lines) == 82 - done - (1 if done >= 20 else 0), "nothing is read twice"
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out"))
+    assert names == ["out.bin", "out.idx", "out.source.json"]
+
+
+def test_another_input_does_not_go_on(make, jsonl, tokenizer_dir, tmp_path):
+    (tmp_path / "out.bin.incomplete").write_bytes(b"1234")
+    (tmp_path / "out.progress.json").write_text(
+        json.dumps({"key": "other", "place": [0, 4, 2], "report": {"documents": 1, "tokens": 2}})
+    )
+    make(jsonl)
+    assert read(tmp_path / "out") == naive(tokenizer_dir, DOCUMENTS)
+
+
+def test_conversations_become_the_text_of_their_template(make, tokenizer_dir, tmp_path):
+    """transformers' own rendering, and for other forms what fine-tuning makes of them."""
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    messages = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "The gentle rain."}]
+    turns = [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "The gentle rain."}]
+    records = [{"messages": messages}, {"conversations": turns}, {"prompt": "a ", "completion": "b"}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    make(path, format="chat", chat_template=template, append_eod=True)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    chat = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    ids = [*tokenizer(chat, add_special_tokens=False)["input_ids"], 1]
+    pair = [*tokenizer("a ")["input_ids"], *tokenizer("b", add_special_tokens=False)["input_ids"], 1]
+    assert read(tmp_path / "out") == [ids, ids, pair]
+    path.write_text(json.dumps({"messages": [{"role": "asistant", "content": "x"}]}) + "\n")
+    with pytest.raises(UserError, match=r"chats.jsonl:1: message 1: role='asistant' is none of"):
+        make(path, format="chat", chat_template=template, overwrite=True)
+    with pytest.raises(UserError, match=r"--chat-template=.* is for conversations: add --format chat"):
+        make(path, chat_template=template)
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_behind(make, jsonl, tmp_path):

@@ -92,7 +92,14 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-prefix", type=Path, required=True, help="output path without .bin and .idx")
     parser.add_argument("--tokenizer-model", required=True, help="directory or hub id of a Hugging Face tokenizer")
     parser.add_argument("--json-key", default="text", help="key of the text in a JSONL line (default: text)")
-    parser.add_argument("--format", choices=("jsonl", "text"), help="format of the input (default: by file name)")
+    parser.add_argument(
+        "--format",
+        choices=("jsonl", "text", "chat"),
+        help="format of the input (default: by file name); chat: lines of JSON with conversations",
+    )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="template for --format chat (default: the tokenizer's)"
+    )
     parser.add_argument(
         "--text-document",
         choices=("file", "line"),
@@ -204,6 +211,7 @@ def _run_preprocess(args: argparse.Namespace) -> int:
             tokenizer_model=args.tokenizer_model,
             json_key=args.json_key,
             format=args.format,
+            chat_template=args.chat_template,
             text_document=args.text_document,
             append_eod=args.append_eod,
             add_special_tokens=args.add_special_tokens,

@@ -24,7 +24,7 @@ from megatron.bridge.data.encoding import Encoded, Encoder, EncodingRules, Numbe
 from megatron.bridge.data.examples import Examples, Report
 from megatron.bridge.data.parallel import ordered_map
 from megatron.bridge.data.sources import Source
-from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron.bridge.data.tokenizer import Tokenizer, tokenizer_key
 from megatron.bridge.utils import dist as process
 from megatron.bridge.utils.atomic import publish, write_text
 from megatron.bridge.utils.console import console, track
@@ -83,7 +83,7 @@ def content_key(source: Source, tokenizer: Tokenizer, rules: EncodingRules) -> s
     parts = [
         VERSION,
         source.fingerprint(),
-        _tokenizer_key(tokenizer),
+        tokenizer_key(tokenizer),
         values | {"process_example_fn": None if function is None else _function_key(function)},
     ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=12).hexdigest()
@@ -98,14 +98,6 @@ def _function_key(function: Callable[..., Any]) -> str:
             f"dataset.process_example_fn={function!r} has no source text, by which prepared samples are told from "
             f"those of another function: write it as a function in a file, or leave dataset.prepared_dir unset"
         ) from error
-
-
-def _tokenizer_key(tokenizer: Tokenizer) -> str:
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return json.dumps(tokenizer.unique_identifiers)
-    hf: Any = tokenizer.hf
-    model = hf.backend_tokenizer.to_str() if hf.is_fast else json.dumps(hf.get_vocab(), sort_keys=True)
-    return json.dumps([type(hf).__name__, model, hf.chat_template, hf.special_tokens_map], sort_keys=True)
 
 
 def _in_memory(source: Source, encoder: Encoder, workers: int) -> Prepared:

@@ -5,26 +5,36 @@ Worker processes parse and tokenise pieces of about a megabyte; this process rea
 input. The two files appear together, at the end, or not at all.
 """
 
+import hashlib
+import json
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megatron.bridge.data.encoding import Encoder as RecordEncoder
+from megatron.bridge.data.encoding import EncodingRules
+from megatron.bridge.data.finetuning import template_text
+from megatron.bridge.data.indexing import IndexWriter, Place, Report, made_of
 from megatron.bridge.data.json_lines import parse_record
 from megatron.bridge.data.parallel import ordered_map
-from megatron.bridge.data.tokenizer import batch_encoder, load_hf_tokenizer
+from megatron.bridge.data.sources import FileSource
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, batch_encoder, tokenizer_key
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-Format = Literal["jsonl", "text"]
+__all__ = ["PreprocessConfig", "Report", "preprocess"]
 
+Format = Literal["jsonl", "text", "chat"]
+VERSION = 1  # of what comes out: another one is made anew
+
+LONGEST = 2**31 - 1
 PIECE_BYTES = 1 << 20  # large enough that passing results costs < 1 %, small enough to keep all workers busy
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text"}
 
@@ -38,12 +48,14 @@ class PreprocessConfig:
         output_prefix: the output is this plus ``.bin`` and ``.idx``.
         tokenizer_model: directory or hub id of a Hugging Face tokenizer.
         json_key: key of the text in a JSONL line.
-        format: of all inputs; None goes by the file names.
+        format: of all inputs; None goes by the file names. ``chat`` is JSONL whose lines are records in the forms
+            of fine-tuning data: a document is the text that the chat template makes of one.
         text_document: what a document is in plain text: the whole file, or each line.
         append_eod: end each document with the tokenizer's end-of-sequence token.
         add_special_tokens: let the tokenizer add its own special tokens (such as BOS) to each document.
         workers: processes that tokenise; 1 stays in this process.
-        overwrite: replace an existing output.
+        chat_template: file with a Jinja template, or the template itself, instead of the tokenizer's own.
+        overwrite: replace an existing output, even one that was made of the same content.
         trust_remote_code: allow a tokenizer that brings its own Python code.
     """
 
@@ -56,33 +68,9 @@ class PreprocessConfig:
     append_eod: bool = False
     add_special_tokens: bool = False
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    chat_template: str | None = None
     overwrite: bool = False
     trust_remote_code: bool = False
-
-
-@dataclass
-class Report:
-    """What came out.
-
-    Attributes:
-        documents: documents written.
-        tokens: tokens written, end-of-document tokens included.
-        empty: lines and texts left out because they hold nothing.
-        input_bytes: bytes read.
-        seconds: time spent, without start-up (imports, loading the tokenizer).
-    """
-
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
-    input_bytes: int = 0
-    seconds: float = 0.0
-
-    def summary(self) -> str:
-        """One line for people."""
-        left_out = f", {self.empty:,} empty left out" if self.empty else ""
-        speed = self.input_bytes / 1e6 / max(self.seconds, 1e-9)
-        return f"{self.documents:,} documents, {self.tokens:,} tokens{left_out}; {speed:.1f} MB/s"
 
 
 class Piece(NamedTuple):
@@ -111,12 +99,15 @@ class Encoder:
     """
 
     def __init__(self, config: PreprocessConfig) -> None:
-        self._hf = load_hf_tokenizer(config.tokenizer_model, config.trust_remote_code)
+        self.tokenizer = HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
+        self._hf = self.tokenizer.hf
         self._key = config.json_key
         self._by_line = config.text_document == "line"
         self._special = config.add_special_tokens
         self._end = [self._eod(config)] if config.append_eod else []
         self._batch = batch_encoder(self._hf)
+        rules = EncodingRules(LONGEST, train_on="everything", chat_template=template_text(config.chat_template))
+        self._records = RecordEncoder(self.tokenizer, rules)
         # uint16 as Megatron-Core's readers expect it of small vocabularies; ids may have gaps, so not len()
         self.dtype = np.uint16 if max(self._hf.get_vocab().values()) < 65500 - 1 else np.int32
 
@@ -131,6 +122,22 @@ class Encoder:
 
     def __call__(self, piece: Piece) -> Tokens:
         """The tokens of ``piece``."""
+        documents = self._chats(piece) if piece.format == "chat" else self._texts(piece)
+        lengths = [len(ids) for ids in documents]
+        tokens = np.fromiter(chain.from_iterable(documents), self.dtype, sum(lengths))
+        empty = len(piece.lines) - len(documents)
+        return Tokens(tokens, lengths, empty, sum(map(len, piece.lines)))
+
+    def _chats(self, piece: Piece) -> list[list[int]]:
+        records = [
+            (where, parse_record(line, where))
+            for number, line in enumerate(piece.lines, start=piece.first_line)
+            if line.strip() and (where := f"{piece.source}:{number}")
+        ]
+        found = [example.tokens.tolist() for example in self._records(records).examples]
+        return [ids if ids[-1:] == self._end else ids + self._end for ids in found]
+
+    def _texts(self, piece: Piece) -> list[list[int]]:
         read = self._json_text if piece.format == "jsonl" else self._plain_text
         texts = (
             read(line, f"{piece.source}:{number}")
@@ -138,11 +145,7 @@ class Encoder:
             if line.strip()
         )
         kept = [text for text in texts if text]
-        documents = [ids + self._end for ids in self._batch(kept, self._special) if ids]
-        lengths = [len(ids) for ids in documents]
-        tokens = np.fromiter(chain.from_iterable(documents), self.dtype, sum(lengths))
-        empty = len(piece.lines) - len(documents)
-        return Tokens(tokens, lengths, empty, sum(map(len, piece.lines)))
+        return [ids + self._end for ids in self._batch(kept, self._special) if ids]
 
     def _json_text(self, line: bytes, where: str) -> str:
         record = parse_record(line, where)
@@ -164,29 +167,30 @@ class Encoder:
 
 
 def preprocess(config: PreprocessConfig) -> Report:
-    """Tokenise ``config.inputs`` into an indexed dataset.
+    """Tokenise ``config.inputs`` into an indexed dataset; one that was interrupted goes on.
 
     Raises:
         UserError: an input, the tokenizer, a line or the output is not as it should be. Nothing is left behind.
     """
     formats = _check(config)
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # seconds: after the checks
-
     encoder = Encoder(config)
-    report, start = Report(), time.perf_counter()
+    key = _key(config, formats, encoder.tokenizer)
+    if not config.overwrite and (made := made_of(config.output_prefix)) is not None and made.key == key:
+        return replace(made.report, found=True)
+    _refuse_existing(config)
     with (
         ordered_map(encoder, config.workers) as encode,
-        _indexed_files(config.output_prefix, IndexedDatasetBuilder, encoder.dtype) as write,
+        IndexWriter(config.output_prefix, encoder.dtype, key) as output,
     ):
-        for result in _progress(encode(_pieces(config, formats)), config):
-            write(result)
-            report.documents += len(result.lengths)
-            report.tokens += len(result.tokens)
-            report.empty += result.empty
-            report.input_bytes += result.input_bytes
+        report = output.state.report
+        if report.documents:
+            console().print(f"going on behind {report.documents:,} documents", markup=False)
+        places: deque[Place] = deque()
+        pieces = _noted(_pieces(config, formats, output.state.place), places)
+        for result in _progress(encode(pieces), config, report.input_bytes):
+            output.write(result.tokens, result.lengths, result.empty, result.input_bytes, places.popleft())
         if not report.documents:
             raise UserError(f"{', '.join(map(str, config.inputs))}: there is no text in it")
-    report.seconds = time.perf_counter() - start
     return report
 
 
@@ -194,75 +198,70 @@ def _check(config: PreprocessConfig) -> list[Format]:
     """The format of each input."""
     if config.workers < 1:
         raise UserError(f"--workers={config.workers}: it must be at least 1")
-    for suffix in (".bin", ".idx"):
-        path = Path(f"{config.output_prefix}{suffix}")
-        if path.exists() and not config.overwrite:
-            raise UserError(f"the output {path} exists: choose another prefix, or replace it with --overwrite")
     for path in config.inputs:
         if not path.is_file():
             raise UserError(f"the input {path} is not a file")
+    if config.chat_template is not None and config.format != "chat":
+        raise UserError(f"--chat-template={config.chat_template} is for conversations: add --format chat")
     return [config.format or _format_of(path) for path in config.inputs]
+
+
+def _refuse_existing(config: PreprocessConfig) -> None:
+    for suffix in (".bin", ".idx"):
+        path = Path(f"{config.output_prefix}{suffix}")
+        if path.exists() and not config.overwrite:
+            raise UserError(
+                f"the output {path} exists, made of something else: choose another prefix, or replace it with "
+                f"--overwrite"
+            )
+
+
+def _key(config: PreprocessConfig, formats: list[Format], tokenizer: HuggingFaceTokenizer) -> str:
+    """Changes as soon as anything that the output depends on does."""
+    options = (config.json_key, config.text_document, config.append_eod, config.add_special_tokens)
+    template = template_text(config.chat_template)
+    inputs = [FileSource(path).fingerprint() for path in config.inputs]
+    parts = [VERSION, tokenizer_key(tokenizer), options, template, formats, inputs]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
 def _format_of(path: Path) -> Format:
     if path.suffix not in SUFFIXES:
         known = " ".join(SUFFIXES)
-        raise UserError(f"cannot tell the format of {path} (known endings: {known}): say --format jsonl or text")
+        raise UserError(
+            f"cannot tell the format of {path} (known endings: {known}): say --format jsonl, text or chat"
+        )
     return SUFFIXES[path.suffix]
 
 
-def _pieces(config: PreprocessConfig, formats: list[Format]) -> Iterator[Piece]:
-    for path, kind in zip(config.inputs, formats, strict=True):
+def _pieces(config: PreprocessConfig, formats: list[Format], start: Place) -> Iterator[tuple[Piece, Place]]:
+    """Pieces from ``start`` on, each with the place behind it."""
+    for number, (path, kind) in enumerate(zip(config.inputs, formats, strict=True)):
+        if number < start.file:
+            continue
         try:
             with path.open("rb") as file:
                 if kind == "text" and config.text_document == "file":
-                    yield Piece(str(path), 1, [file.read()], kind)
+                    yield Piece(str(path), 1, [file.read()], kind), Place(number + 1)
                     continue
-                line = 1
+                place = start if number == start.file else Place(number)
+                file.seek(place.offset)
                 while lines := file.readlines(PIECE_BYTES):
-                    yield Piece(str(path), line, lines, kind)
-                    line += len(lines)
+                    behind = Place(number, file.tell(), place.line + len(lines))
+                    yield Piece(str(path), place.line, lines, kind), behind
+                    place = behind
         except OSError as error:
             raise UserError(f"the input {path} cannot be read: {error.strerror}") from error
 
 
-@contextmanager
-def _indexed_files(prefix: Path, builder_class: Any, dtype: Any) -> Iterator[Callable[[Tokens], None]]:
-    """Write beside the final names; rename at the end, the index last, because readers look for it first."""
-    final = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
-    aside = [path.with_name(f"{path.name}.incomplete") for path in final]
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        builder: Any = builder_class(str(aside[0]), dtype=dtype)
-
-        def write(result: Tokens) -> None:
-            start = 0
-            for length in result.lengths:
-                document: Any = result.tokens[start : start + length]
-                builder.add_document(document, [length])
-                start += length
-
-        yield write
-        builder.finalize(str(aside[1]))
-        _publish(aside, final)
-    except OSError as error:
-        raise UserError(f"cannot write {final[0]}: {error.strerror}: free space or write elsewhere") from error
-    finally:
-        for path in aside:
-            with suppress(OSError):
-                path.unlink()
+def _noted(pieces: Iterator[tuple[Piece, Place]], places: deque[Place]) -> Iterator[Piece]:
+    """The pieces; the place behind each is kept until its result is there."""
+    for piece, place in pieces:
+        places.append(place)
+        yield piece
 
 
-def _publish(aside: list[Path], final: list[Path]) -> None:
-    for path in aside:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    final[1].unlink(missing_ok=True)  # an old index must never describe new tokens
-    for source, target in zip(aside, final, strict=True):
-        source.replace(target)
-
-
-def _progress(results: Iterator[Tokens], config: PreprocessConfig) -> Iterator[Tokens]:
+def _progress(results: Iterator[Tokens], config: PreprocessConfig, done: int) -> Iterator[Tokens]:
     """Show how many bytes are done, on a terminal."""
     terminal = console()
     if not terminal.is_terminal:
@@ -276,7 +275,7 @@ def _progress(results: Iterator[Tokens], config: PreprocessConfig) -> Iterator[T
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=terminal) as progress:
-        task = progress.add_task("", total=sum(path.stat().st_size for path in config.inputs))
+        task = progress.add_task("", total=sum(path.stat().st_size for path in config.inputs), completed=done)
         for result in results:
             yield result
             progress.advance(task, result.input_bytes)

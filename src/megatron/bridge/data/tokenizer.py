@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: which one a run uses, and the small surface that datasets need of it."""
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -185,6 +186,15 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             f"own size, so remove it"
         )
     return HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
+
+
+def tokenizer_key(tokenizer: Tokenizer) -> str:
+    """Changes whenever the tokens of a text, or the text of a conversation, do."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return json.dumps(tokenizer.unique_identifiers)
+    hf: Any = tokenizer.hf
+    model = hf.backend_tokenizer.to_str() if hf.is_fast else json.dumps(hf.get_vocab(), sort_keys=True)
+    return json.dumps([type(hf).__name__, model, hf.chat_template, hf.special_tokens_map], sort_keys=True)
 
 
 def load_hf_tokenizer(path: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
