@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,7 @@ def test_a_preempted_job_of_nemo_run_goes_on_bitwise(slurm, undisturbed, tmp_pat
         (["--script", "no.py"], "--script no.py is not there"),
         (["--nodes", "0"], "--nodes 0 is not possible"),
         (["--env", "lower=1"], "--env lower: the name must be capital letters"),
+        (["--no-detach"], "--no-detach follows jobs through sacct, which says"),
         (["--host", "login"], "--host needs --ssh-tunnel"),
         (["--parttion", "toy"], "did you mean --partition"),
         (["train.micro_batch_size=4"], "train.global_batch_size=2 is not a multiple"),
@@ -186,3 +188,35 @@ def test_a_local_launch_runs_here_and_tells_how_it_ended(tmp_path):
     done = launch(None, tmp_path, "--local", "--devices", "2", *toy, *saving(tmp_path))
     assert max(losses(tmp_path)) == 2
     assert "step 2/2" in done.stdout + done.stderr
+
+
+@NEMO_RUN
+def test_a_local_launch_that_is_told_to_leave_leaves_nothing_running(tmp_path):
+    command = [str(LAUNCHER), "scripts/training/launch_with_nemo_run.py", "--local", "--devices", "2"]
+    toy = [f"train.train_iters={10**5 + os.getpid()}" if "train_iters" in word else word for word in TOY]
+    [mark] = [word for word in toy if "train_iters" in word]
+    env = {**os.environ, "NEMORUN_HOME": str(tmp_path / "jobs")}
+    process = subprocess.Popen([*command, *toy, *saving(tmp_path)], cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+    wait_until(lambda: losses(tmp_path), 120)
+    process.terminate()
+    assert process.wait(60) == 1
+    wait_until(lambda: not running(mark), 30)
+
+
+def wait_until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def running(word):
+    """Processes with ``word`` in their command line."""
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if word in read(path)]
+
+
+def read(path):
+    try:
+        return path.read_text()
+    except OSError:  # it ended meanwhile
+        return ""

@@ -75,6 +75,8 @@ def check_cluster(options: LaunchOptions, shell: Shell) -> None:
     """
     if options.remote_job_dir is not None:
         _check_folder(str(options.remote_job_dir), shell)
+    if not options.detach and (answer := shell("sacct --noheader --allocations")).code:
+        raise UserError(f"--no-detach follows jobs through sacct, which says: {answer.text.strip()}; use --detach")
     answer = shell("sinfo --noheader --format='%P %l'")
     if answer.code:
         raise UserError(f"Slurm does not answer: {answer.text.strip()}")

@@ -5,12 +5,14 @@
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import nemo_run as run
@@ -145,8 +147,10 @@ def remote_shell(options: LaunchOptions) -> Shell:
 
 
 def launch(options: LaunchOptions) -> Submitted:
-    """Submit the jobs, or run here until the end."""
-    with _experiment(options) as experiment:
+    """Submit the jobs, or run here until the end; Ctrl-C and SIGTERM then reach the processes."""
+    started: list[Any] = []
+    with _signals_to(started), _experiment(options) as experiment:
+        started += [experiment] if options.local else []  # jobs in a queue stay there
         experiment.run(detach=options.detach and not options.local, tail_logs=options.tail_logs or options.local)
         jobs = tuple(_slurm_id(job.handle) for job in experiment.jobs if not options.local)
     states = () if options.detach and not options.local else tuple(str(job.state) for job in experiment.jobs)
@@ -172,6 +176,25 @@ def _experiment(options: LaunchOptions) -> Iterator[Any]:
             name = TASK if options.chain == 1 else f"{TASK}-{number + 1}"
             before = [experiment.add(_task(options), executor, name, _plugins(options), dependencies=before)]
         yield experiment
+
+
+@contextmanager
+def _signals_to(experiments: list[Any]) -> Iterator[None]:
+    """Hand Ctrl-C and SIGTERM to what runs here: NeMo-Run would wait on, or leave the processes behind."""
+
+    def cancel(signum: int, frame: FrameType | None) -> None:
+        if not experiments:
+            raise KeyboardInterrupt
+        for experiment in experiments:
+            for job in experiment.jobs:
+                job.cancel(runner=experiment._runner)
+
+    before = {number: signal.signal(number, cancel) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _task(options: LaunchOptions) -> run.Script:
