@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint.model_io import unwrap
+from tests.families.own_models import model_class
 from tests.families.row import Row
 from tests.families.rows import ROWS
 from tests.toy_models import tokens
@@ -103,6 +103,7 @@ def make_reference(row: Row, directory: Path) -> Case:
     model = hf_model(row)
     save(model, case.checkpoint)
     (case.checkpoint / "tokenizer.json").write_text('{"version": "1.0", "note": "carried over, not read"}')
+    (case.checkpoint / "README.md").write_text("The card of a toy.\n")
     values = row.rewrite(case.checkpoint) if row.rewrite else None
     if values is not None:
         model = _with_values(model, values, directory / "plain")
@@ -121,7 +122,7 @@ def make_reference(row: Row, directory: Path) -> Case:
 
 def hf_model(row: Row) -> Any:
     """The row's transformers model, every number of it random."""
-    kind = getattr(transformers, row.model)
+    kind = model_class(row.model)
     config = kind.config_class(**row.config)
     config._attn_implementation = "eager"  # the one that has every feature of every architecture
     torch.manual_seed(row.seed)

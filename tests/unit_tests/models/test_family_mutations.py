@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-import transformers
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
 from tests.families.configs import different_providers
 from tests.families.mutations import Copy, mutations
+from tests.families.own_models import model_class
 from tests.families.rows import ROWS
 from tests.unit_tests.project.tree import ROOT
 
@@ -120,7 +120,7 @@ class Trial:
         config = copy.deepcopy(config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        hf = getattr(transformers, self.case.row.model).from_pretrained(
+        hf = model_class(self.case.row.model).from_pretrained(
             plain if plain.exists() else self.case.checkpoint,
             config=config,
             attn_implementation="eager",

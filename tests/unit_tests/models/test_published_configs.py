@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from megatron.bridge import AutoBridge
 from tests.families import configs, published
+from tests.families.own_models import model_class
 from tests.families.spelling import respelled
 
 FILES = {path.stem: path for path in sorted(Path(published.__path__[0]).glob("*.json"))}
@@ -63,6 +63,7 @@ COUNTS = {
     "nvidia--NVIDIA-Nemotron-Nano-9B-v2": 8_888_227_328,
     "nvidia--NVIDIA-Nemotron-Nano-12B-v2": 12_310_001_152,
     "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
+    "nvidia--Llama-3_3-Nemotron-Super-49B-v1": 49_867_145_216,
     "openai--gpt-oss-20b": 20_914_757_184,
     "openai--gpt-oss-120b": 116_829_156_672,
     "HuggingFaceTB--SmolLM2-135M": 134_515_008,
@@ -126,7 +127,7 @@ def test_sizes_add_up(name, tmp_path):
     count = count_of(config)
     assert count == COUNTS.get(name, count)
     with torch.device("meta"):
-        hf = getattr(transformers, config.architectures[0])(config)
+        hf = model_class(config.architectures[0])(config)
     tied = {id(value): value for value in hf.state_dict(keep_vars=True).values()}
     assert count == sum(value.numel() for value in tied.values())
 

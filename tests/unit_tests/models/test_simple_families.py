@@ -6,6 +6,7 @@ import transformers
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.utils.errors import UserError
+from tests.families.own_models import model_class
 from tests.families.rows import ROWS
 from tests.families.rows.mistral import YARN
 
@@ -13,7 +14,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 70.0}
 
 
 def provider_of(row, **changes):
-    kind = getattr(transformers, ROWS[row].model)
+    kind = model_class(ROWS[row].model)
     config = kind.config_class(**{**ROWS[row].config, **changes}, architectures=[ROWS[row].model])
     return AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
 

@@ -39,6 +39,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.bridge.backends import layer_features, moe_metrics, torch_kernels
 from megatron.bridge.backends.device import has_cuda
 from megatron.bridge.backends.gated_delta import DeltaNet
+from megatron.bridge.backends.heterogeneous_specs import heterogeneous_layer
 from megatron.bridge.backends.torch_spec import TorchLatentAttention, TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
 
@@ -85,11 +86,22 @@ def decoder_block_spec(
     kinds = [tuple(map(bool, kind)) for kind in zip(moe_pattern(config), linear_pattern(config), strict=True)]
     specs = {kind: layer_spec(config, provider, *kind) for kind in set(kinds)}
     layers = [specs[kinds[index]] for index in _layers_here(config, vp_stage)]
+    if config.heterogeneous_block_specs:
+        blocks = config.per_block_parameters  # type: ignore[attr-defined]
+        layers = [
+            heterogeneous_layer(spec, blocks[index])
+            for spec, index in zip(layers, _layers_here(config, vp_stage), strict=True)
+        ]
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm())
     return layer_features.add_features(block, config, provider)
 
 
 def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    if config.heterogeneous_block_specs:
+        # it warns at import that Apex is missing, which only its other backend would use
+        from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs as own
+
+        return own.get_gpt_heterogeneous_layer_spec(config, use_te=True, vp_stage=vp_stage)  # type: ignore[arg-type]
     if config.experimental_attention_variant is None:
         return get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage

@@ -309,7 +309,7 @@ def _task(
         param_name=item.local_name,
         global_param_name=item.name,
         mapping=mapping,
-        shard=Shard(item.shape, item.kind, rank, size, config),
+        shard=Shard(item.shape, item.kind, rank, size, _layer_config(item.name, config)),
         dtype=item.dtype,
         owner=item.owner,
         vp_stage=item.chunk,
@@ -317,6 +317,14 @@ def _task(
         megatron_module=module,
         param_weight=parameter,
     )
+
+
+def _layer_config(name: str, config: Any) -> Any:
+    """The config that the layer of a parameter is built with."""
+    found = _LAYER.match(name)
+    if found is None or not getattr(config, "heterogeneous_block_specs", False):
+        return config
+    return config.get_config_for_layer(int(found[2]) + 1)
 
 
 def _ties(registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, Entry] | None) -> dict[str, str]:

@@ -81,9 +81,13 @@ class PreTrainedCausalLM:
         auto, raw = cast(Any, transformers.AutoConfig), self.raw_config
         alias = _ALIASES.get(raw.get("model_type", ""))
         try:
-            if alias is None:
+            if raw.get("model_type") == "nemotron-nas":  # remote code on the hub that need not run
+                from megatron.bridge.models.hf_pretrained.deci_config import DeciConfig
+
+                config: Any = DeciConfig.from_dict(raw)
+            elif alias is None:
                 remote = self.trust_remote_code and not _is_native(raw)
-                config: Any = auto.from_pretrained(self.directory, trust_remote_code=remote)
+                config = auto.from_pretrained(self.directory, trust_remote_code=remote)
             else:
                 kinds = cast(Any, transformers.CONFIG_MAPPING)
                 config = kinds[alias].from_dict({**raw, "model_type": alias})
