@@ -45,6 +45,7 @@ def make_reference(directory: Path) -> Case:
     case = Case(ROW.name, directory)
     harness.save(harness.hf_model(ROW), case.checkpoint)
     (case.checkpoint / "tokenizer.json").write_text('{"version": "1.0"}')
+    (case.checkpoint / "README.md").write_text("The card of a toy.\n")
     add_layers(case.checkpoint)
     model, mtp = load(case.checkpoint)
     ids, labels = case.batch

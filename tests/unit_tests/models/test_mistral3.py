@@ -42,6 +42,7 @@ def make(directory, text="ministral3", tied=False, spelled=True):
     model.config.dtype = torch.float32
     randomise(model)
     model.save_pretrained(directory)
+    (directory / "README.md").write_text("The card of a toy.\n")
     if not spelled:
         change_config(directory, lambda config: [part.pop("tie_word_embeddings") for part in both(config)])
     return model

@@ -26,6 +26,9 @@ class Hub(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             name = json.loads(body)["name"]
             self.answer({"url": f"{self.server.url}/owner/{name}"}, 401 if name == "refused" else 200)
+        elif self.path == "/api/validate-yaml":
+            content = json.loads(body)["content"]
+            self.answer({"errors": [] if "license: apache-2.0" in content else ["no licence"], "warnings": []})
         elif "/preupload/" in self.path:
             wanted = [entry["path"] for entry in json.loads(body)["files"]]
             self.answer(
@@ -84,6 +87,7 @@ def test_every_file_arrives(hub, model):
     address = bridge.push_to_hub(model, "owner/model", commit_message="trained on plays")
     assert address == f"{hub.url}/owner/model"
     assert Hub.files == {path.name: path.read_bytes() for path in model.iterdir()}
+    assert "README.md" in Hub.files
     assert Hub.summary == "trained on plays"
 
 

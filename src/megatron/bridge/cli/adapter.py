@@ -58,8 +58,13 @@ def run(args: argparse.Namespace) -> int:
 
 def merge(args: argparse.Namespace) -> None:
     """Write the base with the adapters in its weights."""
+    from megatron.bridge.models.conversion import side_files
+
     bridge, model = _adapted(args)
-    bridge.save_hf_pretrained(model, args.hf_path)
+    known = side_files.history_of(model, merge=True)
+    if not _in_peft_format(args.adapter):
+        known = side_files.history_of_checkpoint(args.adapter, adapters=known.adapters)
+    bridge.save_hf_pretrained(model, args.hf_path, history=known)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -70,11 +75,13 @@ def export(args: argparse.Namespace) -> None:
 
 def unmerge(args: argparse.Namespace) -> None:
     """Subtract the adapters from the weights of a merged model."""
+    from megatron.bridge.models.hf_pretrained.model_card import History
     from megatron.bridge.peft.unmerge import subtract
 
     bridge, model = _adapted(args, of_base=False)
     subtract(model)
-    bridge.save_hf_pretrained(model, args.hf_path, merge_adapter_weights=True)
+    history = History(note="Adapters that had been merged into it were taken out again, up to rounding.")
+    bridge.save_hf_pretrained(model, args.hf_path, merge_adapter_weights=True, history=history)
 
 
 def _adapted(args: argparse.Namespace, of_base: bool = True) -> "tuple[AutoBridge, list[Any]]":
@@ -82,9 +89,12 @@ def _adapted(args: argparse.Namespace, of_base: bool = True) -> "tuple[AutoBridg
     from megatron.bridge.peft import hf_adapter
     from megatron.bridge.training import adapter_checkpoint
 
-    in_peft_format = (args.adapter / "adapter_config.json").is_file()
-    place: Any = hf_adapter if in_peft_format else adapter_checkpoint
+    place: Any = hf_adapter if _in_peft_format(args.adapter) else adapter_checkpoint
     name = args.hf_model or place.base_name(args.adapter)
     if not name:
         raise UserError(f"the adapter {args.adapter} does not name its base: give it with --hf-model")
     return place.adapted_model(args.adapter, str(name), args.trust_remote_code, check=of_base)
+
+
+def _in_peft_format(path: Path) -> bool:
+    return (path / "adapter_config.json").is_file()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``README.md`` of an exported model: what it comes from, what was done to it, and what its source says of itself.
+
+A model that was only converted is its source, bit for bit, and keeps the source's card as it is. Otherwise the
+card says first what was done; the source's text follows, and its metadata, such as licence and languages, stays.
+Scores that the source claims there are left out: they are not this model's.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+NAME = "README.md"
+TAG = "megatron-bridge"
+METRICS = "metrics.jsonl"  # as a run writes it beside its checkpoints
+
+_METADATA = re.compile(r"\A---\r?\n(.*?)\r?\n---\r?\n", re.DOTALL)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_IN_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_OF_THE_SOURCE_ONLY = ("model-index", "base_model_relation", "new_version")
+_LOSSES = {"train": "training", "validation": "validation", "test": "test"}
+
+
+@dataclass(frozen=True)
+class History:
+    """What became of the source's weights.
+
+    Attributes:
+        steps: of training; 0 if there was none.
+        from_scratch: whether training began with random weights, not with the source's.
+        adapters: what was merged into the weights, such as ``LoRA of rank 32``.
+        note: anything else that was done, as a sentence.
+        losses: the last of each kind (train, validation, test) that was written down up to ``steps``.
+    """
+
+    steps: int = 0
+    from_scratch: bool = False
+    adapters: str = ""
+    note: str = ""
+    losses: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def changed(self) -> bool:
+        """Whether the weights are known not to be the source's."""
+        return bool(self.steps or self.adapters or self.note)
+
+
+def compose(title: str, source: str | None, source_card: str | None, history: History) -> str:
+    """The card's text.
+
+    Args:
+        title: name of the exported model.
+        source: name of the model that it is like; None without one.
+        source_card: that model's card, if it has one.
+        history: what was done.
+    """
+    if source_card is not None and not history.changed:
+        return source_card
+    theirs, text = _split(source_card or "")
+    metadata = {key: value for key, value in theirs.items() if key not in _OF_THE_SOURCE_ONLY}
+    metadata.setdefault("library_name", "transformers")
+    if source is not None and _HUB_ID.fullmatch(source) and not history.from_scratch:
+        metadata["base_model"] = source
+    metadata["tags"] = list(dict.fromkeys([*_listed(theirs.get("tags")), TAG]))
+    lines = ["---", yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(), "---", ""]
+    lines += [f"# {title}", "", *_told(source, history)]
+    if text.strip():
+        lines += ["", f"## The card of {source or 'the source'}", "", text.strip()]
+    return "\n".join(lines) + "\n"
+
+
+def _told(source: str | None, history: History) -> Iterator[str]:
+    """What was done, in sentences."""
+    if source is not None:
+        yield f"Config and tokenizer of {source}." if history.from_scratch else f"Base model: {source}."
+    if history.steps:
+        begun = "from random weights" if history.from_scratch else "from the base model's weights"
+        yield f"Trained for {history.steps:,} steps with Megatron-Core, {begun}."
+    if history.adapters:
+        yield f"Adapters were merged into the weights: {history.adapters}."
+    if history.note:
+        yield history.note
+    done = "Its weights were" if history.changed else "Its weights are those of the Megatron model,"
+    yield f"{done} exported to Hugging Face format with Megatron Bridge."
+    if history.losses:
+        yield "\n| data | loss |\n|---|---|"
+        yield from (f"| {_LOSSES[kind]} | {loss:.4f} |" for kind, loss in history.losses.items())
+
+
+def last_losses(folder: Path, steps: int) -> dict[str, float]:
+    """The last losses that a run wrote down up to a step; nothing where there is no record, or a damaged one."""
+    found: dict[str, float] = {}
+    try:
+        lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+        for line in lines:
+            if line["step"] <= steps and line["kind"] in _LOSSES and "lm loss" in line:
+                found[line["kind"]] = float(line["lm loss"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found
+
+
+def public_name(model: str) -> str:
+    """What to call a model: its hub id, also of a copy in the hub's cache, or the name of its directory."""
+    cached = _IN_CACHE.search(model)
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() or not _HUB_ID.fullmatch(model) else model
+
+
+def _split(card: str) -> tuple[dict[str, Any], str]:
+    """Metadata and text; what is not valid metadata is text."""
+    found = _METADATA.match(card)
+    try:
+        metadata = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        metadata = None
+    if found is None or not isinstance(metadata, dict):
+        return {}, card
+    return cast(dict[str, Any], metadata), card[found.end() :]
+
+
+def _listed(value: Any) -> list[Any]:
+    return cast(list[Any], value) if isinstance(value, list) else [] if value is None else [value]
