@@ -2,6 +2,7 @@
 """A checkpoint as Megatron-LM lays it out: layers stacked, arguments, optimizer and random states beside them."""
 
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron.bridge.checkpoint import contents, layout, model_io
+from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.utils import dist
+from megatron.bridge.utils.errors import UserError
 from tests.functional_tests.checkpoint import toy
+from tests.functional_tests.checkpoint.runs import STEPS, run_to
 
 
 def _save_like_megatron_lm(root):
@@ -97,3 +101,77 @@ def _convert_on_first(root, target):
         subprocess.run(command, check=True, env=environment, capture_output=True)
     dist.barrier()
     return target / "iter_0000000"
+
+
+class SavesLikeMegatronLM(Callback):
+    """At step 3, what ``megatron.training`` saves, by Megatron-Core's own description of its optimizer."""
+
+    def __init__(self, root, kind):
+        self.root, self.kind = root, kind
+
+    def on_train_step_end(self, context):
+        if context.progress.step == 3:
+            (chunk,) = context.model
+            state = {"model": model_io.unwrap(chunk).sharded_state_dict()}
+            metadata = {"distrib_optim_sharding_type": self.kind, "chained_optim_avoid_prefix": True}
+            state |= {
+                "args": Namespace(global_batch_size=8, consumed_train_samples=24),
+                "checkpoint_version": 3.0,
+                "iteration": 3,
+                "optimizer": context.optimizer.sharded_state_dict(state, metadata=metadata),
+                "opt_param_scheduler": context.scheduler.state_dict(),
+                "rng_state": ShardedObject("rng_state", {}, (1, 2), (0, dist.rank())),
+            }
+            if dist.rank() == 0:
+                self.root.mkdir()
+            dist.barrier()
+            dist_checkpointing.save(state, str(self.root), async_strategy="mcore")
+
+
+def _trained(root, arguments, kind="fully_reshardable"):
+    return run_to(None, STEPS, {**arguments, "extra": [SavesLikeMegatronLM(root, kind)]})
+
+
+def _refused(root, arguments):
+    with pytest.raises(UserError) as caught:
+        run_to(None, STEPS, arguments, load=str(root))
+    return str(caught.value)
+
+
+SHARDED = {"ddp": {"use_distributed_optimizer": True}}
+TP2 = {"model": {"tensor_model_parallel_size": 2}}
+BF16 = {"mixed_precision": "bf16_mixed"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({**SHARDED, **BF16}, {**SHARDED, **BF16}),
+        pytest.param(SHARDED, TP2, marks=pytest.mark.slow),
+        pytest.param({**TP2, **BF16}, {**TP2, **BF16}, marks=pytest.mark.slow),
+    ],
+    ids=["dp2_bf16", "dp2_to_tp2", "tp2_bf16"],
+)
+def test_a_run_goes_on_with_its_optimizer(two_workers, tmp_path, before, after):
+    root = tmp_path / "iter_0000003"
+    undisturbed = two_workers.run(_trained, root, before)[0]
+    resumed = two_workers.run(partial(run_to, load=str(root)), None, STEPS, after)[0]
+    assert sorted(resumed["losses"]) == [4, 5, 6]
+    for step, loss in resumed["losses"].items():
+        # the same layout: the same bits; another: what that costs any run
+        assert abs(loss - undisturbed["losses"][step]) <= (0 if before == after else 1e-6)
+    assert resumed["progress"]["consumed_train_samples"] == undisturbed["progress"]["consumed_train_samples"]
+    assert resumed["schedule"] == undisturbed["schedule"]
+    if before == after:
+        assert resumed["digest"]["optimizer"] == undisturbed["digest"]["optimizer"]
+
+
+def test_buffers_of_another_layout_are_refused(two_workers, tmp_path):
+    root = tmp_path / "iter_0000003"
+    two_workers.run(_trained, root, SHARDED, "dp_reshardable")
+    message = two_workers.run(_refused, root, SHARDED)[0]
+    assert "optimizer.distributed" in message
+    assert "--dist-ckpt-optim-fully-reshardable" in message
+    weights = {**SHARDED, "checkpoint": {"load_optim": False, "load_rng": False}}
+    resumed = two_workers.run(partial(run_to, load=str(root)), None, STEPS, weights)[0]
+    assert sorted(resumed["losses"]) == [4, 5, 6]

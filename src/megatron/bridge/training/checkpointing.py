@@ -21,7 +21,7 @@ from megatron.bridge.checkpoint import distributed, layout, local, lock, model_i
 from megatron.bridge.checkpoint.background import Background
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
 from megatron.bridge.checkpoint.manifest import DamagedError
-from megatron.bridge.training import adapters, non_persistent
+from megatron.bridge.training import adapters, megatron_lm, non_persistent
 from megatron.bridge.training.config import CheckpointConfig, SchedulerConfig
 from megatron.bridge.training.optimizer import parts, set_step, step_of
 from megatron.bridge.training.optimizer_state import PREFIX, sharded_optimizer_state
@@ -252,16 +252,33 @@ def resume(run: Run, directory: Path) -> None:
         UserError: the checkpoint is damaged, lacks what is asked for, or is of another model or schedule.
     """
     common = distributed.load_common(directory)
+    foreign = RUN not in common and megatron_lm.is_one(common)
+    if foreign:
+        common = {**common, RUN: megatron_lm.run_state(common)}
     saved = _saved_run(run, common, directory)
     model_io.check_vocabulary(run.model, directory)
     state = _wanted(run, model_io.stored_metadata(common))
+    load = _load_foreign if foreign else _load_own
+    loaded = load(run, state, saved, directory)
+    _go_on(run, saved, loaded, same=saved["layout"] == asdict(Layout.current()))
+
+
+def _load_own(run: Run, state: dict[str, Any], saved: dict[str, Any], directory: Path) -> dict[str, Any]:
     same = saved["layout"] == asdict(Layout.current())
     # Under another layout no rank's own state fits; what callbacks kept is taken from the first rank.
     part = (dist.world_size(), dist.rank()) if same else (saved["layout"]["world"], 0)
     state[RANK] = ShardedObject(RANK, None, (part[0],), (part[1],), replica_id=0 if same else dist.rank())
     known = () if run.config.checkpoint.load_optim else (f"{PREFIX}.",)
-    loaded = distributed.load(state, directory, known=known)
-    _go_on(run, saved, loaded, same)
+    return distributed.load(state, directory, known=known)
+
+
+def _load_foreign(run: Run, state: dict[str, Any], saved: dict[str, Any], directory: Path) -> dict[str, Any]:
+    known = (*megatron_lm.BESIDE, "optimizer", "chained_")
+    if "optimizer" in state:
+        names = on_first_rank(lambda: list(distributed.stored_keys(distributed.check_files(directory))))
+        megatron_lm.refuse_buffers(names, directory)
+        state["optimizer"] = megatron_lm.under_their_names(state["optimizer"], names)
+    return distributed.load(state, directory, known=known) | {RANK: {"callbacks": {}, "random": None}}
 
 
 def resume_part(run: Run, kept: non_persistent.Kept) -> None:
@@ -485,11 +502,12 @@ def _set_schedule(run: Run, saved: dict[str, Any]) -> None:
     scheduler.step(increment=0)
 
 
-def _set_random(run: Run, states: dict[str, Any] | None, saved: dict[str, int]) -> None:
+def _set_random(run: Run, states: dict[str, Any] | None, saved: dict[str, int] | None) -> None:
     if states is not None:
         set_random_states(states)
         return
     # Another seed than at the start, or dropout would repeat the masks of the first steps.
     tensor_parallel.model_parallel_cuda_manual_seed(run.config.rng.seed + run.progress.step)
-    sizes = ", ".join(f"{name} {size}" for name, size in saved.items())
-    console().print(f"random states start afresh: the checkpoint's layout was {sizes}", markup=False)
+    sizes = ", ".join(f"{name} {size}" for name, size in (saved or {}).items())
+    why = f"the checkpoint's layout was {sizes}" if sizes else "those of Megatron-LM are not taken over"
+    console().print(f"random states start afresh: {why}", markup=False)
