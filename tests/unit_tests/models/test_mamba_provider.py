@@ -108,6 +108,15 @@ def test_checkpoint_keys_are_those_of_fused_norms():
     assert not any("_layernorm." in key or ".norm.layer" in key for key in keys)
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_experts"])
+def test_converted_without_the_model_in_memory(family_case, tmp_path, name):
+    case = family_case(name)
+    AutoBridge.import_ckpt(case.checkpoint, tmp_path / "megatron", show_progress=False)
+    bridge = AutoBridge.from_hf_pretrained(case.checkpoint)
+    bridge.export_ckpt(tmp_path / "megatron", tmp_path / "hf", show_progress=False)
+    assert harness.different_files(case, tmp_path / "hf") == []
+
+
 # ---- configs ----------------------------------------------------------------------------------------------------
 
 
