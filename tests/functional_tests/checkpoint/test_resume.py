@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that stops and goes on is, bit for bit, the run that did not stop."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -116,10 +118,60 @@ def test_a_run_of_four_goes_on_under_another_layout(four_workers, tmp_path):
     )
 
 
+TP2_SP = {**TP2, "sequence_parallel": True}
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {**EXPERTS, "expert_model_parallel_size": 2}
+MATRICES = {
+    "of two": {
+        "dp2": {"ddp": SHARDED},
+        "tp2": {"model": TP2},
+        "tp2_sp": {"model": TP2_SP},
+        "pp2": {"model": PP2},
+        "pp2_vp2": {"model": VP2},
+        "cp2": {"model": CP2},
+    },
+    "of two with experts": {
+        "dp2": {"model": EXPERTS, "ddp": SHARDED},
+        "ep2": {"model": EP2, "ddp": SHARDED},
+        "tp2_sp": {"model": {**EXPERTS, **TP2_SP}},
+        "tp2_sp_ep2": {"model": {**EP2, **TP2_SP}},
+        "pp2": {"model": {**EXPERTS, **PP2}},
+    },
+    "of four": {
+        "dp4": {"ddp": SHARDED},
+        "dp2_tp2": {"model": TP2_SP, "ddp": SHARDED},
+        "dp2_pp2_vp2": {"model": VP2, "ddp": SHARDED},
+        "tp2_pp2": {"model": {**TP2, **PP2}},
+        "tp2_cp2": {"model": {**TP2_SP, **CP2}},
+        "pp2_cp2": {"model": {**PP2, **CP2}},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("matrix", "source"), [(matrix, source) for matrix, layouts in MATRICES.items() for source in layouts]
+)
+def test_a_run_goes_on_under_every_other_layout(request, tmp_path, matrix, source):
+    pool = request.getfixturevalue("four_workers" if matrix == "of four" else "two_workers")
+    layouts = MATRICES[matrix]
+    saving = {**layouts[source], "checkpoint": {"save_interval": 3}}
+    undisturbed = pool.run(run_to, tmp_path / "run", STEPS, saving)
+    layout.remove(tmp_path / "run", STEPS)
+    layout.write_tracker(tmp_path / "run", 3)
+    for target in sorted(layouts.keys() - {source}):
+        shutil.copytree(tmp_path / "run", tmp_path / target)
+        _assert_it_went_on(undisturbed, pool.run(run_to, tmp_path / target, STEPS, layouts[target]), 1e-6)
+
+
 def _goes_on(pool, root, before, after):
-    undisturbed, resumed = _both(pool, root, before, after)
     # fp32: what changing the layout costs a run of one layout, too; bf16: one rounding of an activation
     tolerance = 4e-3 if "mixed_precision" in before else 1e-6
+    _assert_it_went_on(*_both(pool, root, before, after), tolerance)
+
+
+def _assert_it_went_on(undisturbed, resumed, tolerance):
     for step, loss in undisturbed[0]["losses"].items():
         assert abs(resumed[0]["losses"][step] - loss) <= tolerance, step
     for part in ("progress", "schedule"):
