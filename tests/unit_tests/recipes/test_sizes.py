@@ -20,7 +20,7 @@ FILES = Path(published.__path__[0])
 # parts of a published config that are models of their own here
 TEXTS = {"google/gemma-3-4b-pt", "google/gemma-3-12b-pt", "google/gemma-3-27b-pt"}
 VARIANT = "16k|64k|128k|fp8|fp8_blockwise|mxfp8|nvfp4|low_precision"
-STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune)_config\w*$")
+STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune|distill)_config\w*$")
 
 
 def sizes():

@@ -50,8 +50,8 @@ class Recipe:
 
     @property
     def mode(self) -> Mode:
-        """The stage that the name says."""
-        return "pretrain" if "_pretrain_config" in self.name else "sft"
+        """The stage whose options the recipe takes; those that distill start from random weights."""
+        return "sft" if "_finetune_config" in self.name else "pretrain"
 
     def function(self) -> "Callable[..., ConfigContainer]":
         """The recipe itself, imported."""

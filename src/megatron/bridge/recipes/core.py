@@ -24,6 +24,7 @@ from megatron.bridge.recipes.sizes import Size
 from megatron.bridge.training.config import (
     CheckpointConfig,
     ConfigContainer,
+    DistillConfig,
     DistributedDataParallelConfig,
     LoggerConfig,
     OptimizerConfig,
@@ -106,6 +107,19 @@ def pretrain(size: Size, options: PretrainOptions, **recommended: Unpack[Pretrai
             random_seed=chosen["seed"],
         )
     return _assemble(size, chosen, dataset, weight_decay=0.1, mock=data_paths is None)
+
+
+def distill(
+    size: Size, teacher: Size, options: PretrainOptions, **recommended: Unpack[PretrainOptions]
+) -> ConfigContainer:
+    """The config that trains ``size`` from random weights on the data and on what ``teacher`` says of it.
+
+    Raises:
+        UserError: ``options`` has a key that ``PretrainOptions`` has not.
+    """
+    config = pretrain(size, options, **recommended)
+    config.distill = DistillConfig(teacher=teacher.hub_id)
+    return config
 
 
 def sft(size: Size, options: FinetuneOptions, **recommended: Unpack[FinetuneOptions]) -> ConfigContainer:

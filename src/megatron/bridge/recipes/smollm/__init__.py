@@ -4,6 +4,7 @@
 from megatron.bridge.recipes.smollm.smollm2 import (
     smollm2_1p7b_finetune_config,
     smollm2_1p7b_pretrain_config,
+    smollm2_50m_distill_config,
     smollm2_135m_finetune_config,
     smollm2_135m_pretrain_config,
     smollm2_360m_finetune_config,
@@ -14,6 +15,7 @@ from megatron.bridge.recipes.smollm.smollm3 import smollm3_3b_finetune_config, s
 __all__ = [
     "smollm2_1p7b_finetune_config",
     "smollm2_1p7b_pretrain_config",
+    "smollm2_50m_distill_config",
     "smollm2_135m_finetune_config",
     "smollm2_135m_pretrain_config",
     "smollm2_360m_finetune_config",

@@ -4,9 +4,10 @@
 Learning rates of pretraining 360M and 1.7B are those of "SmolLM2: When Smol Goes Big" (2025); the others are ours.
 """
 
+from dataclasses import replace
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.core import distill, pretrain, sft
 from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
@@ -31,6 +32,12 @@ SMOLLM2_135M = SMOLLM2.size(
 SMOLLM2_360M = SMOLLM2.size("HuggingFaceTB/SmolLM2-360M", 960, 2560, 32, 15, 5)
 SMOLLM2_1P7B = SMOLLM2.size("HuggingFaceTB/SmolLM2-1.7B", 2048, 8192, 24, 32, 32, rope_theta=130000.0)
 
+# Ours: a fifth of the layers, for a student that is as wide as its teacher.
+SMOLLM2_50M = replace(
+    SMOLLM2.size("HuggingFaceTB/SmolLM2-135M", 576, 1536, 6, 9, 3, initializer_range=0.041666666666666664),
+    published=False,
+)
+
 
 def smollm2_135m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
     """SmolLM2 135M from random weights, 1 x H100 80GB: 35 GB, nothing is split."""
@@ -49,6 +56,11 @@ def smollm2_1p7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigCo
     return pretrain(
         SMOLLM2_1P7B, options, seq_length=2048, global_batch_size=1024, micro_batch_size=4, lr=5e-4, min_lr=5e-6
     )
+
+
+def smollm2_50m_distill_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """SmolLM2 50M from SmolLM2 135M, 1 x H100 80GB: 1 GB, nothing is split."""
+    return distill(SMOLLM2_50M, SMOLLM2_135M, options, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4)
 
 
 def smollm2_135m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
