@@ -16,3 +16,5 @@ def test_demo(tmp_path):
     model = tmp_path / "demo" / "SmolLM2-135M-Shakespeare"
     for name in ("model.safetensors", "config.json", "tokenizer.json", "loss.png", "run_config.yaml"):
         assert (model / name).stat().st_size
+    robot = tmp_path / "demo" / "SmolLM2-135M-Robot"
+    assert (robot / "model.safetensors").stat().st_size == (model / "model.safetensors").stat().st_size

