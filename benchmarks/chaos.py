@@ -24,10 +24,9 @@ import random
 import shutil
 import signal
 import socket
-import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -35,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.chaos_report import Attempt, read, report
 
 import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
 from megatron.bridge.checkpoint import layout, manifest, verification
@@ -415,18 +415,6 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-@dataclass
-class Attempt:
-    """What came of one start of the run; ``ended`` is on the monotonic clock, the others are seconds it took."""
-
-    fault: str
-    exit_code: int
-    ended: float = 0.0
-    detected: float | None = None
-    recovered: float | None = None
-    problems: list[str] = field(default_factory=list)
-
-
 def attempt(context: Any, paths: Paths, main: Any, arguments: tuple[Any, ...]) -> int | None:
     """Start the launcher and wait for it and its ranks; its exit code, or None if something hung."""
     mark = len(events(paths))
@@ -578,25 +566,17 @@ def _same(found: Any, expected: Any) -> bool:
     return found == expected
 
 
-def report(attempts: list[Attempt]) -> str:
-    """Times and what went wrong, as Markdown."""
-    lines = [f"{len(attempts)} starts, {sum(bool(entry.problems) for entry in attempts)} with a problem"]
-    for name in ("detected", "recovered"):
-        values = sorted(value for entry in attempts if (value := getattr(entry, name)) is not None)
-        if values:
-            late = values[min(len(values) - 1, int(0.99 * len(values)))]
-            lines.append(f"{name}: median {statistics.median(values):.2f} s, p99 {late:.2f} s")
-    lines += [f"PROBLEM {entry.fault}: {'; '.join(entry.problems)}" for entry in attempts if entry.problems]
-    return "\n".join(lines)
-
-
 def main() -> int:
     """Run, write ``attempts.jsonl``, and fail if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("chaos"))
+    parser.add_argument("--read", type=Path, help="show the times of an attempts.jsonl instead")
     args = parser.parse_args()
+    if args.read is not None:
+        print(report(read(args.read)))
+        return 0
     attempts = chaos(args.out, plan(args.faults, args.seed))
     with (args.out / "attempts.jsonl").open("w") as stream:
         for entry in attempts:

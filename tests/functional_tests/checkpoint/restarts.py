@@ -4,6 +4,7 @@
 import os
 import pickle
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ class FailsOnce(Callback):
     def __init__(self):
         self.failed = False
         self.started = []
+        self.at = 0.0
 
     def on_train_start(self, context):
         self.started.append(context.progress.step)
@@ -30,7 +32,13 @@ class FailsOnce(Callback):
     def on_grads_ready(self, context):
         if context.progress.step == 4 and os.environ["RANK"] == "1" and not self.failed:
             self.failed = True
+            self.at = time.monotonic()
             raise RuntimeError("this rank fails")
+
+    def on_train_step_end(self, context):
+        if self.at:
+            sys.stderr.write(f"the next step ended {time.monotonic() - self.at:.1f} s after the error\n")
+            self.at = 0.0
 
 
 class Slowly(Callback):

@@ -135,7 +135,7 @@ MATRICES = {
         "dp2": {"model": EXPERTS, "ddp": SHARDED},
         "ep2": {"model": EP2, "ddp": SHARDED},
         "tp2_sp": {"model": {**EXPERTS, **TP2_SP}},
-        "tp2_sp_ep2": {"model": {**EP2, **TP2_SP}},
+        "tp2_sp_ep2": {"model": {**EP2, **TP2_SP, "expert_tensor_parallel_size": 1}},
         "pp2": {"model": {**EXPERTS, **PP2}},
     },
     "of four": {

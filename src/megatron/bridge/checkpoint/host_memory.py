@@ -29,7 +29,14 @@ class HostMemory:
 
     def reserve(self, size: int) -> None:
         """Have ``size`` bytes made ready, while the caller goes on."""
-        self._making = threading.Thread(target=self._grow, args=(size,), name="host memory", daemon=True)
+        device = torch.cuda.current_device()
+
+        def make() -> None:
+            if has_cuda():
+                torch.cuda.set_device(device)  # a thread begins with the first one, and pinning would use it
+            self._grow(size)
+
+        self._making = threading.Thread(target=make, name="host memory", daemon=True)
         self._making.start()
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
