@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A toy student and a random teacher of transformers' own making, in any layout."""
 
-from megatron.bridge.data.config import MockGPTDatasetConfig
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.config import DistillConfig, OptimizerConfig, SchedulerConfig, ValidationConfig
+from megatron.bridge.training.config import DistillConfig
 from megatron.bridge.training.distill import distill
 from tests.toy_run import Record, initialize_by_name, save_llama, toy_config
 from tests.workers import forget_model_parallel
@@ -18,13 +17,6 @@ TEACHER = {
 }
 LEARN = {"ce_weight": 0.4, "kl_weight": 0.7, "temperature": 2.0}
 HIDDEN = {**LEARN, "hidden_weight": 0.5, "hidden_layers": {1: 6, 3: 4, 4: 8}}
-STEP = {
-    "optimizer": lambda: OptimizerConfig(
-        optimizer="sgd", lr=1.0, min_lr=1.0, weight_decay=0.0, clip_grad=0.0, sgd_momentum=0.0
-    ),
-    "scheduler": lambda: SchedulerConfig(lr_decay_style="constant"),
-    "validation": lambda: ValidationConfig(eval_iters=0),
-}
 
 
 def save_teacher(directory, **changes):
@@ -63,7 +55,3 @@ def run_student(teacher, learn=None, own_start=True, **arguments):
     finally:
         forget_model_parallel()
     return record, losses
-
-
-def mock(seq_length=32):
-    return MockGPTDatasetConfig(seq_length=seq_length)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import layout
@@ -186,7 +186,7 @@ def assert_same_logits(look, teacher):
     positions = torch.arange(SEQUENCE).expand(2, -1)
     with torch.no_grad():
         found = look.pair.teacher(input_ids=tokens, position_ids=positions, attention_mask=None)
-        expected = LlamaForCausalLM.from_pretrained(teacher)(tokens).logits
+        expected = AutoModelForCausalLM.from_pretrained(teacher)(tokens).logits
     assert expected.std() > 0.5
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
@@ -199,6 +199,25 @@ def test_the_teacher_may_be_a_megatron_checkpoint(teacher, tmp_path):
     AutoBridge.import_ckpt(str(teacher), str(tmp_path / "megatron"))
     forget_model_parallel()
     assert_same_logits(first_step(student_config(tmp_path / "megatron", train={"train_iters": 1})), teacher)
+
+
+def test_the_teacher_may_be_of_another_family(tmp_path):
+    """One with experts, and more layers than the student."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "max_position_embeddings": SEQUENCE,
+        "initializer_range": 0.2,
+    }
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(tmp_path)
+    assert_same_logits(first_step(student_config(tmp_path, train={"train_iters": 1})), tmp_path)
 
 
 def test_the_teacher_is_neither_trained_nor_saved(teacher, tmp_path):

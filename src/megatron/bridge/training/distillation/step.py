@@ -99,10 +99,11 @@ class StudentLoss:
     def _divergence(self, logits: Tensor, teacher: Tensor | TopTokens) -> Tensor:
         group: Any = parallel_state.get_tensor_model_parallel_group()
         temperature, count = self.config.temperature, self.config.top_k
-        if isinstance(teacher, Tensor) and count is None:
+        if not isinstance(teacher, Tensor):
+            return top_kl_divergence(logits, teacher, temperature, group)
+        if count is None:
             return kl_divergence(logits, teacher, temperature, group)
-        named = top_tokens(teacher, count or 0, temperature, group) if isinstance(teacher, Tensor) else teacher
-        return top_kl_divergence(logits, named, temperature, group)
+        return top_kl_divergence(logits, top_tokens(teacher, count, temperature, group), temperature, group)
 
     def _cross_entropy(self, logits: Tensor) -> Tensor:
         learnt = logits if self.config.ce_weight else logits.detach()
