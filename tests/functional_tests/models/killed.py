@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import layout, manifest
-from megatron.bridge.models.conversion import auto_bridge
+from megatron.bridge.models.conversion import side_files
 from megatron.bridge.models.hf_pretrained import safetensors_writer
 from megatron.bridge.utils import atomic
 from tests.toy_models import make_llama
@@ -30,7 +30,7 @@ EXPORTS = [
     (safetensors_writer.os, "pwrite", 1),
     (safetensors_writer.os, "pwrite", 9),
     (safetensors_writer, "write_index", 1),
-    (auto_bridge.shutil, "copyfile", 1),
+    (side_files.shutil, "copyfile", 1),
     (atomic, "publish", 1),
 ]
 

@@ -2,6 +2,8 @@
 """``plan``, ``inspect`` and ``verify``, on a tiny Llama in both formats."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,3 +109,81 @@ def test_one_other_bit_is_named(places, tmp_path):
     assert f"tensor {name} differs" in printed.get()
     proofs = json.loads((tmp_path / "c.json").read_text())["tensors"]
     assert [key for key, proof in proofs.items() if not proof["equal"]] == [name]
+
+
+def copied(place, target):
+    shutil.copytree(place, target)
+    return target
+
+
+def only(place, pattern):
+    (found,) = place.rglob(pattern)
+    return found
+
+
+def test_inspect_says_which_file_holds_a_tensor(places, capsys):
+    assert main(["inspect", str(places[1]), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {tensor["file"] for tensor in found["tensors"]} == {"__0_0.distcp"}
+    assert found["facts"]["iteration"] == "0 (published: 0)"
+
+
+def test_inspect_lists_a_checkpoint_of_another_program(places, tmp_path, capsys):
+    other = copied(places[1], tmp_path / "megatron")
+    only(other, "run_config.yaml").unlink()
+    for place in (other, other / "iter_0000000"):
+        assert main(["inspect", str(place), "--tensors"]) == 0
+        text = capsys.readouterr().out
+        assert "unknown, there is no run_config.yaml" in text
+        assert "linear_qkv" in text
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "damage", "message"),
+    [
+        (0, "model-00002-*", Path.unlink, "lacks model-00002"),
+        (0, "model-00002-*", truncate, "model-00002-of-00006.safetensors is truncated"),
+        (1, "*.distcp", Path.unlink, "__0_0.distcp is missing"),
+        (1, "*.distcp", truncate, "is damaged: __0_0.distcp has"),
+        (1, ".metadata", truncate, ".metadata cannot be read"),
+    ],
+)
+def test_damage_is_named_by_inspect_and_by_verify(places, tmp_path, capsys, kind, pattern, damage, message):
+    damaged = list(places)
+    damaged[kind] = copied(places[kind], tmp_path / "damaged")
+    damage(only(damaged[kind], pattern))
+    for command in (["inspect", damaged[kind]], ["verify", *damaged], ["verify", *damaged, "--skip-logits"]):
+        assert main([*map(str, command)]) == 1
+        error = " ".join(capsys.readouterr().err.split())
+        assert message in error or (command[0] == "verify" and ".metadata" in error)
+
+
+def test_places_that_are_not_there(places, tmp_path, capsys):
+    hf, megatron = map(str, places)
+    absent = str(tmp_path / "absent")
+    for command in (["inspect", absent], ["verify", absent, megatron], ["verify", hf, absent]):
+        assert main(command) == 1
+        assert "does not exist" in capsys.readouterr().err
+    assert main(["inspect", str(places[0] / "config.json")]) == 1
+    assert "is no checkpoint" in capsys.readouterr().err
+    assert main(["verify", megatron, hf]) == 1
+    assert "is not a Hugging Face model" in capsys.readouterr().err
+
+
+def test_a_certificate_that_cannot_be_written_is_refused_at_once(places, tmp_path, capsys):
+    assert main(["verify", *map(str, places), "--certificate", str(tmp_path / "no" / "c.json")]) == 1
+    assert "c.json cannot be written" in " ".join(capsys.readouterr().err.split())
+
+
+def test_tensors_alone_are_compared_without_the_model(places, tmp_path, monkeypatch):
+    monkeypatch.setattr(AutoBridge, "load_megatron_model", None)
+    with console().capture() as printed:
+        command = ["verify", *map(str, places), "--skip-logits", "--certificate", str(tmp_path / "c.json")]
+        assert main(command) == 0
+    assert "Comparing: 20 done" in printed.get()
+    assert "20 of 20 tensors are bitwise equal" in printed.get()
+    assert json.loads((tmp_path / "c.json").read_text())["logits"] is None

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 LAYOUT = ("tensor", "pipeline", "context", "expert")
+_MEGATRON = ("latest_checkpointed_iteration.txt", "metadata.json")
+_UNITS = (1e9, "GB"), (1e6, "MB"), (1e3, "kB")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -71,9 +73,11 @@ def read(path: Path) -> Contents:
     from megatron.bridge.checkpoint import layout
     from megatron.bridge.utils.errors import UserError
 
+    if not path.exists():
+        raise UserError(f"{path} does not exist: give the directory of a model or of a checkpoint")
     if (path / "config.json").is_file():
         return _hugging_face(path)
-    if layout.iteration_of(path) is None and not (path / layout.TRACKER).is_file():
+    if layout.iteration_of(path) is None and not any((path / name).is_file() for name in _MEGATRON):
         raise UserError(
             f"{path} is no checkpoint: a Hugging Face model has a config.json, a Megatron one a {layout.TRACKER}"
         )
@@ -104,24 +108,50 @@ def _megatron(path: Path) -> Contents:
 
     directory = layout.resolve(path)
     found = contents.tensors(directory)
+    files = _files_by_tensor(directory)
     weights = tuple(
-        Stored(tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch."), "")
+        Stored(tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch."), _named(files[tensor.name]))
         for tensor in found.values()
         if contents.is_weight(tensor.name)
     )
-    model = model_io.read_run_config(directory)["model"]
     published = _listed(layout.published_iterations(directory.parent))
     facts = {
-        "iteration": f"{layout.iteration_of(directory)} of {published}",
+        "iteration": f"{layout.iteration_of(directory)} (published: {published})",
+        **_facts_of_model(directory),
+        "optimizer state": "yes" if any(name.startswith("optimizer.") for name in found) else "no",
+        "tokenizer": "yes" if model_io.tokenizer_dir(directory) else "no",
+    }
+    return Contents("Megatron", facts, weights, _size(directory), len(list(directory.glob("*.distcp"))))
+
+
+def _facts_of_model(directory: Path) -> dict[str, str]:
+    """What the run's config tells; other programs write none, Megatron-LM for one."""
+    from megatron.bridge.checkpoint import layout, model_io
+
+    if not (directory / layout.RUN_CONFIG).is_file():
+        return {"model": f"unknown, there is no {layout.RUN_CONFIG}"}
+    model = model_io.read_run_config(directory)["model"]
+    return {
         "provider": str(model.get("_target_")),
         "layers": str(model.get("num_layers")),
         "hidden size": str(model.get("hidden_size")),
         "vocabulary": str(model.get("vocab_size")),
         "layout of the run": _layout(model),
-        "optimizer state": "yes" if any(name.startswith("optimizer.") for name in found) else "no",
-        "tokenizer": "yes" if model_io.tokenizer_dir(directory) else "no",
     }
-    return Contents("Megatron", facts, weights, _size(directory), len(list(directory.glob("*.distcp"))))
+
+
+def _files_by_tensor(directory: Path) -> dict[str, list[str]]:
+    """Which files hold a part of each tensor."""
+    from megatron.bridge.checkpoint import distributed
+
+    files: dict[str, set[str]] = {}
+    for index, place in distributed.check_files(directory).storage_data.items():
+        files.setdefault(index.fqn, set()).add(place.relative_path)
+    return {name: sorted(found) for name, found in files.items()}
+
+
+def _named(files: list[str]) -> str:
+    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
 
 
 def _layout(model: dict[str, Any]) -> str:
@@ -171,8 +201,12 @@ def _totals(contents: Contents) -> dict[str, str]:
     return {
         "tensors": f"{len(contents.tensors):,} in {contents.files} files",
         "parameters": _by_dtype(contents.tensors),
-        "size on disk": f"{contents.bytes / 1e9:.3f} GB",
+        "size on disk": _readable(contents.bytes),
     }
+
+
+def _readable(size: int) -> str:
+    return next((f"{size / step:.2f} {unit}" for step, unit in _UNITS if size >= step), f"{size} bytes")
 
 
 def _by_dtype(tensors: Iterable[Stored]) -> str:

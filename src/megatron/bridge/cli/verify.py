@@ -35,7 +35,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--certificate", type=Path, metavar="FILE", help="write the certificate here")
     parser.add_argument(
-        "--skip-logits", action="store_true", help="compare tensors only: needs one model's memory"
+        "--skip-logits", action="store_true", help="compare tensors only, a few in memory at a time"
     )
     parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
     convert.add_shared_arguments(parser)
@@ -48,21 +48,29 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bridge.cli.conversion_tools import TOLERANCES
     from megatron.bridge.models.conversion import patterns
     from megatron.bridge.models.conversion.certificate import Certificate, prove
-    from megatron.bridge.utils import dist
+    from megatron.bridge.utils import console, dist
+    from megatron.bridge.utils.errors import UserError
 
     sizes = convert.layout(args)
+    if args.certificate and not args.certificate.parent.is_dir():
+        raise UserError(f"--certificate {args.certificate} cannot be written: its folder does not exist")
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
-    model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False)
-    proofs, missing = prove(
-        bridge.export_hf_weights(model, cpu=True, show_progress=not args.no_progress), bridge.hf_pretrained.state
-    )
+    model = None
+    if args.skip_logits:
+        weights = bridge.export_stored_weights(args.megatron_path, mp_overrides=sizes)
+    else:
+        model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False)
+        weights = bridge.export_hf_weights(model, cpu=True, show_progress=False)
+    source = bridge.hf_pretrained.state
+    compared = console.track(weights, "Comparing", total=len(source), show=not args.no_progress)
+    proofs, missing = prove(compared, source)
     missing = tuple(name for name in missing if not any(patterns.match(part, name) for part in bridge.carried))
     certificate = Certificate(
         hf_model=args.hf_model,
         megatron=str(args.megatron_path),
         tensors=proofs,
         missing=missing,
-        logits=None if args.skip_logits else _logits(bridge, model),
+        logits=None if model is None else _logits(bridge, model),
         tolerance=TOLERANCES[str(bridge.hf_config.dtype).removeprefix("torch.")],
     )
     if dist.rank() == 0:

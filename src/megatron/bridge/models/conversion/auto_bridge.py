@@ -3,9 +3,7 @@
 """``AutoBridge``: a Hugging Face model in, a Megatron model, a Hugging Face model out."""
 
 import copy
-import shutil
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,7 @@ from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub
 from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
 from megatron.bridge.models.model_provider import PARALLEL_SIZES, in_precision
-from megatron.bridge.utils import atomic, console, dist
+from megatron.bridge.utils import console, dist
 from megatron.bridge.utils.config.serialize import from_plain, to_plain
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -249,7 +247,7 @@ class AutoBridge:
         merge_adapter_weights: bool = True,
     ) -> None:
         """Write the weights and their index only; see ``save_hf_pretrained``."""
-        with _published(Path(path)) as staging:
+        with side_files.published(Path(path)) as staging:
             source = self._source(None)
             self._save_weights(model, staging, source, strict, merge_adapter_weights, show_progress)
         if show_progress:
@@ -310,7 +308,7 @@ class AutoBridge:
             adapters.refuse_other_config([model_io.unwrap(chunk) for chunk in model], peft_config)
         base = self.hf_pretrained
         name = str(base.model_name_or_path) if isinstance(base, PreTrainedCausalLM) else None
-        with _published(Path(path)) as staging:
+        with side_files.published(Path(path)) as staging:
             adapters.save(self._export_plan(model, None), staging, name, write=dist.rank() == 0)
         if show_progress:
             console.console().print(f"Adapter: {path}")
@@ -390,11 +388,26 @@ class AutoBridge:
             source_path: the Hugging Face model to be like; this bridge's own when None.
             mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
         """
-        outline = _stored_provider(megatron_path, mp_overrides).meta_model()
-        chunks = in_precision(outline, outline[0].config)
-        stored = streaming.StoredModel(chunks, megatron_path)
+        chunks, stored = _stored_model(megatron_path, mp_overrides)
         history = on_first_rank(lambda: side_files.history_of_checkpoint(megatron_path))
         self._save_pretrained(chunks, Path(hf_path), show_progress, source_path, strict, history, stored=stored)
+
+    def export_stored_weights(
+        self, megatron_path: str | Path, mp_overrides: Mapping[str, Any] | None = None
+    ) -> Iterator[HFWeightTuple]:
+        """Stream a Megatron checkpoint as ``export_hf_weights`` streams a model, without the model in memory.
+
+        Args:
+            megatron_path: root of a checkpoint, or one of its iterations.
+            mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
+
+        Yields:
+            (param_name, weight), in the order of the model.
+        """
+        chunks, stored = _stored_model(megatron_path, mp_overrides)
+        source = self._source(None)
+        plan = self._export_plan(chunks, source)
+        yield from buckets.stream(self._bridge, plan, source, cpu=True, tasks=stored.filled(plan.tasks))
 
     def save_megatron_model(
         self, model: Chunks, path: str | Path, hf_tokenizer_path: str | Path | None = None
@@ -503,11 +516,11 @@ class AutoBridge:
         stored: StoredModel | None = None,
     ) -> None:
         pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
-        with _published(path) as staging:
+        with side_files.published(path) as staging:
             self._save_weights(model, staging, self._source(source_path), strict, merge, show_progress, stored)
             on_first_rank(lambda: self._save_side_files(model, staging, pretrained, path.resolve().name, history))
         if show_progress:
-            console.console().print(f"Hugging Face model: {path}{_in_full(pretrained)}")
+            console.console().print(f"Hugging Face model: {path}{side_files.in_full(pretrained)}")
 
     def _save_weights(
         self,
@@ -537,28 +550,6 @@ class AutoBridge:
         side_files.write(self._bridge, _provider_of(model), pretrained, staging, title, history)
 
 
-@contextmanager
-def _published(path: Path) -> Generator[Path]:
-    """A staging directory on all ranks that becomes ``path`` at the end, or vanishes on an error."""
-    staging = on_first_rank(lambda: atomic.create_staging(path))
-    try:
-        yield staging
-        on_first_rank(lambda: atomic.publish(staging, path))
-    except BaseException:
-        # no collective here: this rank may be the only one that failed
-        if dist.rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
-
-
-def _in_full(source: Any) -> str:
-    """What to add to the name of an exported model whose source is quantised."""
-    quantization = source.raw_config.get("quantization_config") if isinstance(source, PreTrainedCausalLM) else None
-    if quantization is None:
-        return ""
-    return f" (in full: its source is stored in {quantization['quant_method']}, which is not written)"
-
-
 def _provider_of(model: Chunks) -> Any:
     config: Any = model_io.unwrap(model[0]).config
     return copy.copy(getattr(config, "declared", config))
@@ -582,6 +573,13 @@ def _stored_provider(path: str | Path, mp_overrides: Mapping[str, Any] | None) -
             raise UserError(f"mp_overrides.{name} is not a parallel size{did_you_mean(name, _ONE_PROCESS)}")
         setattr(provider, name, value)
     return provider
+
+
+def _stored_model(path: str | Path, mp_overrides: Mapping[str, Any] | None) -> tuple[list[Any], StoredModel]:
+    """The chunks of a Megatron checkpoint without memory, and their numbers."""
+    outline = _stored_provider(path, mp_overrides).meta_model()
+    chunks = in_precision(outline, outline[0].config)
+    return chunks, StoredModel(chunks, path)
 
 
 def _running_layout() -> dict[str, Any]:

@@ -5,7 +5,7 @@ Sending one tensor at a time leaves the network idle between two of them; sendin
 the whole model. A bucket is what one exchange puts together; its tensors are handed out before the next begins.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -32,6 +32,7 @@ def stream(
     source: Checkpoint | None = None,
     cpu: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
+    tasks: Iterable[WeightConversionTask] | None = None,
 ) -> Iterator[HFWeightTuple]:
     """Whole Hugging Face tensors with their names, in the order of the model, on every rank.
 
@@ -43,15 +44,16 @@ def stream(
         bucket_bytes: what this rank takes above the model, or what one tensor needs; the same on all ranks. What
             was yielded last counts, what was yielded before that does not. A tensor that holds all experts of a
             layer is put together beside the bucket.
+        tasks: those of the plan, one after the other, if the plan's own have no numbers.
     """
     same_as: dict[str, list[str]] = {}
     for name, same in plan.ties.items():
         same_as.setdefault(same, []).append(name)
     stacks: dict[str, _Stack] = {}
     adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
-    for tasks in _buckets(plan.tasks, bucket_bytes, exchange.anywhere(adapted)):
-        exchanged = _exchanged(tasks)
-        for task in tasks:
+    for bucket in _buckets(plan.tasks if tasks is None else tasks, bucket_bytes, exchange.anywhere(adapted)):
+        exchanged = _exchanged(bucket)
+        for task in bucket:
             weights = exchanged.pop(0)
             if bridge.computes_on_export:
                 weights = bridge.maybe_modify_converted_hf_weight(task, weights, source or {})
@@ -67,7 +69,7 @@ def stream(
 
 
 def _buckets(
-    tasks: Sequence[WeightConversionTask], limit: int, merged: bool
+    tasks: Iterable[WeightConversionTask], limit: int, merged: bool
 ) -> Iterator[list[WeightConversionTask]]:
     """Runs of tasks whose exchange takes ``limit`` bytes; a task that communicates by itself is alone.
 

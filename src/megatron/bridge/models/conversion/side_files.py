@@ -4,18 +4,21 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
 from megatron.bridge.checkpoint import layout, model_io
+from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.conversion.adapted import MADE_WITH
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, as_dict
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, model_card
 from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.quantized import without_quantization
+from megatron.bridge.utils import atomic, dist
 
 # keys of older configs that a newer key replaces
 _REPLACED = {
@@ -103,3 +106,25 @@ def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
     return [
         path for path in files if path.name != model_card.NAME and path.stat().st_size <= _LARGEST_WITH_A_TOKENIZER
     ]
+
+
+@contextmanager
+def published(path: Path) -> Generator[Path]:
+    """A staging directory on all ranks that becomes ``path`` at the end, or vanishes on an error."""
+    staging = on_first_rank(lambda: atomic.create_staging(path))
+    try:
+        yield staging
+        on_first_rank(lambda: atomic.publish(staging, path))
+    except BaseException:
+        # no collective here: this rank may be the only one that failed
+        if dist.rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def in_full(source: Any) -> str:
+    """What to add to the name of an exported model whose source is quantised."""
+    quantization = source.raw_config.get("quantization_config") if isinstance(source, PreTrainedCausalLM) else None
+    if quantization is None:
+        return ""
+    return f" (in full: its source is stored in {quantization['quant_method']}, which is not written)"
