@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a checkpoint that is larger than memory, both ways, against reading and writing the same bytes.
 
-``python benchmarks/huge_conversion.py --parameters 30`` makes a dense bfloat16 model of about 30 billion numbers in
-safetensors files that are holes (they take no room on the disk and read as zeros). It runs ``megatron-bridge
-convert`` on it and, with ``--export``, ``megatron-bridge export``, each in a process of its own, and prints a
-Markdown table: seconds, the ratio to the floor, and the peak of the process's memory: all of it (VmHWM, with the
-pages of mapped files, which the system takes back when it needs them) and the anonymous part. The output needs room
-for all bytes, 60 GB for 30 billion numbers, twice with ``--export``: free space is checked first.
+``python benchmarks/huge_conversion.py --parameters 30`` makes a dense bfloat16 model of about 30 billion
+numbers in safetensors files that are holes (they take no room on the disk and read as zeros). It runs
+``megatron-bridge convert`` on it and, with ``--export``, ``megatron-bridge export``, each in a process of its
+own, and prints a Markdown table: seconds, the ratio to the floor, and the peak of the process's memory: all of
+it (VmHWM, with the pages of mapped files, which the system takes back when it needs them) and the anonymous
+part. The output needs room for all bytes, 60 GB for 30 billion numbers, twice with ``--export``: free space is
+checked first.
 """
 
 import argparse
