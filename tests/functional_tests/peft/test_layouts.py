@@ -23,6 +23,7 @@ from tests.toy_adapters import (
     train,
 )
 from tests.toy_models import make_llama
+from tests.unit_tests.peft import test_parity
 from tests.workers import forget_model_parallel
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -135,6 +136,38 @@ def test_tensor_parallel_against_peft(llama, tmp_path, two_workers):
         assert found == pytest.approx(losses, abs=TOLERANCE)
         for name, tensor in tensors.items():
             np.testing.assert_allclose(tensor, saved[name].numpy(), rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+
+
+def experts_start_and_end(directory):
+    """Ten steps of adapters on experts that are cut over two ranks: everything before and after."""
+    bridge, model = adapted(Path(directory), test_parity.ROUTED, {**SP2, "expert_tensor_parallel_size": 2})
+    found = [numbers(bridge, model), train(model, 10), numbers(bridge, model)]
+    forget_model_parallel()
+    return found
+
+
+def numbers(bridge, model):
+    tensors = {name: tensor.numpy() for name, tensor in exported(bridge, model).items()}
+    return tensors, [(a.numpy(), b.numpy()) for a, b in test_parity.raw_factors(model)]
+
+
+def joined(first, second):
+    """Factors from those of two ranks: experts have B of the first layer cut, A of the second."""
+    for mine, others in zip(first, second, strict=True):
+        halves, experts = mine[1].ndim == 4, mine[0].ndim == 3
+        a = np.concatenate((mine[0], others[0]), axis=2) if experts and not halves else mine[0]
+        b = np.concatenate((mine[1], others[1]), axis=2) if halves else mine[1]
+        yield test_parity.as_peft(torch.from_numpy(a), torch.from_numpy(b))
+
+
+def test_experts_cut_over_ranks_against_peft(experts, two_workers):
+    (start, losses, end), (other_start, other_losses, other_end) = two_workers.run(experts_start_and_end, experts)
+    tensors = {name: torch.from_numpy(tensor) for name, tensor in start[0].items()}
+    factors = joined(start[1], other_start[1])
+    theirs = test_parity.reference_with_experts("qwen3_moe", test_parity.ROUTED, tensors, factors)
+    assert losses == other_losses == pytest.approx(reference_train(theirs, 10), abs=TOLERANCE)
+    tensors = {name: torch.from_numpy(tensor) for name, tensor in end[0].items()}
+    test_parity.compare_with_experts(tensors, joined(end[1], other_end[1]), theirs)
 
 
 def train_half_of_a_tie(directory, modules):

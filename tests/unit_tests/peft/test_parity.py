@@ -28,7 +28,9 @@ METHODS = {
     "dora": DoRA(dim=4, alpha=8),
     "canonical": CanonicalLoRA(dim=4, alpha=8),
 }
-EXPERTS = [("mixtral", "lora"), ("qwen3_moe", "rslora")]
+ROUTED = LoRA(target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"], dim=4, alpha=8)
+EXPERTS = [("mixtral", METHODS["lora"]), ("qwen3_moe", METHODS["rslora"]), ("qwen3_moe", ROUTED)]
+EXPERT_IDS = ["mixtral", "qwen3_moe with rslora", "qwen3_moe with its router"]
 TOLERANCE = 1e-5
 
 
@@ -59,31 +61,31 @@ def test_ten_steps(models, tmp_path, name):
     compare(exported(bridge, model), saved_by_peft(theirs))
 
 
-@pytest.mark.parametrize(("kind", "name"), EXPERTS)
-def test_gradients_with_experts(models, tmp_path, kind, name):
-    bridge, model = adapted(models(kind), METHODS[name])
+@pytest.mark.parametrize(("kind", "method"), EXPERTS, ids=EXPERT_IDS)
+def test_gradients_with_experts(models, tmp_path, kind, method):
+    bridge, model = adapted(models(kind), method)
     shake(bridge, model, tmp_path / "adapter")
-    theirs = reference_with_experts(kind, METHODS[name], exported(bridge, model), model)
+    theirs = reference_with_experts(kind, method, exported(bridge, model), moe_factors(model))
     gradients(model)
     reference_loss(theirs).backward()
     take_gradients(model, theirs)
-    compare_with_experts(bridge, model, theirs)
+    compare_with_experts(exported(bridge, model), moe_factors(model), theirs)
 
 
-@pytest.mark.parametrize(("kind", "name"), EXPERTS)
-def test_ten_steps_with_experts(models, kind, name):
-    bridge, model = adapted(models(kind), METHODS[name])
-    theirs = reference_with_experts(kind, METHODS[name], exported(bridge, model), model)
+@pytest.mark.parametrize(("kind", "method"), EXPERTS, ids=EXPERT_IDS)
+def test_ten_steps_with_experts(models, kind, method):
+    bridge, model = adapted(models(kind), method)
+    theirs = reference_with_experts(kind, method, exported(bridge, model), moe_factors(model))
     losses = train(model, 10)
     assert losses == pytest.approx(reference_train(theirs, 10), abs=TOLERANCE)
-    compare_with_experts(bridge, model, theirs)
+    compare_with_experts(exported(bridge, model), moe_factors(model), theirs)
 
 
-def compare_with_experts(bridge, model, theirs):
-    ours, saved = exported(bridge, model), saved_by_peft(theirs)
+def compare_with_experts(ours, factors, theirs):
+    saved = saved_by_peft(theirs)
     attention = [name for name in saved if ".self_attn." in name]
     compare({name: ours[name] for name in attention}, {name: saved[name] for name in attention})
-    for (a, b), wrapper in zip(expert_factors(model), expert_wrappers(theirs), strict=True):
+    for (a, b), wrapper in zip(factors, wrappers(theirs), strict=True):
         torch.testing.assert_close(a, wrapper.lora_A["default"].weight.data, rtol=TOLERANCE, atol=TOLERANCE)
         torch.testing.assert_close(b, wrapper.lora_B["default"].weight.data, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -100,7 +102,7 @@ def take_gradients(model, theirs):
             parameter.copy_(parameter.grad)
 
 
-def reference_with_experts(kind, method, tensors, model):
+def reference_with_experts(kind, method, tensors, factors):
     """``peft`` adapts the parameters that hold all experts; gate and up share their factor A there, too."""
     from peft import LoraConfig, get_peft_model
 
@@ -109,7 +111,11 @@ def reference_with_experts(kind, method, tensors, model):
         lora_alpha=method.alpha,
         use_rslora=method.use_rslora,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        target_parameters=[
+            "mlp.experts.gate_up_proj",
+            "mlp.experts.down_proj",
+            *(["mlp.gate.weight"] if "router" in method.target_modules else []),
+        ],
     )
     theirs = share_factors(get_peft_model(make(kind), config))
     named = {name.replace(".default", ""): parameter for name, parameter in theirs.named_parameters()}
@@ -117,24 +123,39 @@ def reference_with_experts(kind, method, tensors, model):
         for name, tensor in tensors.items():
             if ".self_attn." in name:
                 named.get(name, tensor).copy_(tensor)
-        for (a, b), wrapper in zip(expert_factors(model), expert_wrappers(theirs), strict=True):
+        for (a, b), wrapper in zip(factors, wrappers(theirs), strict=True):
             wrapper.lora_A["default"].weight.copy_(a)
             wrapper.lora_B["default"].weight.copy_(b)
     return theirs
 
 
-def expert_factors(model):
-    """A [experts x rank, in] and B [out, rank x experts] of each layer's two parameters, as ``peft`` has them."""
+def moe_factors(model):
+    """What ``peft`` has for the experts' two parameters, and the router's if it is adapted, layer by layer."""
+    return [as_peft(a, b) for a, b in raw_factors(model)]
+
+
+def raw_factors(model):
+    """A and B as they lie on this rank."""
     for layer in model[0].module.decoder.layers:
-        for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2):
-            a, b = linear.adapter.a.detach(), linear.adapter.b.detach()
-            rows = b.flatten(1, 2) if b.ndim == 4 else b
-            yield a.flatten(0, 1).clone(), rows.permute(1, 2, 0).flatten(1).clone()
+        for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2, layer.mlp.router):
+            if hasattr(linear, "adapter"):
+                yield linear.adapter.a.detach().clone(), linear.adapter.b.detach().clone()
 
 
-def expert_wrappers(theirs):
+def as_peft(a, b):
+    """A [experts x rank, in] and B [out, rank x experts]; a router has no experts."""
+    if a.ndim == 2:
+        return a, b
+    rows = b.flatten(1, 2) if b.ndim == 4 else b
+    return a.flatten(0, 1).clone(), rows.permute(1, 2, 0).flatten(1).clone()
+
+
+PARAMETERS = ("gate_up_proj", "down_proj", "weight")
+
+
+def wrappers(theirs):
     found = [module for module in theirs.modules() if type(module).__name__ == "ParamWrapper"]
-    return sorted(found, key=lambda module: (_layer(theirs, module), module.parameter_name != "gate_up_proj"))
+    return sorted(found, key=lambda one: (_layer(theirs, one), PARAMETERS.index(one.parameter_name)))
 
 
 def _layer(theirs, wanted):
