@@ -17,6 +17,7 @@ import torch
 from megatron.bridge.data.config import PackedSequenceSpecs
 from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.data.loaders import build_iterators
+from megatron.bridge.data.preview import preview
 from megatron.bridge.data.tokenizer import NullTokenizer
 from megatron.bridge.training.config import CheckpointConfig, ValidationConfig
 from megatron.bridge.utils.errors import UserError
@@ -230,3 +231,17 @@ def test_without_the_package_the_config_is_there_and_says_what_is_missing(tmp_pa
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "dataset=EnergonProvider needs the package megatron-energon, which is not installed" in done.stderr
+
+
+@needs_energon
+def test_the_preview_shows_what_a_stream_begins_with(folder):
+    config = provider(folder, readers=2)
+    data = build_iterators(config, TOKENIZER, (80, 8, 0), 2, 8)
+    found = preview(config, data, TOKENIZER, (2, 8, 2), samples=1)
+    assert [(part.name, part.samples) for part in found.corpora] == [("train", None), ("valid", None)]
+    first = [next(batches(config, rank, 2)) for rank in range(2)]
+    assert [batch.learnt for batch in found.first_batches] == [int(batch["loss_mask"].sum()) for batch in first]
+    assert found.texts[0][0].text.split()[0] == str(numbers(first[0])[0])
+    assert numbers(next(data.train)) == numbers(next(data.train.replicate())), (
+        "nothing was drawn from the run's own"
+    )

@@ -325,11 +325,25 @@ class LoggerConfig:
         log_interval: Steps between log lines.
         tensorboard_dir: TensorBoard folder; None writes none.
         log_dir: Folder of ``metrics.jsonl`` and ``run_config.yaml``; None means ``checkpoint.save``.
+        wandb_project: Project of Weights & Biases; None sends nothing there.
+        wandb_entity: Team or user that it belongs to.
+        wandb_exp_name: Name of the run there.
+        wandb_save_dir: Folder of its own files; None means ``log_dir``.
+        mlflow_experiment: Experiment of MLflow; None sends nothing there.
+        mlflow_run_name: Name of the run there.
+        mlflow_tracking_uri: Where MLflow keeps its runs; None is what its environment says.
     """
 
     log_interval: int = 10
     tensorboard_dir: str | None = None
     log_dir: str | None = None
+    wandb_project: str | None = None
+    wandb_entity: str | None = None
+    wandb_exp_name: str | None = None
+    wandb_save_dir: str | None = None
+    mlflow_experiment: str | None = None
+    mlflow_run_name: str | None = None
+    mlflow_tracking_uri: str | None = None
 
 
 @dataclass

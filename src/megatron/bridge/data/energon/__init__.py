@@ -4,12 +4,12 @@
 import hashlib
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.data.config import SPLITS, DatasetRequest, RecordDatasetConfig, Splits
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.optional import installed
 
 if TYPE_CHECKING:
     from megatron.bridge.data.loaders import BatchSizes, Iterators
@@ -79,7 +79,7 @@ class EnergonProvider(RecordDatasetConfig):
 
     def check_sources(self) -> None:
         """See that Energon and the data are there."""
-        if not _installed():
+        if not installed("megatron.energon"):
             raise UserError(
                 "dataset=EnergonProvider needs the package megatron-energon, which is not installed: install it "
                 "with `uv pip install 'hf-megatron-bridge[energon]'`, or use FinetuningDatasetConfig"
@@ -128,13 +128,6 @@ class EnergonProvider(RecordDatasetConfig):
         values = {f"dataset.{key}": getattr(self, key) for key in keys}
         content = _content(Path(self.path)) or self.path  # a folder may be moved
         return values | {"dataset.readers": readers, "content of dataset.path": content}
-
-
-def _installed() -> bool:
-    try:
-        return find_spec("megatron.energon") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _content(path: Path) -> str | None:

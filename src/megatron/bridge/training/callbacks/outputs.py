@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the numbers of a run go: the console, ``metrics.jsonl``, TensorBoard."""
+"""Where the numbers of a run go: the console, ``metrics.jsonl``, TensorBoard; trackers are beside this file."""
 
 import json
 import time
@@ -10,6 +10,7 @@ from typing import IO, Any, Protocol
 from rich.live import Live
 from rich.text import Text
 
+from megatron.bridge.training.callbacks.trackers import MLflowOutput, WandbOutput
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.console import console
@@ -42,6 +43,10 @@ def outputs(config: ConfigContainer) -> list[Output]:
         chosen.append(JsonLinesOutput(Path(config.logger.log_dir) / METRICS_FILE))
     if config.logger.tensorboard_dir:
         chosen.append(TensorBoardOutput(config.logger.tensorboard_dir))
+    if config.logger.wandb_project:
+        chosen.append(WandbOutput(config))
+    if config.logger.mlflow_experiment:
+        chosen.append(MLflowOutput(config))
     return chosen
 
 
