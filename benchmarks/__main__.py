@@ -8,13 +8,21 @@ from pathlib import Path
 COMMANDS = (
     "conversion.py",
     "conversion.py --size moe64",
+    "streaming.py",
+    "streaming.py --size moe64",
+    "huge_conversion.py --parameters 1 --export",
     "conversion.py --planning tests/families/published/deepseek-ai--DeepSeek-V3.json",
     "training.py --size 32m",
     "training.py --size 100m --rounds 2",
     "checkpoint.py --parameters 200",
     "lora.py",
+    "lora_gpu.py --shape llama31-8b --data mock",
+    "lora_gpu.py --shape llama31-8b --data packed",
+    "lora_gpu.py --shape qwen3-8b --data mock",
+    "lora_gpu.py --shape qwen3-8b --data packed",
     "preprocessing.py",
     "packing.py",
+    "mistakes.py",
 )
 
 
