@@ -63,8 +63,9 @@ def memory_per_rank(config: ConfigContainer, world_size: int) -> list[RankMemory
         world_size: Number of processes.
     """
     # quantised products leave the weights in bf16, and Megatron-Core builds them only where Transformer Engine is
-    config = replace(config, model=without_quantisation(config.model))
-    return [_memory(config, chunks, stage, world_size) for stage, chunks in enumerate(_stages(config))]
+    plain = replace(config, model=without_quantisation(config.model))
+    copies = 2 if config.model.fp8 else 1 if config.model.fp4 else 0
+    return [_memory(plain, chunks, stage, world_size, copies) for stage, chunks in enumerate(_stages(plain))]
 
 
 def fullest(memory: Sequence[RankMemory]) -> RankMemory:
@@ -98,14 +99,16 @@ def _stages(config: ConfigContainer) -> list[list[MegatronModule]]:
     return stages
 
 
-def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int) -> RankMemory:
+def _memory(
+    config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int, copies: int
+) -> RankMemory:
     model, replicas = config.model.resolved(), _Replicas.of(config, world_size)
     for chunk in chunks:
         if model.bf16 or model.fp16:
             chunk.to(model.params_dtype)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     weights = sum(map(_bytes, parameters)) + sum(_bytes(buffer) for chunk in chunks for buffer in chunk.buffers())
-    weights += sum(_quantised(config, chunk) for chunk in chunks)
+    weights += copies * sum(map(_quantised, chunks))
     gradients = optimizer = 0
     for index, chunk in enumerate(chunks):
         parts = _trained(config, chunk, bucketed=stage == index == 0, replicas=replicas)
@@ -122,15 +125,14 @@ def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, w
     )
 
 
-def _quantised(config: ConfigContainer, chunk: nn.Module) -> int:
-    """Copies of the matrices of layers, as they are and transposed, that Transformer Engine keeps for a step."""
-    model = config.model
-    if not (model.fp8 or model.fp4):
-        return 0
-    matrices = (
+def _quantised(chunk: nn.Module) -> int:
+    """Numbers of which Transformer Engine keeps copies for a step: matrices of layers.
+
+    Two of a byte in FP8, as they are and transposed; two of half a byte in FP4.
+    """
+    return sum(
         weight.numel() for name, weight in chunk.named_parameters() if ".layers." in name and weight.dim() > 1
     )
-    return sum(matrices) * 2 // (2 if model.fp4 else 1)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ A chunk of Llama 3.1 405B takes 15 ms, all of DeepSeek-V3 on one rank 0.5 s.
 
 import copy
 import re
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module import language_module
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.models.model_provider import ModelProvider, without_warnings_of
@@ -97,7 +99,7 @@ def parameter_count(model: ModelProvider) -> int:
 
 
 def _chunks(model: ModelProvider, stage: int) -> list[MegatronModule]:
-    with as_stage(model, stage), without_warnings_of(language_module), torch.device("meta"):
+    with as_stage(model, stage), without_warnings_of(language_module), _nothing_random(), torch.device("meta"):
         config = copy.copy(model.resolved())
         config.perform_initialization = False  # there is nothing to fill
         return config.build_chunks()
@@ -114,7 +116,7 @@ def as_stage(model: ModelProvider, stage: int, several: bool = True) -> Iterator
     """
     state: Any = parallel_state
     before = {name: value for name, value in vars(state).items() if _GLOBAL.match(name)}
-    with _default_group():
+    with _default_group(), _readable_groups():
         try:
             for name in before:
                 setattr(state, name, _neutral(name))
@@ -160,6 +162,35 @@ def _state(model: ModelProvider, stage: int, several: bool) -> dict[str, Any]:
 
 
 @contextmanager
+def _nothing_random() -> Iterator[None]:
+    """Let a state-space mixer, which fills its parameters in any case, do so without seeded random states."""
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.fork = lambda *_: nullcontext()
+    try:
+        yield
+    finally:
+        del tracker.fork
+
+
+@contextmanager
+def _readable_groups() -> Iterator[None]:
+    """Let torch, too, tell size and rank of a ``_Group``: the hybrid model asks there."""
+    before = dist.get_rank, dist.get_world_size
+
+    def size(group: Any = None) -> int:
+        return group.size() if isinstance(group, _Group) else before[1](group)
+
+    def rank(group: Any = None) -> int:
+        return group.rank() if isinstance(group, _Group) else before[0](group)
+
+    dist.get_rank, dist.get_world_size = rank, size
+    try:
+        yield
+    finally:
+        dist.get_rank, dist.get_world_size = before
+
+
+@contextmanager
 def _default_group() -> Iterator[None]:
     """A group without messages, for as long as there is no other: without any, sizes of groups are taken for 1."""
     if dist.is_initialized():
@@ -168,7 +199,9 @@ def _default_group() -> Iterator[None]:
     # registers the backend "fake", which ships with torch
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  # pyright: ignore
 
+    hook = sys.excepthook  # torch nests it once more each time
     dist.init_process_group("fake", store=cast(Any, dist.HashStore()), rank=0, world_size=2)
+    sys.excepthook = hook
     try:
         yield
     finally:
