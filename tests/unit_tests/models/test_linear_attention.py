@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models with gated delta nets may not say, by provider and by config, before a model is built."""
+"""What models with gated delta nets or short convolutions may not say, before a model is built."""
 
 import math
 from pathlib import Path
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from transformers import Qwen3NextConfig
 
@@ -117,3 +118,28 @@ def test_published_count_with_further_predictions():
     tasks = bridge.plan(provider.meta_model()).tasks
     shapes = {name: shape for task in tasks if not task.is_copy for name, shape in task.hf_shapes.items()}
     assert sum(math.prod(shape) for shape in shapes.values()) == 81_324_862_720
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel_size": 2}, "context_parallel_size=2 is not supported with short_conv_layers"),
+        ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size=3 does not divide hidden_size=32"),
+        ({"short_conv_layers": [1]}, "short_conv_layers has 1 layers, num_layers=2"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1 is not supported with short_conv_layers"),
+        (SIZES, "experimental_attention_variant='gated_delta_net' is not supported with short_conv_layers"),
+    ],
+)
+def test_what_short_convolutions_cannot_do(changes, message):
+    with pytest.raises(UserError, match=message):
+        toy(**{"short_conv_layers": [1, 0], **changes}).finalize()
+
+
+def test_short_convolutions_do_not_see_other_samples():
+    (chunk,) = toy(short_conv_layers=[1, 0]).provide_distributed_model(wrap_with_ddp=False)
+    layer, x = chunk.decoder.layers[0].self_attention, torch.randn(9, 1, 32)
+    bounds = torch.tensor([0, 2, 9], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    alone = torch.cat([layer(part)[0] for part in x.split([2, 7])])
+    assert torch.allclose(layer(x, packed_seq_params=packed)[0], alone, atol=1e-7)
+    assert not torch.allclose(layer(x)[0], alone, atol=1e-3)

@@ -64,6 +64,7 @@ COUNTS = {
     "nvidia--NVIDIA-Nemotron-Nano-12B-v2": 12_310_001_152,
     "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
     "nvidia--Llama-3_3-Nemotron-Super-49B-v1": 49_867_145_216,
+    "LiquidAI--LFM2-1.2B": 1_170_340_608,
     "openai--gpt-oss-20b": 20_914_757_184,
     "openai--gpt-oss-120b": 116_829_156_672,
     "HuggingFaceTB--SmolLM2-135M": 134_515_008,

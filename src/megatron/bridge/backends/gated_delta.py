@@ -32,6 +32,29 @@ def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
 
 
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Each feature's weighted sum over the last tokens of its own sequence.
+
+    Args:
+        x: [b, t, features].
+        weight: [features, taps], the present token's last.
+        bias: [features].
+        cu_seqlens: [sequences + 1], where the sequences of a packed row begin; None is one sequence a row.
+
+    Returns:
+        [b, t, features].
+    """
+    taps, length = weight.shape[-1], x.shape[1]
+    place = None if cu_seqlens is None else _places(cu_seqlens, length, x.device)
+    total = torch.zeros_like(x) if bias is None else bias.expand_as(x)
+    for back in range(taps):
+        before = F.pad(x, (0, 0, back, 0))[:, :length]
+        if place is not None:
+            before = before * (place >= back).unsqueeze(-1)
+        total = total + before * weight[:, taps - 1 - back]
+    return total
+
+
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -41,32 +64,11 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Each feature's weighted sum over the last tokens of its own sequence, then SiLU.
-
-    Args:
-        x: [b, t, features].
-        weight: [features, taps], the present token's last.
-        bias: [features].
-        activation: ``silu``, or its other name ``swish``.
-        initial_state: not supported.
-        output_final_state: not supported.
-        cu_seqlens: [sequences + 1], where the sequences of a packed row begin; None is one sequence a row.
-
-    Returns:
-        [b, t, features], and no state.
-    """
+    """``causal_convolution``, then SiLU, with the call of fla's kernel: states are not supported."""
     assert initial_state is None
     assert not output_final_state
     assert activation in ("silu", "swish")
-    taps, length = weight.shape[-1], x.shape[1]
-    place = None if cu_seqlens is None else _places(cu_seqlens, length, x.device)
-    total = torch.zeros_like(x) if bias is None else bias.expand_as(x)
-    for back in range(taps):
-        before = F.pad(x, (0, 0, back, 0))[:, :length]
-        if place is not None:
-            before = before * (place >= back).unsqueeze(-1)
-        total = total + before * weight[:, taps - 1 - back]
-    return F.silu(total), None
+    return F.silu(causal_convolution(x, weight, bias, cu_seqlens)), None
 
 
 def chunk_gated_delta_rule(
@@ -197,7 +199,8 @@ class DeltaNet(GatedDeltaNet):
         install()
         norm = ModuleSpec(module=_PlainGain, params={"norm": submodules.out_norm})
         super().__init__(config, dataclasses.replace(submodules, out_norm=norm), *args, **kwargs)
-        self.conv1d.config = config  # conversion reads the number of heads from it
+        convolution: Any = self.conv1d
+        convolution.config = config  # conversion reads the number of heads from it
         if self.tp_size > 1 and not config.sequence_parallel:
             self.out_norm.weight.register_hook(self._over_ranks)
 

@@ -25,7 +25,8 @@ def heterogeneous_layer(plain: ModuleSpec, block: TransformerBlockConfig) -> Mod
         block: which of the two it has, and of what kind.
     """
     edits: dict[str, Any] = {}
-    names: dict[str, str] = dict(plain.submodules.sharded_state_dict_keys_map)  # type: ignore[union-attr]
+    parts: Any = plain.submodules
+    names: dict[str, str] = dict(parts.sharded_state_dict_keys_map)
     if block.attention.no_op:
         edits |= {"self_attention": ModuleSpec(module=IdentityOp), **_nothing("input_layernorm", "self_attn_bda")}
     elif block.attention.replace_with_linear:
@@ -37,7 +38,7 @@ def heterogeneous_layer(plain: ModuleSpec, block: TransformerBlockConfig) -> Mod
         edits["mlp"] = partial(LinearReplacement)
         names["pre_mlp_layernorm."] = "mlp.layer_norm_"
     edits["sharded_state_dict_keys_map"] = names
-    return dataclasses.replace(plain, submodules=dataclasses.replace(plain.submodules, **edits))
+    return dataclasses.replace(plain, submodules=dataclasses.replace(parts, **edits))
 
 
 def _nothing(norm: str, residual: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ linear layer behind it, the torch backend's separate norm is saved under the fus
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -40,6 +40,7 @@ from megatron.bridge.backends import layer_features, moe_metrics, torch_kernels
 from megatron.bridge.backends.device import has_cuda
 from megatron.bridge.backends.gated_delta import DeltaNet
 from megatron.bridge.backends.heterogeneous_specs import heterogeneous_layer
+from megatron.bridge.backends.short_conv import ShortConv, ShortConvSubmodules
 from megatron.bridge.backends.torch_spec import TorchLatentAttention, TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
 
@@ -86,6 +87,7 @@ def decoder_block_spec(
     kinds = [tuple(map(bool, kind)) for kind in zip(moe_pattern(config), linear_pattern(config), strict=True)]
     specs = {kind: layer_spec(config, provider, *kind) for kind in set(kinds)}
     layers = [specs[kinds[index]] for index in _layers_here(config, vp_stage)]
+    layers = _with_convolutions(layers, config, vp_stage, provider, provider.column_parallel_linear())
     if config.heterogeneous_block_specs:
         blocks = config.per_block_parameters  # type: ignore[attr-defined]
         layers = [
@@ -103,20 +105,54 @@ def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -
 
         return own.get_gpt_heterogeneous_layer_spec(config, use_te=True, vp_stage=vp_stage)  # type: ignore[arg-type]
     if config.experimental_attention_variant is None:
-        return get_gpt_decoder_block_spec(
+        block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
         )
+        provider = get_backend("transformer_engine")
+        first = provider.column_parallel_layer_norm_linear()
+        layers = _with_convolutions(block.layer_specs or [], config, vp_stage, provider, first)
+        return dataclasses.replace(block, layer_specs=layers)
     block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
     return dataclasses.replace(block, layer_specs=[_with_delta_net(spec) for spec in block.layer_specs or []])
 
 
+def _with_convolutions(
+    layers: list[ModuleSpec],
+    config: TransformerConfig,
+    vp_stage: int | None,
+    provider: BackendSpecProvider,
+    first: type | None,
+) -> list[ModuleSpec]:
+    """The layers with gated short convolutions in the place of attention where ``config`` says so."""
+    pattern: list[int] | None = getattr(config, "short_conv_layers", None)
+    if pattern is None:
+        return layers
+    parts = ShortConvSubmodules(in_proj=first, out_proj=provider.row_parallel_linear())
+    spec = ModuleSpec(module=ShortConv, submodules=parts)
+    return [
+        _with_mixer(layer, spec) if pattern[index] else layer
+        for layer, index in zip(layers, _layers_here(config, vp_stage), strict=True)
+    ]
+
+
+def _with_mixer(layer: ModuleSpec, mixer: ModuleSpec) -> ModuleSpec:
+    parts = layer.submodules
+    assert isinstance(parts, TransformerLayerSubmodules)
+    names = {**parts.sharded_state_dict_keys_map}
+    if "input_layernorm." in names:
+        names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    return dataclasses.replace(
+        layer, submodules=dataclasses.replace(parts, self_attention=mixer, sharded_state_dict_keys_map=names)
+    )
+
+
 def _with_delta_net(spec: ModuleSpec) -> ModuleSpec:
     """The layer with this package's gated delta net in place of Megatron-Core's."""
-    attention = spec.submodules.self_attention  # type: ignore[union-attr]
-    if attention.module is not GatedDeltaNet:
+    parts: Any = spec.submodules
+    if parts.self_attention.module is not GatedDeltaNet:
         return spec
-    own = dataclasses.replace(attention, module=DeltaNet)
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, self_attention=own))
+    own = dataclasses.replace(parts.self_attention, module=DeltaNet)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(parts, self_attention=own))
 
 
 def mtp_block_spec(
@@ -237,7 +273,7 @@ def _delta_net(config: TransformerConfig, provider: BackendSpecProvider) -> Modu
         module=DeltaNet,
         submodules=GatedDeltaNetSubmodules(
             in_proj=provider.column_parallel_linear(),
-            out_norm=provider.layer_norm(),
+            out_norm=cast(type, provider.layer_norm()),
             out_proj=provider.row_parallel_linear(),
         ),
     )

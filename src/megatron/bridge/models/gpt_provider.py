@@ -25,6 +25,8 @@ class GPTModelProvider(ModelProvider):
         seq_length: the longest sequence that the model is trained on, in tokens.
         max_position_embeddings: positions that the architecture claims, which some rope scalings are relative to;
             None is ``seq_length``.
+        short_conv_layers: 1 for each layer with a gated short convolution in the place of attention, over
+            ``linear_conv_kernel_dim`` tokens; None has none.
         make_query_groups_divisible_by: append groups of attention heads that are all zero until the number of
             groups divides by this, so that tensor parallelism fits a model whose heads do not split evenly. Such
             heads output zero and get zero gradients: the function that is trained is the same, and an export
@@ -79,6 +81,7 @@ class GPTModelProvider(ModelProvider):
     final_logit_softcapping: float | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
+    short_conv_layers: list[int] | None = None
     make_query_groups_divisible_by: int = 1
     cuda_graph_modules: Any = field(default_factory=list)  # Megatron-Core's own default is deprecated
     transformer_layer_spec: ModuleSpec | Callable[..., ModuleSpec] | None = None
@@ -115,6 +118,8 @@ class GPTModelProvider(ModelProvider):
         self._check_layer_lists()
         self._check_expert_biases()
         linear_attention.check(self)
+        # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
+        self.hetereogenous_dist_checkpoint |= self.short_conv_layers is not None
         self.__dict__["_unpadded_heads"] = self.unpadded_heads
         if self.make_query_groups_divisible_by > 1:
             self.kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -179,7 +184,7 @@ class GPTModelProvider(ModelProvider):
         padding.apply_padding(model, self)
 
     def _check_layer_lists(self) -> None:
-        for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"):
+        for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq", "short_conv_layers"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != self.num_layers:
                 raise UserError(

@@ -25,6 +25,8 @@ def check(config: TransformerConfig) -> None:
         UserError: sizes that do not divide, or features that gated delta nets do not have.
     """
     kind = config.experimental_attention_variant
+    if getattr(config, "short_conv_layers", None) is not None:
+        _check_convolutions(config)
     if kind is None:
         if config.linear_attention_freq is not None:
             raise UserError(
@@ -51,6 +53,23 @@ def check(config: TransformerConfig) -> None:
                 f"{name}={getattr(config, name)!r} is not supported in a model with gated delta nets: set "
                 f"model.{name}={harmless!r}"
             )
+
+
+def _check_convolutions(config: TransformerConfig) -> None:
+    if config.context_parallel_size > 1:
+        raise UserError(
+            f"context_parallel_size={config.context_parallel_size} is not supported with short_conv_layers: a "
+            "convolution sees tokens that another rank has"
+        )
+    if config.hidden_size % config.tensor_model_parallel_size:
+        raise UserError(
+            f"tensor_model_parallel_size={config.tensor_model_parallel_size} does not divide "
+            f"hidden_size={config.hidden_size}, which short_conv_layers needs"
+        )
+    others: dict[str, Any] = {**_OF_ATTENTION, "experimental_attention_variant": None, "mtp_num_layers": None}
+    for name, harmless in others.items():
+        if getattr(config, name, harmless) != harmless:
+            raise UserError(f"{name}={getattr(config, name)!r} is not supported with short_conv_layers")
 
 
 def _check_heads(config: TransformerConfig) -> None:

@@ -44,6 +44,7 @@ from megatron.bridge.models.conversion.recurrent_mapping import (
     MambaInProjMapping,
     RMSNorm2ZeroCenteredRMSNormMapping,
     SegmentedMapping,
+    ShortConvMapping,
 )
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "RowParallelMapping",
     "SegmentedMapping",
     "Shard",
+    "ShortConvMapping",
     "merge_kv_weights",
     "merge_qkv_biases",
     "merge_qkv_weights",

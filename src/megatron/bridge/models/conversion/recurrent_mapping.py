@@ -74,6 +74,14 @@ class GDNConv1dMapping(SegmentedMapping):
         return keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
 
 
+class ShortConvMapping(SegmentedMapping):
+    """The input projection of a gated short convolution: two gates and the input; [3 hidden, hidden]."""
+
+    def segments(self, config: Any) -> tuple[int, ...]:
+        """Rows of each."""
+        return (config.hidden_size,) * 3
+
+
 class GDNLinearMapping(MegatronParamMapping):
     """A gated delta net's input projection from Hugging Face's two, both grouped by key head.
 
