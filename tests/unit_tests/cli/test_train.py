@@ -50,8 +50,8 @@ def test_dry_run_says_what_the_config_means(capsys):
         "#",
         *memory_lines(out),
         "#",
-        "# work: 4.3e+16 floating-point operations a step, 1.08e+22 in all (of the model; none done twice)",
-        "# time: 6.8 s a step, 19.7 days in all, if 16 x H100 80GB reach 40% of their peak in bf16, 989 TFLOP/s",
+        "# work: 3.79e+16 floating-point operations a step, 9.46e+21 in all (of the model; none done twice)",
+        "# time: 6 s a step, 17.3 days in all, if 16 x H100 80GB reach 40% of their peak in bf16, 989 TFLOP/s",
         "#",
         "# note: no data was given: this run trains on made-up samples (--data PATH for real ones)",
         "# note: checkpoint.save is not set: this run keeps no checkpoint (checkpoint.save=DIR)",
@@ -89,8 +89,8 @@ LAYOUT_405B = (
 def test_ranks_are_drawn(capsys):
     _, out = dry_run(capsys, *LAYOUT_405B, "--world-size", "1024")
     lines = out.splitlines()
-    start = lines.index("# ranks     data 0    data 1    data 2     data 3")
-    assert lines[start + 1] == "# stage 0   0-31      32-63     64-95      96-127"
+    start = lines.index("# ranks     data 0    data 1    data 2    data 3")
+    assert lines[start + 1] == "# stage 0   0-31      32-63     64-95     96-127"
     assert lines[start + 8].startswith("# stage 7   896-927   928-959")
     assert lines[start + 9 : start + 11] == [
         "# in a cell: tensor groups of 8: 0-7; context groups of 4: 0, 8, 16, 24",

@@ -2,12 +2,15 @@
 """Each rule refuses what it is for, in a sentence with the key, the value and the way out."""
 
 import pytest
+import torch.nn.functional as F
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.data.config import FinetuningDatasetConfig, GPTDatasetConfig, PackedSequenceSpecs
 from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import rules
 from megatron.bridge.training.config import (
+    DistillConfig,
     FaultToleranceConfig,
     InProcessRestartConfig,
     NVRxStragglerDetectionConfig,
@@ -16,12 +19,13 @@ from megatron.bridge.training.config import (
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 
-TP, PP, VP, CP, EP = (
+TP, PP, VP, CP, EP, ETP = (
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
     "model.virtual_pipeline_model_parallel_size",
     "model.context_parallel_size",
     "model.expert_model_parallel_size",
+    "model.expert_tensor_parallel_size",
 )
 
 
@@ -77,6 +81,11 @@ CASES = {
         1,
         ["ft.simulate_fault=True needs checkpoint.save"],
     ),
+    "distillation_can_be": (
+        {"distill": DistillConfig()},
+        1,
+        ["distill.teacher is not set", "give a Hugging Face"],
+    ),
     "adapters_can_be": ({"peft": LoRA(dim=0)}, 1, ["peft.dim=0: a rank is at least 1"]),
     "adapters_have_a_base": ({"peft": LoRA()}, 1, ["peft is LoRA", "checkpoint.pretrained_checkpoint is not set"]),
     "groups_divide_heads": ({"model.num_query_groups": 3}, 1, ["num_query_groups=3", "use 2 or 4"]),
@@ -119,6 +128,71 @@ CASES = {
     ),
     "ep_divides_experts": ({EP: 4, "model.num_moe_experts": 6}, 4, [f"{EP}=4", "num_moe_experts=6", "use 3 or 6"]),
     "tp_with_experts_needs_sp": ({TP: 2, "model.num_moe_experts": 4}, 2, ["sequence_parallel=true"]),
+    "expert_ranks_fill_the_world": (
+        {EP: 4, "model.num_moe_experts": 8},
+        2,
+        [f"{EP}=4", "needs 4 processes", "there are 2", "start 4"],
+    ),
+    "expert_tensor_ranks_need_experts": (
+        {ETP: 2},
+        1,
+        [f"{ETP}=2", "num_moe_experts is not set", "leave it unset"],
+    ),
+    "expert_tensor_ranks_divide_experts": (
+        {ETP: 4, "model.num_moe_experts": 4, "model.moe_ffn_hidden_size": 90},
+        4,
+        [f"{ETP}=4", "moe_ffn_hidden_size=90", "use 3 or 5"],
+    ),
+    "tp_divides_shared_experts": (
+        {
+            TP: 4,
+            ETP: 1,
+            "model.sequence_parallel": True,
+            "model.num_moe_experts": 4,
+            "model.moe_shared_expert_intermediate_size": 90,
+        },
+        4,
+        [f"{TP}=4", "moe_shared_expert_intermediate_size=90", "use 3 or 5"],
+    ),
+    "tokens_choose_few_experts": (
+        {"model.num_moe_experts": 4, "model.moe_router_topk": 6},
+        1,
+        ["moe_router_topk=6", "num_moe_experts=4"],
+    ),
+    "expert_groups_are_even": (
+        {"model.num_moe_experts": 8, "model.moe_router_num_groups": 3, "model.moe_router_group_topk": 1},
+        1,
+        ["moe_router_num_groups=3", "num_moe_experts=8", "use 2 or 4"],
+    ),
+    "own_layers_know_where_experts_are": (
+        {
+            "model.num_moe_experts": 4,
+            "model.moe_layer_freq": [0, 1, 1, 1],
+            "model.transformer_layer_spec": ModuleSpec(module=object),
+        },
+        1,
+        ["moe_layer_freq=[0, 1, 1, 1]", "one spec for all layers"],
+    ),
+    "heads_divide_width": (
+        {"model.hidden_size": 30},
+        1,
+        ["num_attention_heads=4", "hidden_size=30", "use 3 or 5"],
+    ),
+    "exact_gelu_is_not_fused": (
+        {"model.bias_activation_fusion": True, "model.activation_func": F.gelu},
+        1,
+        ["bias_activation_fusion=True", "tanh approximation", "bias_activation_fusion=false"],
+    ),
+    "optimizer_is_known": (
+        {"optimizer.optimizer": "adamw"},
+        1,
+        ["optimizer.optimizer=adamw", "use adam (it is AdamW"],
+    ),
+    "optimizer_instances_divide_replicas": (
+        {"ddp.num_distributed_optimizer_instances": 3},
+        4,
+        ["num_distributed_optimizer_instances=3", "4 ranks", "use 2 or 4"],
+    ),
     "replicas_divide_batch": ({"train.global_batch_size": 10}, 4, ["global_batch_size=10", "use 8 or 16"]),
     "sequence_fits_model": ({"dataset.seq_length": 64}, 1, ["seq_length=64", "model.seq_length=32"]),
     "one_half_precision": ({"model.bf16": True, "model.fp16": True, "mixed_precision": None}, 1, ["bf16", "fp16"]),
@@ -190,6 +264,11 @@ CASES = {
         2,
         ["pad_seq_to_mult=2", "no multiple of 4"],
     ),
+    "trackers_can_be": (
+        {"logger.wandb_entity": "team"},
+        1,
+        ["logger.wandb_entity=team has no effect without logger.wandb_project", "remove it"],
+    ),
     "readers_divide_batches": (
         {"dataset": EnergonProvider(path="x", seq_length=32, readers=3)},
         2,
@@ -227,6 +306,7 @@ def test_rule_refuses(name):
     config = configured(values)
     sentence = BY_NAME[name](_resolved(config, world_size), world_size)
     assert sentence is not None
+    assert BY_NAME[name].__doc__
     for word in words:
         assert word in sentence
     assert "\n" not in sentence
@@ -240,7 +320,7 @@ def _resolved(config, world_size):
     from megatron.bridge.training.resolve import resolve
 
     if not rules.violations(rules.SIZES, config, world_size):
-        resolve(config, world_size)
+        resolve(config, world_size, here=False)
     return config
 
 

@@ -119,13 +119,16 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
         )
     try:
         tokenizer = bridge.hf_pretrained.tokenizer
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        if prompt is not None:
-            raise UserError(f"--prompt needs a tokenizer and {bridge.hf_pretrained.directory} has none") from error
-        console().print("no tokenizer: running 32 random tokens")
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, bridge.hf_config.vocab_size, (1, 32), generator=generator), None
-    return tokenizer(prompt or PROMPT, return_tensors="pt").input_ids, tokenizer
+        ids = tokenizer(prompt or PROMPT, return_tensors="pt").input_ids
+    except (OSError, ValueError, KeyError, ImportError):
+        tokenizer, ids = None, torch.empty(1, 0)
+    if ids.numel():  # transformers makes some an empty tokenizer where there are no files
+        return ids, tokenizer
+    if prompt is not None:
+        raise UserError(f"--prompt needs a tokenizer and {bridge.hf_pretrained.directory} has none")
+    console().print("no tokenizer: running 32 random tokens")
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, bridge.hf_config.vocab_size, (1, 32), generator=generator), None
 
 
 def reference_activations(bridge: Any, ids: "Tensor") -> "Activations":

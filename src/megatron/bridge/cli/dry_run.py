@@ -14,7 +14,7 @@ from megatron.bridge.autotune.gpus import GPUS, fits
 from megatron.bridge.autotune.memory import RankMemory, fullest, memory_per_rank
 from megatron.bridge.cli import picture
 from megatron.bridge.cli.summary import describe, warnings
-from megatron.bridge.models.flops import training_flops
+from megatron.bridge.models.flops import local_flops_per_token
 from megatron.bridge.utils.config import origins
 from megatron.bridge.utils.config.overrides import check_sticks
 
@@ -49,7 +49,7 @@ def report(job: "Job", asked: int | None) -> str:
     lines += ["", *picture.ranks(config, world_size), ""]
     memory = memory_per_rank(config, world_size)
     lines += [*_memory(job, memory), "", *_work(job, world_size), ""]
-    lines += [f"note: {note}" for note in [*notes, *warnings(config), *_kernels(config)]]
+    lines += [f"note: {note}" for note in [*notes, *warnings(config), *_left_out(config)]]
     return origins.annotated_yaml(config) + "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
@@ -100,8 +100,8 @@ def _span(numbers: list[int]) -> str:
 
 def _work(job: "Job", world_size: int) -> Iterator[str]:
     config = job.config
-    samples = config.train.global_batch_size
-    step = samples * training_flops(_trained(config), config.dataset.seq_length)
+    length = config.dataset.seq_length
+    step = config.train.global_batch_size * length * local_flops_per_token([_trained(config)], length)
     total = step * config.train.train_iters
     yield f"work: {step:.3g} floating-point operations a step, {total:.3g} in all (of the model; none done twice)"
     card = GPUS.get(job.gpu_kind)
@@ -131,10 +131,12 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2g} s"
 
 
-def _kernels(config: "ConfigContainer") -> Iterator[str]:
+def _left_out(config: "ConfigContainer") -> Iterator[str]:
     symbols = getattr(config.model, "layer_kinds", "")
     package = "mamba-ssm" if "M" in symbols else None
     if config.model.experimental_attention_variant == "gated_delta_net":
         package = "flash-linear-attention"
+    if config.distill is not None and config.distill.cache is None:
+        yield "memory and work are those of the student: the teacher's weights and forward passes come on top"
     if package:
         yield f"activations are those with the kernels of {package}; PyTorch alone keeps several times as much"

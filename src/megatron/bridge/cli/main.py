@@ -46,10 +46,13 @@ def _run(arguments: list[str]) -> int:
     name = next((item for item in arguments if not item.startswith("-")), None)
     module = _load(name) if name in SUBCOMMANDS else None
     parser, commands = _parsers(name, module)
+    if name is not None and name not in SUBCOMMANDS:
+        parser.error(f"there is no command {name}{did_you_mean(name, SUBCOMMANDS) or '; --help lists them'}")
     args, extra = parser.parse_known_args(arguments)
     if extra and not _take_overrides(args, extra):
         known = re.findall(r"--[\w-]+", commands.get(name, parser).format_help())
-        parser.error(f"unrecognized arguments: {' '.join(extra)}{did_you_mean(extra[0], set(known))}")
+        hint = _without_dashes(extra[0]) or did_you_mean(extra[0], set(known))
+        parser.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
     if module is None:
         parser.print_help()
         return 2
@@ -91,6 +94,12 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     formatter = argparse.HelpFormatter(prog)
     formatter._action_max_length = max(map(len, SUBCOMMANDS)) + 4
     return formatter
+
+
+def _without_dashes(word: str) -> str:
+    """A hint for an override that is written like an option."""
+    found = re.fullmatch(r"--?([a-z_]\w*(?:\.\w+)+=.*)", word)
+    return f"; an override is written without the dashes: {found[1]}" if found else ""
 
 
 def _take_overrides(args: argparse.Namespace, extra: list[str]) -> bool:

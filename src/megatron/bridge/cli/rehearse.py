@@ -37,6 +37,8 @@ def rehearse(job: Job, steps: int, step_func: str, asked: int | None) -> int:
     from megatron.bridge.utils.console import console
 
     forward_step(step_func)
+    if getattr(job.config, "distill", None) is not None:
+        raise UserError(f"--rehearse does not rehearse --mode {job.mode}: rehearse the same recipe without it")
     world_size = asked or job.world_size or 1
     small = _shrunk(job, world_size, steps)
     folder = Path(tempfile.mkdtemp(prefix="megatron-bridge-rehearsal-"))

@@ -126,6 +126,10 @@ def open_corpus(prefix: str) -> IndexedDataset:
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             hint = f" (leave out the ending {suffix})" if prefix.endswith(suffix) else ""
+            if Path(prefix).is_file() and not hint:
+                raise UserError(
+                    f"{prefix} is not a corpus: make one of its text with `megatron-bridge data preprocess`"
+                )
             raise UserError(
                 f"the corpus file {prefix}{suffix} does not exist: check the path in dataset.blend{hint}"
             )

@@ -8,7 +8,7 @@ key, its value, the rule and the nearest legal values.
 from collections.abc import Callable, Iterable
 
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.rules import data, distill, faults, layout, values
+from megatron.bridge.training.rules import data, distill, experts, faults, layout, loggers, numbers, values
 
 Rule = Callable[[ConfigContainer, int], str | None]
 
@@ -35,6 +35,17 @@ RULES: tuple[Rule, ...] = (
     layout.cp_kind_exists,
     layout.ep_divides_experts,
     layout.tp_with_experts_needs_sp,
+    experts.expert_ranks_fill_the_world,
+    experts.expert_tensor_ranks_need_experts,
+    experts.expert_tensor_ranks_divide_experts,
+    experts.tp_divides_shared_experts,
+    experts.tokens_choose_few_experts,
+    experts.expert_groups_are_even,
+    experts.own_layers_know_where_experts_are,
+    numbers.heads_divide_width,
+    numbers.exact_gelu_is_not_fused,
+    numbers.optimizer_is_known,
+    numbers.optimizer_instances_divide_replicas,
     layout.replicas_divide_batch,
     values.adapters_can_be,
     values.adapters_have_a_base,
@@ -52,6 +63,7 @@ RULES: tuple[Rule, ...] = (
     data.packed_rows_come_alone,
     data.samples_can_be_cut,
     data.readers_divide_batches,
+    loggers.trackers_can_be,
     values.no_partial_checkpointing,
     values.no_fsdp_yet,
     values.dropouts_are_probabilities,

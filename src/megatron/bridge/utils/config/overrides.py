@@ -20,6 +20,33 @@ from megatron.bridge.utils.errors import UserError
 
 _MISSING = object()
 
+# settings as other frameworks spell them -> as they are spelled here
+OTHER_NAMES = {
+    "max_steps": "train.train_iters",
+    "num_steps": "train.train_iters",
+    "num_train_epochs": "train.train_iters",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "batch_size": "train.global_batch_size",
+    "learning_rate": "optimizer.lr",
+    "lr_scheduler_type": "scheduler.lr_decay_style",
+    "warmup_steps": "scheduler.lr_warmup_iters",
+    "warmup_ratio": "scheduler.lr_warmup_fraction",
+    "max_grad_norm": "optimizer.clip_grad",
+    "output_dir": "checkpoint.save",
+    "save_steps": "checkpoint.save_interval",
+    "save_total_limit": "checkpoint.most_recent_k",
+    "eval_steps": "validation.eval_interval",
+    "logging_steps": "logger.log_interval",
+    "max_seq_length": "dataset.seq_length",
+    "max_length": "dataset.seq_length",
+    "num_hidden_layers": "model.num_layers",
+    "intermediate_size": "model.ffn_hidden_size",
+    "num_key_value_heads": "model.num_query_groups",
+    "precision": "mixed_precision",
+    "gradient_checkpointing": "model.recompute_granularity",
+}
+
 
 @dataclass(frozen=True)
 class Change:
@@ -255,7 +282,8 @@ def _unknown(config: Any, key: str) -> UserError:
     group = key.rpartition(".")[0]
     owner = _value_at(config, group) if group else config
     where = f" in {type(owner).__name__}" if group and _is_group(owner) else ""
-    close = nearest_keys(config, key)
+    known = OTHER_NAMES.get(key.rpartition(".")[2])
+    close = [known] if known else nearest_keys(config, key)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return UserError(f"there is no {key}{where}{hint}")
 

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rehearsals really run, prove what they say, notice what fails, and leave nothing."""
+
+import tempfile
+
+import pytest
+
+from megatron.bridge.cli.main import main
+
+PAIR = ("--recipe", "smollm2_135m_pretrain_config", "model.tensor_model_parallel_size=2", "--world-size", "2")
+PADDED = ("model.make_query_groups_divisible_by=2", "model.sequence_parallel=true")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where temporary folders go."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def rehearsed(capfd, *arguments):
+    code = main(["train", *arguments, "--rehearse", "1"])
+    return code, [line for line in capfd.readouterr().err.splitlines() if not line.startswith(" ")]
+
+
+def test_a_run_over_two_ranks(folder, capfd):
+    code, lines = rehearsed(capfd, *PAIR, *PADDED)
+    assert code == 0, lines
+    proven = [line.partition(":")[2].partition(":")[0].strip() for line in lines if line.startswith("proven")]
+    assert proven == ["layout, data and forward step", "checkpoint and resume", "export to Hugging Face"]
+    assert "as 2 processes = tensor 2, at toy width over gloo" in lines
+    assert list(folder.iterdir()) == [], "something was left"
+
+
+def test_what_fails_is_named(folder, capfd, monkeypatch):
+    (folder / "steps").mkdir()
+    (folder / "steps" / "broken.py").write_text(
+        "def step(data_iterator, model):\n    raise ValueError('this step is broken')\n"
+    )
+    monkeypatch.chdir(folder / "steps")
+    code, lines = rehearsed(
+        capfd, "--recipe", "llama32_1b_pretrain_config", "--world-size", "1", "--step_func", "broken.step"
+    )
+    assert code == 1
+    assert "the rehearsal failed: training, rank 0: ValueError: this step is broken" in lines[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--recipe", "qwen3_235b_a22b_pretrain_config"),
+        ("--recipe", "deepseek_v3_pretrain_config"),
+        ("--recipe", "gemma3_12b_finetune_config", "checkpoint.pretrained_checkpoint=x"),
+        ("--recipe", "llama3_70b_finetune_config", "--mode", "lora", "checkpoint.pretrained_checkpoint=x"),
+    ],
+    ids=lambda arguments: arguments[1],
+)
+def test_families_and_adapters(folder, capfd, arguments):
+    code, lines = rehearsed(capfd, *arguments)
+    assert code == 0, lines
+    assert sum(line.startswith("proven") for line in lines) == 3
+    assert list(folder.iterdir()) == []
