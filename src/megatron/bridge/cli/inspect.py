@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 LAYOUT = ("tensor", "pipeline", "context", "expert")
 _MEGATRON = ("latest_checkpointed_iteration.txt", "metadata.json")
+_WIDTH = 200  # of what is not a terminal: names stay on one line
 _UNITS = (1e9, "GB"), (1e6, "MB"), (1e3, "kB")
 
 
@@ -182,15 +184,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(contents: Contents, every: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    output = Console(highlight=False)
+    output = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     table = Table(show_header=False, title=f"{contents.format} checkpoint")
     for title, value in {**contents.facts, **_totals(contents)}.items():
         table.add_row(title, value)
     output.print(table)
     if every:
-        listing = Table("tensor", "shape", "dtype", "file")
+        listing = Table(Column("tensor", overflow="fold"), "shape", "dtype", "file")
         for tensor in contents.tensors:
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             listing.add_row(tensor.name, shape, tensor.dtype, tensor.file)

@@ -40,8 +40,12 @@ def load(
         UserError: tensors of a wrong shape or dtype, all in one message, before anything is copied.
     """
     tasks = checked(bridge, plan, checkpoint, declared_dtype, allowed_mismatched_params)
+
+    def fill_one(task: WeightConversionTask) -> None:
+        fill(bridge, task, checkpoint)
+
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda task: fill(bridge, task, checkpoint), tasks))
+        list(pool.map(fill_one, tasks))
 
 
 def checked(
