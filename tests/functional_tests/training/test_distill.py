@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatron.bridge.data.config import DatasetRequest
 from megatron.bridge.data.tokenizer import NullTokenizer
@@ -20,6 +21,8 @@ PP2 = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
 TP2 = {"tensor_model_parallel_size": 2}
 TOP = {**LEARN, "top_k": 8}  # the 8th and 9th differ by 4e-4 at least: rounding does not swap them
 CP2 = {"context_parallel_size": 2}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 32}
+EXPERTS |= {"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.0}
 CASES = {
     "tp2 hidden": (HIDDEN, TP2),
     "sp2 hidden": (HIDDEN, {**TP2, "sequence_parallel": True}),
@@ -104,6 +107,25 @@ def test_half_precision_over_stages(teacher, two_workers):
     expected = run(teacher, HIDDEN, {}, mixed_precision="bf16_mixed")[1]
     dist.destroy_process_group()
     assert two_workers.run(in_half_precision, teacher) == [expected] * 2
+
+
+def share_experts(teacher):
+    return run(teacher, HIDDEN, {**EXPERTS, "expert_model_parallel_size": 2})
+
+
+def test_experts_over_ranks(tmp_path, two_workers):
+    """Of the student and of the teacher."""
+    torch.manual_seed(0)
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": VOCABULARY, "num_hidden_layers": 8}
+    attention = {"hidden_size": 48, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, **attention, initializer_range=0.15, sliding_window=None)
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    expected, train, _ = run(tmp_path, HIDDEN, EXPERTS)
+    dist.destroy_process_group()
+    ranks = two_workers.run(share_experts, tmp_path)
+    for rank in ranks:
+        assert rank[1] == [pytest.approx(step, rel=2e-6) for step in train]
+    compare_weights([rank[0] for rank in ranks], expected, "ep2")
 
 
 # ------------------------------------------------------------------------------------------------------- packed

@@ -387,6 +387,12 @@ def test_a_cache_of_other_data_is_refused(teacher, tmp_path):
         distill(config)
 
 
+def test_a_cache_of_fewer_samples_is_refused(teacher, tmp_path):
+    write_cache(teacher, tmp_path)
+    with pytest.raises(UserError, match=r"has 24 samples, this run draws 32: train less, or make a larger one"):
+        run_student(teacher, cached(tmp_path), train={"train_iters": 4})
+
+
 # ----------------------------------------------------------------------------------------------------- refused
 
 WRONG = {

@@ -107,11 +107,12 @@ class Cache:
             UserError: a sample is not in the cache, or not the one that the teacher saw.
         """
         places = list(ids)
-        seen = self.arrays["hash"][places]
+        hashes = self.arrays["hash"]
+        seen = [int(hashes[place]) if place < len(hashes) else MISSING for place in places]
         now = _hashes(tokens.reshape(len(places), -1))
-        for place, before, after in zip(places, seen.tolist(), now.tolist(), strict=True):
+        for place, before, after in zip(places, seen, now.tolist(), strict=True):
             if before != after:
-                what = "is not in it" if before == MISSING else "is not the one that the teacher saw"
+                what = "is beyond its last one" if before == MISSING else "is not the one that the teacher saw"
                 raise UserError(
                     f"distill.cache={self.folder}: training sample {place} {what}; the data, its order or the "
                     "tokenizer has changed, so make the cache anew with --mode cache-teacher"
@@ -191,6 +192,12 @@ def open_cache(config: ConfigContainer) -> Cache:
         raise UserError(
             f"distill.cache={folder} has {cache.done} of {header.samples} samples: start --mode cache-teacher "
             "again, it goes on where it stopped"
+        )
+    drawn = config.train.train_iters * config.train.global_batch_size
+    if config.dataset.dataloader_type != "cyclic" and drawn > header.samples:
+        raise UserError(
+            f"distill.cache={folder} has {header.samples} samples, this run draws {drawn}: train less, or make a "
+            "larger one with --mode cache-teacher"
         )
     return cache
 
