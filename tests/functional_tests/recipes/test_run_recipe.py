@@ -46,11 +46,18 @@ def losses(folder):
     return [line["lm loss"] for line in lines if "lm loss" in line]
 
 
-@pytest.mark.parametrize("name", catalog())
-def test_every_recipe_trains_at_toy_size(name, tmp_path):
+@pytest.mark.parametrize("name", ["llama31_405b_pretrain_config", "qwen3_4b_finetune_config"])
+def test_dense_recipes_train_at_toy_size(name, tmp_path):
     toy = [*TOY, *ONE_PROCESS, f"logger.log_dir={tmp_path}"]
     assert main(["train", "--recipe", name, "--mode", "pretrain", *toy]) == 0
     assert len(losses(tmp_path)) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [recipe.name for recipe in catalog().values() if "fp" not in recipe.name])
+def test_every_recipe_is_rehearsed(name):
+    """Under its own layout; those in FP8 and FP4 need Transformer Engine."""
+    assert main(["train", "--recipe", name, "--rehearse", "1"]) == 0
 
 
 def test_fine_tuning_starts_from_a_checkpoint(tmp_path):

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import operator
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.errors import UserError
 from tests.unit_tests.recipes import public_names
 
+ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -295,3 +297,39 @@ def test_every_value_can_be_typed_on_the_command_line(name):
         text = yaml.safe_dump(to_plain(value), default_flow_style=True, width=10**6).removesuffix("...\n").strip()
         (change,) = apply_overrides(config, [f"{key}={text}"])
         assert change.new == value, key
+
+
+def test_table_of_the_page_is_current():
+    """`make recipes` writes it."""
+    script = runpy.run_path(str(ROOT / "scripts" / "docs" / "recipes.py"))
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    assert script["page"](text) == text
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_squad(packed):
+    config = recipes.default_squad_config(2048, packed_sequence=packed)
+    assert config.problems() == []
+    record = {"context": "It rains.", "question": "What does it?", "answers": {"text": [" rain ", "rains"]}}
+    assert config.process_example_fn(record) == {
+        "prompt": "Context: It rains. Question: What does it? Answer:",
+        "completion": " rain",
+    }
+    assert (config.packed_sequence_specs is not None) == packed
+
+
+USUAL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama3_8b_finetune_config", USUAL),
+        ("deepseek_v3_finetune_config", ["*.self_attention.linear_*", "linear_fc1", "linear_fc2"]),
+        ("nemotronh_4b_finetune_config", [*USUAL, "out_proj"]),
+        ("qwen3_next_80b_a3b_finetune_config", [*USUAL, "out_proj"]),
+    ],
+)
+def test_adapters_are_where_the_model_has_linear_layers(name, targets):
+    assert find(name).build(peft="lora").peft.target_modules == targets
+    assert recipes.default_peft_config("lora", dim=8).dim == 8

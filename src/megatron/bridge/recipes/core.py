@@ -140,7 +140,7 @@ def sft(size: Size, options: FinetuneOptions, **recommended: Unpack[FinetuneOpti
     config = _assemble(size, chosen, dataset, weight_decay=0.01, mock=root is None)
     config.checkpoint.pretrained_checkpoint = chosen["pretrained_checkpoint"]
     if chosen["peft"] is not None:
-        config.peft = default_peft_config(chosen["peft"], latent_attention=config.model.multi_latent_attention)
+        config.peft = default_peft_config(chosen["peft"], config.model)
     return config
 
 

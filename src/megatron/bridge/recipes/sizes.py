@@ -11,6 +11,17 @@ DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 """What differs between the sizes of most generations."""
 
 
+def hf_config(numbers: Mapping[str, Any]) -> Any:
+    """The transformers config with the entries ``numbers``; no remote code is run."""
+    from transformers import AutoConfig
+
+    from megatron.bridge.models.hf_pretrained.deci_config import DeciConfig
+
+    if numbers["model_type"] == DeciConfig.model_type:
+        return DeciConfig(**numbers)
+    return cast(Any, AutoConfig).for_model(**numbers)
+
+
 @dataclass(frozen=True)
 class Size:
     """One published model size.
@@ -32,11 +43,9 @@ class Size:
 
     def provider(self) -> GPTModelProvider:
         """A fresh provider of this size."""
-        from transformers import AutoConfig
-
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
-        config = cast(Any, AutoConfig).for_model(**self.numbers)
+        config = hf_config(self.numbers)
         provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
         for name, value in self.training.items():
             setattr(provider, name, value)

@@ -97,7 +97,7 @@ def deepseek_v3_pretrain_config_32nodes(**options: Unpack[PretrainOptions]) -> C
 
 
 def deepseek_v3_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B in blockwise FP8, 1024 x H100 80GB: 69 GB each, TP4 PP16 EP16, the fewest that fit."""
+    """DeepSeek-V3 671B in blockwise FP8, 1024 x H100 80GB: 64 GB each, TP4 PP16 EP32, the fewest that fit."""
     return pretrain(
         DEEPSEEK_V3,
         options,
@@ -109,7 +109,7 @@ def deepseek_v3_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]
         pipeline_model_parallel_size=16,
         virtual_pipeline_model_parallel_size=2,
         pipeline_layout="Et|(tt|)*29t|tmL",
-        expert_model_parallel_size=16,
+        expert_model_parallel_size=32,
         expert_tensor_parallel_size=1,
         recompute=["mla_up_proj", "layernorm", "moe_act"],
         precision="bf16_with_fp8_subchannel_scaling_mixed",
@@ -117,7 +117,7 @@ def deepseek_v3_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]
 
 
 def deepseek_v3_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B in MXFP8, 256 x B200 180GB: 118 GB each, TP4 PP16 EP8, experts in a node."""
+    """DeepSeek-V3 671B in MXFP8, 256 x B200 180GB: 130 GB each, TP4 PP16 EP8, the fewest that fit."""
     return pretrain(
         DEEPSEEK_V3,
         options,

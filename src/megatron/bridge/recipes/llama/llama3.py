@@ -132,7 +132,7 @@ def llama3_70b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> Confi
 
 
 def llama3_8b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B in FP8, 8 x H100 80GB: 61 GB each, TP2, the fewest that fit."""
+    """Llama 3 8B in FP8, 8 x H100 80GB: 68 GB each, TP2, the fewest that fit."""
     return pretrain(
         LLAMA3_8B,
         options,
@@ -144,7 +144,7 @@ def llama3_8b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigC
 
 
 def llama3_8b_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B in blockwise FP8, 8 x H100 80GB: 61 GB each, TP2, the fewest that fit."""
+    """Llama 3 8B in blockwise FP8, 8 x H100 80GB: 68 GB each, TP2, the fewest that fit."""
     return pretrain(
         LLAMA3_8B,
         options,
@@ -156,12 +156,12 @@ def llama3_8b_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) 
 
 
 def llama3_8b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B in MXFP8, 8 x B200 180GB: 109 GB each, nothing is split."""
+    """Llama 3 8B in MXFP8, 8 x B200 180GB: 123 GB each, nothing is split."""
     return pretrain(LLAMA3_8B, options, seq_length=8192, lr=3e-4, precision="bf16_with_mxfp8_mixed")
 
 
 def llama3_8b_nvfp4_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B in NVFP4, 8 x B200 180GB: 109 GB each, nothing is split."""
+    """Llama 3 8B in NVFP4, 8 x B200 180GB: 116 GB each, nothing is split."""
     return pretrain(LLAMA3_8B, options, seq_length=8192, lr=3e-4, precision="bf16_with_nvfp4_mixed")
 
 
@@ -169,7 +169,7 @@ def llama3_8b_low_precision_pretrain_config(
     mixed_precision_recipe: LowPrecision = "bf16_with_fp8_current_scaling_mixed",
     **options: Unpack[PretrainOptions],
 ) -> ConfigContainer:
-    """Llama 3 8B in a low precision, 8 x H100 80GB: 61 GB each, TP2, the fewest that fit.
+    """Llama 3 8B in a low precision, 8 x H100 80GB: 68 GB each, TP2, the fewest that fit.
 
     Args:
         mixed_precision_recipe: Which one; ``precision`` wins where it is given, too.
@@ -186,7 +186,7 @@ def llama3_8b_low_precision_pretrain_config(
 
 
 def llama3_70b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B in FP8, 64 x H100 80GB: 56 GB each, TP8 PP4."""
+    """Llama 3 70B in FP8, 64 x H100 80GB: 61 GB each, TP8 PP4, the fewest that fit."""
     return pretrain(
         LLAMA3_70B,
         options,
@@ -201,7 +201,7 @@ def llama3_70b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> Config
 
 
 def llama3_70b_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B in blockwise FP8, 64 x H100 80GB: 56 GB each, TP8 PP4."""
+    """Llama 3 70B in blockwise FP8, 64 x H100 80GB: 61 GB each, TP8 PP4, the fewest that fit."""
     return pretrain(
         LLAMA3_70B,
         options,
@@ -216,7 +216,7 @@ def llama3_70b_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions])
 
 
 def llama3_70b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B in MXFP8, 64 x B200 180GB: 116 GB each, TP4 PP2, the fewest that fit."""
+    """Llama 3 70B in MXFP8, 64 x B200 180GB: 133 GB each, TP4 PP2, the fewest that fit."""
     return pretrain(
         LLAMA3_70B,
         options,
@@ -230,7 +230,7 @@ def llama3_70b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> Conf
 
 
 def llama3_70b_nvfp4_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B in NVFP4, 64 x B200 180GB: 116 GB each, TP4 PP2, the fewest that fit."""
+    """Llama 3 70B in NVFP4, 64 x B200 180GB: 124 GB each, TP4 PP2, the fewest that fit."""
     return pretrain(
         LLAMA3_70B,
         options,

@@ -113,7 +113,7 @@ def llama31_405b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> Con
 
 
 def llama31_405b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 405B in FP8, 1024 x H100 80GB: 47 GB each, TP8 PP16 CP4."""
+    """Llama 3.1 405B in FP8, 1024 x H100 80GB: 54 GB each, TP8 PP16 CP4, the fewest that fit."""
     return pretrain(
         LLAMA31_405B,
         options,
@@ -130,7 +130,7 @@ def llama31_405b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> Conf
 
 
 def llama31_405b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 405B in MXFP8, 512 x B200 180GB: 129 GB each, TP8 PP8, the fewest that fit."""
+    """Llama 3.1 405B in MXFP8, 512 x B200 180GB: 141 GB each, TP8 PP8, the fewest that fit."""
     return pretrain(
         LLAMA31_405B,
         options,
@@ -146,7 +146,7 @@ def llama31_405b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> Co
 
 
 def llama31_405b_nvfp4_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 405B in NVFP4, 512 x B200 180GB: 129 GB each, TP8 PP8, the fewest that fit."""
+    """Llama 3.1 405B in NVFP4, 512 x B200 180GB: 135 GB each, TP8 PP8, the fewest that fit."""
     return pretrain(
         LLAMA31_405B,
         options,

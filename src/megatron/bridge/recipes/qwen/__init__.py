@@ -39,6 +39,10 @@ from megatron.bridge.recipes.qwen.qwen3_moe import (
     qwen3_235b_a22b_mxfp8_pretrain_config,
     qwen3_235b_a22b_pretrain_config,
 )
+from megatron.bridge.recipes.qwen.qwen3_next import (
+    qwen3_next_80b_a3b_finetune_config,
+    qwen3_next_80b_a3b_pretrain_config,
+)
 from megatron.bridge.recipes.qwen.qwen15 import (
     qwen15_1p8b_finetune_config,
     qwen15_1p8b_pretrain_config,
@@ -110,6 +114,8 @@ __all__ = [
     "qwen3_235b_a22b_pretrain_config",
     "qwen3_600m_finetune_config",
     "qwen3_600m_pretrain_config",
+    "qwen3_next_80b_a3b_finetune_config",
+    "qwen3_next_80b_a3b_pretrain_config",
     "qwen15_1p8b_finetune_config",
     "qwen15_1p8b_pretrain_config",
     "qwen15_4b_finetune_config",

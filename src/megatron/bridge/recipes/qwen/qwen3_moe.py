@@ -7,7 +7,7 @@ The 94 layers of 235B-A22B cannot be shared out evenly; with the embedding and t
 from typing import Unpack
 
 from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, LayoutOptions, PretrainOptions
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
 from megatron.bridge.recipes.qwen.qwen3 import QWEN3
 from megatron.bridge.recipes.sizes import DENSE, Generation
 from megatron.bridge.training.config import ConfigContainer
@@ -28,16 +28,18 @@ QWEN3_MOE = Generation(
 QWEN3_30B_A3B = QWEN3_MOE.size("Qwen/Qwen3-30B-A3B", 2048, 6144, 48, 32, 4, 768)
 QWEN3_235B_A22B = QWEN3_MOE.size("Qwen/Qwen3-235B-A22B", 4096, 12288, 94, 64, 4, 1536)
 
-SPLIT_30B_A3B: LayoutOptions = {
-    "tensor_model_parallel_size": 2,
-    "expert_model_parallel_size": 8,
-    "expert_tensor_parallel_size": 1,
-}
-
 
 def qwen3_30b_a3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
     """Qwen 3 30B-A3B from random weights, 16 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
-    return pretrain(QWEN3_30B_A3B, options, seq_length=4096, lr=3e-4, **SPLIT_30B_A3B)
+    return pretrain(
+        QWEN3_30B_A3B,
+        options,
+        seq_length=4096,
+        lr=3e-4,
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
 
 
 def qwen3_235b_a22b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
@@ -59,19 +61,21 @@ def qwen3_235b_a22b_pretrain_config(**options: Unpack[PretrainOptions]) -> Confi
 
 
 def qwen3_30b_a3b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 30B-A3B in FP8, 16 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
+    """Qwen 3 30B-A3B in FP8, 16 x H100 80GB: 63 GB each, TP4 EP8, the fewest that fit."""
     return pretrain(
         QWEN3_30B_A3B,
         options,
         seq_length=4096,
         lr=3e-4,
-        **SPLIT_30B_A3B,
+        tensor_model_parallel_size=4,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
         precision="bf16_with_fp8_current_scaling_mixed",
     )
 
 
 def qwen3_30b_a3b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 30B-A3B in MXFP8, 8 x B200 180GB: 129 GB each, EP4, the fewest that fit."""
+    """Qwen 3 30B-A3B in MXFP8, 8 x B200 180GB: 146 GB each, EP4, the fewest that fit."""
     return pretrain(
         QWEN3_30B_A3B,
         options,
@@ -83,7 +87,7 @@ def qwen3_30b_a3b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> C
 
 
 def qwen3_235b_a22b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 235B-A22B in FP8, 256 x H100 80GB: 64 GB each, TP4 PP8 EP8, the fewest that fit."""
+    """Qwen 3 235B-A22B in FP8, 256 x H100 80GB: 72 GB each, TP4 PP8 EP8, the fewest that fit."""
     return pretrain(
         QWEN3_235B_A22B,
         options,
@@ -102,7 +106,7 @@ def qwen3_235b_a22b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> C
 
 
 def qwen3_235b_a22b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 235B-A22B in MXFP8, 128 x B200 180GB: 123 GB each, TP2 PP4 EP8, the fewest that fit."""
+    """Qwen 3 235B-A22B in MXFP8, 128 x B200 180GB: 139 GB each, TP2 PP4 EP8, the fewest that fit."""
     return pretrain(
         QWEN3_235B_A22B,
         options,
@@ -122,7 +126,13 @@ def qwen3_235b_a22b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) ->
 
 def qwen3_30b_a3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
     """Qwen 3 30B-A3B, all weights, 16 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
-    return sft(QWEN3_30B_A3B, options, **SPLIT_30B_A3B)
+    return sft(
+        QWEN3_30B_A3B,
+        options,
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
 
 
 def qwen3_235b_a22b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:

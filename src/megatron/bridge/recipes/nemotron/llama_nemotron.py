@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama-Nemotron: Llama 3 cut down by a search over its layers, which differ. Learning rates are ours.
+
+A layer has attention or not, and a feed-forward layer of some multiple of the hidden size, or none: a row of
+``LAYERS`` says for how many layers running.
+"""
+
+from typing import Any, Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+# fmt: off
+LAYERS_49B: list[tuple[int, bool, float | None]] = [
+    (1, True, 2.625), (5, True, 5.25), (2, False, 2.625), (3, True, 5.25), (1, False, 3.28125),
+    (30, True, 5.25), (1, False, 1.3125), (2, False, 2.625), (1, False, 1.3125), (1, False, 5.25),
+    (1, False, 1.3125), (1, False, 2.625), (3, False, 1.3125), (1, True, 5.25), (1, False, 1.3125),
+    (2, False, 1.0), (1, False, 1.3125), (3, False, 1.0), (2, False, 1.3125), (2, False, 0.5), (2, False, 1.0),
+    (2, False, 0.5), (1, False, 1.0), (2, False, 0.5), (9, True, 5.25),
+]
+LAYERS_253B: list[tuple[int, bool, float | None]] = [
+    (1, True, 0.4875), (1, True, 0.975), (6, True, 1.4625), (1, True, 1.95), (4, False, None), (3, True, 1.95),
+    (2, True, 4.875), (6, False, None), (3, True, 4.875), (5, False, None), (3, True, 4.875),
+    (1, True, 2.4375), (3, False, None), (3, True, 1.95), (1, False, 1.95), (1, True, 4.875),
+    (1, False, 4.875), (5, False, None), (4, True, 4.875), (5, False, None), (4, True, 4.875),
+    (5, False, None), (4, True, 4.875), (5, False, None), (4, True, 4.875), (5, False, None), (1, True, 4.875),
+    (3, True, 3.4125), (2, False, None), (1, True, 2.925), (3, True, 2.4375), (2, False, 2.4375),
+    (1, True, 2.4375), (1, False, None), (7, False, 2.4375), (1, True, 2.4375), (5, False, None),
+    (1, True, 2.925), (1, True, 4.875), (1, False, 4.875), (1, True, 4.875), (8, False, None),
+    (1, False, 36.5625), (8, False, None), (1, False, 39.0), (8, False, None), (1, False, 31.40625),
+    (5, False, None), (1, False, 27.5625), (1, False, 1.95), (1, True, 1.95), (1, True, 2.4375),
+    (1, False, None), (2, True, 2.4375), (1, True, 3.4125), (4, True, 4.875), (1, True, 2.4375),
+]
+# fmt: on
+
+
+def blocks(layers: list[tuple[int, bool, float | None]], heads_of_a_group: int) -> list[dict[str, Any]]:
+    """One entry of ``block_configs`` for each layer."""
+    return [
+        {
+            "attention": {"n_heads_in_group": heads_of_a_group if attends else None, "no_op": not attends},
+            "ffn": {"ffn_mult": multiple, "no_op": multiple is None},
+        }
+        for count, attends, multiple in layers
+        for _ in range(count)
+    ]
+
+
+def rope(factor: float) -> dict[str, Any]:
+    """Positions up to 128k, as Llama 3.1 has them."""
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": rope(8.0),
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+NEMOTRON_NAS = Generation(
+    {**COMMON, "model_type": "nemotron-nas", "architectures": ["DeciLMForCausalLM"], "hidden_act": "silu"},
+    columns=("hidden_size", "num_hidden_layers", "num_attention_heads"),
+)
+LLAMA_NEMOTRON_8B = Generation({**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}).size(
+    "nvidia/Llama-3.1-Nemotron-Nano-8B-v1", 4096, 14336, 32, 32, 8
+)
+LLAMA_NEMOTRON_49B = NEMOTRON_NAS.size(
+    "nvidia/Llama-3_3-Nemotron-Super-49B-v1", 8192, 80, 64, block_configs=blocks(LAYERS_49B, 8)
+)
+LLAMA_NEMOTRON_253B = NEMOTRON_NAS.size(
+    *("nvidia/Llama-3_1-Nemotron-Ultra-253B-v1", 16384, 162, 128),
+    block_configs=blocks(LAYERS_253B, 16),
+    rope_scaling=rope(16.0),
+)
+
+
+def llama_nemotron_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama-Nemotron 8B from random weights, 8 x H100 80GB: 61 GB each, TP2, the fewest that fit."""
+    return pretrain(LLAMA_NEMOTRON_8B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=2)
+
+
+def llama_nemotron_49b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama-Nemotron 49B from random weights, 64 x H100 80GB: 67 GB each, TP8, the fewest that fit."""
+    return pretrain(LLAMA_NEMOTRON_49B, options, seq_length=8192, lr=2e-4, tensor_model_parallel_size=8)
+
+
+def llama_nemotron_253b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Llama-Nemotron 253B from random weights, 384 x H100 80GB: 62 GB each, TP8 PP6 CP2, the fewest that fit."""
+    return pretrain(
+        LLAMA_NEMOTRON_253B,
+        options,
+        seq_length=8192,
+        global_batch_size=768,
+        lr=8e-5,
+        min_lr=8e-7,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=6,
+        context_parallel_size=2,
+    )
+
+
+def llama_nemotron_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Llama-Nemotron 8B, all weights, 8 x H100 80GB: 49 GB each, TP2, the fewest that fit."""
+    return sft(LLAMA_NEMOTRON_8B, options, tensor_model_parallel_size=2)
+
+
+def llama_nemotron_49b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Llama-Nemotron 49B, all weights, 32 x H100 80GB: 66 GB each, TP8, the fewest that fit."""
+    return sft(LLAMA_NEMOTRON_49B, options, tensor_model_parallel_size=8)
+
+
+def llama_nemotron_253b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Llama-Nemotron 253B, all weights, 192 x H100 80GB: 70 GB each, TP8 PP6 CP2, the fewest that fit."""
+    return sft(
+        LLAMA_NEMOTRON_253B,
+        options,
+        global_batch_size=192,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=6,
+        context_parallel_size=2,
+    )

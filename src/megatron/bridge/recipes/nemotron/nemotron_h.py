@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron-H: Mamba-2 layers (M) and feed-forward layers (-) with little attention (*) between them.
+
+Learning rates and batch of 8B and 56B, from which 4B and 47B were cut, are those of "Nemotron-H" (2025).
+"""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import DENSE, Generation
+from megatron.bridge.training.config import ConfigContainer
+
+NEMOTRONH = Generation(
+    {
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "vocab_size": 131072,
+        "attention_head_dim": 128,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "mamba_head_dim": 64,
+        "mamba_hidden_act": "silu",
+        "mamba_proj_bias": False,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+        "expand": 2,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "hidden_dropout": 0.0,
+        "residual_in_fp32": False,
+        "rescale_prenorm_residual": True,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    },
+    columns=(*DENSE, "mamba_num_heads"),
+)
+NEMOTRONH_4B = NEMOTRONH.size(
+    *("nvidia/Nemotron-H-4B-Base-8K", 3072, 12288, 52, 32, 8, 112),
+    hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+)
+NEMOTRONH_8B = NEMOTRONH.size(
+    *("nvidia/Nemotron-H-8B-Base-8K", 4096, 21504, 52, 32, 8, 128),
+    hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+)
+NEMOTRONH_47B = NEMOTRONH.size(
+    *("nvidia/Nemotron-H-47B-Base-8K", 8192, 30720, 98, 64, 8, 256),
+    ssm_state_size=256,
+    hybrid_override_pattern="M-M-M-M-M-M-M-M-M*-M-M-M-M-M-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*"
+    "-M-M-M-M-M-M-M---MM---M-M*-M-M-M-M-M-",
+)
+NEMOTRONH_56B = NEMOTRONH.size(
+    *("nvidia/Nemotron-H-56B-Base-8K", 8192, 32768, 118, 64, 8, 256),
+    ssm_state_size=256,
+    hybrid_override_pattern="M-M-M-M*" + 9 * "-M-M-M-M-M*" + "-M-M-M-M-M-",
+)
+
+
+def nemotronh_4b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Nemotron-H 4B from random weights, 8 x H100 80GB: 41 GB each, TP2, the fewest that fit."""
+    return pretrain(
+        NEMOTRONH_4B,
+        options,
+        seq_length=8192,
+        global_batch_size=768,
+        lr=8e-4,
+        min_lr=8e-6,
+        tensor_model_parallel_size=2,
+    )
+
+
+def nemotronh_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Nemotron-H 8B from random weights, 16 x H100 80GB: 58 GB each, TP2, the fewest that fit."""
+    return pretrain(
+        NEMOTRONH_8B,
+        options,
+        seq_length=8192,
+        global_batch_size=768,
+        lr=8e-4,
+        min_lr=8e-6,
+        tensor_model_parallel_size=2,
+    )
+
+
+def nemotronh_47b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Nemotron-H 47B from random weights, 64 x H100 80GB: 64 GB each, TP8, the fewest that fit."""
+    return pretrain(
+        NEMOTRONH_47B,
+        options,
+        seq_length=8192,
+        global_batch_size=768,
+        lr=4e-4,
+        min_lr=4e-6,
+        tensor_model_parallel_size=8,
+    )
+
+
+def nemotronh_56b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Nemotron-H 56B from random weights, 64 x H100 80GB: 55 GB each, TP8 PP2, the fewest that fit."""
+    return pretrain(
+        NEMOTRONH_56B,
+        options,
+        seq_length=8192,
+        global_batch_size=768,
+        lr=4e-4,
+        min_lr=4e-6,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=2,
+    )
+
+
+def nemotronh_4b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Nemotron-H 4B, all weights, 8 x H100 80GB: 55 GB each, nothing is split."""
+    return sft(NEMOTRONH_4B, options, lr=1e-5)
+
+
+def nemotronh_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Nemotron-H 8B, all weights, 8 x H100 80GB: 51 GB each, TP2, the fewest that fit."""
+    return sft(NEMOTRONH_8B, options, tensor_model_parallel_size=2)
+
+
+def nemotronh_47b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Nemotron-H 47B, all weights, 32 x H100 80GB: 63 GB each, TP8, the fewest that fit."""
+    return sft(NEMOTRONH_47B, options, tensor_model_parallel_size=8)
+
+
+def nemotronh_56b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Nemotron-H 56B, all weights, 32 x H100 80GB: 54 GB each, TP8 PP2, the fewest that fit."""
+    return sft(NEMOTRONH_56B, options, tensor_model_parallel_size=8, pipeline_model_parallel_size=2)

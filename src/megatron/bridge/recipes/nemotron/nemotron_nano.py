@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron Nano: version 2, dense, and version 3, with experts (E) in place of feed-forward layers.
+
+The learning rate of 12B v2 is that of "NVIDIA Nemotron Nano 2" (2025), from which 9B was cut; the other
+is ours.
+"""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.training.config import ConfigContainer
+
+NANO2 = Generation(
+    {
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "vocab_size": 131072,
+        "head_dim": 128,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "mamba_head_dim": 80,
+        "mamba_hidden_act": "silu",
+        "mamba_proj_bias": False,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+        "expand": 2,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "hidden_dropout": 0.0,
+        "residual_in_fp32": False,
+        "rescale_prenorm_residual": True,
+        "max_position_embeddings": 131072,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 12,
+        "pad_token_id": 0,
+        "mamba_num_heads": 128,
+    }
+)
+NEMOTRON_NANO_9B_V2 = NANO2.size(
+    *("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 4480, 15680, 56, 40, 8),
+    hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+)
+NEMOTRON_NANO_12B_V2 = NANO2.size(
+    *("nvidia/NVIDIA-Nemotron-Nano-12B-v2", 5120, 20480, 62, 40, 8),
+    hybrid_override_pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
+)
+NANO3 = Generation(
+    {
+        **NANO2.common,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "num_experts_per_tok": 6,
+        "n_routed_experts": 128,
+        "moe_intermediate_size": 1856,
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 3712,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 262144,
+        "eos_token_id": 2,
+    }
+)
+NEMOTRON_3_NANO = NANO3.size(
+    *("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 2688, 1856, 52, 32, 2),
+    hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+)
+
+
+def nemotron_nano_9b_v2_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Nemotron Nano 9B v2 from random weights, 16 x H100 80GB: 63 GB each, TP2, the fewest that fit."""
+    return pretrain(
+        NEMOTRON_NANO_9B_V2,
+        options,
+        seq_length=8192,
+        global_batch_size=768,
+        lr=4.5e-4,
+        min_lr=4.5e-6,
+        tensor_model_parallel_size=2,
+    )
+
+
+def nemotron_nano_12b_v2_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Nemotron Nano 12B v2 from random weights, 16 x H100 80GB: 45 GB each, TP4, the fewest that fit."""
+    return pretrain(
+        NEMOTRON_NANO_12B_V2,
+        options,
+        seq_length=8192,
+        global_batch_size=768,
+        lr=4.5e-4,
+        min_lr=4.5e-6,
+        tensor_model_parallel_size=4,
+    )
+
+
+def nemotron_3_nano_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Nemotron 3 Nano 30B-A3B from random weights, 32 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
+    return pretrain(
+        NEMOTRON_3_NANO,
+        options,
+        seq_length=8192,
+        global_batch_size=768,
+        lr=3e-4,
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def nemotron_nano_9b_v2_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Nemotron Nano 9B v2, all weights, 8 x H100 80GB: 55 GB each, TP2, the fewest that fit."""
+    return sft(NEMOTRON_NANO_9B_V2, options, tensor_model_parallel_size=2)
+
+
+def nemotron_nano_12b_v2_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Nemotron Nano 12B v2, all weights, 8 x H100 80GB: 46 GB each, TP4, the fewest that fit."""
+    return sft(NEMOTRON_NANO_12B_V2, options, tensor_model_parallel_size=4)
+
+
+def nemotron_3_nano_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Nemotron 3 Nano 30B-A3B, all weights, 16 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
+    return sft(
+        NEMOTRON_3_NANO,
+        options,
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-Next: gated delta nets beside attention, and many small experts. Learning rates are ours."""
+
+from typing import Unpack
+
+from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.sizes import DENSE, Generation
+from megatron.bridge.training.config import ConfigContainer
+
+QWEN3_NEXT = Generation(
+    {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "vocab_size": 151936,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "attention_bias": False,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+        "max_position_embeddings": 262144,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000,
+        "tie_word_embeddings": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+    columns=(*DENSE, "num_experts"),
+)
+QWEN3_NEXT_80B_A3B = QWEN3_NEXT.size("Qwen/Qwen3-Next-80B-A3B-Instruct", 2048, 5120, 48, 16, 2, 512)
+
+
+def qwen3_next_80b_a3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+    """Qwen 3 Next 80B-A3B from random weights, 64 x H100 80GB: 67 GB each, TP2 PP2 EP8, the fewest that fit."""
+    return pretrain(
+        QWEN3_NEXT_80B_A3B,
+        options,
+        seq_length=4096,
+        global_batch_size=1024,
+        lr=3e-4,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def qwen3_next_80b_a3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+    """Qwen 3 Next 80B-A3B, all weights, 64 x H100 80GB: 67 GB each, TP2 PP2 EP8, the fewest that fit."""
+    return sft(
+        QWEN3_NEXT_80B_A3B,
+        options,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes fit the GPUs that they name, use what they say, and share a model over no more than they must."""
+
+import math
+
+import pytest
+
+from megatron.bridge.autotune.gpus import fits
+from megatron.bridge.autotune.memory import fullest, memory_per_rank
+from megatron.bridge.recipes.catalog import catalog
+from megatron.bridge.utils.errors import UserError
+
+SIZES = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "CP": "context_parallel_size",
+    "EP": "expert_model_parallel_size",
+}
+# one of each kind of model and of layout; all of them take minutes
+SAMPLE = (
+    "deepseek_v2_lite_pretrain_config",
+    "gemma3_1b_finetune_config",
+    "gpt_oss_20b_finetune_config",
+    "llama3_8b_16k_pretrain_config",
+    "llama3_8b_fp8_pretrain_config",
+    "nemotronh_4b_pretrain_config",
+    "qwen15_moe_a2p7b_finetune_config",
+    "qwen3_next_80b_a3b_pretrain_config",
+)
+
+
+def recipes():
+    for recipe in catalog().values():
+        yield pytest.param(recipe, marks=() if recipe.name in SAMPLE else pytest.mark.slow, id=recipe.name)
+
+
+def used(recipe, **options):
+    """Bytes of the fullest GPU."""
+    config = recipe.build(**options)
+    config.validate(recipe.gpus)
+    return fullest(memory_per_rank(config, recipe.gpus)).total
+
+
+@pytest.mark.parametrize("recipe", recipes())
+class TestMemory:
+    def test_is_what_the_docstring_says_and_fits(self, recipe):
+        """`make recipes` writes the number."""
+        total = used(recipe)
+        assert math.ceil(total / 1e9) == recipe.memory
+        assert fits(total, recipe.gpu_kind)
+
+    def test_half_of_any_size_does_not_fit(self, recipe):
+        if not recipe.why.endswith("the fewest that fit"):
+            assert recipe.why == "nothing is split"
+            return
+        for name, size in layout(recipe):
+            try:
+                total = used(recipe, **half(recipe, name, size))
+            except UserError:
+                continue  # not every half is a layout
+            assert not fits(total, recipe.gpu_kind), f"{name}{size // 2} fits"
+
+
+def layout(recipe):
+    """The sizes in the docstring, which are those of the config."""
+    parts = recipe.why.partition(",")[0].split()
+    found = [(part[:2], int(part[2:])) for part in parts]
+    model = recipe.build().model
+    assert dict(found) == {name: getattr(model, key) for name, key in SIZES.items() if getattr(model, key) > 1}
+    return found
+
+
+def half(recipe, name, size):
+    options = {SIZES[name]: size // 2}
+    if (name, size) == ("PP", 2):
+        options["virtual_pipeline_model_parallel_size"] = None
+    return options
