@@ -32,6 +32,7 @@ def make_reference(directory: Path) -> Case:
     case = Case(ROW.name, directory)
     harness.save(harness.hf_model(ROW), case.checkpoint)
     (case.checkpoint / "tokenizer.json").write_text('{"version": "1.0"}')
+    (case.checkpoint / "README.md").write_text("The card of a toy.\n")
     add_layer(case.checkpoint)
     model = Qwen3NextForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32, attn_implementation="eager")
     layer = NextToken(model.config)

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.models.heterogeneous_provider import HeterogeneousModelProvider
     from megatron.bridge.models.mamba_provider import MambaModelProvider
     from megatron.bridge.models.mla_provider import MLAModelProvider
 
-__all__ = ["GPTModelProvider", "MLAModelProvider", "MambaModelProvider"]
+__all__ = ["GPTModelProvider", "HeterogeneousModelProvider", "MLAModelProvider", "MambaModelProvider"]
 
 # imported on use: reading a Hugging Face checkpoint needs no Megatron-Core
 _HOMES = {
     "GPTModelProvider": "gpt_provider",
+    "HeterogeneousModelProvider": "heterogeneous_provider",
     "MLAModelProvider": "mla_provider",
     "MambaModelProvider": "mamba_provider",
 }

@@ -53,7 +53,8 @@ class HeterogeneousModelProvider(GPTModelProvider):
 
     def get_config_for_layer(self, layer_number: int) -> Self:
         """The config that layer ``layer_number``, counted from one, is built with."""
-        block = self.per_block_parameters[layer_number - 1]
+        index = layer_number - 1
+        block = self._block(index, self.block_configs[index])
         config = copy.copy(self)
         if block.attention.num_query_groups is not None:
             config.num_query_groups = block.attention.num_query_groups

@@ -43,7 +43,7 @@ def attention(
     layers: str = "model.layers.*",
     norm: str | None = "input_layernorm",
     output: str = "self_attn.o_proj",
-    qk_norm: bool = False,
+    qk_norm: bool | str = False,
     fused: bool = False,
     gated: bool = False,
     names: str = "self_attn",
@@ -54,7 +54,7 @@ def attention(
         layers: Hugging Face's name of a layer.
         norm: the normalisation before the attention; None where there is none.
         output: the output projection.
-        qk_norm: queries and keys are normalised.
+        qk_norm: queries and keys are normalised, by ``q_norm`` and ``k_norm``, or ``q_`` and ``k_`` what is given.
         fused: queries, keys and values are one tensor, ``qkv_proj``.
         gated: the query projection makes gates on the output as well.
         names: Hugging Face's name of attention in a layer.
@@ -69,7 +69,8 @@ def attention(
     if not qk_norm:
         return block
     # whole on every rank if it is one head's, cut like the heads if it is over all of them
-    norms = (AutoMapping(f"{ours}.{role}_layernorm.weight", f"{theirs}.{role}_norm.weight") for role in "qk")
+    name = qk_norm if isinstance(qk_norm, str) else "norm"
+    norms = (AutoMapping(f"{ours}.{role}_layernorm.weight", f"{theirs}.{role}_{name}.weight") for role in "qk")
     return (*block, *norms)
 
 
@@ -90,6 +91,7 @@ def mlp(
     names: str = "mlp",
     gated: bool = True,
     fused: bool = False,
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Block:
     """Feed-forward layer, and the normalisation before it.
 
@@ -99,24 +101,27 @@ def mlp(
         names: Hugging Face's name of the feed-forward layer in a layer.
         gated: there is a gate beside the up projection.
         fused: gate and up projection are one tensor, ``gate_up_proj``.
+        projections: Hugging Face's names of gate, up and down projection.
     """
     ours, theirs = "decoder.layers.*.mlp", f"{layers}.{names}"
-    fc1 = (
-        _gated(f"{ours}.linear_fc1", theirs, fused) if gated else linear(f"{ours}.linear_fc1", f"{theirs}.up_proj")
-    )
-    block = (*fc1, *linear(f"{ours}.linear_fc2", f"{theirs}.down_proj"))
+    gate, up, down = (f"{theirs}.{name}" for name in projections)
+    if fused:
+        fc1 = _fused_gated(f"{ours}.linear_fc1", f"{theirs}.gate_up_proj")
+    else:
+        fc1 = _gated(f"{ours}.linear_fc1", gate, up) if gated else linear(f"{ours}.linear_fc1", up)
+    block = (*fc1, *linear(f"{ours}.linear_fc2", down))
     if norm:
         block += fused_norm("decoder.layers.*.pre_mlp_layernorm", f"{ours}.linear_fc1", f"{layers}.{norm}")
     return block
 
 
-def _gated(ours: str, theirs: str, fused: bool) -> Block:
-    if fused:
-        names = ((f"{ours}.{name}", f"{theirs}.gate_up_proj.{name}") for name in ("weight", "bias"))
-        return tuple(ConcatenatedGatedMLPMapping(*pair) for pair in names)
+def _fused_gated(ours: str, theirs: str) -> Block:
+    return tuple(ConcatenatedGatedMLPMapping(f"{ours}.{name}", f"{theirs}.{name}") for name in ("weight", "bias"))
+
+
+def _gated(ours: str, gate: str, up: str) -> Block:
     return tuple(
-        GatedMLPMapping(f"{ours}.{name}", gate=f"{theirs}.gate_proj.{name}", up=f"{theirs}.up_proj.{name}")
-        for name in ("weight", "bias")
+        GatedMLPMapping(f"{ours}.{name}", gate=f"{gate}.{name}", up=f"{up}.{name}") for name in ("weight", "bias")
     )
 
 
