@@ -5,6 +5,7 @@ Megatron-Core's mixer fixes two numbers that models differ in: the epsilon of it
 no lower bound. Both mixers here read them from the config.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -68,11 +69,49 @@ class TorchMixer(MambaMixer):
     Packed sequences do not see one another: each starts from a state, and a convolution, of zero.
     """
 
-    def __init__(self, config: TransformerConfig, submodules: MambaMixerSubmodules, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaMixerSubmodules,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        **others: Any,
+    ) -> None:
         with _no_kernels_asked_for(), _OnDefaultDevice():
-            super().__init__(config, submodules, **kwargs)
+            super().__init__(config, submodules, **others)
         self.smallest_step: float = getattr(config, "mamba_smallest_step", 0.0)
         self.norm.eps = config.layernorm_epsilon
+        if config.perform_initialization:
+            self._draw(dt_min, dt_max, dt_init_floor)
+
+    @torch.no_grad()
+    def _draw(self, dt_min: float, dt_max: float, dt_init_floor: float) -> None:
+        """Draw for all tensor-parallel ranks and keep this one's part: the same model under any layout."""
+        states = self.ngroups * self.d_state
+        kinds = [self.d_inner, self.d_inner, states, states, self.nheads]  # z, x, B, C, dt
+        bound = self.d_conv**-0.5  # of a uniform distribution: kaiming's of convolutions, with a=sqrt(5)
+
+        def projection(whole: Tensor) -> Tensor:
+            assert self.config.init_method is not None, "a resolved config has one"
+            self.config.init_method(whole)
+            return whole
+
+        def steps(logs: Tensor) -> Tensor:
+            span = math.log(dt_max) - math.log(dt_min)
+            dt = (logs.uniform_() * span + math.log(dt_min)).exp().clamp(min=dt_init_floor)
+            return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+
+        for parameter, sizes, draw in (
+            (self.in_proj.weight, kinds, projection),
+            (self.conv1d_weight, kinds[1:4], lambda whole: whole.uniform_(-bound, bound)),
+            (self.conv1d_bias, kinds[1:4], lambda whole: whole.uniform_(-bound, bound)),
+            (self.dt_bias, kinds[4:], steps),
+            (self.A_log, kinds[4:], lambda whole: whole.uniform_(1, 16).log()),
+        ):
+            whole = draw(torch.empty(sum(sizes), *parameter.shape[1:]))
+            parts = [part.chunk(self.tp_group.size())[self.tp_group.rank()] for part in whole.split(sizes)]
+            parameter.copy_(torch.cat(parts))
 
     def forward(
         self,
