@@ -115,7 +115,7 @@ def table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
         layers: What each stage holds, in words.
     """
     head = ("", "parameters", "weights", "gradients", "optimizer", "activations", "GB in all", "holds")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for stage in _some(len(memory), _ROWS):
         if stage is None:
             rows.append(("...", *[""] * (len(head) - 1)))

@@ -18,6 +18,9 @@ VOCABULARY = 512
 
 _DIMENSIONS = ("tensor", "pipeline", "expert", "context", "data")
 _LISTS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
+RECOMPUTED_BY_ENGINE = ("layernorm", "mla_up_proj", "moe_act", "gdn_norm_out")
+"""Parts of a layer that Megatron-Core 0.19 recomputes with Transformer Engine only; a NameError without it."""
+
 _HYBRID = "hybrid_override_pattern"
 _STAGE = "|"
 
@@ -161,9 +164,10 @@ def _widths(model: Any, layout: Layout) -> None:
     each = model.num_attention_heads // groups
     heads = 8 if not padded else 3 * each
     kept = {1: 1, model.num_attention_heads: heads}.get(groups, 4)
+    width = WIDTH if WIDTH % heads == 0 else heads * HEAD  # transformers wants a multiple
     values = {
-        "hidden_size": WIDTH,
-        "ffn_hidden_size": 2 * WIDTH,
+        "hidden_size": width,
+        "ffn_hidden_size": 2 * width,
         "num_attention_heads": heads,
         "num_query_groups": model.num_query_groups and (3 if padded else kept),
         "kv_channels": model.kv_channels if _has_factors_by_frequency(model) else HEAD,
@@ -334,6 +338,13 @@ def _numbers(toy: Toy) -> None:
     if set(kinds) - {None, "a2a", "all_gather"}:
         toy.changes.append(f"model.cp_comm_type={model.cp_comm_type} needs Transformer Engine: all_gather is run")
         model.cp_comm_type = "all_gather"
+    recomputed = [part for part in model.recompute_modules or () if part not in RECOMPUTED_BY_ENGINE]
+    if model.recompute_modules and recomputed != list(model.recompute_modules):
+        toy.changes.append(
+            f"model.recompute_modules={model.recompute_modules}: of these, {recomputed or 'none'} "
+            "can be recomputed without Transformer Engine"
+        )
+        model.recompute_modules = recomputed or ["core_attn"]
     if model.fp8 or model.fp4:
         toy.changes.append(f"mixed_precision={config.mixed_precision} needs a GPU: bf16_mixed is run")
         model.fp8 = model.fp4 = None

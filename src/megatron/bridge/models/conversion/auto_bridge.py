@@ -146,7 +146,23 @@ class AutoBridge:
         source = provider.declared.__dict__.get("_hf_config")
         if source is None:
             return None
-        return {**as_dict(source), **bridge_for(source).changed_config(provider.declared, as_dict(source))}
+        before, bridge = as_dict(source), bridge_for(source)
+        lists = {
+            key: value
+            for key, value in bridge.megatron_to_hf_config(provider.declared).items()
+            if isinstance(value, list)
+        }
+        now = {**before, **bridge.changed_config(provider.declared, before), **lists}
+        # a list with an entry for each layer that nobody wrote anew is one that transformers derives
+        layers = before.get("num_hidden_layers")
+        stale = [
+            key
+            for key, value in now.items()
+            if isinstance(value, list) and len(value) == layers and key not in lists
+        ]
+        return {
+            key: value for key, value in now.items() if key not in (stale if layers != provider.num_layers else ())
+        }
 
     def to_megatron_model(
         self, load_weights: bool = True, hf_path: str | Path | None = None, **options: Any
