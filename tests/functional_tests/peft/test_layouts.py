@@ -138,6 +138,37 @@ def test_tensor_parallel_against_peft(llama, tmp_path, two_workers):
             np.testing.assert_allclose(tensor, saved[name].numpy(), rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
 
 
+def dropped_out(directory, position, layout):
+    """Losses with dropout, and the factors that both ranks hold as a whole, after some steps."""
+    torch.manual_seed(0)
+    _, model = adapted(Path(directory), LoRA(dim=4, alpha=8, dropout=0.5, dropout_position=position), layout)
+    losses = train(model, STEPS)
+    whole = {
+        name: one.detach().numpy().copy()
+        for name, one in model[0].module.named_parameters()
+        if one.requires_grad and not one.tensor_model_parallel
+    }
+    forget_model_parallel()
+    return losses, whole
+
+
+def all_dropped_out(directory):
+    cases = [(position, layout) for position in ("pre", "post") for layout in (TP2, SP2)]
+    return [dropped_out(directory, *case) for case in cases]
+
+
+def test_dropout_leaves_shared_factors_shared(llama, two_workers):
+    """Where ranks hold the same activations they must drop the same ones, or their copies of a factor drift."""
+    first, second = two_workers.run(all_dropped_out, str(llama))
+    for (losses, whole), (other_losses, other_whole) in zip(first, second, strict=True):
+        assert losses == pytest.approx(other_losses, abs=TOLERANCE)
+        assert len(whole) == 8  # one of two factors beside each of four linear layers, in two layers
+        for name, factor in whole.items():
+            np.testing.assert_array_equal(factor, other_whole[name], err_msg=name)
+    (_, inputs), _, (_, outputs), _ = first
+    assert all(np.abs(inputs[name] - outputs[name]).max() > 1e-6 for name in inputs)  # something was dropped
+
+
 def experts_start_and_end(directory):
     """Ten steps of adapters on experts that are cut over two ranks: everything before and after."""
     bridge, model = adapted(Path(directory), test_parity.ROUTED, {**SP2, "expert_tensor_parallel_size": 2})
