@@ -230,6 +230,8 @@ class Injector(Callback):
             self._slowed += 1
             note(self._paths, "fault", **asdict(self._fault))
             time.sleep(0.3)
+        if self._done and self._fault.detail == "SIGSTOP" and self._fault.target == "launcher":
+            time.sleep(1.0)  # or the run would reach its end before the launcher goes on
         if self._acts and self._fault.kind in ("slow", "nan") and context.progress.step >= self._last + 3:
             _send("SIGTERM", "launcher")  # the run went on; let the next fault come
 

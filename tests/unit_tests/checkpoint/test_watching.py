@@ -8,7 +8,9 @@ import sys
 import time
 
 import pytest
+from torch.distributed import TCPStore
 
+from megatron.bridge.training.callbacks import hangs
 from megatron.bridge.training.callbacks.hangs import Sign, verdict, whereabouts
 from megatron.bridge.training.callbacks.stragglers import slow_ranks
 from megatron.bridge.utils.processes import Process, started
@@ -51,6 +53,34 @@ def test_where_a_thread_is():
     where, waits = whereabouts(threading.get_ident())
     assert "whereabouts" in where or "test_where" in where
     assert not waits
+
+
+SERVES = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_stopped_process_that_keeps_the_store_stops_nobody_else(monkeypatch):
+    server = subprocess.Popen([sys.executable, "-c", SERVES], stdout=subprocess.PIPE, text=True)
+    try:
+        store = TCPStore("127.0.0.1", int(server.stdout.readline()), None, False)
+        monkeypatch.setattr(hangs, "PATIENCE", 0.2)
+        monkeypatch.setattr(hangs.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(hangs.dist, "world_size", lambda: 2)
+        monkeypatch.setattr(hangs.dist, "rank", lambda: 0)
+        monkeypatch.setattr(hangs.distributed_c10d, "_get_default_store", lambda: store)
+        os.kill(server.pid, signal.SIGSTOP)  # before this rank has a connection of its own
+        began = time.monotonic()
+        signs = hangs._Store()
+        signs.tell(1, 2, "here", True)
+        assert signs.signs() == [Sign(1, 1, 2, "here", True), None]
+        assert time.monotonic() - began < 5
+    finally:
+        server.kill()
 
 
 def test_the_slow_rank_is_named():

@@ -15,6 +15,7 @@ import os
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,8 +33,10 @@ Mode = Literal["fast", "full"]
 
 # Fast mode reads files up to this size, which are all but the shards.
 SMALL = 1 << 20
-# A piece of this size is still in the processor's cache when it is hashed after it was written.
+# A piece of this size is in the processor's cache when it is hashed and written.
 CHUNK = 1 << 22
+# Handing a smaller piece to another thread takes longer than hashing it.
+WORTH_A_THREAD = 1 << 20
 # Begins the name that torch gives to each save, if that save gets a manifest.
 SAVE_ID_PREFIX = "manifest-"
 
@@ -87,6 +90,8 @@ class Manifest:
 class HashingStream:
     """A file that is only written to, from front to back, and is hashed on the way.
 
+    A piece is hashed by a thread of its own while it is written: both go on without Python's lock.
+
     Args:
         stream: Opened for writing.
         cancelled: Once it is set, ``write`` fails.
@@ -96,6 +101,7 @@ class HashingStream:
         self._stream = stream
         self._cancelled = cancelled or threading.Event()
         self._hash = xxhash.xxh3_128()
+        self._hasher = ThreadPoolExecutor(1, "hash")
         self._size = 0
         self.failure: OSError | None = None
 
@@ -107,10 +113,20 @@ class HashingStream:
                 if self._cancelled.is_set():
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
                 with flat[start : start + CHUNK] as piece:
-                    self._put(piece)
-                    self._hash.update(piece)
+                    self._write(piece)
             self._size += len(flat)
             return len(flat)
+
+    def _write(self, piece: memoryview) -> None:
+        if len(piece) < WORTH_A_THREAD:
+            self._put(piece)
+            self._hash.update(piece)
+            return
+        hashed = self._hasher.submit(self._hash.update, piece)
+        try:
+            self._put(piece)
+        finally:
+            hashed.result()
 
     def _put(self, piece: memoryview) -> None:
         try:
@@ -134,6 +150,7 @@ class HashingStream:
 
     def close(self) -> None:
         """Close the file."""
+        self._hasher.shutdown()
         self._stream.close()
 
     def record(self) -> Record:
@@ -285,4 +302,6 @@ def hashing(
             yield hashed
         except RuntimeError as error:  # torch's zip writer drops an error that comes while it writes a header
             raise hashed.failure or error from error
+        finally:
+            hashed.close()
     records[name] = hashed.record()

@@ -30,5 +30,5 @@ class Layout:
             parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
             parallel_state.get_context_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size() or 1,
         )

@@ -28,6 +28,8 @@ from megatron.bridge.utils import dist
 HUNG = 76
 # Signs of life within one timeout.
 BEATS = 5
+# Seconds until the store must answer.
+PATIENCE = 2.0
 _KEY = "megatron_bridge/hang"
 
 
@@ -166,16 +168,23 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks))}"
 
 
+def _own_connection() -> Any:
+    """The store, not over the connection that the main thread may be waiting in."""
+    store: Any = cast(Any, distributed_c10d)._get_default_store() if dist.is_initialized() else None
+    return store.clone() if hasattr(store, "clone") else store
+
+
 class _Store:
     """Torch's store; the process that keeps it may be the one that hangs."""
 
     def __init__(self) -> None:
-        store: Any = cast(Any, distributed_c10d)._get_default_store() if dist.is_initialized() else None
-        self._store = store.clone() if hasattr(store, "clone") else store  # the main thread may be waiting in it
+        self._store: Any = None
         self._own = Sign(0, 0, 0, "nowhere", False)
 
     def tell(self, moves: int, step: int, where: str, waits: bool) -> None:
         """Publish this rank's sign."""
+        if self._store is None:
+            self._store = self._ask(_own_connection)  # answered by that process, too
         self._own = sign = Sign(self._own.beat + 1, moves, step, where, waits)
         self._ask(lambda: self._store.set(f"{_KEY}/{dist.rank()}", json.dumps(asdict(sign))))
 
@@ -197,7 +206,7 @@ class _Store:
 
     @staticmethod
     def _ask(question: Any) -> Any:
-        """The answer, or None after two seconds: the process that keeps the store may hang."""
+        """The answer, or None after a while: the process that keeps the store may hang."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -208,5 +217,5 @@ class _Store:
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(timeout=2)
+        thread.join(PATIENCE)
         return answers[0] if answers else None
