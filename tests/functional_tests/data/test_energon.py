@@ -180,6 +180,19 @@ def test_text_and_samples_that_are_dropped(tmp_path):
 
 
 @needs_energon
+def test_lines_of_json_are_read_without_parts(tmp_path):
+    from megatron.energon import CrudeJsonlDatasetFactory
+
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record(number)) + "\n" for number in range(12)))
+    CrudeJsonlDatasetFactory.prepare_dataset(path)
+    train = batches(provider(path, validation_split=None, shuffle_buffer_size=1))
+    assert sorted(number for _ in range(6) for number in numbers(next(train))) == list(range(12))
+    with pytest.raises(UserError, match=r"records.jsonl has no parts, so the same records would be"):
+        batches(provider(path))
+
+
+@needs_energon
 def test_blends_keep_their_weights(tmp_path):
     for name, first in (("a", 0), ("b", 50)):
         write(tmp_path / name, [record(first + number) for number in range(SAMPLES)])

@@ -94,7 +94,7 @@ def test_a_position_of_other_data_and_none_at_all_are_refused():
 
 
 def energon(**values):
-    return EnergonProvider(path="data", seq_length=32, **values)
+    return EnergonProvider(**{"path": "data", "seq_length": 32} | values)
 
 
 def test_readers_come_out_even():
@@ -115,6 +115,7 @@ def test_readers_come_out_even():
         ({"dataloader_type": "cyclic"}, "dataloader_type='cyclic' has no effect on data that is read forwards"),
         ({"packing_buffer_size": 5}, "packing_buffer_size=5 has no effect without"),
         ({"truncation": "cut"}, "truncation='cut' is not known"),
+        ({"path": "a.jsonl"}, "dataset.validation_split='val': a.jsonl has no parts"),
     ],
 )
 def test_wrong_values_are_named(values, message):

@@ -65,6 +65,12 @@ class EnergonProvider(RecordDatasetConfig):
                 f"dataset.dataloader_type={self.dataloader_type!r} has no effect on data that is read forwards: "
                 f"leave it out, and choose dataset.shuffle_buffer_size"
             )
+        for name in ("validation_split", "test_split"):
+            if self.path.endswith(".jsonl") and (value := getattr(self, name)) is not None:
+                found.append(  # Energon would take the whole file for each
+                    f"dataset.{name}={value!r}: {self.path} has no parts, so the same records would be learnt and "
+                    f"evaluated on; set it to null, or name a file for each part in a metadataset"
+                )
         if self.packed and self.packing_buffer_size is None:
             found.append(
                 "dataset.packing_buffer_size is not set: say of how many samples each reader packs rows, "
