@@ -85,7 +85,7 @@ def _validated(small: toy.Toy) -> None:
 def _write_plan(folder: Path, job: Job, small: toy.Toy, steps: int, step_func: str) -> None:
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
-    hf_config = AutoBridge.hf_config_of(small.config.model)
+    hf_config = _without_far_tokens(AutoBridge.hf_config_of(small.config.model))
     mode = job.mode if small.config.peft is None else ADAPTERS[0]
     if mode != "pretrain":
         if hf_config is None:
@@ -94,6 +94,19 @@ def _write_plan(folder: Path, job: Job, small: toy.Toy, steps: int, step_func: s
     (folder / CONFIG).write_text(small.config.to_yaml())
     plan = {"mode": mode, "ranks": small.layout.ranks, "steps": steps, "step_func": step_func, "hf": hf_config}
     (folder / PLAN).write_text(json.dumps(plan, default=str))
+
+
+def _without_far_tokens(hf_config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Special tokens behind the end of the toy's vocabulary are unset: transformers refuses them."""
+    if hf_config is None:
+        return None
+
+    def is_far(key: str, value: Any) -> bool:
+        numbers = value if isinstance(value, list) else [value]
+        return key.endswith("_token_id") and any(number is not None and number >= limit for number in numbers)
+
+    limit = hf_config["vocab_size"]
+    return {key: None if is_far(key, value) else value for key, value in hf_config.items()}
 
 
 def _results(folder: Path) -> Iterator[dict[str, Any]]:
