@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
 from torch import nn
 
 from megatron.bridge.checkpoint import model_io
@@ -32,29 +31,15 @@ from megatron.bridge.models.conversion.model_bridge import (
     bridge_for,
 )
 from megatron.bridge.models.conversion.plan import Plan, WeightConversionTask, build_plan
+from megatron.bridge.models.conversion.stored_layout import ONE_PROCESS, stored_provider
 from megatron.bridge.models.conversion.streaming import StoredModel
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub
 from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
-from megatron.bridge.models.model_provider import PARALLEL_SIZES, in_precision
+from megatron.bridge.models.model_provider import in_precision
 from megatron.bridge.utils import console, dist
-from megatron.bridge.utils.config.serialize import from_plain, to_plain
-from megatron.bridge.utils.errors import UserError, did_you_mean
-
-# what a provider says about the layout, as it is for one process
-_ONE_PROCESS: dict[str, Any] = {
-    **dict.fromkeys(PARALLEL_SIZES, 1),
-    "virtual_pipeline_model_parallel_size": None,
-    "hierarchical_context_parallel_sizes": None,
-    "expert_tensor_parallel_size": None,
-    "sequence_parallel": False,
-    "tp_comm_overlap": False,
-    "pipeline_model_parallel_layout": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-}
+from megatron.bridge.utils.config.serialize import to_plain
+from megatron.bridge.utils.errors import UserError
 
 Chunks = Sequence[nn.Module]
 
@@ -355,7 +340,7 @@ class AutoBridge:
             show_progress: draw a progress bar on rank 0.
             **options: those of ``from_hf_pretrained``, and parallel sizes of the model while it is converted.
         """
-        layout = {name: options.pop(name) for name in _ONE_PROCESS if name in options}
+        layout = {name: options.pop(name) for name in ONE_PROCESS if name in options}
         bridge = cls.from_hf_pretrained(hf_model_id, **options)
         provider = bridge.to_megatron_provider(load_weights=False)
         for name, value in layout.items():
@@ -451,7 +436,7 @@ class AutoBridge:
         Raises:
             UserError: no checkpoint, a damaged one, or an unknown parallel size.
         """
-        provider = _stored_provider(path, mp_overrides)
+        provider = stored_provider(path, mp_overrides)
 
         def load_model(chunks: list[Any]) -> None:
             model_io.load_model(chunks, path)
@@ -581,32 +566,8 @@ def _with_config(hf_pretrained: Any) -> Any:
     return ConfigOnly()
 
 
-def _stored_provider(path: str | Path, mp_overrides: Mapping[str, Any] | None) -> Any:
-    """The provider of a Megatron checkpoint under parallel sizes."""
-    provider = from_plain(model_io.read_run_config(path)["model"])
-    for name, value in {**_running_layout(), **(mp_overrides or {})}.items():
-        if name not in _ONE_PROCESS:
-            raise UserError(f"mp_overrides.{name} is not a parallel size{did_you_mean(name, _ONE_PROCESS)}")
-        setattr(provider, name, value)
-    return provider
-
-
 def _stored_model(path: str | Path, mp_overrides: Mapping[str, Any] | None) -> tuple[list[Any], StoredModel]:
     """The chunks of a Megatron checkpoint without memory, and their numbers."""
-    outline = _stored_provider(path, mp_overrides).meta_model()
+    outline = stored_provider(path, mp_overrides).meta_model()
     chunks = in_precision(outline, outline[0].config)
     return chunks, StoredModel(chunks, path)
-
-
-def _running_layout() -> dict[str, Any]:
-    """Parallel sizes of the process groups that exist, else of one process."""
-    if not parallel_state.model_parallel_is_initialized():
-        return _ONE_PROCESS
-    return _ONE_PROCESS | {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
