@@ -175,6 +175,19 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
 
+@torch.no_grad()
+def draw_kernels(weight: Tensor, group: dist.ProcessGroup) -> None:
+    """First weights of a convolution, drawn for all tensor-parallel ranks: each would draw the same by itself.
+
+    Args:
+        weight: [features of this rank, 1, taps]; uniform within 1 / sqrt(taps), as PyTorch's own.
+        group: the ranks, whose random number generators agree.
+    """
+    ranks, bound = group.size(), weight.shape[-1] ** -0.5
+    whole = torch.empty(ranks * weight.shape[0], *weight.shape[1:]).uniform_(-bound, bound)
+    weight.copy_(whole.chunk(ranks)[group.rank()])
+
+
 def install() -> None:
     """Put these where Megatron-Core calls fla's, which needs a GPU; safe to call again."""
     if common.HAVE_FLA and has_cuda():
@@ -203,6 +216,12 @@ class DeltaNet(GatedDeltaNet):
         convolution.config = config  # conversion reads the number of heads from it
         if self.tp_size > 1 and not config.sequence_parallel:
             self.out_norm.weight.register_hook(self._over_ranks)
+
+    def reset_parameters(self) -> None:
+        """First weights, other ones on each tensor-parallel rank."""
+        super().reset_parameters()
+        if self.config.perform_initialization:
+            draw_kernels(self.conv1d.weight, self.tp_group)
 
     def _over_ranks(self, gradient: Tensor) -> Tensor:
         total = gradient.clone()

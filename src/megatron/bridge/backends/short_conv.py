@@ -23,7 +23,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from megatron.bridge.backends.gated_delta import causal_convolution
+from megatron.bridge.backends.gated_delta import causal_convolution, draw_kernels
 
 
 @dataclass
@@ -67,6 +67,8 @@ class ShortConv(MegatronModule):
         sizes: Any = {"groups": self.features, "bias": False, "device": device, "dtype": config.params_dtype}
         self.conv1d = nn.Conv1d(self.features, self.features, kernel, **sizes)
         tensor_parallel.set_tensor_model_parallel_attributes(self.conv1d.weight, True, 0, 1)
+        if config.perform_initialization:
+            draw_kernels(self.conv1d.weight, groups.tp)
         self.out_proj = build_module(
             submodules.out_proj,
             width,
