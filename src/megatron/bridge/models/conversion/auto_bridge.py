@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -132,22 +132,10 @@ class AutoBridge:
         if source is None:
             return None
         before, bridge = as_dict(source), bridge_for(source)
-        lists = {
-            key: value
-            for key, value in bridge.megatron_to_hf_config(provider.declared).items()
-            if isinstance(value, list)
-        }
-        now = {**before, **bridge.changed_config(provider.declared, before), **lists}
-        # a list with an entry for each layer that nobody wrote anew is one that transformers derives
-        layers = before.get("num_hidden_layers")
-        stale = [
-            key
-            for key, value in now.items()
-            if isinstance(value, list) and len(value) == layers and key not in lists
-        ]
-        return {
-            key: value for key, value in now.items() if key not in (stale if layers != provider.num_layers else ())
-        }
+        known = bridge.megatron_to_hf_config(provider.declared)
+        lists: dict[str, Any] = {key: value for key, value in known.items() if isinstance(value, list)}
+        now: dict[str, Any] = {**before, **bridge.changed_config(provider.declared, before), **lists}
+        return {key: value for key, value in now.items() if key in known or not _is_derived(key, value, before)}
 
     def to_megatron_model(
         self, load_weights: bool = True, hf_path: str | Path | None = None, **options: Any
@@ -549,6 +537,12 @@ class AutoBridge:
         self, model: Chunks, staging: Path, pretrained: Any, title: str, history: History
     ) -> None:
         side_files.write(self._bridge, _provider_of(model), pretrained, staging, title, history)
+
+
+def _is_derived(key: str, value: Any, config: dict[str, Any]) -> bool:
+    """Whether transformers works it out: an entry for each layer, the rotated width of latent attention."""
+    per_layer = isinstance(value, list) and len(cast("list[Any]", value)) == config.get("num_hidden_layers")
+    return per_layer or (key in ("head_dim", "qk_head_dim") and "qk_rope_head_dim" in config)
 
 
 def _provider_of(model: Chunks) -> Any:
