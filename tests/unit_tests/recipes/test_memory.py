@@ -41,7 +41,7 @@ def used(recipe, **options):
     return fullest(memory_per_rank(config, recipe.gpus)).total
 
 
-@pytest.mark.parametrize("recipe", recipes())
+@pytest.mark.parametrize("recipe", list(recipes()))
 class TestMemory:
     def test_is_what_the_docstring_says_and_fits(self, recipe):
         """`make recipes` writes the number."""
