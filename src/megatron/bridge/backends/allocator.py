@@ -24,8 +24,8 @@ def keep_freed_memory() -> None:
 def give_back_freed_memory() -> None:
     """Let large tensors that are freed be given back at once.
 
-    By default glibc begins to keep chunks of the size that was freed last, up to 32 MB, in a heap for each thread: a
-    conversion in 16 MB of tensors took 200 MB. Nothing happens after ``keep_freed_memory``, or without glibc.
+    By default glibc begins to keep chunks of the size that was freed last, up to 32 MB, in a heap of each thread:
+    a conversion in 16 MB of tensors took 200 MB. Nothing happens after ``keep_freed_memory``, or without glibc.
     """
     _set({M_MMAP_THRESHOLD: 1 << 20})
 

@@ -308,6 +308,7 @@ _ABOUT_CUDA_ONLY = (
     r"(Transformer Engine and )?Apex (is|are) not installed",
     r"When using async grad allreduce it is recommended to set .* CUDA_DEVICE_MAX_CONNECTIONS",
     r"full scope is deprecated\. Use empty cuda_graph_modules",
+    r"Only transformer-engine>=1\.7\.0 supports MoE experts",
 )
 
 
