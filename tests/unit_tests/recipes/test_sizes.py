@@ -23,7 +23,8 @@ STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune|distill)_config\w*$")
 
 def sizes():
     """Every size, by the name of the constant."""
-    modules = {importlib.import_module(recipe.module) for recipe in catalog().values()}
+    names = dict.fromkeys(recipe.module for recipe in catalog().values())
+    modules = [importlib.import_module(name) for name in names]
     return {name: value for module in modules for name, value in vars(module).items() if isinstance(value, Size)}
 
 
