@@ -16,6 +16,7 @@ from tests.functional_tests.launchers.slurm_node import SlurmNode, missing
 
 ROOT = Path(__file__).parents[3]
 LAUNCHER = ROOT / ".venv-launch/bin/python"
+RESILIENCY = ROOT / ".cache/resiliency"
 NEMO_RUN = pytest.mark.skipif(not LAUNCHER.exists(), reason="no .venv-launch: run `make launch-setup`")
 STEPS = 12
 TOY = [
@@ -135,6 +136,22 @@ def test_a_preempted_job_of_nemo_run_goes_on_bitwise(slurm, undisturbed, tmp_pat
     kept = {path.name for path in folder.iterdir()}
     assert kept >= {"launch.yaml", "launch_again.sh", "config.yaml", "versions.txt", "train_sbatch.sh"}
     assert (folder / "train/code/src/megatron/bridge/version.py").exists()
+
+
+@NEMO_RUN
+@pytest.mark.slow
+@pytest.mark.skipif(not RESILIENCY.exists(), reason="no nvidia-resiliency-ext: run scripts/resiliency.sh")
+def test_a_job_under_ft_launcher_ends_like_the_undisturbed(slurm, undisturbed, tmp_path):
+    path = f"{RESILIENCY}/bin:{LAUNCHER.parent}:{slurm.environment['PATH']}"
+    where = ["--cpu", "--devices", "2", "--time", "00:30:00", "--env", f"PATH={path}", "--packager", "none"]
+    done = launch(
+        slurm, tmp_path, "--launcher", "ft", *where, "--env", f"PYTHONPATH={RESILIENCY}", *TOY, *saving(tmp_path)
+    )
+    job = re.search(r"submitted batch job (\d+)", done.stdout)
+    assert job
+    slurm.wait_for(lambda: slurm.state(job[1]) in ("COMPLETED", "FAILED"), "end", 200)
+    assert slurm.state(job[1]) == "COMPLETED"
+    assert_equal(tmp_path, undisturbed)
 
 
 @NEMO_RUN

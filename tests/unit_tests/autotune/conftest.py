@@ -2,6 +2,7 @@
 """Process groups do not leak from one module into the next."""
 
 import pytest
+import torch.distributed as dist
 
 from tests.workers import forget_model_parallel
 
@@ -10,3 +11,5 @@ from tests.workers import forget_model_parallel
 def no_model_parallel_left():
     yield
     forget_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

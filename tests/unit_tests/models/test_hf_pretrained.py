@@ -146,6 +146,7 @@ def test_side_files_are_all_files_but_weights(tmp_path):
     found = [str(path) for path in PreTrainedCausalLM(tmp_path).side_files()]
     assert found == [
         "LICENSE",
+        "README.md",
         "chat_template.jinja",
         "config.json",
         "generation_config.json",

@@ -133,7 +133,10 @@ def run(args: argparse.Namespace) -> int:
     for job in done.jobs:
         _print(f"submitted batch job {job}\n")
     _print(f"everything about it is in {done.folder}\n")
-    return 0 if all(state == "SUCCEEDED" for state in done.states) else 1
+    ended = sorted({state for state in done.states if state != "SUCCEEDED"})
+    if ended:
+        raise UserError(f"the run ended as {', '.join(ended)}: its log, {done.folder}, says why")
+    return 0
 
 
 def _options(args: argparse.Namespace) -> "LaunchOptions":

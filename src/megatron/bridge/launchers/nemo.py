@@ -17,7 +17,7 @@ from typing import Any
 
 import nemo_run as run
 from nemo_run.config import RUNDIR_NAME, get_nemorun_home
-from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
+from nemo_run.core.execution.launcher import Launcher, Torchrun
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.packaging.base import Packager
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
@@ -33,6 +33,8 @@ CONSOLE.quiet = True
 TASK = "train"
 CODE = f"/{RUNDIR_NAME}/code"
 """Where the packaged code lies in a container; NeMo-Run puts the job's folder in its place without one."""
+
+FT_PORT, FT_RESTARTS = 29500, 5
 
 PERFORMANCE = {
     # Megatron-Core overlaps communication of tensor and context parallelism only if kernels start in order
@@ -198,11 +200,30 @@ def _signals_to(experiments: list[Any]) -> Iterator[None]:
 
 
 def _task(options: LaunchOptions) -> run.Script:
-    # NeMo-Run quotes for torchrun and ft_launcher, and not for a bare python
-    arguments = list(options.arguments)
-    if options.launcher == "default" and not options.local:
-        arguments = [shlex.quote(word) for word in arguments]
-    return run.Script(path=_script(options), entrypoint="python", args=arguments)
+    """What each task runs; NeMo-Run puts torchrun before it, and quotes for that alone."""
+    if options.launcher == "torchrun":
+        return run.Script(path=_script(options), entrypoint="python", args=list(options.arguments))
+    program, *arguments = _program(options)
+    words = list(options.arguments) if options.local else [shlex.quote(word) for word in options.arguments]
+    first, *rest = [*arguments, _script(options), *words]
+    return run.Script(path=first, entrypoint=program, args=rest)
+
+
+def _program(options: LaunchOptions) -> list[str]:
+    """What starts the script, without NeMo-Run's help.
+
+    Its own component for ft_launcher passes options of older versions, which 0.7 refuses.
+    """
+    if options.launcher != "ft":
+        return ["python"]
+    words = ["ft_launcher", f"--nproc-per-node={options.devices}", f"--nnodes={options.nodes}"]
+    words += [f"--max-restarts={FT_RESTARTS}", "--rdzv-backend=c10d"]
+    # variables of the batch script
+    return words + (
+        ["--rdzv-endpoint=localhost:0"]
+        if options.nodes == 1
+        else [f"--rdzv-endpoint=$head_node_ip:{FT_PORT}", "--rdzv-id=$SLURM_JOB_ID"]
+    )
 
 
 def _script(options: LaunchOptions) -> str:
@@ -227,9 +248,7 @@ def _packager(options: LaunchOptions) -> Packager:
 
 
 def _launcher(options: LaunchOptions) -> Launcher:
-    if options.launcher == "torchrun":
-        return Torchrun()
-    return FaultTolerance() if options.launcher == "ft" else Launcher()
+    return Torchrun() if options.launcher == "torchrun" else Launcher()
 
 
 def _plugins(options: LaunchOptions) -> list[Any]:
@@ -254,7 +273,8 @@ def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
         job_name_prefix=f"{options.experiment_name}.",
         time=options.time,
         nodes=options.nodes,
-        ntasks_per_node=options.devices,
+        # ft_launcher is one task, which starts the processes of a node
+        ntasks_per_node=1 if options.launcher == "ft" else options.devices,
         gpus_per_node=None if options.cpu or options.gres is not None else options.devices,
         gres=options.gres,
         container_image=options.container_image,
@@ -306,11 +326,13 @@ def _tunnel(options: LaunchOptions) -> LocalTunnel | SSHTunnel:
 
 
 def _command(options: LaunchOptions) -> list[str]:
-    program = [sys.executable, _script(options)]
-    if options.launcher != "default":
-        name = "torchrun" if options.launcher == "torchrun" else "ft_launcher"
-        program = [name, f"--nproc-per-node={options.devices}", _script(options)]
-    return [*program, *options.arguments]
+    """What a local run comes to."""
+    program = ["torchrun", f"--nproc-per-node={options.devices}"]
+    return [
+        *(program if options.launcher == "torchrun" else _program(options)),
+        _script(options),
+        *options.arguments,
+    ]
 
 
 def _slurm_id(handle: str) -> str:
