@@ -31,6 +31,7 @@ class Weights:
 
 
 def build(layout):
+    forget_model_parallel()  # of tests before, in this process
     provider = toy_config(model={**MODEL, **layout}).model
     provider.initialize_model_parallel(seed=7)
     found = Weights(provider.provide_distributed_model(wrap_with_ddp=False))
