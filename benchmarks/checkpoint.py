@@ -175,7 +175,7 @@ def report(state: dict[str, torch.Tensor], size: int, folder: Path, rounds: int)
         f"{stop / size * 1e9:.3f} s/GB, {100 * stop / times['save'].wall:.1f} % of a save, "
         f"and the next update takes {slow / size * 1e9:.3f} s/GB longer;",
         f"hashes make a save {100 * (times['save'].wall / times['save without hashes'].wall - 1):.1f} % longer; "
-        f"not beside the writing, they would take {100 * times['hash'].cpu / times['save'].wall:.1f} % of it",
+        f"taken alone, they are {100 * times['hash'].cpu / times['save'].wall:.1f} % of it",
     ]
     return "\n".join(lines)
 

@@ -21,7 +21,9 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth mistake")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.unit_tests.cli.mistakes import places
+    import megatron.bridge  # noqa: F401  # before megatron.core, which the toys import
+
+    from tests.unit_tests.cli.mistakes import places  # isort: skip
     from tests.unit_tests.cli.mistakes.table import MISTAKES
 
     # those that need the checkpoint of a run stay with the test

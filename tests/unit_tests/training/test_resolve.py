@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open values are derived, set ones stay, contradictions are told."""
 
+import copy
+
 import pytest
 import torch
 
@@ -188,3 +190,15 @@ def test_what_megatron_core_refuses_is_a_user_error():
     config = toy_config(model={"recompute_granularity": "full"})
     with pytest.raises(UserError, match="model: "):
         config.validate(1)
+
+
+def test_parts_that_only_transformer_engine_computes_again_are_refused_here():
+    config = toy_config(
+        model={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
+    )
+    [note] = [note for note in copy.deepcopy(config).validate(1) if "recompute" in note]
+    assert note.startswith("model.recompute_modules=layernorm needs Transformer Engine")
+    with pytest.raises(UserError, match="take core_attn, mlp, moe, shared_experts instead"):
+        config.validate()
+    config.model.recompute_modules = ["core_attn", "mlp"]
+    config.validate()

@@ -18,9 +18,6 @@ VOCABULARY = 512
 
 _DIMENSIONS = ("tensor", "pipeline", "expert", "context", "data")
 _LISTS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
-RECOMPUTED_BY_ENGINE = ("layernorm", "mla_up_proj", "moe_act", "gdn_norm_out")
-"""Parts of a layer that Megatron-Core 0.19 recomputes with Transformer Engine only; a NameError without it."""
-
 _HYBRID = "hybrid_override_pattern"
 _STAGE = "|"
 
@@ -330,6 +327,8 @@ def _layout_text(text: str, stages: int, count: int) -> str:
 
 def _numbers(toy: Toy) -> None:
     """What needs hardware that is not asked for here."""
+    from megatron.bridge.training.resolve import RECOMPUTED_BY_ENGINE
+
     config, model = toy.config, toy.config.model
     model.backend = "torch"
     model.tp_comm_overlap = False

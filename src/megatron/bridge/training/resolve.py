@@ -20,6 +20,10 @@ from megatron.bridge.training.mixed_precision import (
 )
 from megatron.bridge.utils.errors import UserError
 
+# What Megatron-Core can compute again one by one: by throwing the output away, and as checkpoints of torch.
+RECOMPUTED_BY_ENGINE = ("layernorm", "mla_up_proj", "moe_act", "gdn_norm_out")
+RECOMPUTED_BY_TORCH = ("core_attn", "mlp", "moe", "shared_experts")
+
 
 @dataclass
 class Findings:
@@ -39,6 +43,7 @@ def resolve(config: ConfigContainer, world_size: int, here: bool) -> Findings:
     findings = Findings()
     _precision(config, findings)
     _quantisation(config, here, findings)
+    _recomputed(config, here, findings)
     _distributed_optimizer(config, world_size, findings)
     _interleaved_messages(config, findings)
     _schedule(config, findings)
@@ -110,6 +115,27 @@ def _quantisation(config: ConfigContainer, here: bool, findings: Findings) -> No
         findings.problems.append(f"mixed_precision={name} needs {missing}: use bf16_mixed, or such a machine")
     else:
         findings.notes.append(f"mixed_precision={name} needs {missing}: the run must have it")
+
+
+def _recomputed(config: ConfigContainer, here: bool, findings: Findings) -> None:
+    """Megatron-Core 0.19 asks Transformer Engine for its state whenever an output is thrown away.
+
+    Without it that is a ``NameError`` in the first step.
+    """
+    from megatron.bridge.backends.layer_specs import has_transformer_engine
+
+    model = config.model
+    chosen = (model.recompute_modules or ()) if model.recompute_granularity == "selective" else ()
+    names = [name for name in chosen if name in RECOMPUTED_BY_ENGINE]
+    if not names or has_transformer_engine():
+        return
+    why = f"model.recompute_modules={', '.join(names)} needs Transformer Engine, which is not installed"
+    if here:
+        findings.problems.append(
+            f"{why}: take {', '.join(RECOMPUTED_BY_TORCH)} instead, or model.recompute_granularity=full"
+        )
+    else:
+        findings.notes.append(f"{why}: the run must have it")
 
 
 def without_quantisation(model: Any) -> Any:
