@@ -15,6 +15,7 @@ import os
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,9 +33,10 @@ Mode = Literal["fast", "full"]
 
 # Fast mode reads files up to this size, which are all but the shards.
 SMALL = 1 << 20
+# A piece of this size is in the processor's cache when it is hashed and written.
 CHUNK = 1 << 22
-# A piece of this size is still in the processor's cache when it is hashed after it was written.
-PIECE = 1 << 19
+# Handing a smaller piece to another thread takes longer than hashing it.
+WORTH_A_THREAD = 1 << 20
 # Begins the name that torch gives to each save, if that save gets a manifest.
 SAVE_ID_PREFIX = "manifest-"
 
@@ -88,7 +90,7 @@ class Manifest:
 class HashingStream:
     """A file that is only written to, from front to back, and is hashed on the way.
 
-    A thread of its own for the hash made a save of 2.8 GB 20 % longer: both then read memory that is in no cache.
+    A piece is hashed by a thread of its own while it is written: both go on without Python's lock.
 
     Args:
         stream: Opened for writing.
@@ -99,6 +101,7 @@ class HashingStream:
         self._stream = stream
         self._cancelled = cancelled or threading.Event()
         self._hash = xxhash.xxh3_128()
+        self._hasher = ThreadPoolExecutor(1, "hash")
         self._size = 0
         self.failure: OSError | None = None
 
@@ -106,14 +109,24 @@ class HashingStream:
         """Write all of ``data``, any object with a buffer."""
         # Views are released here, also after an error: see collective.forget_frames.
         with memoryview(data) as view, view.cast("B") as flat:
-            for start in range(0, len(flat), PIECE):
+            for start in range(0, len(flat), CHUNK):
                 if self._cancelled.is_set():
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-                with flat[start : start + PIECE] as piece:
-                    self._put(piece)
-                    self._hash.update(piece)
+                with flat[start : start + CHUNK] as piece:
+                    self._write(piece)
             self._size += len(flat)
             return len(flat)
+
+    def _write(self, piece: memoryview) -> None:
+        if len(piece) < WORTH_A_THREAD:
+            self._put(piece)
+            self._hash.update(piece)
+            return
+        hashed = self._hasher.submit(self._hash.update, piece)
+        try:
+            self._put(piece)
+        finally:
+            hashed.result()
 
     def _put(self, piece: memoryview) -> None:
         try:
@@ -137,6 +150,7 @@ class HashingStream:
 
     def close(self) -> None:
         """Close the file."""
+        self._hasher.shutdown()
         self._stream.close()
 
     def record(self) -> Record:
