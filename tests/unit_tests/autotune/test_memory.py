@@ -63,16 +63,7 @@ def test_states_are_those_of_a_real_run(family, precision):
     chunks, optimizer = built(config)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     buffers = [buffer for chunk in chunks for buffer in chunk.module.buffers()]
-    gradients = [
-        buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    state = [
-        tensor
-        for inner in torch_optimizers(optimizer)
-        for group in inner.param_groups
-        for parameter in group["params"]
-        for tensor in (inner.state[parameter]["exp_avg"], inner.state[parameter]["exp_avg_sq"], parameter)
-    ]
+    gradients, state = gradient_buffers(chunks), optimizer_state(optimizer)
     ours = {tensor.data_ptr() for tensor in parameters}
     assert [rank.stage for rank in memory] == [0]
     assert memory[0].parameters == sum(parameter.numel() for parameter in parameters)
@@ -86,16 +77,7 @@ def _measured(family, layout):
     config.validate()
     chunks, optimizer = built(config)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    gradients = [
-        buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    state = [
-        tensor
-        for inner in torch_optimizers(optimizer)
-        for group in inner.param_groups
-        for parameter in group["params"]
-        for tensor in (inner.state[parameter]["exp_avg"], inner.state[parameter]["exp_avg_sq"], parameter)
-    ]
+    gradients, state = gradient_buffers(chunks), optimizer_state(optimizer)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return stage, sum(map(torch.numel, parameters)), size(gradients), size(state)
 

@@ -115,18 +115,21 @@ def run(args: argparse.Namespace) -> int:
 
     checks.check(options)
     submits = not (options.local or options.dry_run)
-    if submits and not options.ssh_tunnel:
-        checks.check_cluster(options, checks.run_here)
+    shell = checks.run_here
+    if submits and options.ssh_tunnel:
+        from megatron.bridge.launchers.nemo import remote_shell
+
+        shell = remote_shell(options)
+    if submits:
+        checks.check_cluster(options, shell)
+    # NeMo-Run takes seconds to import: after what is known without it
     from megatron.bridge.launchers import nemo
 
-    if submits and options.ssh_tunnel:
-        checks.check_cluster(options, nemo.remote_shell(options))
     config = _checked_config(args, options) if args.script == RUN_RECIPE else None
     if options.dry_run:
         _print("".join(f"# {name}\n{text}\n" for name, text in nemo.scripts(options).items()))
         return 0
     if submits:
-        shell = nemo.remote_shell(options) if options.ssh_tunnel else checks.run_here
         checks.check_scripts(nemo.scripts(options), shell)
     done = nemo.launch(options)
     folder.write(done.folder, options, done.jobs, config)
