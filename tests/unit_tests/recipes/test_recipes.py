@@ -26,6 +26,7 @@ from megatron.bridge.recipes.catalog import catalog, find, search
 from megatron.bridge.recipes.llama import llama3_8b_finetune_config, llama3_8b_pretrain_config
 from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.resolve import RECOMPUTED_BY_ENGINE
 from megatron.bridge.utils.config import origins
 from megatron.bridge.utils.config.overrides import apply_overrides, check_types
 from megatron.bridge.utils.config.serialize import to_plain
@@ -115,10 +116,13 @@ class TestEveryRecipe:
     def test_validates_on_the_gpus_that_it_names(self, recipe):
         config = recipe.build()
         notes = config.validate(recipe.gpus)
-        quantised = config.model.fp8 or config.model.fp4
-        assert [f"mixed_precision={config.mixed_precision} needs" in note for note in notes] == [True] * bool(
-            quantised
+        modules = [name for name in config.model.recompute_modules or () if name in RECOMPUTED_BY_ENGINE]
+        expected = [f"model.recompute_modules={', '.join(modules)} needs Transformer Engine"] * bool(modules)
+        expected += [f"mixed_precision={config.mixed_precision} needs"] * bool(
+            config.model.fp8 or config.model.fp4
         )
+        pairs = zip(sorted(notes), sorted(expected), strict=True)
+        assert all(note.startswith(text) for note, text in pairs), notes
         check_types(config)
 
     def test_round_trips_through_yaml(self, recipe):
@@ -283,7 +287,12 @@ def test_pyright_knows_the_options(call, accepted, tmp_path):
     )
     try:
         snippet.write_text(f"{imports}from megatron.bridge.recipes.llama.llama3 import LLAMA3_8B\n{call}\n")
-        done = subprocess.run(["pyright", str(snippet)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name("pyright")), str(snippet)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     finally:
         snippet.unlink()
     assert (done.returncode == 0) == accepted, done.stdout
