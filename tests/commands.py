@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dry run of any command of a page: its own parser reads it, and what it would train is built and validated."""
+
+import argparse
+import importlib
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from unittest import mock
+
+from tests.unit_tests.project.tree import ROOT
+
+RUN_RECIPE = "scripts/training/run_recipe.py"
+LAUNCH = "scripts/training/launch_with_nemo_run.py"
+SBATCH = "scripts/training/launch_with_sbatch.sh"
+# they change nothing of this project
+SHELL = {".", "cd", "export", "cat", "ls", "mkdir", "git", "tail", "tensorboard"}
+
+
+class Parsed(BaseException):
+    """Raised by a program's parser once it has read all arguments."""
+
+
+def dry_run(words: list[str]) -> str:
+    """Check a command without what it would do; return what was checked.
+
+    Raises:
+        UserError, SystemExit, AssertionError: it would be refused.
+    """
+    program, *arguments = words
+    if program in SHELL:
+        return "shell"
+    assert program in PROGRAMS, f"no test knows what {program} does"
+    PROGRAMS[program](arguments)
+    return program
+
+
+def _ours(arguments, processes=None):
+    """``megatron-bridge`` itself; what trains is built, changed and validated."""
+    from megatron.bridge.cli import main
+
+    name = arguments[0]
+    parser, _ = main._parsers(name, importlib.import_module(f"megatron.bridge.cli.{name}"))
+    args, extra = parser.parse_known_args(arguments)
+    assert not extra or main._take_overrides(args, extra), f"unrecognized arguments: {extra}"
+    if name == "train" and args.list is None:
+        validate(args, args.world_size or processes)
+    elif name == "launch" and args.script == "run_recipe.py":
+        validate(args, args.nodes * args.devices)
+    elif name == "data" and args.data_command != "preprocess":
+        from megatron.bridge.cli.data import _as_training
+
+        validate(_as_training(args), args.world_size)
+
+
+def validate(args, processes=None):
+    """Build the config that arguments of ``train`` ask for, for so many processes."""
+    from megatron.bridge.cli.job import prepare
+    from megatron.bridge.cli.train import forward_step
+    from megatron.bridge.utils.config.overrides import check_sticks
+
+    forward_step(args.step_func)
+    job = prepare(args)
+    if job.mode == "cache-teacher":  # the layout is the teacher's, which is not at hand
+        assert None not in (job.config.distill.teacher, job.config.distill.cache)
+        return
+    job.config.validate(processes or job.world_size or 1)
+    check_sticks(job.config, job.changes)
+
+
+def _torchrun(arguments):
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.allow_abbrev = False
+    args = parser.parse_args([re.sub(r"^(\$\w+|N|HOST)$", "1", word) for word in arguments])
+    nodes = int(str(args.nnodes).rpartition(":")[2])
+    _script([args.training_script, *args.training_script_args], nodes * int(args.nproc_per_node))
+
+
+def _script(words, processes=None):
+    """A Python file or, behind ``-m``, a module: run until its parser has read everything."""
+    if words[0] == RUN_RECIPE:
+        return _ours(["train", *words[1:]], processes)
+    if words[0] == LAUNCH:
+        return _ours(["launch", *words[1:]])
+    module = words[0] == "-m"
+    name, *arguments = words[1:] if module else words
+    if (module and name == "megatron.bridge.cli.main") or name == "megatron-bridge":
+        return _ours(arguments, processes)
+    assert module or (ROOT / name).exists(), f"{name} does not exist"
+    return _until_parsed(name, arguments, module)
+
+
+def _until_parsed(name, arguments, module):
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parse(self, args=None, namespace=None):
+        raise Parsed(parse(self, args, namespace))
+
+    run = runpy.run_module if module else runpy.run_path
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", only_parse),
+        mock.patch.object(sys, "argv", [name, *arguments]),
+        mock.patch.object(sys, "path", [str(ROOT), str((ROOT / name).parent), *sys.path]),
+    ):
+        try:
+            run(name if module else str(ROOT / name), run_name="__main__")
+        except Parsed:
+            return
+    raise AssertionError(f"{name} parses no arguments, so it cannot be tried without being run: mark the block")
+
+
+def _make(arguments):
+    makefile = (ROOT / "Makefile").read_text()
+    for word in arguments:
+        name, setting, _ = word.partition("=")
+        pattern = rf"\$\({name}\)" if setting else rf"^{word}:"
+        assert re.search(pattern, makefile, flags=re.MULTILINE), f"the Makefile has no {word}"
+
+
+def _behind(script):
+    """A launcher that starts one of our scripts: the script's own arguments are checked."""
+
+    def check(arguments):
+        assert script in arguments, f"nothing is known of what is started: {arguments}"
+        _script([RUN_RECIPE, *arguments[arguments.index(script) + 1 :]])
+
+    return check
+
+
+def _sbatch(arguments):
+    """Slurm's options by its own list of them, where it is installed."""
+    _behind(SBATCH)(arguments)
+    try:
+        known = subprocess.run(["sbatch", "--help"], capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError:
+        return
+    for word in arguments[: arguments.index(SBATCH)]:
+        assert word.partition("=")[0] in known, f"sbatch has no {word}"
+
+
+def _uv(arguments):
+    """uv's options by its own help; files and extras by ours."""
+    words = [word for word in arguments if not word.startswith("-")]
+    command = words[:2] if words[0] == "pip" else words[:1]
+    uv = [ROOT / "scripts/uv.sh", *command, "--help"]
+    known = subprocess.run(uv, capture_output=True, text=True, check=True).stdout
+    for word in arguments:
+        assert not word.startswith("--") or word.partition("=")[0] in known, f"uv has no {word}"
+        assert not word.endswith((".lock", ".txt")) or (ROOT / word).exists(), f"there is no {word}"
+    _extras(arguments)
+
+
+def _extras(arguments):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in arguments:
+        for extra in re.findall(r"\[([\w,-]+)\]", word):
+            assert set(extra.split(",")) <= extras.keys(), f"there is no extra {extra}"
+
+
+def _file(path):
+    def check(arguments):
+        assert Path(ROOT / path).exists()
+        _script([path, *arguments])
+
+    return check
+
+
+PROGRAMS = {
+    "megatron-bridge": _ours,
+    "torchrun": _torchrun,
+    "python": _script,
+    "make": _make,
+    "uv": _uv,
+    "pip": _extras,
+    "sbatch": _sbatch,
+    "ft_launcher": _behind(RUN_RECIPE),
+}
+
+
+def run(words: list[str], folder: Path) -> None:
+    """Execute a command in a folder, with models and steps of toy size.
+
+    Raises:
+        AssertionError: it ended with an error.
+    """
+    from megatron.bridge.cli.main import main
+
+    program, *arguments = words
+    if program == "megatron-bridge":
+        code = main(_small(arguments))
+        assert code == 0, f"exit code {code}: {words}"
+        return
+    assert program in ("torchrun", "python"), f"{program} is not executed: leave the mark out"
+    arguments = _small(arguments)
+    start = [sys.executable, *(["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else [])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*start, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+
+
+TOY = {
+    "model.num_layers": 2,
+    "model.hidden_size": 36,
+    "model.ffn_hidden_size": 64,
+    "model.vocab_size": 64,
+    "model.kv_channels": 4,
+    "train.train_iters": 2,
+    "train.global_batch_size": 4,
+    "train.micro_batch_size": 1,
+    "validation.eval_iters": 1,
+    "mixed_precision": "fp32",
+    "tokenizer.tokenizer_model": "MODEL",
+}
+
+
+def _small(arguments):
+    """What SmolLM2's 135M parameters are made for a test, where the command trains and does not say it itself."""
+    trains = arguments[0] == "train" or RUN_RECIPE in arguments
+    if not trains or {"--list", "--dry-run", "--rehearse"} & set(arguments):
+        return arguments
+    given = {word.partition("=")[0] for word in arguments}
+    place = arguments.index(RUN_RECIPE if RUN_RECIPE in arguments else "train") + 1
+    settings = [f"{key}={value}" for key, value in TOY.items() if key not in given]
+    return [*arguments[:place], *settings, *arguments[place:]]
