@@ -11,8 +11,9 @@ from megatron.bridge.backends import torch_kernels
 from megatron.bridge.backends.torch_kernels import (
     cross_entropy,
     fuses_activation,
+    l2_norm,
     rms_norm,
-    scale_in_place,
+    scale,
     swiglu,
 )
 
@@ -123,17 +124,32 @@ def test_logits_that_are_masked_out_get_no_gradient(one_rank):
 def test_label_smoothing_is_left_to_megatron_core(one_rank):
     logits, target = random(4, 8, dtype=torch.float32), torch.tensor([0, 1, 2, 3])
     smooth = cross_entropy(logits.clone(), target, 0.1)
-    torch.testing.assert_close(smooth, torch_kernels._original_cross_entropy(logits.clone(), target, 0.1))
+    torch.testing.assert_close(smooth, torch_kernels.library_cross_entropy(logits.clone(), target, 0.1))
 
 
 def test_scaling_changes_gradients_in_place_or_into_a_target():
     tensors = [random(5), random(2, 3, seed=1)]
     expected = [tensor * 0.3 for tensor in tensors]
     other = [torch.zeros_like(tensor) for tensor in tensors]
-    scale_in_place(0, None, [tensors, other], 0.3)
+    scale(0, None, [tensors, other], 0.3)
     torch.testing.assert_close(other, expected)
-    scale_in_place(0, None, [tensors, tensors], 0.3)
+    scale(0, None, [tensors, tensors], 0.3)
     torch.testing.assert_close(tensors, expected)
+
+
+def test_scaling_by_one_rounds_parameters_to_their_dtype():
+    master = [random(5, dtype=torch.float32), random(2, 3, dtype=torch.float32, seed=1)]
+    parameters = [torch.zeros_like(tensor, dtype=torch.bfloat16) for tensor in master]
+    scale(0, None, [master, parameters], 1.0)
+    for tensor, parameter in zip(master, parameters, strict=True):
+        assert torch.equal(parameter, tensor.bfloat16())
+
+
+def test_the_norm_of_gradients_is_that_of_all_together():
+    tensors = [random(5, dtype=torch.float32), random(2, 3, dtype=torch.float32, seed=1)]
+    norm, _ = l2_norm(0, None, [tensors], False)
+    expected = torch.cat([tensor.flatten() for tensor in tensors]).double().square().sum().sqrt()
+    torch.testing.assert_close(norm.double(), expected.reshape(1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron.bridge.backends import layer_features, moe_metrics, torch_kernels
+from megatron.bridge.backends import compiled_kernels, further_tokens, layer_features, moe_metrics, torch_kernels
 from megatron.bridge.backends.device import has_cuda
 from megatron.bridge.backends.gated_delta import DeltaNet
 from megatron.bridge.backends.heterogeneous_specs import heterogeneous_layer
@@ -163,6 +163,7 @@ def mtp_block_spec(
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Multi-token prediction layers like the last layer of ``decoder``; None where this rank builds none."""
     moe_metrics.allow_deeper_predictions(config.mtp_num_layers or 0)
+    further_tokens.install()
     if not getattr(decoder, "layer_specs", True):
         raise UserError(
             f"pipeline_model_parallel_layout={config.pipeline_model_parallel_layout} puts multi-token prediction "
@@ -358,4 +359,8 @@ def apply_cpu_settings(config: TransformerConfig) -> list[Change]:
         use("bias_activation_fusion", fuses, "SwiGLU of dense layers has a fused form here, nothing else has")
         torch_kernels.install()
         use("use_cpu_initialization", True, "there is no other device")
+    else:
+        if torch_kernels.fuses_activation(config):  # Megatron-Core's own, compiled as it is imported
+            use("bias_activation_fusion", True, "SwiGLU is compiled")
+        compiled_kernels.install()
     return changes

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel, utils
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import shared_experts
@@ -20,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 CHUNK = 1 << 18  # elements: 1 MB in fp32, so that a chunk of logits stays in the cache of a core
 
-_original_cross_entropy = tensor_parallel.vocab_parallel_cross_entropy
+library_cross_entropy = tensor_parallel.vocab_parallel_cross_entropy  # Megatron-Core's own
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -99,7 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
             block = rows[part] if reuse else rows[part].to(picked.dtype, copy=True)
             torch.amax(block, dim=-1, out=highest[part])
             torch.sum(block.sub_(highest[part].unsqueeze(-1)).exp_(), dim=-1, out=total[part])
-        shift = _over_ranks(highest, total, picked, group)
+        shift = combine_over_ranks(highest, total, picked, group)
         log_sum = total.log() + highest
         ctx.save_for_backward(rows, local, here, shift / total if reuse else log_sum)
         ctx.reuse = reuse
@@ -122,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_logits.view(shape), None, None, None
 
 
-def _over_ranks(
+def combine_over_ranks(
     highest: torch.Tensor, total: torch.Tensor, picked: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Make the three those of the whole vocabulary, in place; the factor that adapts this rank's exponentials."""
@@ -146,16 +147,16 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Megatron-Core's ``vocab_parallel_cross_entropy``; with label smoothing, its own."""
     if label_smoothing:
-        return _original_cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)
+        return library_cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)
     group = tp_group or get_tensor_model_parallel_group()
-    reuse = _may_overwrite(vocab_parallel_logits)
+    reuse = may_overwrite(vocab_parallel_logits) and vocab_parallel_logits.dtype is torch.float32
     return _CrossEntropy.apply(vocab_parallel_logits, target, group, reuse)  # pyright: ignore[reportReturnType]
 
 
-def _may_overwrite(logits: torch.Tensor) -> bool:
-    """Whether nothing else needs these logits: fp32, and fresh from the output layer, which does not save them."""
+def may_overwrite(logits: torch.Tensor) -> bool:
+    """Whether nothing else needs these logits: they are fresh from the output layer, which does not save them."""
     maker = "" if logits.grad_fn is None else logits.grad_fn.name()
-    return maker.startswith("LinearWith") and logits.dtype is torch.float32 and logits.is_contiguous()
+    return maker.startswith("LinearWith") and logits.is_contiguous()
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -167,13 +168,21 @@ def _blocks(rows: torch.Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 
-def scale_in_place(_size: int, _flag: Any, tensors: list[list[torch.Tensor]], scale: float) -> None:
-    """Megatron-Core's ``local_multi_tensor_scale`` where source and target are the same: no copy of gradients."""
+def scale(_size: int, _flag: Any, tensors: list[list[torch.Tensor]], factor: float) -> None:
+    """Megatron-Core's ``local_multi_tensor_scale`` without a scaled copy of each source."""
     sources, targets = tensors
-    if all(source is target for source, target in zip(sources, targets, strict=True)):
-        torch._foreach_mul_(targets, scale)
+    if factor == 1.0:
+        torch._foreach_copy_(targets, sources)
+    elif all(source is target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_mul_(targets, factor)
     else:
-        utils.local_multi_tensor_scale(_size, _flag, tensors, scale)
+        utils.local_multi_tensor_scale(_size, _flag, tensors, factor)
+
+
+def l2_norm(_size: int, _flag: Any, tensors: list[list[torch.Tensor]], *_: Any) -> tuple[torch.Tensor, None]:
+    """Megatron-Core's ``local_multi_tensor_l2_norm``, which waits for the device once for each tensor."""
+    norms = [norm for part in tensors for norm in torch._foreach_norm(part)]
+    return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
 
 
 def fuses_activation(config: TransformerConfig) -> bool:
@@ -192,5 +201,13 @@ def install() -> None:
     mlp.bias_swiglu_impl = swiglu
     shared_experts.bias_swiglu_impl = swiglu
     tensor_parallel.vocab_parallel_cross_entropy = cross_entropy
-    if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
-        clip_grads.multi_tensor_scale_impl = scale_in_place
+    install_for_optimizer()
+
+
+def install_for_optimizer() -> None:
+    """Those for lists of gradients and parameters, on any device; where there is Apex, its kernels stay."""
+    for module in (clip_grads, core_optimizer):
+        if module.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
+            module.multi_tensor_scale_impl = scale
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = l2_norm

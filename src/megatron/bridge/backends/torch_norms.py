@@ -9,6 +9,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
+from megatron.bridge.backends import compiled_kernels
 from megatron.bridge.backends.torch_kernels import rms_norm
 
 
@@ -52,12 +53,12 @@ class RMSNorm(_Norm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normed ``x``, any shape ending in the hidden size."""
+        if x.is_cuda:
+            return compiled_kernels.rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
         gain = self._gain()
         if gain.dtype != x.dtype:  # zero-centred in low precision, or an fp32 residual stream
             gain, x = gain.float(), x.float()
-        # torch fuses its own on GPUs only
-        normed = F.rms_norm(x, (x.shape[-1],), gain, self.eps) if x.is_cuda else rms_norm(x, gain, self.eps)
-        return normed.to(self.weight.dtype)
+        return rms_norm(x, gain, self.eps).to(self.weight.dtype)
 
 
 class LayerNorm(_Norm):
