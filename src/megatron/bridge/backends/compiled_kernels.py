@@ -34,11 +34,14 @@ _warned: list[str] = []
 
 def compiled[**P, T](formula: Callable[P, T]) -> Callable[P, T]:
     """``formula``, compiled when it is first called on a GPU; as it is, said once, where Triton is missing."""
-    fast = torch.compile(formula, fullgraph=True)
+
+    @functools.cache
+    def fast() -> Callable[P, T]:  # not yet: the compiler takes two seconds to import, and many never need it
+        return torch.compile(formula, fullgraph=True)
 
     @functools.wraps(formula)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return (fast if can_compile() else formula)(*args, **kwargs)
+        return (fast() if can_compile() else formula)(*args, **kwargs)
 
     return call
 
