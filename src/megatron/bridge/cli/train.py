@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.bridge.cli.job import MODES, Job, forward_step, prepare
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.start_up import uncollected
 
 EXAMPLES = """examples:
   megatron-bridge train --list llama pretrain
@@ -74,9 +75,10 @@ def run(args: argparse.Namespace) -> int:
     if args.list is not None:
         return _list(args)
     _check_options(args)
-    job = prepare(args)
-    if args.dry_run:
-        return _dry_run(job, args)
+    with uncollected():
+        job = prepare(args)
+        if args.dry_run:
+            return _dry_run(job, args)
     if args.rehearse is not None:
         return _rehearse(job, args)
     return _train(job, args)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.recipes import spelling
 
 DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 """What differs between the sizes of most generations."""
@@ -20,6 +21,15 @@ def hf_config(numbers: Mapping[str, Any]) -> Any:
     if numbers["model_type"] == DeciConfig.model_type:
         return DeciConfig(**numbers)
     return cast(Any, AutoConfig).for_model(**numbers)
+
+
+class Spelt(dict[str, Any]):
+    """Entries of a config as a bridge takes them; those of transformers would cost a second to import."""
+
+    @property
+    def architectures(self) -> list[str]:
+        """Names of the classes that the config is for."""
+        return self["architectures"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Size:
         """A fresh provider of this size."""
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
-        config = hf_config(self.numbers)
+        config = Spelt(spelling.current(self.numbers))
         provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
         for name, value in self.training.items():
             setattr(provider, name, value)
