@@ -245,6 +245,16 @@ def test_overrides_may_stand_behind_data(capsys):
     assert "  train_iters: 7  # command line\n" in out
 
 
+def test_a_setting_without_a_dot_behind_data_is_a_setting_and_a_folder_of_that_name_is_data(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "year=2024").mkdir()
+    config, _ = dry_run(capsys, *RECIPE, "--data", "year=2024", "b/corpus", "mixed_precision=fp32")
+    assert config.dataset.blend == (["year=2024", "b/corpus"], None)
+    assert config.mixed_precision == "fp32"
+
+
 def test_packed_rows_are_as_long_as_those_of_the_model(capsys, tmp_path):
     base = ("--data", str(tmp_path), "checkpoint.pretrained_checkpoint=base")
     config, out = dry_run(capsys, *FINETUNE, *base, "--packed_sequence", "--seq_length", "512")

@@ -20,7 +20,7 @@ TAUGHT = ("distill", "cache-teacher")
 MODES = ("pretrain", "sft", *ADAPTERS, *TAUGHT)
 
 
-_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)+=")
+_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 
 
 @dataclass
@@ -101,12 +101,16 @@ def _pack(job: Job) -> "list[Change]":
 
 
 def _overrides_behind_data(args: argparse.Namespace) -> list[str]:
-    """Take from ``--data``, which takes all words up to the next option, those that are ``key.sub=value``."""
+    """Take from ``--data``, which takes all words up to the next option, those that are ``key=value``."""
     words = args.data or []
-    overrides = [word for word in words if _OVERRIDE.match(word)]
+    overrides = [word for word in words if _OVERRIDE.match(word) and not _is_data(word)]
     if args.data is not None:
         args.data = [word for word in words if word not in overrides]
     return overrides
+
+
+def _is_data(word: str) -> bool:
+    return Path(word).exists() or Path(f"{word}.idx").exists()
 
 
 def _check_mode(job: Job, args: argparse.Namespace) -> None:
