@@ -12,7 +12,7 @@ from megatron.bridge.utils.errors import UserError
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"optimizer": "muon"}, "optimizer.optimizer='muon' is not supported; use one of adam, sgd"),
+        ({"optimizer": "lion"}, "optimizer.optimizer='lion' is not supported; use one of adam, sgd, muon"),
         ({"optimizer": "sgd", "use_distributed_optimizer": True}, "works with adam only"),
         ({"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}, "cannot be saved"),
         ({"optimizer_cpu_offload": True}, "cannot be saved"),

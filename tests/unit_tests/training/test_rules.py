@@ -14,6 +14,8 @@ from megatron.bridge.training.config import (
     FaultToleranceConfig,
     InProcessRestartConfig,
     NVRxStragglerDetectionConfig,
+    ParameterOverride,
+    ProfilingConfig,
     RerunStateMachineConfig,
 )
 from megatron.bridge.utils.errors import UserError
@@ -202,13 +204,80 @@ CASES = {
         1,
         ["lr_warmup_iters=10", "lr_decay_iters=10", "at most 9"],
     ),
-    "wsd_has_a_decay": ({"scheduler.lr_decay_style": "WSD"}, 1, ["lr_wsd_decay_iters=None", "between 1 and 10"]),
+    "wsd_has_a_decay": ({"scheduler.lr_decay_style": "WSD"}, 1, ["lr_wsd_decay_iters=None", "between 1 and 8"]),
     "weight_decay_grows": (
         {"scheduler.start_weight_decay": 0.2, "scheduler.end_weight_decay": 0.1},
         1,
         ["start_weight_decay=0.2", "end_weight_decay=0.1"],
     ),
     "resumed_schedule_has_one_source": (
+    "only_adam_is_sharded": (
+        {"optimizer.optimizer": "sgd", "ddp.use_distributed_optimizer": True},
+        2,
+        ["use_distributed_optimizer=True works with adam only", "optimizer.optimizer=sgd"],
+    ),
+    "state_can_be_saved": (
+        {"optimizer.use_precision_aware_optimizer": True, "optimizer.optimizer_cpu_offload": True},
+        1,
+        ["use_precision_aware_optimizer=True, optimizer.optimizer_cpu_offload=True", "cannot be saved"],
+    ),
+    "half_precision_fits_optimizer": (
+        {"optimizer.optimizer": "muon", "mixed_precision": "fp16_mixed"},
+        1,
+        ["optimizer.optimizer=muon with fp16", "bf16_mixed"],
+    ),
+    "muon_sees_whole_matrices": (
+        {"optimizer.optimizer": "muon", "optimizer.muon_tp_mode": "blocks"},
+        1,
+        ["muon_tp_mode=blocks", "duplicated, distributed, blockwise"],
+    ),
+    "clipping_is_a_norm": ({"optimizer.clip_grad": -1.0}, 1, ["clip_grad=-1.0", "0 for no clipping"]),
+    "momentum_is_below_one": ({"optimizer.adam_beta2": 1.0}, 1, ["adam_beta2=1.0", "[0, 1)"]),
+    "optimizer_instances_share_state": (
+        {"ddp.num_distributed_optimizer_instances": 2, "ddp.use_distributed_optimizer": False},
+        4,
+        ["num_distributed_optimizer_instances=2 needs the distributed optimizer"],
+    ),
+    "ramp_comes_out_even": (
+        {"train.rampup_batch_size": [2, 4, 100]},
+        1,
+        ["rampup_batch_size=[2, 4, 100]", "global_batch_size=8", "use an increment of 3 or 6"],
+    ),
+    "ramp_fits_replicas": (
+        {"train.rampup_batch_size": [2, 2, 100]},
+        2,
+        ["a step of 2 samples", "micro_batch_size=2 x data parallel size 2", "use 4"],
+    ),
+    "ramp_fits_virtual_stages": (
+        {"train.rampup_batch_size": [2, 6, 100], PP: 2, VP: 2},
+        2,
+        ["steps of 1 microbatches", "groups of 2", "multiples of 4"],
+    ),
+    "ramp_draws_in_order": (
+        {"train.rampup_batch_size": [4, 4, 100], "dataset.dataloader_type": "batch"},
+        1,
+        ["dataset.dataloader_type=batch", "single or cyclic"],
+    ),
+    "lengths_have_one_unit": (
+        {"scheduler.lr_warmup_samples": 8, "scheduler.lr_decay_samples": 80, "scheduler.lr_decay_iters": 10},
+        1,
+        ["lr_decay_samples and scheduler.lr_decay_iters", "lr_warmup_samples and scheduler.lr_warmup_iters"],
+    ),
+    "overrides_say_something": (
+        {"optimizer.overrides": [ParameterOverride(["embedding.*"])]},
+        1,
+        ["optimizer.overrides for embedding.* sets nothing"],
+    ),
+    "overrides_are_ordered": (
+        {"optimizer.overrides": [ParameterOverride(["embedding.*"], lr=1e-4)], "optimizer.min_lr": 1e-3},
+        1,
+        ["optimizer.overrides for embedding.*", "peak of 0.0001 and an end of 0.001"],
+    ),
+    "decoupled_end_has_a_peak": (
+        {"optimizer.decoupled_min_lr": 1e-5},
+        1,
+        ["decoupled_min_lr=1e-05 without optimizer.decoupled_lr", "set both"],
+    ),
         {"scheduler.use_checkpoint_opt_param_scheduler": True, "scheduler.override_opt_param_scheduler": True},
         1,
         ["exclude each other"],
@@ -237,7 +306,11 @@ CASES = {
         1,
         ["partial_activation_checkpoints=1"],
     ),
-    "no_fsdp_yet": ({"ddp.use_megatron_fsdp": True}, 1, ["use_megatron_fsdp=True", "distributed_optimizer"]),
+    "no_fsdp_yet": (
+        {"ddp.use_megatron_fsdp": True, "dist.use_torch_fsdp2": True},
+        1,
+        ["use_megatron_fsdp=True, dist.use_torch_fsdp2=True", "distributed_optimizer"],
+    ),
     "dropouts_are_probabilities": ({"model.hidden_dropout": 1.0}, 1, ["hidden_dropout=1.0", "[0, 1)"]),
     "intervals_are_positive": (
         {"checkpoint.save_interval": 0, "validation.eval_iters": -1},

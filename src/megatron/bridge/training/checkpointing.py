@@ -47,6 +47,9 @@ SCHEDULE_KEYS = {
     "end_wd": "scheduler.end_weight_decay",
     "wd_incr_steps": "train.train_iters",
     "wd_incr_style": "scheduler.weight_decay_incr_style",
+    "init_lr": "scheduler.lr_warmup_init",
+    "wsd_decay_steps": "scheduler.lr_wsd_decay_iters",
+    "lr_wsd_decay_style": "scheduler.lr_wsd_decay_style",
 }
 
 
@@ -352,7 +355,7 @@ def check_schedule(run: Run, saved: dict[str, Any], directory: Path) -> None:
     differing = [
         f"{key} gives {_in_steps(name, current, run)}, the checkpoint has {_in_steps(name, saved, run)}"
         for name, key in SCHEDULE_KEYS.items()
-        if current[name] != saved[name] and not (name == "wd_incr_steps" and constant)
+        if current[name] != saved.get(name, current[name]) and not (name == "wd_incr_steps" and constant)
     ]
     if differing:
         raise UserError(
@@ -498,8 +501,6 @@ def _set_schedule(run: Run, saved: dict[str, Any]) -> None:
         saved = {**saved, "wd_incr_steps": scheduler.wd_incr_steps}
     scheduler.num_steps = 0
     scheduler.load_state_dict(saved)
-    # Megatron-Core sets the groups before it has taken over the weight decay.
-    scheduler.step(increment=0)
 
 
 def _set_random(run: Run, states: dict[str, Any] | None, saved: dict[str, int] | None) -> None:

@@ -33,7 +33,7 @@ def freezing_hook(patterns: list[str], first: Hook | None = None) -> Hook | None
 
     def hook(model: list[MegatronModule]) -> Any:
         chunks = (first(model) if first is not None else None) or model
-        trained = [(name, parameter) for name, parameter in _named(chunks) if parameter.requires_grad]
+        trained = [(name, parameter) for name, parameter in named_parameters(chunks) if parameter.requires_grad]
         for name, parameter in trained:
             if any(fnmatchcase(name, pattern) for pattern in patterns):
                 parameter.requires_grad_(False)
@@ -44,7 +44,7 @@ def freezing_hook(patterns: list[str], first: Hook | None = None) -> Hook | None
     return hook
 
 
-def _named(chunks: list[MegatronModule]) -> Iterator[tuple[str, Parameter]]:
+def named_parameters(chunks: list[MegatronModule]) -> Iterator[tuple[str, Parameter]]:
     """Parameters by their names in the whole model."""
     for chunk in chunks:
         tied = getattr(chunk, "share_embeddings_and_output_weights", False)

@@ -5,7 +5,6 @@
 from contextlib import ExitStack
 from typing import Any, cast
 
-from megatron.core import optimizer_param_scheduler
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -43,8 +42,8 @@ def train_step(run: Run) -> StepResult:
     updated, grad_norm, _ = cast(Any, run.optimizer).step()  # untyped
     if updated:
         # in samples, so that a schedule means the same under any batch size
-        run.scheduler.step(increment=run.config.train.global_batch_size)
-    return StepResult(losses, grad_norm, learning_rate, skipped=not updated)
+        run.scheduler.step(increment=run.batch_size)
+    return StepResult(losses, grad_norm, learning_rate, skipped=not updated, samples=run.batch_size)
 
 
 def forward_backward(run: Run, batches: list[Batches], forward_only: bool = False) -> list[Report]:
@@ -61,12 +60,13 @@ def forward_backward(run: Run, batches: list[Batches], forward_only: bool = Fals
         What the loss function reported for each microbatch; an empty list off the last pipeline stage.
     """
     config = run.config
+    samples = config.train.global_batch_size if forward_only else run.batch_size
     schedule = cast(Any, get_forward_backward_func())  # one of three functions that take the same keywords
     return schedule(
         forward_step_func=run.forward_step,
         data_iterator=batches,
         model=run.model,
-        num_microbatches=run.num_microbatches,
+        num_microbatches=run.microbatches_of(samples),
         seq_length=config.dataset.seq_length,
         micro_batch_size=config.train.micro_batch_size,
         forward_only=forward_only,
@@ -82,12 +82,11 @@ def zero_gradients(run: Run) -> None:
 
 def current_learning_rate(run: Run) -> float:
     """That of the parameters without overrides."""
-    rate = cast(Any, optimizer_param_scheduler).get_canonical_lr_for_logging(run.optimizer.param_groups)
-    return float(rate or 0.0)
+    return float(run.scheduler.get_lr({}))
 
 
 def advance(run: Run, result: StepResult) -> None:
     """Count the step."""
     run.progress.step += 1
-    run.progress.consumed_train_samples += run.config.train.global_batch_size
+    run.progress.consumed_train_samples += result.samples
     run.progress.skipped_steps += result.skipped

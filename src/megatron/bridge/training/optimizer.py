@@ -6,13 +6,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    HAVE_EMERGING_OPTIMIZERS,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.transformer.module import MegatronModule
 
+from megatron.bridge.training.param_groups import config_overrides
 from megatron.bridge.utils.errors import UserError
 
 # Tensors that an optimizer keeps beside each parameter.
-STATE_NAMES: dict[str, tuple[str, ...]] = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+STATE_NAMES: dict[str, tuple[str, ...]] = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "muon": ("momentum_buffer",),
+}
 
 
 def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -> MegatronOptimizer:
@@ -22,13 +32,16 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
     One rank alone should not use it: steps took 1.2 times as long with 33M parameters.
 
     Raises:
-        UserError: an optimizer, or a feature of it, whose state could not be saved.
+        UserError: an optimizer, or a feature of it, whose state could not be saved; overrides that name nothing,
+            or contradict each other.
     """
     _check_supported(config)
     with warnings.catch_warnings():
         # Megatron-Core imports a class that nobody asked for, and says that it is experimental.
         warnings.filterwarnings("ignore", message="MimoModelConfig")
-        optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(
+            config, list(chunks), config_overrides=config_overrides(config, chunks), use_gloo_process_groups=False
+        )
     for inner in torch_optimizers(optimizer):
         _use_fused_kernels(inner)
     allocate_state(optimizer)
@@ -53,17 +66,24 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
     for part in parts(optimizer):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                _allocate(part.optimizer.state[parameter], parameter, group, part.config.optimizer)
+                _allocate(part.optimizer.state[parameter], parameter, group, kind_of(part))
+
+
+def kind_of(part: Any) -> str:
+    """The key of ``STATE_NAMES``: where Muon updates matrices, Adam does the rest under the same config."""
+    return "adam" if "betas" in part.optimizer.param_groups[0] else part.config.optimizer
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
     """Updates done so far, as Adam's bias correction counts them."""
-    for inner in torch_optimizers(optimizer):
-        for group in inner.param_groups:
+    for part in parts(optimizer):
+        if kind_of(part) != "adam":
+            continue
+        for group in part.optimizer.param_groups:
             if "step" in group:  # Transformer Engine counts per group
                 return int(group["step"])
             for parameter in group["params"]:
-                return int(inner.state[parameter].get("step", 0))
+                return int(part.optimizer.state[parameter].get("step", 0))
     return 0
 
 
@@ -74,7 +94,7 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
     drift silently (loss off by 1e-3 to 1e-2).
     """
     for part in parts(optimizer):
-        if part.config.optimizer != "adam":
+        if kind_of(part) != "adam":
             continue
         for group in part.optimizer.param_groups:
             if not _counts_per_parameter(group):
@@ -88,6 +108,8 @@ def _check_supported(config: OptimizerConfig) -> None:
     if config.optimizer not in STATE_NAMES:
         known = ", ".join(STATE_NAMES)
         raise UserError(f"optimizer.optimizer={config.optimizer!r} is not supported; use one of {known}")
+    if config.optimizer == "muon" and not HAVE_EMERGING_OPTIMIZERS:
+        raise UserError("optimizer.optimizer='muon' needs the package emerging-optimizers, which is not installed")
     if config.use_distributed_optimizer and config.optimizer != "adam":
         raise UserError(
             f"optimizer.use_distributed_optimizer=True works with adam only, not with {config.optimizer!r}; "

@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-from megatron.bridge.training.optimizer import STATE_NAMES, parts
+from megatron.bridge.training.optimizer import STATE_NAMES, kind_of, parts
 
 PREFIX = "optimizer.state"
 MASTER = "fp32_param"
@@ -99,7 +99,7 @@ def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str,
 def owned_parameters(optimizer: MegatronOptimizer) -> Iterator[Owned]:
     """What this rank keeps, for each of Megatron-Core's three optimizers."""
     for part in parts(optimizer):
-        names = STATE_NAMES[part.config.optimizer]
+        names = STATE_NAMES[kind_of(part)]
         for parameter, main, start, end in _parameters(part):
             state = part.optimizer.state[main]
             tensors = {name: state[name] for name in names if name in state}

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
 
+from megatron.bridge.training.batch_size import BatchSize
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.mixed_precision import (
     MODEL_FIELDS,
@@ -44,8 +46,10 @@ def resolve(config: ConfigContainer, world_size: int, here: bool) -> Findings:
     _precision(config, findings)
     _quantisation(config, here, findings)
     _recomputed(config, here, findings)
+    _muon(config, here, findings)
     _distributed_optimizer(config, world_size, findings)
     _interleaved_messages(config, findings)
+    _length(config, findings)
     _schedule(config, findings)
     _folders(config)
     return findings
@@ -138,6 +142,16 @@ def _recomputed(config: ConfigContainer, here: bool, findings: Findings) -> None
         findings.notes.append(f"{why}: the run must have it")
 
 
+def _muon(config: ConfigContainer, here: bool, findings: Findings) -> None:
+    if config.optimizer.optimizer != "muon" or HAVE_EMERGING_OPTIMIZERS:
+        return
+    why = "optimizer.optimizer=muon needs the package emerging-optimizers, which is not installed"
+    if here:
+        findings.problems.append(f"{why}: install it (pip install 'hf-megatron-bridge[muon]'), or use adam")
+    else:
+        findings.notes.append(f"{why}: the run must have it")
+
+
 def without_quantisation(model: Any) -> Any:
     """A copy that Megatron-Core checks on a machine without Transformer Engine."""
     plain = copy.copy(model)
@@ -162,6 +176,8 @@ def _distributed_optimizer(config: ConfigContainer, world_size: int, findings: F
     chosen = ddp.use_distributed_optimizer
     if chosen is None:
         chosen = optimizer.use_distributed_optimizer
+    if chosen is None and optimizer.optimizer != "adam":
+        chosen = False  # Megatron-Core cuts the state into intervals, which have no shape
     if chosen is None:
         # context-parallel ranks hold the same weights: they share the state like data-parallel ones
         replicas = config.data_parallel_size(world_size) * config.model.context_parallel_size
@@ -194,10 +210,29 @@ def _interleaved_messages(config: ConfigContainer, findings: Findings) -> None:
         )
 
 
+def _length(config: ConfigContainer, findings: Findings) -> None:
+    train = config.train
+    if train.train_samples is None:
+        return
+    steps = BatchSize(train).steps_within(train.train_samples)
+    if steps == 0:
+        findings.problems.append(
+            f"train.train_samples={train.train_samples} are not enough for one step: raise it, or lower "
+            f"train.global_batch_size={train.global_batch_size}"
+        )
+    if train.train_iters == 0:
+        train.train_iters = steps
+    elif train.train_iters != steps:
+        findings.problems.append(
+            f"train.train_iters={train.train_iters} contradicts train.train_samples={train.train_samples}, which "
+            f"are {steps} steps: remove one of them"
+        )
+
+
 def _schedule(config: ConfigContainer, findings: Findings) -> None:
     scheduler, optimizer = config.scheduler, config.optimizer
     steps, warmup = config.train.train_iters, scheduler.lr_warmup_iters
-    if scheduler.lr_decay_iters is None:
+    if scheduler.lr_decay_iters is None and scheduler.lr_decay_samples is None:
         # a short trial of a long recipe stays within its warm-up
         scheduler.lr_decay_iters = max(steps, warmup + 1)
         if warmup >= steps:

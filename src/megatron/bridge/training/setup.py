@@ -20,6 +20,7 @@ from megatron.bridge.data.loaders import Iterators, build_iterators
 from megatron.bridge.data.tokenizer import build_tokenizer
 from megatron.bridge.training import fault_tolerance
 from megatron.bridge.training.adapters import adapting_hook
+from megatron.bridge.training.batch_size import BatchSize
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.defaults import default_callbacks
 from megatron.bridge.training.checkpointing import find_source, load_run
@@ -117,7 +118,8 @@ def initialize(config: ConfigContainer) -> None:
     if parallel_state.model_parallel_is_initialized():
         _check_existing_groups(config)
     else:
-        config.model.initialize_model_parallel()
+        instances = config.ddp.num_distributed_optimizer_instances
+        config.model.initialize_model_parallel(num_distributed_optimizer_instances=instances)
     seed_everything(config.rng)
 
 
@@ -193,7 +195,7 @@ def build_data(run: Run) -> Iterators:
         build_iterators,
         config.dataset,
         run.tokenizer,
-        (config.train.train_iters * batch, held_out, held_out),
+        (BatchSize(config.train).samples_after(config.train.train_iters), held_out, held_out),
         config.train.micro_batch_size,
         batch,
     )

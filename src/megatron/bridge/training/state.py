@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.data.loaders import Iterators
+from megatron.bridge.training.batch_size import BatchSize
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.losses import LossTotals, Report
 
@@ -57,12 +59,14 @@ class StepResult:
         grad_norm: Norm of the whole gradient before clipping; None if it was not computed.
         learning_rate: Learning rate of this step.
         skipped: The update was skipped because the gradients were not finite.
+        samples: Training samples of the step, over all ranks.
     """
 
     loss_dict: dict[str, torch.Tensor]
     grad_norm: float | None
     learning_rate: float
     skipped: bool
+    samples: int
 
 
 @dataclass
@@ -110,10 +114,22 @@ class Run:
     total_loss_dict: dict[str, torch.Tensor] | None = None
 
     @property
+    def batch_size(self) -> int:
+        """Samples of the step that comes next, or goes on, over all ranks."""
+        return self._batch_size.at(self.progress.consumed_train_samples)
+
+    @property
     def num_microbatches(self) -> int:
-        """Microbatches of this rank in one step."""
-        train = self.config.train
-        return train.global_batch_size // (train.micro_batch_size * self.config.data_parallel_size())
+        """Microbatches of this rank in that step."""
+        return self.microbatches_of(self.batch_size)
+
+    def microbatches_of(self, samples: int) -> int:
+        """Microbatches of this rank in a batch of ``samples`` over all ranks."""
+        return samples // (self.config.train.micro_batch_size * self.config.data_parallel_size())
+
+    @cached_property
+    def _batch_size(self) -> BatchSize:
+        return BatchSize(self.config.train)
 
     @property
     def state(self) -> "Run":

@@ -30,7 +30,7 @@ class Logging(Callback):
         self._config = config
         self._outputs: list[Output] = []
         self._totals: Report = {}
-        self._steps = 0
+        self._steps = self._samples = 0
         self._seconds = 0.0
         self._started = 0.0
         self._flops: float | None = None
@@ -57,13 +57,14 @@ class Logging(Callback):
         for name, loss in step.loss_dict.items():
             self._totals[name] = self._totals[name] + loss if name in self._totals else loss
         self._steps += 1
+        self._samples += step.samples
         last = context.progress.step == self._config.train.train_iters
         due = last or context.progress.step % self._config.logger.log_interval == 0
         numbers = self._losses() if due else {}  # waits for the device, so it belongs to the time of the steps
         self._seconds += time.perf_counter() - self._started
         if due:
             self._write(context, "train", numbers | self._step_numbers(context))
-            self._totals, self._steps, self._seconds = {}, 0, 0.0
+            self._totals, self._steps, self._samples, self._seconds = {}, 0, 0, 0.0
 
     def on_train_end(self, context: Run) -> None:
         """Tell why the run ends early."""
@@ -93,7 +94,8 @@ class Logging(Callback):
         numbers: Numbers = {
             "learning rate": step.learning_rate,
             "step time": seconds,
-            "tokens per second": config.train.global_batch_size * config.dataset.seq_length / seconds,
+            "tokens per second": self._samples * config.dataset.seq_length / self._seconds,
+            "batch size": step.samples,
             "consumed samples": run.progress.consumed_train_samples,
             "skipped steps": run.progress.skipped_steps,
         }

@@ -154,7 +154,7 @@ class SkipBatches(Callback):
                 for _ in range(run.num_microbatches):
                     next(batches)
             progress.step += 1
-            progress.consumed_train_samples += train.global_batch_size
+            progress.consumed_train_samples += run.batch_size
             progress.skipped_steps += 1
             console().print(f"step {progress.step}: batch skipped", markup=False)
 

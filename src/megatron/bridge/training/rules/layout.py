@@ -21,7 +21,7 @@ def sizes_are_positive(config: ConfigContainer, world_size: int) -> str | None:
         "model.make_query_groups_divisible_by": model.make_query_groups_divisible_by,
         "train.micro_batch_size": train.micro_batch_size,
         "train.global_batch_size": train.global_batch_size,
-        "train.train_iters": train.train_iters,
+        "train.train_iters": train.train_samples if train.train_samples is not None else train.train_iters,
         "logger.log_interval": config.logger.log_interval,
     }
     wrong = [f"{key}={value}" for key, value in sizes.items() if not value or value < 1]

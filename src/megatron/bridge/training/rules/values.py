@@ -4,7 +4,6 @@
 from megatron.bridge.training.config import ConfigContainer
 
 NOT_YET = (
-    "profiling",
     "comm_overlap",
     "tensor_inspect",
 )
@@ -49,88 +48,6 @@ def one_half_precision(config: ConfigContainer, world_size: int) -> str | None:
     return "model.bf16=True and model.fp16=True exclude each other: switch one off, or set mixed_precision"
 
 
-def learning_rates_are_ordered(config: ConfigContainer, world_size: int) -> str | None:
-    """From warm-up start to the peak and down to the minimum."""
-    optimizer = config.optimizer
-    if optimizer.lr is None or optimizer.lr <= 0:
-        return f"optimizer.lr={optimizer.lr}: set a learning rate above 0, for example 3.0e-4"
-    low = {"optimizer.min_lr": optimizer.min_lr, "scheduler.lr_warmup_init": config.scheduler.lr_warmup_init}
-    wrong = [f"{key}={value}" for key, value in low.items() if value and not 0 <= value <= optimizer.lr]
-    return f"{', '.join(wrong)}: must lie between 0 and optimizer.lr={optimizer.lr}" if wrong else None
-
-
-def warmup_ends_before_decay(config: ConfigContainer, world_size: int) -> str | None:
-    """The peak is reached before the schedule ends."""
-    scheduler = config.scheduler
-    decay = scheduler.lr_decay_iters or 0
-    if scheduler.lr_warmup_fraction is not None:
-        if scheduler.lr_warmup_iters:
-            return "scheduler.lr_warmup_fraction and scheduler.lr_warmup_iters are both set: remove one"
-        if not 0 <= scheduler.lr_warmup_fraction < 1:
-            return f"scheduler.lr_warmup_fraction={scheduler.lr_warmup_fraction}: must lie in [0, 1)"
-        return None
-    if 0 <= scheduler.lr_warmup_iters < decay:
-        return None
-    return (
-        f"scheduler.lr_warmup_iters={scheduler.lr_warmup_iters} must be below "
-        f"scheduler.lr_decay_iters={decay}: use at most {max(decay - 1, 0)}"
-    )
-
-
-def wsd_has_a_decay(config: ConfigContainer, world_size: int) -> str | None:
-    """Warm-up, stable, decay: the last part must be given and fit."""
-    scheduler = config.scheduler
-    if scheduler.lr_decay_style != "WSD":
-        return None
-    total = scheduler.lr_decay_iters or 0
-    if scheduler.lr_wsd_decay_iters and 1 <= scheduler.lr_wsd_decay_iters <= total:
-        return None
-    return (
-        f"scheduler.lr_wsd_decay_iters={scheduler.lr_wsd_decay_iters} with lr_decay_style=WSD: give the length of "
-        f"the final decay, between 1 and {total}"
-    )
-
-
-def weight_decay_grows(config: ConfigContainer, world_size: int) -> str | None:
-    """Megatron-Core only increases it; a constant one has equal ends."""
-    scheduler = config.scheduler
-    start, end = scheduler.start_weight_decay or 0.0, scheduler.end_weight_decay or 0.0
-    if 0 <= start < end and scheduler.weight_decay_incr_style == "constant":
-        return (
-            f"scheduler.start_weight_decay={start} and end_weight_decay={end} differ: choose "
-            "weight_decay_incr_style=linear or cosine"
-        )
-    if 0 <= start <= end:
-        return None
-    return f"scheduler.start_weight_decay={start} must lie between 0 and end_weight_decay={end}"
-
-
-def resumed_schedule_has_one_source(config: ConfigContainer, world_size: int) -> str | None:
-    """The checkpoint or the config, not both."""
-    scheduler = config.scheduler
-    if not (scheduler.use_checkpoint_opt_param_scheduler and scheduler.override_opt_param_scheduler):
-        return None
-    return (
-        "scheduler.use_checkpoint_opt_param_scheduler and override_opt_param_scheduler exclude each other: "
-        "switch one off"
-    )
-
-
-def param_gather_overlap_fits(config: ConfigContainer, world_size: int) -> str | None:
-    """Only a sharded optimizer gathers weights, and the order of buckets comes from the reduction."""
-    ddp = config.ddp
-    if not ddp.overlap_param_gather:
-        return None
-    if not ddp.use_distributed_optimizer:
-        return (
-            "ddp.overlap_param_gather=True needs the distributed optimizer: set "
-            "ddp.use_distributed_optimizer=true, or switch the overlap off"
-        )
-    if not ddp.overlap_grad_reduce:
-        return "ddp.overlap_param_gather=True needs ddp.overlap_grad_reduce=True: set both"
-    return None
-
-
 def per_token_loss_is_summed(config: ConfigContainer, world_size: int) -> str | None:
     """Gradients are divided by the number of tokens at the end, so the collective must sum."""
     if not (config.model.calculate_per_token_loss and config.ddp.average_in_collective):
@@ -150,14 +67,6 @@ def no_partial_checkpointing(config: ConfigContainer, world_size: int) -> str | 
         f"model.num_microbatches_with_partial_activation_checkpoints={value}: not available in this version, use "
         "model.recompute_granularity"
     )
-
-
-def no_fsdp_yet(config: ConfigContainer, world_size: int) -> str | None:
-    """The loop drives Megatron-Core's distributed data parallel."""
-    ddp = config.ddp
-    if not (ddp.use_megatron_fsdp or ddp.use_custom_fsdp):
-        return None
-    return "ddp.use_megatron_fsdp=True: not available in this version, use ddp.use_distributed_optimizer=true"
 
 
 def dropouts_are_probabilities(config: ConfigContainer, world_size: int) -> str | None:
