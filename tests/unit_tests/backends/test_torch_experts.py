@@ -12,7 +12,7 @@ from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bridge.backends import moe_metrics
+from megatron.bridge.backends import moe_metrics, torch_experts
 from megatron.bridge.backends.torch_experts import GroupedLinear
 from megatron.bridge.backends.torch_spec import TorchSpecProvider
 
@@ -158,6 +158,45 @@ def test_deeper_models_may_record_metrics():
     tracker.record("loss", torch.tensor(2.0), 2, 2)
     assert tracker.metrics["loss"].values.tolist() == [1.0, 2.0, 0.0, 5.0, 0.0]
     moe_logging.destroy_moe_metrics_tracker()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def grouped_device(request, monkeypatch):
+    """One kernel for all experts: PyTorch has it for CPUs too, slowly."""
+    if request.param == "cpu":
+        monkeypatch.setattr(torch_experts, "takes_groups", lambda x, weight: True)
+    return request.param
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_all_experts_in_one_kernel(grouped_device, frozen):
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(sum(COUNTS), 16), *[(24, 16)] * EXPERTS]
+    tensors = [torch.randn(shape, generator=generator).bfloat16().to(grouped_device) for shape in shapes]
+    x, *weights = (tensor.requires_grad_() for tensor in tensors)
+    for weight in weights:
+        weight.requires_grad_(not frozen)
+    found = torch_experts._GroupedMatmul.apply(x, COUNTS, False, *weights)
+    leaves = [x] if frozen else [x, *weights]
+    wide = [tensor.detach().cpu().double().requires_grad_() for tensor in (x, *weights)]
+    parts = zip(wide[0].split(COUNTS), wide[1:], strict=True)
+    expected = torch.cat([rows @ weight.T for rows, weight in parts])
+    grad = torch.randn(expected.shape, generator=generator).bfloat16()
+    got = torch.autograd.grad(found, leaves, grad.to(grouped_device))
+    wanted = torch.autograd.grad(expected, wide[: len(leaves)], grad.double())
+    for one, other in zip((found, *got), (expected, *wanted), strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, rtol=2**-7, atol=2**-7 * other.abs().max().item())
+
+
+def test_weights_behind_one_another_are_not_copied():
+    buffer = torch.arange(60.0)
+    weights = [torch.nn.Parameter(part[:12].view(4, 3)) for part in buffer.split(20)]  # 8 of padding behind each
+    for some in (weights, weights[:1]):
+        found = torch_experts.together(some)
+        assert found.data_ptr() == buffer.data_ptr()
+        assert torch.equal(found, torch.stack(some))
+    for others in (weights[::-1], [weights[0], weights[2], weights[1]], [torch.ones(4, 3) for _ in range(3)]):
+        assert torch.equal(torch_experts.together(others), torch.stack(others))
 
 
 @pytest.mark.gpu

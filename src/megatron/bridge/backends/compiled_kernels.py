@@ -196,7 +196,7 @@ def rotary_packed(
     rotary_interleaved: bool = False,
     mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
-    cp_group: dist.ProcessGroup | None = None,
+    cp_group: Any = None,
     multi_latent_attention: bool | None = None,
 ) -> torch.Tensor:
     """Megatron-Core's ``_apply_rotary_pos_emb_thd`` in one kernel for all sequences of a packed row.
@@ -307,7 +307,7 @@ def _blocks(rows: torch.Tensor) -> list[slice]:
 
 # ------------------------------------------------------------------------------------------------- installation
 
-_packed_by_core = rope_utils._apply_rotary_pos_emb_thd
+_packed_by_core: Any = rope_utils._apply_rotary_pos_emb_thd
 
 
 def install() -> None:

@@ -28,7 +28,7 @@ from megatron.core.transformer.utils import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from megatron.bridge.backends import context_parallel
+from megatron.bridge.backends import context_parallel, flash_attention
 from megatron.bridge.backends.attention_tiles import (
     MASKED_ROWS,
     Run,
@@ -168,9 +168,21 @@ class TorchAttention(MegatronModule):
     ) -> torch.Tensor:
         if packed is None:
             runs = whole_sequence(query.size(0), key.size(0))
+        elif self._flash(query, sight) and packed.cu_seqlens_q_padded is None:
+            values = value.size(-1)
+            value = _as_wide_as(value, query)
+            bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+            out = flash_attention.attend_packed(query, key, value, bounds, int(longest), sight, self.scale)
+            return out[..., :values]
         else:
             runs = packed_runs(*packed_segments(packed))
         return self._attend(query, key, value, mask, runs, sight, self.softmax_offset)
+
+    def _flash(self, query: torch.Tensor, sight: Sight) -> bool:
+        """Whether the flash kernel for sequences of any lengths computes this without a mask."""
+        plain = self.softcap is None and self.softmax_offset is None
+        dropout = self.dropout if self.training else 0.0
+        return plain and dropout == 0.0 and flash_attention.has_form(sight) and flash_attention.runs_here(query)
 
     def _attend_parallel(
         self,
@@ -235,8 +247,10 @@ class TorchAttention(MegatronModule):
     ) -> torch.Tensor:
         """[s, b, h, dv] from queries and natural-order keys, tile by tile."""
         values = value.size(-1)
-        if values < query.size(-1):  # SDPA is only fused for values as wide as keys
-            value = F.pad(value, (0, query.size(-1) - values))
+        value = _as_wide_as(value, query)
+        in_pieces = len(runs) > 1 or sight.left is not None
+        if in_pieces and mask is None and self._flash(query, sight):
+            return flash_attention.attend_runs(query, key, value, runs, sight, self.scale)[..., :values]
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         kernel = _Kernel(self.scale, self.softcap, sinks, self.dropout if self.training else 0.0)
         limit = kernel.limit(q, k, masked=mask is not None)
@@ -287,6 +301,12 @@ def _window(config: TransformerConfig, layer_number: int) -> tuple[int, int] | N
         return None
     left, right = config.window_size
     return left, right
+
+
+def _as_wide_as(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Values with zeros behind them: fused kernels want them as wide as keys."""
+    lack = query.size(-1) - value.size(-1)
+    return F.pad(value, (0, lack)) if lack > 0 else value
 
 
 def _hidden(mask: torch.Tensor, tile: Tile) -> torch.Tensor:

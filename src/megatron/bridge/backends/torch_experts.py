@@ -7,7 +7,7 @@ is split, concatenated or padded. Parameters are named as Transformer Engine nam
 ``TEGroupedMLP`` supplies activation, routing weights, biases and recomputation around the linear layers here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -41,6 +41,8 @@ class _GroupedMatmul(torch.autograd.Function):
         weights, biases = parameters[: len(counts)], parameters[len(counts) :]
         ctx.save_for_backward(x, *weights)
         ctx.counts, ctx.biased = counts, biased
+        if not biased and takes_groups(x, weights[0]):
+            return torch._grouped_mm(x, together(weights).transpose(1, 2), offs=_ends(counts, x.device))
         out = x.new_empty(x.size(0), weights[0].size(0))
         for index, rows in enumerate(_slices(counts)):
             if biased:
@@ -54,8 +56,10 @@ class _GroupedMatmul(torch.autograd.Function):
         """Gradients of x, of each weight, and of each bias; zeros for an expert without tokens."""
         (grad,) = grad_outputs
         x, *weights = ctx.saved_tensors
-        slices = _slices(ctx.counts)
         needed = ctx.needs_input_grad[3:]
+        if not ctx.biased and takes_groups(x, weights[0]):
+            return _grouped_gradients(grad.contiguous(), x, weights, ctx.counts, ctx.needs_input_grad)
+        slices = _slices(ctx.counts)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.empty_like(x)
@@ -69,6 +73,48 @@ class _GroupedMatmul(torch.autograd.Function):
             grad[rows].sum(0) if need else None for rows, need in zip(biases, needed[len(slices) :], strict=True)
         ]
         return (grad_x, None, None, *grad_weights, *grad_biases)
+
+
+def _grouped_gradients(
+    grad: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], counts: list[int], needed: tuple[bool, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Those of ``_GroupedMatmul`` without biases, each in one kernel for all experts."""
+    ends = _ends(counts, x.device)
+    grad_x = torch._grouped_mm(grad, together(weights), offs=ends) if needed[0] else None
+    if not any(needed[3:]):
+        return (grad_x, None, None, *[None] * len(weights))
+    grad_weights = torch._grouped_mm(grad.t(), x, offs=ends).unbind()
+    for one, count in zip(grad_weights, counts, strict=True):
+        if not count:  # a product of no terms; the kernel may leave its memory as it is
+            one.zero_()
+    return (grad_x, None, None, *grad_weights)
+
+
+def takes_groups(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether PyTorch multiplies all experts in one kernel: bf16 on Hopper or later, in rows of whole 16 bytes."""
+    bf16 = x.dtype is weight.dtype is torch.bfloat16
+    aligned = x.is_contiguous() and not any(size % 8 for size in weight.shape)
+    return x.is_cuda and bf16 and aligned and len(x) > 0 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def together(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[experts, out, in]: a view if the weights lie in memory in their order at equal distances, else a copy."""
+    first, size = weights[0], weights[0].numel()
+    starts = [weight.data_ptr() for weight in weights]
+    step = (starts[1] - starts[0]) // first.element_size() if len(starts) > 1 else size
+    even = all(later - earlier == step * first.element_size() for earlier, later in pairwise(starts))
+    shared = all(
+        weight.is_contiguous() and weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for weight in weights
+    )
+    if even and shared and step >= size:
+        return first.detach().as_strided((len(weights), *first.shape), (step, *first.stride()))
+    return torch.stack([weight.detach() for weight in weights])
+
+
+def _ends(counts: list[int], device: torch.device) -> torch.Tensor:
+    """Where each expert's rows end."""
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _slices(counts: list[int]) -> list[slice]:

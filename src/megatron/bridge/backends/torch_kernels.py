@@ -206,7 +206,8 @@ def install() -> None:
 
 def install_for_optimizer() -> None:
     """Those for lists of gradients and parameters, on any device; where there is Apex, its kernels stay."""
-    for module in (clip_grads, core_optimizer):
+    modules: tuple[Any, ...] = (clip_grads, core_optimizer)
+    for module in modules:
         if module.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
             module.multi_tensor_scale_impl = scale
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:

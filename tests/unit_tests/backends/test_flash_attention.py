@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the flash kernel is asked for equals the formula; the kernel itself is PyTorch's, and needs a GPU."""
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron.bridge.backends import flash_attention
+from megatron.bridge.backends.attention_tiles import Segment, Sight, zigzag_runs
+from tests.unit_tests.backends import naive
+from tests.unit_tests.backends.test_torch_attention import build, inputs
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+    """What PyTorch's documentation says of ``varlen_attn``, sequence by sequence; queries are the last tokens."""
+    out, bounds = [], [cu_seq_q.tolist(), cu_seq_k.tolist()]
+    for low, high, first, last in zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False):
+        assert high - low <= max_q
+        assert last - first <= max_k
+        seen = naive.seen_by_position(high - low, last - first, causal=False, window=window_size)
+        tensors = (t[:, None] for t in (query[low:high], key[first:last], value[first:last]))
+        out.append(naive.attention(*tensors, seen, scale=scale).squeeze(1))
+    return torch.cat(out)
+
+
+@pytest.fixture(params=["documented", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """The kernel of the documentation, in fp64; or the GPU's, in bf16."""
+    if request.param == "cuda":
+        return "cuda"
+    monkeypatch.setattr(flash_attention, "varlen_attn", documented_kernel)
+    monkeypatch.setattr(flash_attention, "runs_here", lambda query: True)
+    return "cpu"
+
+
+def compare(device, kernel, reference, tensors):
+    """Outputs and gradients."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    low = [tensor.detach().to(device, dtype).requires_grad_() for tensor in tensors]
+    high = [tensor.detach().cpu().double().requires_grad_() for tensor in low]
+    found, expected = kernel(*low), reference(*high)
+    expected = expected.reshape(found.shape)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    got = torch.autograd.grad((found * weight.to(found)).sum(), low)
+    wanted = torch.autograd.grad((expected * weight).sum(), high)
+    tolerance = 3e-2 if device == "cuda" else 1e-12
+    for one, other in zip((found, *got), (expected, *wanted), strict=True):
+        scale = other.abs().max().item()
+        torch.testing.assert_close(one.cpu().double(), other, atol=tolerance * scale, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, (5, 0), (200, 0)])
+def test_packed_rows(device, window):
+    bounds = torch.tensor([0, 11, 12, 40], dtype=torch.int32, device=device)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=28, max_seqlen_kv=28
+    )
+    module = build(window_size=window)
+    segment = torch.tensor([0] * 11 + [1] + [2] * 28)
+    seen = naive.seen_by_position(40, 40, window=window) & (segment[:, None] == segment[None])
+
+    def kernel(q, k, v):
+        return module(*(tensor.squeeze(1) for tensor in (q, k, v)), None, packed_seq_params=packed)
+
+    def reference(q, k, v):
+        return naive.attention(q, k, v, seen, scale=module.scale)
+
+    compare(device, kernel, reference, inputs(batch=1, width=16, values=8))
+
+
+@pytest.mark.parametrize("window", [(5, 0), (39, 0), (200, 0)])
+def test_windows(device, window):
+    module = build(window_size=window)
+    seen = naive.seen_by_position(40, 40, window=window)
+    compare(
+        device,
+        lambda q, k, v: module(q, k, v, None),
+        lambda q, k, v: naive.attention(q, k, v, seen, scale=module.scale),
+        inputs(),
+    )
+
+
+@pytest.mark.parametrize("window", [None, (5, 0)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_context_parallel_rank_sees_all_keys_before_its_chunks(device, rank, window):
+    parts = [Segment(0, 40, 40)]
+    rows = torch.cat([torch.arange(10) + 10 * index for index in (rank, 3 - rank)])
+    seen = naive.seen_by_position(40, 40, window=window)[rows]
+    sight = Sight(window and window[0], 0)
+
+    def kernel(q, k, v):
+        return flash_attention.attend_runs(q[rows.to(device)], k, v, zigzag_runs(parts, rank, 2), sight, 0.5)
+
+    compare(device, kernel, lambda q, k, v: naive.attention(q[rows], k, v, seen, scale=0.5), inputs())
+
+
+def test_rows_of_no_run_are_zero(device):
+    runs = zigzag_runs([Segment(0, 17, 20), Segment(20, 20, 20)], 0, 2)
+    q, k, v = (tensor.detach().to(device, torch.bfloat16 if device == "cuda" else None) for tensor in inputs())
+    out = flash_attention.attend_runs(q[:20], k, v, runs, Sight(None, 0), 0.5)
+    covered = torch.zeros(20, dtype=torch.bool)
+    for run in runs:
+        covered[run.row : run.row + run.rows] = True
+    assert out.shape == q[:20].shape
+    assert not covered.all()
+    assert not out[~covered].any()
+    assert out[covered].any(-1).all()
+
+
+def test_a_form_that_the_kernel_has_not():
+    assert flash_attention.has_form(Sight(None, 0))
+    assert flash_attention.has_form(Sight())
+    assert not flash_attention.has_form(Sight(3, 4))
+    assert not flash_attention.runs_here(torch.zeros(4, 1, 2, 64, dtype=torch.bfloat16))
