@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.dist_checkpointing.utils import extract_sharded_base, nested_values
 from megatron.core.utils import unwrap_model
 
-from megatron.bridge.models import GPTModelProvider, MambaModelProvider
+from megatron.bridge.models import GPTModelProvider, MambaModelProvider, MLAModelProvider
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -53,8 +53,7 @@ def save_llama(directory, **changes):
 
 def toy_config(model=None, train=None, **blocks):
     """A config of two million operations a step; ``model`` and ``train`` override single fields."""
-    hybrid = "hybrid_override_pattern" in (model or {})
-    provider = (MambaModelProvider if hybrid else GPTModelProvider)(
+    provider = _provider_class(model or {})(
         **{
             "num_layers": 4,
             "hidden_size": 32,
@@ -91,6 +90,12 @@ def toy_config(model=None, train=None, **blocks):
         }
         | blocks
     )
+
+
+def _provider_class(fields):
+    if "hybrid_override_pattern" in fields:
+        return MambaModelProvider
+    return MLAModelProvider if fields.get("multi_latent_attention") else GPTModelProvider
 
 
 def local_shards(chunks):
@@ -143,10 +148,17 @@ class Record(Callback):
     losses: list = field(default_factory=list)
     grad_norms: list = field(default_factory=list)
     held_out: list = field(default_factory=list)
+    further: dict = field(default_factory=dict)  # of the other losses, by name
     shards: list = field(default_factory=list)
 
+    @property
+    def numbers(self):
+        """What all ranks should report alike."""
+        return self.losses, self.grad_norms, self.held_out, self.further
+
     def on_train_step_end(self, context):
-        self.losses.append(context.loss_dict["lm loss"].item())
+        for name, loss in context.loss_dict.items():
+            (self.losses if name == "lm loss" else self.further.setdefault(name, [])).append(loss.item())
         self.grad_norms.append(float(context.grad_norm))
 
     def on_eval_end(self, context):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.data.config import DatasetRequest, FinetuningDatasetConfig, PackedSequenceSpecs
+from megatron.bridge.data.config import DatasetRequest
 from megatron.bridge.data.loaders import build_iterators
 from megatron.bridge.data.tokenizer import NullTokenizer
 from megatron.bridge.training.config import (
@@ -22,41 +22,15 @@ from megatron.bridge.training.config import (
     ValidationConfig,
 )
 from megatron.bridge.training.gpt_step import forward_step
-from tests.toy_run import SEQUENCE, VOCABULARY, run_toy, whole_weights
+from tests.toy_run import VOCABULARY, run_toy, whole_weights
+from tests.toy_samples import LENGTHS, dataset, write_samples
 
-LENGTHS = [(2, 3), (20, 11), (1, 7), (5, 5), (9, 2), (4, 12), (3, 1), (6, 6)]  # of prompts and completions
 SAMPLES = len(LENGTHS)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_samples(tmp_path_factory.mktemp("samples"))
-
-
-def write_samples(directory):
-    """Eight samples of very different lengths, the prompts not learnt."""
-    generator = torch.Generator().manual_seed(0)
-    lines = []
-    for lengths in LENGTHS:
-        prompt, completion = (
-            " ".join(str(int(token)) for token in torch.randint(0, VOCABULARY - 1, (length,), generator=generator))
-            for length in lengths
-        )
-        lines.append(json.dumps({"prompt": prompt + " ", "completion": completion}) + "\n")
-    (directory / "training.jsonl").write_text("".join(lines))
-    return directory
-
-
-def dataset(folder, kind, seq_length=SEQUENCE, multiple=None):
-    specs = PackedSequenceSpecs(
-        packed_sequence_size=seq_length if kind == "packed" else -1, pad_seq_to_mult=multiple
-    )
-    return FinetuningDatasetConfig(
-        dataset_root=str(folder),
-        seq_length=seq_length,
-        packed_sequence_specs=specs,
-        padding_free=kind == "padding-free",
-    )
 
 
 def batches(folder, kind, micro):

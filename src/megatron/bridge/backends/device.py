@@ -44,6 +44,7 @@ def install() -> None:
     _create_on_the_cpu()
     _leave_tensors_where_they_are()
     _accept_any_split_sizes()
+    _gather_uneven_parts()
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,6 +290,43 @@ def _accept_any_split_sizes() -> None:
         return exchange(output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op)
 
     dist.all_to_all_single = all_to_all_single
+
+
+def _gather_uneven_parts() -> None:
+    """Experts that are cut (ETP) and shared out (EP) gather as many tokens as were sent to each rank.
+
+    Gloo gathers equal parts only, and scatters no list of parts.
+    """
+    gather = dist.all_gather
+
+    @functools.wraps(gather)
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if len({part.shape for part in tensor_list}) == 1:
+            return gather(tensor_list, tensor, group, async_op)
+        assert not async_op, "nobody asks for it"
+        padded = tensor.new_zeros(max(len(part) for part in tensor_list), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        received = [torch.empty_like(padded) for _ in tensor_list]
+        gather(received, padded, group)
+        for part, filled in zip(tensor_list, received, strict=True):
+            part.copy_(filled[: len(part)])
+        return None
+
+    @functools.wraps(dist.reduce_scatter)
+    def reduce_scatter(
+        output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, "nobody asks for another"
+        rows, ranks = len(output), len(input_list)
+        received = output.new_empty(ranks * rows, *output.shape[1:])
+        sizes = [len(part) for part in input_list]
+        dist.all_to_all_single(received, torch.cat(input_list), [rows] * ranks, sizes, group)
+        output.copy_(received.view(ranks, *output.shape).sum(0))
+
+    dist.all_gather = all_gather
+    dist.reduce_scatter = reduce_scatter
 
 
 def collect_write_results_in_process(module: Any) -> None:

@@ -10,7 +10,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron.bridge.backends import layer_specs
+from megatron.bridge.backends import further_tokens, layer_specs
 from megatron.bridge.models import biases, linear_attention, multipliers, padding, query_scaling, rope
 from megatron.bridge.models.model_provider import ModelProvider, without_warnings_of
 from megatron.bridge.utils.errors import UserError
@@ -146,6 +146,7 @@ class GPTModelProvider(ModelProvider):
                 mtp_block_spec=config._mtp_spec(decoder, vp_stage),
                 **config._model_arguments(pre_process, post_process, vp_stage),
             )
+        further_tokens.share_output_weight(model)
         config._finish(model)
         return model
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron.bridge.training.further_losses import collected, router_losses, share_out
 from megatron.bridge.training.losses import Report, means
 from megatron.bridge.training.state import Batches, Progress, Run, StepResult
 
@@ -37,7 +38,7 @@ def train_step(run: Run) -> StepResult:
     zero_gradients(run)
     run.reports = forward_backward(run, run.train_batches)
     run.emit("grads_ready")
-    losses = means(run.loss_totals(run.reports))
+    losses = means(run.loss_totals(run.reports)) | router_losses(run.config, run.num_microbatches)
     learning_rate = current_learning_rate(run)
     updated, grad_norm, _ = cast(Any, run.optimizer).step()  # untyped
     if updated:
@@ -62,15 +63,17 @@ def forward_backward(run: Run, batches: list[Batches], forward_only: bool = Fals
     config = run.config
     samples = config.train.global_batch_size if forward_only else run.batch_size
     schedule = cast(Any, get_forward_backward_func())  # one of three functions that take the same keywords
-    return schedule(
-        forward_step_func=run.forward_step,
-        data_iterator=batches,
-        model=run.model,
-        num_microbatches=run.microbatches_of(samples),
-        seq_length=config.dataset.seq_length,
-        micro_batch_size=config.train.micro_batch_size,
-        forward_only=forward_only,
-    )
+    with collected() as further:
+        reports = schedule(
+            forward_step_func=run.forward_step,
+            data_iterator=batches,
+            model=run.model,
+            num_microbatches=run.microbatches_of(samples),
+            seq_length=config.dataset.seq_length,
+            micro_batch_size=config.train.micro_batch_size,
+            forward_only=forward_only,
+        )
+    return share_out(further, reports)
 
 
 def zero_gradients(run: Run) -> None:

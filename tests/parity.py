@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models are compared under which layouts with one process, how, and how far apart they may be.
+
+The one table behind ``tests/functional_tests/training/test_parity.py`` and docs/parity.md (``make parity``).
+"""
+
+import gc
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig, ValidationConfig
+from tests.toy_run import run_toy, whole_weights
+from tests.toy_samples import dataset
+from tests.workers import forget_model_parallel
+
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Largest differences over a run: of numbers relative to them, of weights (0.05 to 1 large) absolute.
+
+    Attributes:
+        losses: of the loss of each step.
+        held_out: of the losses of both evaluations.
+        further: of the other losses that are logged: multi-token prediction, load balancing, router logits.
+        grad_norms: of the gradient norm of each step.
+        weights: of any final weight.
+    """
+
+    losses: float
+    held_out: float
+    further: float
+    grad_norms: float
+    weights: float
+
+    def beyond(self, tolerance):
+        """The figures above ``tolerance``, with it."""
+        limits = asdict(tolerance)
+        return {name: (value, limits[name]) for name, value in asdict(self).items() if not value <= limits[name]}
+
+
+FP32 = Figures(losses=1.5e-7, held_out=1.5e-7, further=1.5e-6, grad_norms=1.5e-6, weights=8e-7)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A toy: fields over those of ``tests.toy_run``, what it learns from, and how far apart layouts may be."""
+
+    fields: dict = field(default_factory=dict)
+    data: str = "mock"
+    tolerance: Figures = FP32
+
+
+TIED = {"share_embeddings_and_output_weights": True}
+MEANS = {"calculate_per_token_loss": False}  # a mean over microbatches of means over tokens
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1e-2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_token_dispatcher_type": "alltoall",
+}
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": None,
+    "qk_layernorm": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 10,
+}
+
+MODELS = {
+    "dense": Model(),
+    "dense, tied embeddings": Model(TIED),
+    "dense, means of microbatches": Model(MEANS),
+    "dense, 3 layers": Model({"num_layers": 3}),
+    "experts": Model(EXPERTS),
+    "experts, means of microbatches": Model(EXPERTS | MEANS),
+    "latent attention": Model(LATENT),
+    "latent attention, experts, 1 further token": Model(LATENT | EXPERTS | {"mtp_num_layers": 1}),
+    "2 further tokens": Model({"mtp_num_layers": 2}),
+    "2 further tokens, tied embeddings": Model(TIED | {"mtp_num_layers": 2}),
+    "2 further tokens, means of microbatches": Model(MEANS | {"mtp_num_layers": 2}),
+    "packed": Model(data="packed"),
+    "padding-free": Model(data="padding-free"),
+    "packed, 2 further tokens": Model({"mtp_num_layers": 2}, "packed"),
+    "packed, experts": Model(EXPERTS, "packed"),
+    "dropout of hidden states": Model({"hidden_dropout": 0.2}),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread."""
+
+    processes: int
+    model: dict = field(default_factory=dict)
+    ddp: dict = field(default_factory=dict)
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+TP2_SP = TP2 | {"sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+PP4 = {"pipeline_model_parallel_size": 4}
+PP2_VP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2, "cp_comm_type": "all_gather"}
+CP2_EXCHANGE = {"context_parallel_size": 2, "cp_comm_type": "a2a"}
+EP2 = {"expert_model_parallel_size": 2}
+WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+REPLICATED = {"use_distributed_optimizer": False}
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
+
+LAYOUTS = {
+    "TP2": Layout(2, TP2),
+    "TP2+SP": Layout(2, TP2_SP),
+    "TP2, full recomputation": Layout(2, TP2 | FULL),
+    "TP2+SP, full recomputation": Layout(2, TP2_SP | FULL),
+    "PP2": Layout(2, PP2),
+    "PP2, selective recomputation": Layout(2, PP2 | SELECTIVE),
+    "PP2, 1 layer in the first stage": Layout(2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
+    "PP2, 1 layer in the last stage": Layout(2, PP2 | {"num_layers_in_last_pipeline_stage": 1}),
+    "PP2, embedding counts as a layer": Layout(2, PP2 | {"account_for_embedding_in_pipeline_split": True}),
+    "PP2, loss counts as a layer": Layout(2, PP2 | {"account_for_loss_in_pipeline_split": True}),
+    "PP2, layout Ettt|tL": Layout(2, PP2 | {"pipeline_model_parallel_layout": "Ettt|tL"}),
+    "PP2, layout Ettt|tmmL": Layout(2, PP2 | {"pipeline_model_parallel_layout": "Ettt|tmmL"}),
+    "PP2+VP2": Layout(2, PP2_VP2),
+    "PP2+VP2, layout E|tt|t|tL": Layout(2, PP2_VP2 | {"pipeline_model_parallel_layout": "E|tt|t|tL"}),
+    "PP2+VP3, embedding and loss count as layers": Layout(
+        2,
+        PP2
+        | {"virtual_pipeline_model_parallel_size": 3}
+        | {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+    ),
+    "CP2, all-gather": Layout(2, CP2),
+    "CP2, all-to-all": Layout(2, CP2_EXCHANGE),
+    "DP2": Layout(2, {}, REPLICATED),
+    "DP2, distributed optimizer": Layout(2),
+    "DP2, overlapped reduce": Layout(2, {}, REPLICATED | {"overlap_grad_reduce": True}),
+    "DP2, distributed optimizer, overlapped reduce and gather": Layout(2, {}, OVERLAPPED),
+    "DP2, average in collective": Layout(2, {}, {"average_in_collective": True}),
+    "EP2": Layout(2, EP2),
+    "EP2, tokens by all-gather": Layout(2, EP2 | {"moe_token_dispatcher_type": "allgather"}),
+    "TP2+SP x EP2, ETP1": Layout(2, TP2_SP | EP2 | WHOLE_EXPERTS),
+    "CP2 x EP2": Layout(2, CP2 | EP2),
+    "TP2 x PP2": Layout(4, TP2 | PP2),
+    "TP2+SP x PP2": Layout(4, TP2_SP | PP2),
+    "TP2+SP x PP2+VP2": Layout(4, TP2_SP | PP2_VP2),
+    "TP2+SP x CP2": Layout(4, TP2_SP | CP2),
+    "TP2 x DP2": Layout(4, TP2, REPLICATED),
+    "TP2 x DP2, distributed optimizer, overlapped": Layout(4, TP2, OVERLAPPED),
+    "PP4": Layout(4, PP4),
+    "PP4, 1 layer in first and last stage": Layout(
+        4, PP4 | {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
+    ),
+    "PP2 x CP2": Layout(4, PP2 | CP2),
+    "PP2+VP2 x DP2, distributed optimizer, overlapped": Layout(4, PP2_VP2, OVERLAPPED),
+    "PP2+VP2 x DP2, distributed optimizer, aligned gather": Layout(
+        4, PP2_VP2, OVERLAPPED | {"align_param_gather": True}
+    ),
+    "CP4, all-gather": Layout(4, CP2 | {"context_parallel_size": 4}),
+    "CP4, all-to-all": Layout(4, CP2_EXCHANGE | {"context_parallel_size": 4}),
+    "CP2 x DP2": Layout(4, CP2),
+    "EP4": Layout(4, {"expert_model_parallel_size": 4}),
+    "PP2 x EP2": Layout(4, PP2 | EP2),
+    "PP2+VP2 x EP2": Layout(4, PP2_VP2 | EP2),
+    "TP2+SP x DP2, EP2+ETP2": Layout(4, TP2_SP | EP2 | {"expert_tensor_parallel_size": 2}),
+    "DP4, EP2+ETP2": Layout(4, EP2 | {"expert_tensor_parallel_size": 2}),
+}
+
+CELLS = {
+    "dense": (
+        "TP2",
+        "TP2+SP",
+        "TP2+SP, full recomputation",
+        "PP2",
+        "PP2, selective recomputation",
+        "PP2, 1 layer in the first stage",
+        "PP2, 1 layer in the last stage",
+        "PP2, layout Ettt|tL",
+        "PP2+VP2",
+        "PP2+VP2, layout E|tt|t|tL",
+        "PP2+VP3, embedding and loss count as layers",
+        "CP2, all-gather",
+        "CP2, all-to-all",
+        "DP2",
+        "DP2, distributed optimizer",
+        "DP2, overlapped reduce",
+        "DP2, distributed optimizer, overlapped reduce and gather",
+        "TP2 x PP2",
+        "TP2+SP x CP2",
+        "TP2 x DP2",
+        "TP2 x DP2, distributed optimizer, overlapped",
+        "PP4",
+        "PP2 x CP2",
+        "PP2+VP2 x DP2, distributed optimizer, overlapped",
+        "PP2+VP2 x DP2, distributed optimizer, aligned gather",
+        "CP4, all-gather",
+        "CP4, all-to-all",
+    ),
+    "dense, tied embeddings": (
+        "TP2",
+        "TP2+SP",
+        "PP2",
+        "PP2, 1 layer in the first stage",
+        "PP2+VP2",
+        "CP2, all-gather",
+        "DP2, distributed optimizer",
+        "TP2+SP x PP2",
+        "PP4",
+        "PP2+VP2 x DP2, distributed optimizer, overlapped",
+    ),
+    "dense, means of microbatches": (
+        "TP2+SP",
+        "PP2",
+        "CP2, all-gather",
+        "DP2, average in collective",
+        "CP2 x DP2",
+    ),
+    "dense, 3 layers": ("PP2, embedding counts as a layer", "PP2, loss counts as a layer"),
+    "experts": (
+        "TP2+SP",
+        "TP2+SP x EP2, ETP1",
+        "PP2",
+        "PP2, 1 layer in the first stage",
+        "PP2+VP2",
+        "CP2, all-gather",
+        "CP2, all-to-all",
+        "CP2 x EP2",
+        "DP2, distributed optimizer",
+        "EP2",
+        "EP2, tokens by all-gather",
+        "TP2+SP x PP2",
+        "TP2+SP x CP2",
+        "PP4",
+        "EP4",
+        "PP2 x EP2",
+        "PP2+VP2 x EP2",
+        "TP2+SP x DP2, EP2+ETP2",
+        "DP4, EP2+ETP2",
+    ),
+    "experts, means of microbatches": ("TP2+SP", "PP2", "CP2, all-gather", "EP2"),
+    "latent attention": ("TP2", "TP2+SP", "CP2, all-gather"),
+    "latent attention, experts, 1 further token": (
+        "TP2+SP",
+        "TP2+SP x EP2, ETP1",
+        "PP2",
+        "PP2+VP2",
+        "CP2, all-gather",
+        "CP2, all-to-all",
+        "DP2, distributed optimizer",
+        "EP2",
+        "TP2+SP x PP2",
+        "PP2 x CP2",
+        "PP2 x EP2",
+        "TP2+SP x DP2, EP2+ETP2",
+    ),
+    "2 further tokens": (
+        "TP2",
+        "TP2+SP",
+        "PP2",
+        "PP2, layout Ettt|tmmL",
+        "PP2+VP2",
+        "CP2, all-gather",
+        "CP2, all-to-all",
+        "DP2, distributed optimizer",
+        "TP2+SP x CP2",
+        "CP4, all-gather",
+        "PP2+VP2 x DP2, distributed optimizer, overlapped",
+    ),
+    "2 further tokens, tied embeddings": ("TP2+SP", "PP2", "PP2+VP2", "CP2, all-gather"),
+    "2 further tokens, means of microbatches": ("PP2", "CP2, all-gather", "DP2, distributed optimizer"),
+    "packed": (
+        "TP2",
+        "TP2+SP",
+        "PP2",
+        "PP2+VP2",
+        "CP2, all-gather",
+        "CP2, all-to-all",
+        "DP2, distributed optimizer",
+        "TP2+SP x CP2",
+        "PP4",
+        "PP2 x CP2",
+        "PP2+VP2 x DP2, distributed optimizer, overlapped",
+    ),
+    "padding-free": (
+        "TP2",
+        "TP2+SP",
+        "PP2",
+        "PP2+VP2",
+        "CP2, all-gather",
+        "CP2, all-to-all",
+        "DP2, distributed optimizer",
+        "TP2+SP x PP2+VP2",
+        "PP4",
+        "PP2 x CP2",
+    ),
+    "packed, 2 further tokens": ("TP2+SP", "PP2+VP2", "CP2, all-gather"),
+    "packed, experts": ("TP2+SP", "PP2+VP2", "CP2, all-gather", "EP2"),
+    "dropout of hidden states": ("TP2", "TP2, full recomputation"),
+}
+
+
+def cells():
+    """All (name of a model, name of a layout)."""
+    return [(model, layout) for model, layouts in CELLS.items() for layout in layouts]
+
+
+# Of the words of eight samples most are rare: Adam would make whole steps of the rounding of their gradients.
+RARE_WORDS = {"adam_eps": 1e-4}
+
+
+def run_cell(model, layout, folder, precision="fp32", lr=1e-2, clip_grad=0.5):
+    """The record of this rank; ``layout`` is None for the single process, ``folder`` that of the samples."""
+    chosen, spread = MODELS[model], LAYOUTS[layout] if layout else Layout(1)
+    return run_toy(
+        {
+            "model": chosen.fields | spread.model,
+            "ddp": DistributedDataParallelConfig(**spread.ddp),
+            "optimizer": OptimizerConfig(
+                lr=lr, weight_decay=0.1, clip_grad=clip_grad, **{} if chosen.data == "mock" else RARE_WORDS
+            ),
+            "mixed_precision": precision,
+        }
+        | _samples(chosen.data, folder)
+    )
+
+
+def _samples(kind, folder):
+    if kind == "mock":
+        return {}
+    packed = kind == "packed"
+    return {
+        # where a row holds several samples, what fits into it depends on what they are filled up to
+        "dataset": dataset(folder, kind, multiple=4 if packed else None),
+        "train": {"micro_batch_size": 1 if packed else 2, "global_batch_size": 4 if packed else 8},
+        "validation": ValidationConfig(),
+    }
+
+
+class Singles:
+    """The records of single-process runs, each made once."""
+
+    def __init__(self, folder):
+        torch.set_num_threads(1)
+        self._folder, self._records = folder, {}
+
+    def __call__(self, model, **options):
+        key = (model, tuple(options.items()))
+        if key not in self._records:
+            self._records[key] = run_cell(model, None, self._folder, **options)
+            forget_model_parallel()
+        return self._records[key]
+
+    def close(self):
+        """End the group of one process."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+
+def measure(pool, singles, model, layout, folder, **options):
+    """The figures of a cell; an ``AssertionError`` if what is compared is not the same."""
+    return compare(pool.run(run_cell, model, layout, folder, *options.values()), singles(model, **options))
+
+
+def compare(records, reference):
+    """How far the records of all ranks are from that of the single process."""
+    first, expected_further = records[0], reference.further
+    assert all(other.numbers == first.numbers for other in records), "ranks report different numbers"
+    assert len(first.losses) == STEPS
+    weights, expected = whole_weights(records), whole_weights([reference])
+    assert weights.keys() == expected.keys()
+    assert first.further.keys() == expected_further.keys()
+    return Figures(
+        losses=_relative(first.losses, reference.losses),
+        held_out=_relative(first.held_out, reference.held_out),
+        further=max(
+            (_relative(found, reference.further[name]) for name, found in first.further.items()), default=0.0
+        ),
+        grad_norms=_relative(first.grad_norms, reference.grad_norms),
+        weights=max(float((weights[name] - expected[name]).abs().max()) for name in weights),
+    )
+
+
+def _relative(values, expected):
+    return max((abs(value / wanted - 1) for value, wanted in zip(values, expected, strict=True)), default=0.0)
