@@ -43,7 +43,7 @@ def packed(**specs):
 CASES = {
     "sizes_are_positive": ({TP: 0, "train.train_iters": 0}, 1, [f"{TP}=0", "train.train_iters=0", "at least 1"]),
     "world_holds_the_layout": ({TP: 2, PP: 2}, 6, [f"{TP}=2", "needs 4 processes", "there are 6", "start 4 or 8"]),
-    "future_blocks_are_unset": ({"profiling": object()}, 1, ["profiling", "not available"]),
+    "future_blocks_are_unset": ({"tensor_inspect": object()}, 1, ["tensor_inspect", "not available"]),
     "non_persistent_is_whole": (
         {"checkpoint.non_persistent_ckpt_type": "local", "checkpoint.save": "run"},
         1,
@@ -68,6 +68,27 @@ CASES = {
         1,
         ["nvrx_straggler compares nothing", "calc_relative_gpu_perf"],
     ),
+    "profiles_are_of_something": (
+        {"profiling": ProfilingConfig(use_pytorch_profiler=True, profile_ranks=[0, 5]), "train.train_iters": 20},
+        2,
+        ["profile_ranks=[0, 5]", "0 to 1", "leave 5 out"],
+    ),
+    "profilers_exclude_each_other": (
+        {"profiling": ProfilingConfig(use_pytorch_profiler=True, use_nsys_profiler=True)},
+        1,
+        ["profiling.use_pytorch_profiler and profiling.use_nsys_profiler", "leave all but one out"],
+    ),
+    "profiles_are_written": (
+        {"profiling": ProfilingConfig(use_pytorch_profiler=True)},
+        1,
+        ["use_pytorch_profiler=True without a folder", "logger.log_dir"],
+    ),
+    "gpus_are_measured_where_they_are": (
+        {"logger.log_energy": True},
+        1,
+        ["logger.log_energy=True needs a GPU"],
+    ),
+    "peaks_are_positive": ({"logger.peak_tflops": 0.0}, 1, ["logger.peak_tflops=0.0", "above 0"]),
     "restarts_have_their_times": (
         {"inprocess_restart": InProcessRestartConfig(soft_timeout=100)},
         1,
@@ -190,27 +211,6 @@ CASES = {
         1,
         ["optimizer.optimizer=adamw", "use adam (it is AdamW"],
     ),
-    "optimizer_instances_divide_replicas": (
-        {"ddp.num_distributed_optimizer_instances": 3},
-        4,
-        ["num_distributed_optimizer_instances=3", "4 ranks", "use 2 or 4"],
-    ),
-    "replicas_divide_batch": ({"train.global_batch_size": 10}, 4, ["global_batch_size=10", "use 8 or 16"]),
-    "sequence_fits_model": ({"dataset.seq_length": 64}, 1, ["seq_length=64", "model.seq_length=32"]),
-    "one_half_precision": ({"model.bf16": True, "model.fp16": True, "mixed_precision": None}, 1, ["bf16", "fp16"]),
-    "learning_rates_are_ordered": ({"optimizer.lr": None}, 1, ["optimizer.lr=None", "above 0"]),
-    "warmup_ends_before_decay": (
-        {"scheduler.lr_warmup_iters": 10, "scheduler.lr_decay_iters": 10},
-        1,
-        ["lr_warmup_iters=10", "lr_decay_iters=10", "at most 9"],
-    ),
-    "wsd_has_a_decay": ({"scheduler.lr_decay_style": "WSD"}, 1, ["lr_wsd_decay_iters=None", "between 1 and 8"]),
-    "weight_decay_grows": (
-        {"scheduler.start_weight_decay": 0.2, "scheduler.end_weight_decay": 0.1},
-        1,
-        ["start_weight_decay=0.2", "end_weight_decay=0.1"],
-    ),
-    "resumed_schedule_has_one_source": (
     "only_adam_is_sharded": (
         {"optimizer.optimizer": "sgd", "ddp.use_distributed_optimizer": True},
         2,
@@ -278,6 +278,27 @@ CASES = {
         1,
         ["decoupled_min_lr=1e-05 without optimizer.decoupled_lr", "set both"],
     ),
+    "optimizer_instances_divide_replicas": (
+        {"ddp.num_distributed_optimizer_instances": 3},
+        4,
+        ["num_distributed_optimizer_instances=3", "4 ranks", "use 2 or 4"],
+    ),
+    "replicas_divide_batch": ({"train.global_batch_size": 10}, 4, ["global_batch_size=10", "use 8 or 16"]),
+    "sequence_fits_model": ({"dataset.seq_length": 64}, 1, ["seq_length=64", "model.seq_length=32"]),
+    "one_half_precision": ({"model.bf16": True, "model.fp16": True, "mixed_precision": None}, 1, ["bf16", "fp16"]),
+    "learning_rates_are_ordered": ({"optimizer.lr": None}, 1, ["optimizer.lr=None", "above 0"]),
+    "warmup_ends_before_decay": (
+        {"scheduler.lr_warmup_iters": 10, "scheduler.lr_decay_iters": 10},
+        1,
+        ["lr_warmup_iters=10", "lr_decay_iters=10", "at most 9"],
+    ),
+    "wsd_has_a_decay": ({"scheduler.lr_decay_style": "WSD"}, 1, ["lr_wsd_decay_iters=None", "between 1 and 8"]),
+    "weight_decay_grows": (
+        {"scheduler.start_weight_decay": 0.2, "scheduler.end_weight_decay": 0.1},
+        1,
+        ["start_weight_decay=0.2", "end_weight_decay=0.1"],
+    ),
+    "resumed_schedule_has_one_source": (
         {"scheduler.use_checkpoint_opt_param_scheduler": True, "scheduler.override_opt_param_scheduler": True},
         1,
         ["exclude each other"],

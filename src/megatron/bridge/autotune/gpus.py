@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from megatron.bridge.backends.peaks import BF16_TFLOPS
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
@@ -19,16 +20,15 @@ class Gpu:
     bf16: float
 
 
-# NVIDIA data sheets of A100 (2021), H100 and H200 (2024, SXM), DGX B200, GB200 NVL72 and DGX B300 (2025). Rates
-# are without sparsity; those of Blackwell are given for a whole machine or with sparsity, and divided here.
+# Memory from the data sheets that ``backends.peaks`` names.
 GPUS: dict[str, Gpu] = {
-    "A100 40GB": Gpu(40 * 10**9, 312e12),
-    "A100 80GB": Gpu(80 * 10**9, 312e12),
-    "H100 80GB": Gpu(80 * 10**9, 989e12),
-    "H200 141GB": Gpu(141 * 10**9, 989e12),
-    "B200 180GB": Gpu(180 * 10**9, 2250e12),
-    "GB200 186GB": Gpu(186 * 10**9, 2500e12),
-    "B300 270GB": Gpu(270 * 10**9, 2250e12),
+    "A100 40GB": Gpu(40 * 10**9, BF16_TFLOPS["A100"] * 1e12),
+    "A100 80GB": Gpu(80 * 10**9, BF16_TFLOPS["A100"] * 1e12),
+    "H100 80GB": Gpu(80 * 10**9, BF16_TFLOPS["H100"] * 1e12),
+    "H200 141GB": Gpu(141 * 10**9, BF16_TFLOPS["H200"] * 1e12),
+    "B200 180GB": Gpu(180 * 10**9, BF16_TFLOPS["B200"] * 1e12),
+    "GB200 186GB": Gpu(186 * 10**9, BF16_TFLOPS["GB200"] * 1e12),
+    "B300 270GB": Gpu(270 * 10**9, BF16_TFLOPS["B300"] * 1e12),
 }
 
 # Part of the memory that is left to the CUDA context, NCCL's buffers and the allocator's fragments.

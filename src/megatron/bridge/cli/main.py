@@ -30,6 +30,8 @@ SUBCOMMANDS = {
     "checkpoint": "list, inspect, verify, compare or convert Megatron checkpoints",
     "adapter": "merge adapters into their base, take them out again, or write them for peft",
     "data": "prepare training data",
+    "plot": "loss and throughput of one or several runs as a picture",
+    "trace": "merge the profiler's traces of all ranks into one for Perfetto",
     "demo": "convert, fine-tune and export a small model, start to end",
 }
 

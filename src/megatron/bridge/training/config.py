@@ -43,6 +43,7 @@ __all__ = [
     "MockGPTDatasetConfig",
     "NVRxStragglerDetectionConfig",
     "OptimizerConfig",
+    "ProfilingConfig",
     "RNGConfig",
     "RerunStateMachineConfig",
     "SchedulerConfig",
@@ -349,6 +350,14 @@ class LoggerConfig:
         mlflow_experiment: Experiment of MLflow; None sends nothing there.
         mlflow_run_name: Name of the run there.
         mlflow_tracking_uri: Where MLflow keeps its runs; None is what its environment says.
+        peak_tflops: What MFU is a share of: dense bf16 TFLOP/s of one process's device; None takes it from the
+            GPU's name, and shows no MFU where that is not in the table.
+        log_params_norm: Show the L2 norm of all trained weights.
+        log_energy: Show the energy of a step and the power of a GPU, as the driver measures them.
+        timing_log_level: Time parts of a step by Megatron-Core's timers: 1 those that run once in a step, 2 also
+            those that run for each microbatch. Each waits for the device, so steps take longer; 0 times none.
+        timing_log_option: Of the ranks' times show the longest, the longest and the shortest, or all.
+        log_non_default_values: Print at the start which settings differ from their defaults.
     """
 
     log_interval: int = 10
@@ -361,6 +370,40 @@ class LoggerConfig:
     mlflow_experiment: str | None = None
     mlflow_run_name: str | None = None
     mlflow_tracking_uri: str | None = None
+    peak_tflops: float | None = None
+    log_params_norm: bool = False
+    log_energy: bool = False
+    timing_log_level: Literal[0, 1, 2] = 0
+    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    log_non_default_values: bool = False
+
+
+@dataclass
+class ProfilingConfig:
+    """Profiles of a few steps; see ``callbacks.profiling``. Files go to ``traces`` in ``logger.log_dir``.
+
+    Attributes:
+        use_pytorch_profiler: Write a trace of each profiled rank, for Perfetto.
+        use_nsys_profiler: Open the capture range of ``nsys profile --capture-range=cudaProfilerApi``.
+        profile_step_start: Begin after this step.
+        profile_step_end: End after this one.
+        profile_ranks: Which ranks; an empty list means all.
+        record_shapes: Keep the shapes of what operators get.
+        record_memory_history: From the start to ``profile_step_end``, keep every allocation on the GPU with its
+            stack; written there, or where the run fails.
+        memory_snapshot_path: The file, to which ``_rank_N`` is added; None means ``memory.pickle`` in ``traces``.
+        nvtx_ranges: Mark steps, their halves and Megatron-Core's layers for nsys.
+    """
+
+    use_pytorch_profiler: bool = False
+    use_nsys_profiler: bool = False
+    profile_step_start: int = 10
+    profile_step_end: int = 12
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
+    record_shapes: bool = False
+    record_memory_history: bool = False
+    memory_snapshot_path: str | None = None
+    nvtx_ranges: bool = False
 
 
 @dataclass
@@ -425,7 +468,7 @@ class ConfigContainer:
     ft: FaultToleranceConfig | None = None
     straggler: StragglerDetectionConfig | None = None
     nvrx_straggler: NVRxStragglerDetectionConfig | None = None
-    profiling: None = None
+    profiling: ProfilingConfig | None = None
     peft: PEFT | None = None
     distill: DistillConfig | None = None
     comm_overlap: None = None
@@ -493,6 +536,14 @@ class ConfigContainer:
         if not isinstance(config, cls):
             raise UserError(f"the YAML holds a {type(config).__name__}, not a {cls.__name__}")
         return config
+
+    def log_non_default_values(self) -> None:
+        """Print the settings that differ from their defaults: key, value, default, and who set it."""
+        from megatron.bridge.utils.config.origins import non_defaults
+        from megatron.bridge.utils.console import console
+
+        for line in non_defaults(self):
+            console().print(line, markup=False)
 
     def print_yaml(self) -> None:
         """Show the config on the console."""

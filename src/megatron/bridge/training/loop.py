@@ -40,11 +40,12 @@ def train_step(run: Run) -> StepResult:
     run.emit("grads_ready")
     losses = means(run.loss_totals(run.reports)) | router_losses(run.config, run.num_microbatches)
     learning_rate = current_learning_rate(run)
-    updated, grad_norm, _ = cast(Any, run.optimizer).step()  # untyped
+    updated, grad_norm, zeros = cast(Any, run.optimizer).step()  # untyped
     if updated:
         # in samples, so that a schedule means the same under any batch size
         run.scheduler.step(increment=run.batch_size)
-    return StepResult(losses, grad_norm, learning_rate, skipped=not updated, samples=run.batch_size)
+    counted = zeros if run.config.optimizer.log_num_zeros_in_grad else None
+    return StepResult(losses, grad_norm, learning_rate, not updated, run.batch_size, counted)
 
 
 def forward_backward(run: Run, batches: list[Batches], forward_only: bool = False) -> list[Report]:

@@ -97,6 +97,7 @@ def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> Non
 
 def validate(config: ConfigContainer, vocab_size: int) -> None:
     """Validate the config for this job and tell what was replaced."""
+    origins.ensure(config, "script")
     before = origins.values(config)
     if config.model.vocab_size is None:
         config.model.vocab_size = vocab_size

@@ -60,6 +60,7 @@ class StepResult:
         learning_rate: Learning rate of this step.
         skipped: The update was skipped because the gradients were not finite.
         samples: Training samples of the step, over all ranks.
+        zeros_in_grad: Numbers of the whole gradient that are 0, with ``optimizer.log_num_zeros_in_grad``.
     """
 
     loss_dict: dict[str, torch.Tensor]
@@ -67,6 +68,7 @@ class StepResult:
     learning_rate: float
     skipped: bool
     samples: int
+    zeros_in_grad: float | None = None
 
 
 @dataclass

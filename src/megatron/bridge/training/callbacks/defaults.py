@@ -14,6 +14,7 @@ from megatron.bridge.training.callbacks.hangs import HangDetection
 from megatron.bridge.training.callbacks.logging import Logging
 from megatron.bridge.training.callbacks.params import GatherParams
 from megatron.bridge.training.callbacks.preemption import Preemption
+from megatron.bridge.training.callbacks.profiling import ProfilesWritten, Profiling
 from megatron.bridge.training.callbacks.record import RunRecord
 from megatron.bridge.training.callbacks.rerun import Rerun, SkipBatches
 from megatron.bridge.training.callbacks.saving import Saving
@@ -32,6 +33,14 @@ def _watches(config: ConfigContainer) -> list[Callback]:
     return [*hangs, *slow]
 
 
+def _profiles(config: ConfigContainer) -> tuple[list[Callback], list[Callback]]:
+    """What begins profiles, and what ends them."""
+    if config.profiling is None:
+        return [], []
+    profiling = Profiling(config)
+    return [profiling], [ProfilesWritten(config.profiling, profiling)]
+
+
 def _repairs(config: ConfigContainer) -> list[Callback]:
     rerun = config.rerun_state_machine
     repeats = [] if rerun is None else [Rerun(rerun, bool(config.model.fp16))]
@@ -42,16 +51,19 @@ def default_callbacks(
     config: ConfigContainer, users: Iterable[Callback] = (), monitor: Callback | None = None
 ) -> CallbackManager:
     """Framework features around the user's callbacks; the order is the order of the calls."""
+    profiling, written = _profiles(config)
     return CallbackManager(
         [
             *([] if monitor is None else [monitor]),  # a step is over when the others look at it
             *_watches(config),  # from the first hook of the others on
             RunRecord(config),  # the resolved config is on disk before anything can fail
+            *profiling,  # the step alone
             GarbageCollection(config.train),
             DataPosition(),  # before anything is drawn
             DataCheck(),  # a look at the data costs less than a wrong run
             GatherParams(),  # after the last step, before anyone reads the weights
             Logging(config),  # a step is shown before it is evaluated
+            *written,  # the time this takes is not shown as the step's
             FiniteGradients(),  # a ruined step is shown, but neither evaluated nor saved
             Evaluation(config),
             *users,  # what they change at a step is part of that step's checkpoint

@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """What a run shows: numbers are gathered once and go to all outputs alike."""
 
 import time
 
-from megatron.core.models.common.language_module.language_module import LanguageModule
-
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.checkpoint.model_io import unwrap
-from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.callbacks.outputs import Numbers, Output, outputs
+from megatron.bridge.training.callbacks.measures import Energy, Numbers, Speed, loss_scale, memory, params_norm
+from megatron.bridge.training.callbacks.outputs import Output, outputs
+from megatron.bridge.training.callbacks.timing import DataWait, StepTimers
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.losses import Report
-from megatron.bridge.training.resolve_data import tuning_parts
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import dist
 from megatron.bridge.utils.console import console
 
 
 class Logging(Callback):
-    """Shows mean losses, learning rate, gradient norm and speed every ``logger.log_interval`` steps.
+    """Shows mean losses, learning rate, norms, speed and memory every ``logger.log_interval`` steps.
 
     Losses are added up where they are computed and read once per interval, so a step that is not shown waits for
-    nothing.
+    nothing. All ranks take the numbers; the first one writes them, to all outputs alike.
     """
 
     def __init__(self, config: ConfigContainer) -> None:
@@ -33,11 +29,16 @@ class Logging(Callback):
         self._steps = self._samples = 0
         self._seconds = 0.0
         self._started = 0.0
-        self._flops: float | None = None
+        self._speed: Speed | None = None
+        self._energy: Energy | None = None
+        self._timers = StepTimers(config.logger)
+        self._wait = DataWait()
 
     def on_train_start(self, context: Run) -> None:
         """Open the outputs, on the first rank; if that fails, all ranks stop."""
-        self._flops = _flops_per_token(self._config, context)
+        self._speed = Speed(self._config, context)
+        self._energy = Energy(self._config.logger.log_energy)
+        self._timers.attach(context)
         on_first_rank(lambda: self._open(context.progress.step))
         console().print(announcement(self._config, context.progress.step), markup=False)
 
@@ -48,12 +49,18 @@ class Logging(Callback):
 
     def on_train_step_start(self, context: Run) -> None:
         """Only steps are timed, not what happens between them."""
+        self._wait.attach(context)
         self._started = time.perf_counter()
+
+    def on_grads_ready(self, context: Run) -> None:
+        """From here on the optimizer works."""
+        self._timers.start_optimizer()
 
     def on_train_step_end(self, context: Run) -> None:
         """Add the step up; show at the interval and at the end."""
         step = context.last_step
         assert step is not None, "a step ended"
+        self._timers.stop_optimizer()
         for name, loss in step.loss_dict.items():
             self._totals[name] = self._totals[name] + loss if name in self._totals else loss
         self._steps += 1
@@ -63,7 +70,7 @@ class Logging(Callback):
         numbers = self._losses() if due else {}  # waits for the device, so it belongs to the time of the steps
         self._seconds += time.perf_counter() - self._started
         if due:
-            self._write(context, "train", numbers | self._step_numbers(context))
+            self._write(context, "train", numbers | self._step_numbers(context) | self._measured(context))
             self._totals, self._steps, self._samples, self._seconds = {}, 0, 0, 0.0
 
     def on_train_end(self, context: Run) -> None:
@@ -71,9 +78,18 @@ class Logging(Callback):
         if context.stop_reason is not None:
             console().print(f"stopped after step {context.progress.step}: {context.stop_reason}", markup=False)
 
+    def on_eval_start(self, context: Run) -> None:
+        """It is no part of a step."""
+        self._timers.pause()
+
     def on_eval_end(self, context: Run) -> None:
         """Show the losses on the validation data."""
+        self._timers.resume()
         self._write_losses(context, "validation")
+
+    def on_test_start(self, context: Run) -> None:
+        """It is no part of a step."""
+        self._timers.pause()
 
     def on_test_end(self, context: Run) -> None:
         """Show the losses on the test data."""
@@ -88,23 +104,30 @@ class Logging(Callback):
         return {name: (total / self._steps).item() for name, total in self._totals.items()}
 
     def _step_numbers(self, run: Run) -> Numbers:
-        config, step = self._config, run.last_step
+        config, step, speed = self._config, run.last_step, self._speed
         assert step is not None, "a step ended"
-        seconds = self._seconds / self._steps
+        assert speed is not None, "training has started"
+        tokens = self._samples * config.dataset.seq_length / self._seconds
         numbers: Numbers = {
             "learning rate": step.learning_rate,
-            "step time": seconds,
-            "tokens per second": self._samples * config.dataset.seq_length / self._seconds,
+            "step time": self._seconds / self._steps,
+            "tokens per second": tokens,
+            **speed(tokens),
             "batch size": step.samples,
             "consumed samples": run.progress.consumed_train_samples,
+            "consumed tokens": run.progress.consumed_train_samples * config.dataset.seq_length,
             "skipped steps": run.progress.skipped_steps,
+            **loss_scale(run),
         }
-        if self._flops is not None:
-            speed = numbers["tokens per second"] / dist.world_size()
-            numbers["TFLOP/s per process"] = self._flops * speed / 1e12
-        if step.grad_norm is not None:
-            numbers["grad norm"] = float(step.grad_norm)
-        return numbers
+        optional = {"grad norm": step.grad_norm, "zeros in grad": step.zeros_in_grad}
+        return numbers | {name: float(value) for name, value in optional.items() if value is not None}
+
+    def _measured(self, run: Run) -> Numbers:
+        """What all ranks find out together."""
+        assert self._energy is not None, "training has started"
+        norm: Numbers = {"params norm": params_norm(run.optimizer)} if self._config.logger.log_params_norm else {}
+        times = self._wait.read(self._steps) | self._timers.read(self._steps)
+        return norm | memory() | self._energy(self._steps) | times
 
     def _write_losses(self, run: Run, kind: str) -> None:
         losses = {name: loss.item() for name, loss in (run.total_loss_dict or {}).items()}
@@ -113,14 +136,6 @@ class Logging(Callback):
     def _write(self, run: Run, kind: str, numbers: Numbers) -> None:
         for output in self._outputs:
             output.write(run.progress.step, kind, numbers)
-
-
-def _flops_per_token(config: ConfigContainer, run: Run) -> float | None:
-    """Where they can be told: rows of several samples are cheaper than their length says."""
-    chunks = [unwrap(chunk) for chunk in run.model]
-    if tuning_parts(config.dataset) or not all(isinstance(chunk, LanguageModule) for chunk in chunks):
-        return None
-    return flops_per_token(chunks, config.dataset.seq_length)
 
 
 def announcement(config: ConfigContainer, step: int) -> str:

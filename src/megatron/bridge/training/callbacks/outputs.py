@@ -10,13 +10,14 @@ from typing import IO, Any, Protocol
 from rich.live import Live
 from rich.text import Text
 
+from megatron.bridge.training.callbacks.measures import Numbers
+from megatron.bridge.training.callbacks.timing import PREFIX
 from megatron.bridge.training.callbacks.trackers import MLflowOutput, WandbOutput
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
-Numbers = dict[str, float | int]
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -74,10 +75,12 @@ class ConsoleOutput:
             self._console.print(f"{kind} after step {step}: {shown}", markup=False)
             return
         line = f"step {step}/{self._train_iters}  {_train_line(numbers)}  {self._remaining(step)} left"
+        lines = "\n".join(filter(None, (line, _times_line(numbers))))
         if self._live is None:
-            self._console.print(line, markup=False)
+            self._console.print(lines, markup=False)
         else:
-            self._live.update(Text(line), refresh=True)
+            # in a narrow terminal the line goes on below, instead of losing its end
+            self._live.update(Text(lines, no_wrap=False, overflow="fold"), refresh=True)
 
     def close(self) -> None:
         """Leave the last line standing."""
@@ -90,25 +93,57 @@ class ConsoleOutput:
         return str(timedelta(seconds=round(per_step * (self._train_iters - step))))
 
 
-_NO_LOSSES = frozenset(
-    {
-        *("learning rate", "grad norm", "step time", "tokens per second", "TFLOP/s per process"),
-        *("consumed samples", "skipped steps"),
-    }
-)
+# How the console shows a number; one that is not here is a loss. None leaves it to the other outputs.
+_WORDS: dict[str, str | None] = {
+    "learning rate": "lr {:.2e}",
+    "grad norm": "grad norm {:.3f}",
+    "params norm": "params norm {:.3f}",
+    "zeros in grad": "{:,.0f} zeros in grad",
+    "loss scale": "loss scale {:g}",
+    "tokens per second": "{:,.0f} tokens/s",
+    "TFLOP/s per process": "{:.3g} TFLOP/s",
+    "MFU": "{:.1%} MFU",
+    "peak memory GB": "{:.2f} GB",
+    "joules per step": "{:,.0f} J",
+    "watts per GPU": "{:,.0f} W",
+    "skipped steps": "{} skipped",
+    **dict.fromkeys(("step time", "batch size", "consumed samples", "consumed tokens", "data wait")),
+    **dict.fromkeys(("memory GB", "reserved memory GB")),
+}
+_MUCH = 0.05  # of a step's time
+_SHORT = 0.05  # milliseconds, which would be shown as 0.0 or 0.1
 
 
 def _train_line(numbers: Numbers) -> str:
-    words = [f"{name} {value:.4f}" for name, value in numbers.items() if name not in _NO_LOSSES]
-    words.append(f"lr {numbers['learning rate']:.2e}")
-    if "grad norm" in numbers:
-        words.append(f"grad norm {numbers['grad norm']:.3f}")
-    words.append(f"{numbers['tokens per second']:,.0f} tokens/s")
-    if "TFLOP/s per process" in numbers:
-        words.append(f"{numbers['TFLOP/s per process']:.3g} TFLOP/s")
-    if numbers["skipped steps"]:
-        words.append(f"{numbers['skipped steps']} skipped")
+    words = [
+        f"{name} {value:.4f}"
+        for name, value in numbers.items()
+        if name not in _WORDS and not name.startswith(PREFIX)
+    ]
+    words += [form.format(numbers[name]) for name, form in _WORDS.items() if form and _is_shown(name, numbers)]
+    if (share := numbers.get("data wait", 0.0) / numbers.get("step time", 1.0)) >= _MUCH:
+        words.append(f"{share:.0%} waiting for data")
     return "  ".join(words)
+
+
+def _is_shown(name: str, numbers: Numbers) -> bool:
+    return name in numbers and (name != "skipped steps" or numbers[name] > 0)
+
+
+def _times_line(numbers: Numbers) -> str:
+    """Parts of a step in milliseconds, the longest first; empty without timers."""
+    times = {name: value * 1e3 for name, value in numbers.items() if name.startswith(PREFIX)}
+    longest = sorted(times, key=lambda name: -times[name])
+    words = [
+        f"{name.removeprefix(PREFIX)} {_from(times.get(f'{name} min'), times[name])}{times[name]:.1f}"
+        for name in longest
+        if not name.endswith(" min") and times[name] >= _SHORT
+    ]
+    return f"      ms a step: {', '.join(words)}" if words else ""
+
+
+def _from(least: float | None, most: float) -> str:
+    return "" if least is None or f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to "
 
 
 class JsonLinesOutput:

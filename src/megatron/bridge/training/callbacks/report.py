@@ -11,11 +11,12 @@ from megatron.bridge.training.callbacks import data_check, samples
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import Run
+from megatron.bridge.utils import curves
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.console import console
 
-PAGE, CURVES, METRICS = "report.md", "loss.png", "metrics.jsonl"
-LOSS = "lm loss"
+PAGE, CURVES = "report.md", "loss.png"
+LOSS, METRICS = curves.LOSS, curves.METRICS
 
 
 class TuningReport(Callback):
@@ -111,20 +112,9 @@ def _how_to_go_on(config: ConfigContainer) -> Iterator[str]:
 
 def _draw(path: Path, metrics: list[dict[str, Any]]) -> bool:
     """The curves as a picture; False if there is nothing to draw."""
-    from matplotlib.figure import Figure  # 0.5 s to import; no window system, no global state
-
-    figure: Any = Figure(figsize=(8, 4.5), layout="constrained")  # its hints are partial
-    axes = figure.add_subplot()
-    for kind, style in (("train", "-"), ("validation", "o-")):
-        points = [(line["step"], line[LOSS]) for line in metrics if line["kind"] == kind and LOSS in line]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=kind, markersize=4)
-    if not axes.lines:
+    if not any(LOSS in line for line in metrics):
         return False
-    axes.set(xlabel="step", ylabel="loss per learnt token")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    curves.draw(path, {"loss per learnt token": curves.curves(metrics, LOSS, "")})
     return True
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.utils.config.names import is_named, name_of
 from megatron.bridge.utils.config.overrides import Change
 from megatron.bridge.utils.config.serialize import TARGET, config_fields, to_plain
 
@@ -19,6 +20,12 @@ def start(config: Any, source: str = "recipe") -> None:
     """Begin to keep origins: a value that differs from its field's default came from ``source``."""
     found = {key: source if differs else DEFAULT for key, differs in _differing(config)}
     object.__setattr__(config, _ATTRIBUTE, found)
+
+
+def ensure(config: Any, source: str) -> None:
+    """Begin to keep origins as ``start`` does, unless they are kept."""
+    if not _table(config):
+        start(config, source)
 
 
 def record(config: Any, changes: Iterable[Change]) -> None:
@@ -52,6 +59,19 @@ def values(config: Any) -> dict[str, Any]:
 def origin(config: Any, key: str) -> str | None:
     """Who set ``key``; ``None`` when origins are not kept for this config."""
     return _table(config).get(key)
+
+
+def non_defaults(config: Any) -> list[str]:
+    """A line for each value that is not its field's default: the value, the default, and where it came from.
+
+    Derived values are left out: they follow from the others.
+    """
+    table = _table(config)
+    return [
+        f"{key}={_shown(value)}  (default {_default(entry)}{f', from {table[key]}' if key in table else ''})"
+        for key, entry, value in _entries(config)
+        if not _is_default(entry, value) and table.get(key) != DERIVED
+    ]
 
 
 def annotated_yaml(config: Any, defaults: bool = True) -> str:
@@ -89,23 +109,34 @@ def _with_comment(lines: list[str], indent: str, source: str | None) -> list[str
     return [f"{indent}# {source}:", *lines]  # inside a value of several lines a comment could become text
 
 
-def _leaves(owner: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _entries(owner: Any, prefix: str = "") -> "Iterator[tuple[str, dataclasses.Field[Any], Any]]":
+    """Every leaf: its dotted key, its field, its value."""
     for entry in config_fields(owner):
         value = getattr(owner, entry.name)
         if _is_group(value):
-            yield from _leaves(value, f"{prefix}{entry.name}.")
+            yield from _entries(value, f"{prefix}{entry.name}.")
         else:
-            yield f"{prefix}{entry.name}", value
+            yield f"{prefix}{entry.name}", entry, value
 
 
-def _differing(owner: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
+def _leaves(owner: Any) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, _, value in _entries(owner))
+
+
+def _differing(owner: Any) -> Iterator[tuple[str, bool]]:
     """Every leaf, and whether its value is not its field's default."""
-    for entry in config_fields(owner):
-        value = getattr(owner, entry.name)
-        if _is_group(value):
-            yield from _differing(value, f"{prefix}{entry.name}.")
-        else:
-            yield f"{prefix}{entry.name}", not _is_default(entry, value)
+    return ((key, not _is_default(entry, value)) for key, entry, value in _entries(owner))
+
+
+def _default(entry: "dataclasses.Field[Any]") -> str:
+    if entry.default_factory is not dataclasses.MISSING:
+        return _shown(entry.default_factory())
+    return "does not exist" if entry.default is dataclasses.MISSING else _shown(entry.default)
+
+
+def _shown(value: Any) -> str:
+    """Functions and classes by their names."""
+    return (name_of(value) if is_named(value) else None) or repr(value)
 
 
 def _is_default(entry: "dataclasses.Field[Any]", value: Any) -> bool:

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run was made with: versions of programs, the machine, and the state of the sources in git."""
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.version import __version__
+
+PACKAGES = ("torch", "megatron-core", "transformers", "datasets", "numpy", "safetensors", "transformer-engine")
+SOURCES = Path(__file__).resolve().parents[1]
+DIFF_BYTES = 1_000_000
+_SECONDS = 10.0  # a repository on a slow disk must not keep a run from starting
+
+
+def environment() -> dict[str, Any]:
+    """Versions, the machine, the command, and git's state of this package and of the working directory."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "host": platform.node(),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "versions": {"python": platform.python_version(), "hf-megatron-bridge": __version__} | _versions(),
+        "gpu": _gpu(),
+        "git": {"hf-megatron-bridge": git_state(SOURCES), "working directory": git_state(Path.cwd())},
+    }
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpu() -> dict[str, Any] | None:
+    """Name and number of this machine's GPUs, and the versions of what drives them; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "name": torch.cuda.get_device_name(),
+        "count": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit, branch and whether files differ from it; None outside of a repository, or without git.
+
+    A package that is installed inside of somebody's repository, but is no part of it, has no state.
+    """
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    commit = _git(folder, "rev-parse", "HEAD")
+    if top is None or commit is None or (folder == SOURCES and not _git(folder, "ls-files", "version.py")):
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {
+        "top": top.strip(),
+        "commit": commit.strip(),
+        "branch": (_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
+        "dirty": None if changed is None else bool(changed.strip()),
+    }
+
+
+def git_diff(states: dict[str, Any]) -> str:
+    """What differs from the commits of ``states``, as ``git apply`` takes it; files unknown to git are left out.
+
+    Args:
+        states: ``environment()["git"]``.
+    """
+    tops = dict.fromkeys(state["top"] for state in states.values() if state is not None and state["dirty"])
+    diffs = (_git(Path(top), "diff", "HEAD", "--no-color", "--no-ext-diff") for top in tops)
+    return "".join(_shortened(diff or "") for diff in diffs)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= DIFF_BYTES:
+        return text
+    return f"{text[:DIFF_BYTES]}\n# {len(text) - DIFF_BYTES:,} further characters are left out\n"
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says; None if it cannot."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            check=True,
+            capture_output=True,
+            timeout=_SECONDS,
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # another git of the user may be at work
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")
+
+
+def summary(found: dict[str, Any]) -> list[str]:
+    """A few lines for people.
+
+    Args:
+        found: ``environment()``.
+    """
+    gpu = found["gpu"]
+    hardware = "without a GPU"
+    if gpu is not None:
+        hardware = f"on {gpu['count']} x {gpu['name']}, CUDA {gpu['cuda']}, {gpu['driver']}"
+    lines = [
+        f"started {found['started']} on {found['host']}, {found['processes']} processes",
+        "with " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        hardware,
+    ]
+    for name, state in found["git"].items():
+        if state is not None:
+            changes = "with changes" if state["dirty"] else "unchanged"
+            lines.append(f"git: {name}: commit {state['commit']} of {state['branch']}, {changes}")
+    return lines
