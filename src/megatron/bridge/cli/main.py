@@ -17,6 +17,7 @@ from typing import Any
 from megatron.bridge.cli.errors import exit_code, refuse_other_distribution
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.slurm import adopt_step
+from megatron.bridge.utils.start_up import ending_soon
 from megatron.bridge.version import __version__
 
 SUBCOMMANDS = {
@@ -40,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     adopt_step()
-    return exit_code(lambda: _run(arguments))
+    with ending_soon():
+        return exit_code(lambda: _run(arguments))
 
 
 def _run(arguments: list[str]) -> int:
