@@ -181,6 +181,15 @@ def test_list_takes_words(capsys):
     ]
 
 
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "distill"])
+def test_list_takes_a_stage(capsys, stage):
+    _, out, _ = run(capsys, "train", "--list", "smollm2", stage)
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert rows
+    assert all(row[3] == stage for row in rows)
+    assert (["smollm2_50m_distill_config"] == [row[0] for row in rows]) == (stage == "distill")
+
+
 def test_list_shows_what_each_recipe_builds(capsys):
     """The table is read from source text; the configs that the recipes return say the same."""
     _, out, _ = run(capsys, "train", "--list")
@@ -210,7 +219,7 @@ BAD = [
     (["--list", "zzz"], "no recipe contains 'zzz'; --list alone shows all of them"),
     (
         [*RECIPE[1:], "train.train_itres=5"],
-        "there is no train.train_itres in TrainingConfig; did you mean train.train_iters?",
+        "there is no train.train_itres in TrainingConfig; did you mean train.train_iters or train.train_samples?",
     ),
     ([*RECIPE[1:], "train.train_iters=many"], "train.train_iters must be an integer, not 'many'"),
     ([*RECIPE[1:], "optimizer.lr=fast"], "optimizer.lr must be a number or null, not 'fast'"),
@@ -224,7 +233,7 @@ BAD = [
     ([*RECIPE[1:], "--seq_length", "64", "dataset.seq_length=32"], "dataset.seq_length is given twice"),
     ([*RECIPE[1:], "dataset.seq_length=9000"], "dataset.seq_length=9000 is longer than model.seq_length=8192"),
     ([*RECIPE[1:], "model.bf16=false"], "model.bf16=False from the command line does not stick: it became True"),
-    ([*RECIPE[1:], "comm_overlap=1"], "comm_overlap must be null, not 1"),
+    ([*RECIPE[1:], "comm_overlap=1"], "comm_overlap must be a CommOverlapConfig or null, not 1"),
     (
         [*RECIPE[1:], "--peft_scheme", "lora"],
         "trains all weights from random ones: adapters need a finetune recipe",
@@ -294,7 +303,7 @@ BAD_FILES = [
     (
         "train: {train_itres: 5}",
         RECIPE[1:],
-        "there is no train.train_itres in TrainingConfig; did you mean train.train_iters?",
+        "there is no train.train_itres in TrainingConfig; did you mean train.train_iters or train.train_samples?",
     ),
     ("train: {train_iters: x}", RECIPE[1:], "train.train_iters must be an integer, not 'x'"),
     ("train: {train_iters: 5}", [], "is not a whole config: give --recipe NAME"),

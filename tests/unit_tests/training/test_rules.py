@@ -10,6 +10,7 @@ from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import rules
 from megatron.bridge.training.config import (
+    CommOverlapConfig,
     DistillConfig,
     FaultToleranceConfig,
     InProcessRestartConfig,
@@ -262,6 +263,62 @@ CASES = {
         {"scheduler.lr_warmup_samples": 8, "scheduler.lr_decay_samples": 80, "scheduler.lr_decay_iters": 10},
         1,
         ["lr_decay_samples and scheduler.lr_decay_iters", "lr_warmup_samples and scheduler.lr_warmup_iters"],
+    ),
+    "aligned_gathers_overlap": ({"ddp.align_param_gather": True}, 1, ["align_param_gather=True", "set both"]),
+    "gathers_are_beside_the_forward_pass": (
+        {"optimizer.overlap_param_gather_with_optimizer_step": True},
+        1,
+        ["overlap_param_gather_with_optimizer_step=True", "ddp.overlap_param_gather=true"],
+    ),
+    "p2p_overlap_needs_virtual_stages": (
+        {"model.overlap_p2p_comm": True, "model.batch_p2p_comm": False, PP: 2},
+        2,
+        ["overlap_p2p_comm=True needs virtual pipeline stages", f"{VP}=2"],
+    ),
+    "tensor_overlap_needs_sequence_parallelism": (
+        {"model.tp_comm_overlap": True, TP: 2},
+        2,
+        ["tp_comm_overlap=True", "tensor_model_parallel_size=2 and sequence_parallel=False"],
+    ),
+    "expert_overlap_fits": (
+        {"model.overlap_moe_expert_parallel_comm": True, "model.recompute_granularity": "full", PP: 2},
+        2,
+        [
+            "expert_model_parallel_size=2 or more",
+            "bf16_mixed",
+            "virtual_pipeline",
+            "recompute_granularity=selective",
+        ],
+    ),
+    "delayed_gradients_fill_messages": (
+        {"model.delay_wgrad_compute": True, "ddp.delay_wgrad_compute": True},
+        1,
+        ["delay_wgrad_compute=True needs model.overlap_moe_expert_parallel_comm=True"],
+    ),
+    "deferred_embedding_fits": (
+        {"model.defer_embedding_wgrad_compute": True},
+        1,
+        ["defer_embedding_wgrad_compute=True with pipeline_model_parallel_size=1"],
+    ),
+    "overlap_settings_are_used": (
+        {"comm_overlap": CommOverlapConfig(wgrad_deferral_limit=2)},
+        1,
+        ["wgrad_deferral_limit=2 without comm_overlap.defer_embedding_wgrad_compute=true"],
+    ),
+    "buckets_hold_something": ({"ddp.bucket_size": 0}, 1, ["ddp.bucket_size=0: must be at least 1"]),
+    "offloading_fits": (
+        {"model.cpu_offloading": True, "model.cpu_offloading_num_layers": 4, PP: 2},
+        2,
+        ["pipeline_model_parallel_size=1", "cpu_offloading_num_layers between 0 and 3"],
+    ),
+    "deterministic_layers_read_one_sample": (
+        {
+            "model.deterministic_mode": True,
+            "model.experimental_attention_variant": "gated_delta_net",
+            "dataset": packed(),
+        },
+        1,
+        ["deterministic_mode=True with gated delta nets and packed samples", "unpack"],
     ),
     "overrides_say_something": (
         {"optimizer.overrides": [ParameterOverride(["embedding.*"])]},

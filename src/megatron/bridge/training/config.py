@@ -21,6 +21,7 @@ from megatron.bridge.data.config import (
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.peft.base import PEFT
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.distillation.config import DistillConfig
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
 from megatron.bridge.training.param_groups import ParameterOverride
@@ -29,6 +30,7 @@ from megatron.bridge.utils.errors import UserError
 
 __all__ = [
     "CheckpointConfig",
+    "CommOverlapConfig",
     "ConfigContainer",
     "DatasetConfig",
     "DistillConfig",
@@ -43,6 +45,7 @@ __all__ = [
     "MockGPTDatasetConfig",
     "NVRxStragglerDetectionConfig",
     "OptimizerConfig",
+    "ParameterOverride",
     "ProfilingConfig",
     "RNGConfig",
     "RerunStateMachineConfig",
@@ -61,12 +64,12 @@ class TrainingConfig:
     Attributes:
         micro_batch_size: Samples in one forward pass of one data-parallel rank.
         global_batch_size: Samples in one optimizer step, over all ranks.
-        train_iters: Optimizer steps of the whole run, resumed parts included.
-        exit_interval: Stop after a step whose number is a multiple of this (a checkpoint is saved first).
         rampup_batch_size: ``[start, increment, samples]``: begin with ``start`` samples in a step and add
             ``increment`` at equal distances, to reach ``global_batch_size`` after ``samples`` samples.
-        exit_duration_in_mins: Save and stop at the end of the step in which this time is over, counted from the
+        train_iters: Optimizer steps of the whole run, resumed parts included.
         train_samples: Samples of the whole run, instead of ``train_iters``: as many steps as they are enough for.
+        exit_interval: Stop after a step whose number is a multiple of this (a checkpoint is saved first).
+        exit_duration_in_mins: Save and stop at the end of the step in which this time is over, counted from the
             start of this process; the exit code is 75, which asks to be started again.
         exit_signal_handler: Do the same at SIGTERM and SIGUSR1, if ``checkpoint.save`` is set.
         iterations_to_skip: Steps whose batch is drawn but not learned from.
@@ -78,11 +81,11 @@ class TrainingConfig:
 
     micro_batch_size: int = 1
     global_batch_size: int = 1
-    train_iters: int = 0
-    exit_interval: int | None = None
     rampup_batch_size: list[int] | None = None
-    exit_duration_in_mins: float | None = None
+    train_iters: int = 0
     train_samples: int | None = None
+    exit_interval: int | None = None
+    exit_duration_in_mins: float | None = None
     exit_signal_handler: bool = True
     iterations_to_skip: list[int] = field(default_factory=list[int])
     frozen: list[str] = field(default_factory=list[str])
@@ -108,18 +111,18 @@ class OptimizerConfig(CoreOptimizerConfig):
     """Megatron-Core's optimizer settings; the fields below are derived unless set.
 
     Attributes:
-        use_distributed_optimizer: None shards the optimizer state when there is more than one data-parallel
-            rank (with one rank it only costs time) and the optimizer is Adam.
         overrides: Parameters that have learning rates or weight decay of their own.
         muon_tp_mode: ``duplicated`` and ``distributed`` update as one process does; ``blockwise``, Megatron-Core's
             default, orthogonalises each tensor-parallel part by itself, which is another optimizer.
+        use_distributed_optimizer: None shards the optimizer state when there is more than one data-parallel
+            rank (with one rank it only costs time) and the optimizer is Adam.
         bf16, fp16, params_dtype: from ``mixed_precision``, or from the model when that is not set.
     """
 
-    use_distributed_optimizer: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    overlap_param_gather: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     overrides: list[ParameterOverride] = field(default_factory=list[ParameterOverride])
     muon_tp_mode: str = "duplicated"
+    use_distributed_optimizer: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    overlap_param_gather: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     bf16: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     fp16: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     params_dtype: Any = None
@@ -132,16 +135,16 @@ class SchedulerConfig:
     Attributes:
         lr_decay_style: Shape after warm-up.
         lr_decay_iters: Steps until ``optimizer.min_lr``; None: ``train.train_iters``, if warm-up is over then.
+        lr_decay_samples: The same in samples, instead.
         lr_warmup_iters: Steps of linear warm-up.
         lr_warmup_samples: The same in samples, instead.
         lr_warmup_fraction: Warm-up as a fraction of the decay's samples, instead of either.
-        lr_decay_samples: The same in samples, instead.
         lr_warmup_init: Learning rate at the first warm-up step.
         lr_wsd_decay_style: Shape of the final decay of the WSD schedule.
         lr_wsd_decay_iters: Length of that decay.
+        lr_wsd_decay_samples: The same in samples, instead.
         start_weight_decay: None means ``optimizer.weight_decay``; so does None in ``end_weight_decay``.
         weight_decay_incr_style: Shape of the way from the start to the end value.
-        lr_wsd_decay_samples: The same in samples, instead.
         use_checkpoint_opt_param_scheduler: On resume, take the schedule from the checkpoint.
         override_opt_param_scheduler: On resume, take the schedule from this config. With neither, a resumed run
             whose schedule differs from the checkpoint's is refused.
@@ -149,16 +152,16 @@ class SchedulerConfig:
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     lr_decay_iters: int | None = None
-    lr_warmup_iters: int = 0
-    lr_warmup_fraction: float | None = None
     lr_decay_samples: int | None = None
-    lr_warmup_init: float = 0.0
+    lr_warmup_iters: int = 0
     lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    lr_warmup_init: float = 0.0
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_samples: int | None = None
     start_weight_decay: float | None = None
     end_weight_decay: float | None = None
-    lr_wsd_decay_samples: int | None = None
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     use_checkpoint_opt_param_scheduler: bool = False
     override_opt_param_scheduler: bool = False
@@ -429,11 +432,14 @@ class DistributedInitConfig:
         distributed_timeout_minutes: A collective that takes longer ends the run.
         hang_timeout_minutes: If no step moves on for so long, the rank that the others wait for is named, stacks
             are dumped, and the run ends with exit code 76. It must be longer than an evaluation batch or a save.
+        use_torch_fsdp2: PyTorch's sharding of weights instead of Megatron-Core's data parallelism; refused, as it
+            is not offered yet.
     """
 
     distributed_backend: Literal["nccl", "gloo"] | None = None
     distributed_timeout_minutes: int = 10
     hang_timeout_minutes: float | None = None
+    use_torch_fsdp2: bool = False
 
 
 def _refuse(problems: list[str]) -> None:
@@ -471,16 +477,13 @@ class ConfigContainer:
     profiling: ProfilingConfig | None = None
     peft: PEFT | None = None
     distill: DistillConfig | None = None
-    comm_overlap: None = None
+    comm_overlap: CommOverlapConfig | None = None
     rerun_state_machine: RerunStateMachineConfig | None = None
-        use_torch_fsdp2: PyTorch's sharding of weights instead of Megatron-Core's data parallelism; refused, as it
-            is not offered yet.
     inprocess_restart: InProcessRestartConfig | None = None
     tensor_inspect: None = None
 
     def data_parallel_size(self, world_size: int | None = None) -> int:
         """Ranks that see different samples, in a world of ``world_size`` (this job's, if not given)."""
-    use_torch_fsdp2: bool = False
         world_size = process.world_size() if world_size is None else world_size
         model = self.model
         return world_size // (

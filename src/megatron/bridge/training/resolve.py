@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
 
+from megatron.bridge.backends import layer_specs
 from megatron.bridge.training.batch_size import BatchSize
+from megatron.bridge.training.comm_overlap import derive_overlap
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.mixed_precision import (
     MODEL_FIELDS,
@@ -25,6 +27,14 @@ from megatron.bridge.utils.errors import UserError
 # What Megatron-Core can compute again one by one: by throwing the output away, and as checkpoints of torch.
 RECOMPUTED_BY_ENGINE = ("layernorm", "mla_up_proj", "moe_act", "gdn_norm_out")
 RECOMPUTED_BY_TORCH = ("core_attn", "mlp", "moe", "shared_experts")
+
+# What only its layers do, and what to do without.
+NEEDS_ENGINE = {
+    "tp_comm_overlap": "switch it off",
+    "delay_wgrad_compute": "switch it off",
+    "cpu_offloading": "recompute instead, with model.recompute_granularity=full",
+    "fine_grained_activation_offloading": "recompute instead, with model.recompute_granularity=selective",
+}
 
 
 @dataclass
@@ -48,6 +58,9 @@ def resolve(config: ConfigContainer, world_size: int, here: bool) -> Findings:
     _recomputed(config, here, findings)
     _muon(config, here, findings)
     _distributed_optimizer(config, world_size, findings)
+    findings.problems += derive_overlap(config, world_size)
+    _param_gather(config, findings)
+    _engine(config, here, findings)
     _interleaved_messages(config, findings)
     _length(config, findings)
     _schedule(config, findings)
@@ -126,30 +139,46 @@ def _recomputed(config: ConfigContainer, here: bool, findings: Findings) -> None
 
     Without it that is a ``NameError`` in the first step.
     """
-    from megatron.bridge.backends.layer_specs import has_transformer_engine
-
     model = config.model
     chosen = (model.recompute_modules or ()) if model.recompute_granularity == "selective" else ()
     names = [name for name in chosen if name in RECOMPUTED_BY_ENGINE]
-    if not names or has_transformer_engine():
-        return
-    why = f"model.recompute_modules={', '.join(names)} needs Transformer Engine, which is not installed"
-    if here:
-        findings.problems.append(
-            f"{why}: take {', '.join(RECOMPUTED_BY_TORCH)} instead, or model.recompute_granularity=full"
+    if names and not layer_specs.has_transformer_engine():
+        others = ", ".join(RECOMPUTED_BY_TORCH)
+        _lacking(
+            f"model.recompute_modules={', '.join(names)} needs Transformer Engine, which is not installed",
+            f"take {others} instead, or model.recompute_granularity=full",
+            here,
+            findings,
         )
-    else:
-        findings.notes.append(f"{why}: the run must have it")
+
+
+def _engine(config: ConfigContainer, here: bool, findings: Findings) -> None:
+    """What only Transformer Engine's layers do; others would leave it out, or fail in the first step."""
+    model = config.model
+    used = {name: instead for name, instead in NEEDS_ENGINE.items() if getattr(model, name)}
+    if not used or layer_specs.resolve_backend(model.backend) == "transformer_engine":
+        return
+    why = "but model.backend is torch" if layer_specs.has_transformer_engine() else "which is not installed"
+    for name, instead in used.items():
+        _lacking(f"model.{name}=True needs Transformer Engine, {why}", instead, here, findings)
 
 
 def _muon(config: ConfigContainer, here: bool, findings: Findings) -> None:
-    if config.optimizer.optimizer != "muon" or HAVE_EMERGING_OPTIMIZERS:
-        return
-    why = "optimizer.optimizer=muon needs the package emerging-optimizers, which is not installed"
+    if config.optimizer.optimizer == "muon" and not HAVE_EMERGING_OPTIMIZERS:
+        _lacking(
+            "optimizer.optimizer=muon needs the package emerging-optimizers, which is not installed",
+            "install it (pip install 'hf-megatron-bridge[muon]'), or use adam",
+            here,
+            findings,
+        )
+
+
+def _lacking(what: str, instead: str, here: bool, findings: Findings) -> None:
+    """This machine cannot; another may."""
     if here:
-        findings.problems.append(f"{why}: install it (pip install 'hf-megatron-bridge[muon]'), or use adam")
+        findings.problems.append(f"{what}: {instead}")
     else:
-        findings.notes.append(f"{why}: the run must have it")
+        findings.notes.append(f"{what}: the run must have it")
 
 
 def without_quantisation(model: Any) -> Any:
@@ -184,14 +213,12 @@ def _distributed_optimizer(config: ConfigContainer, world_size: int, findings: F
         chosen = replicas > 1
     _agree(ddp, "ddp", "use_distributed_optimizer", chosen, "optimizer.use_distributed_optimizer", findings)
     _agree(optimizer, "optimizer", "use_distributed_optimizer", chosen, "ddp.use_distributed_optimizer", findings)
-    _agree(
-        optimizer,
-        "optimizer",
-        "overlap_param_gather",
-        ddp.overlap_param_gather,
-        "ddp.overlap_param_gather",
-        findings,
-    )
+
+
+def _param_gather(config: ConfigContainer, findings: Findings) -> None:
+    """The optimizer has a copy of the switch."""
+    name = "overlap_param_gather"
+    _agree(config.optimizer, "optimizer", name, config.ddp.overlap_param_gather, f"ddp.{name}", findings)
 
 
 def _interleaved_messages(config: ConfigContainer, findings: Findings) -> None:

@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
-from megatron.bridge.backends import allocator
+from megatron.bridge.backends import allocator, user_buffers
 from megatron.bridge.data.loaders import Iterators, build_iterators
 from megatron.bridge.data.tokenizer import build_tokenizer
 from megatron.bridge.training import fault_tolerance
@@ -121,6 +121,10 @@ def initialize(config: ConfigContainer) -> None:
     else:
         instances = config.ddp.num_distributed_optimizer_instances
         config.model.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+    if config.model.tp_comm_overlap:
+        tokens = config.dataset.seq_length * config.train.micro_batch_size // config.model.context_parallel_size
+        settings = config.comm_overlap.tp_comm_overlap_cfg if config.comm_overlap else None
+        user_buffers.start(config.model, tokens, settings)
     seed_everything(config.rng)
 
 

@@ -109,21 +109,6 @@ def optimizer_instances_share_state(config: ConfigContainer, world_size: int) ->
     )
 
 
-def param_gather_overlap_fits(config: ConfigContainer, world_size: int) -> str | None:
-    """Only a sharded optimizer gathers weights, and the order of buckets comes from the reduction."""
-    ddp = config.ddp
-    if not ddp.overlap_param_gather:
-        return None
-    if not ddp.use_distributed_optimizer:
-        return (
-            "ddp.overlap_param_gather=True needs the distributed optimizer: set "
-            "ddp.use_distributed_optimizer=true, or switch the overlap off"
-        )
-    if not ddp.overlap_grad_reduce:
-        return "ddp.overlap_param_gather=True needs ddp.overlap_grad_reduce=True: set both"
-    return None
-
-
 def no_fsdp_yet(config: ConfigContainer, world_size: int) -> str | None:
     """The loop drives Megatron-Core's distributed data parallel, on every device."""
     asked = {

@@ -3,10 +3,7 @@
 
 from megatron.bridge.training.config import ConfigContainer
 
-NOT_YET = (
-    "comm_overlap",
-    "tensor_inspect",
-)
+NOT_YET = ("tensor_inspect",)
 
 
 def future_blocks_are_unset(config: ConfigContainer, world_size: int) -> str | None:
