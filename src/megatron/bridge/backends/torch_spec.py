@@ -49,6 +49,16 @@ class TorchLatentAttention(MLASelfAttention):
     Transformer Engine's fused norm and projection, where models such as DeepSeek-V2-Lite have no query norm.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Built as Megatron-Core does."""
+        super().__init__(*args, **kwargs)
+        if self.config.sequence_parallel:
+            return
+        # The queries' latent is whole on every rank, and so is its norm's gradient. Megatron-Core adds up those of
+        # all ``q_layernorm``, as of norms of single heads: it would be as many times too large as there are ranks.
+        for parameter in self.q_layernorm.parameters():
+            parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
