@@ -34,7 +34,9 @@ unit: setup
 	$(PYTEST) -n 2 -m "not (slow or gpu or network)" tests/unit_tests
 
 functional: setup
-	@scripts/resiliency.sh || echo "tests of nvidia-resiliency-ext will be skipped: scripts/resiliency.sh failed"
+	@for name in resiliency energon; do \
+	    scripts/extra.sh $$name || echo "tests of $$name will be skipped: scripts/extra.sh $$name failed"; \
+	done
 	$(PYTEST) -m "not (slow or gpu or network)" tests/functional_tests
 
 test: unit functional  ## what CI runs: unit tests, then tests over several processes

@@ -16,13 +16,13 @@ from tests.functional_tests.checkpoint.restarts import PLAIN
 from tests.functional_tests.checkpoint.runs import STEPS, run_to
 
 REPOSITORY = Path(__file__).parents[3]
-BESIDE = REPOSITORY / ".cache/resiliency"  # where scripts/resiliency.sh installs it
+BESIDE = REPOSITORY / ".cache/resiliency"  # where scripts/extra.sh installs it
 JOB = "tests.functional_tests.checkpoint.restarts"
 TIMEOUTS = ("setup:60", "step:2", "checkpointing:30")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nvidia_resiliency_ext") is None and not BESIDE.is_dir(),
-    reason="nvidia-resiliency-ext is not installed: run scripts/resiliency.sh",
+    reason="nvidia-resiliency-ext is not installed: run scripts/extra.sh resiliency",
 )
 
 

@@ -145,7 +145,7 @@ def test_a_preempted_job_of_nemo_run_goes_on_bitwise(slurm, undisturbed, tmp_pat
 
 @NEMO_RUN
 @pytest.mark.slow
-@pytest.mark.skipif(not RESILIENCY.exists(), reason="no nvidia-resiliency-ext: run scripts/resiliency.sh")
+@pytest.mark.skipif(not RESILIENCY.exists(), reason="no nvidia-resiliency-ext: run scripts/extra.sh resiliency")
 def test_a_job_under_ft_launcher_ends_like_the_undisturbed(slurm, undisturbed, tmp_path):
     path = f"{RESILIENCY}/bin:{LAUNCHER.parent}:{slurm.environment['PATH']}"
     where = ["--cpu", "--devices", "2", "--time", "00:30:00", "--env", f"PATH={path}", "--packager", "none"]

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Put an optional package into .cache/NAME, for the tests that need it: nvidia-resiliency-ext (resiliency, 15 MB) or
+# Megatron Energon (energon, 30 MB), 2 to 5 s each. They cannot be part of requirements.lock: their files say why.
+# Beside .venv and not in it, because setup.sh would remove them from there.
+# usage: scripts/extra.sh NAME   (idempotent)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+name=${1:-}
+lock=scripts/$name.lock
+target=.cache/$name
+if [ ! -f "$lock" ]; then
+    echo "usage: scripts/extra.sh energon|resiliency" >&2
+    exit 2
+fi
+wanted=$(sha256sum < "$lock")
+if [ -f "$target/.stamp" ] && [ "$(cat "$target/.stamp")" = "$wanted" ]; then exit 0; fi
+platform=()
+if [ "$name" = resiliency ]; then
+    if [ "$(uname -sm)" != "Linux x86_64" ]; then
+        echo "resiliency: there is nvidia-resiliency-ext for Linux on x86_64 only" >&2
+        exit 1
+    fi
+    # its wheels are tagged for this glibc, but work with older ones: there a plain `pip install` refuses them
+    platform=(--python-platform x86_64-manylinux_2_39)
+fi
+rm -rf "$target" "$target.new"
+scripts/uv.sh pip install --quiet --target "$target.new" --python .venv/bin/python --no-deps --require-hashes \
+    ${platform[@]+"${platform[@]}"} -r "$lock"
+echo "$wanted" > "$target.new/.stamp"
+mv "$target.new" "$target"
