@@ -3,13 +3,17 @@
 
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import Dataset
 
-from megatron.bridge.data.config import DatasetRequest, MockGPTDatasetConfig
+from megatron.bridge.data.config import DatasetConfig, DatasetRequest, MockGPTDatasetConfig, Splits
 from megatron.bridge.data.loaders import build_iterators
 from megatron.bridge.data.tokenizer import NullTokenizer
 from megatron.bridge.utils.errors import UserError
@@ -91,6 +95,105 @@ def test_worker_processes_change_neither_order_nor_random_state():
     ids = [(next(train), list(train.sample_ids))[1] for _ in range(10)]
     assert ids == [list(range(6 * i, 6 * i + 6)) for i in range(10)]
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Spied(Dataset):
+    """Samples that tell which thread made them; one of them is broken."""
+
+    def __init__(self, broken=None, draws=False):
+        self.threads, self.made = set(), []
+        self._broken, self._draws = broken, draws
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        if index == self._broken:
+            raise UserError(f"sample {index} is damaged: repair it")
+        self.threads.add(threading.current_thread())
+        self.made.append(index)
+        row = torch.full((4,), index)
+        noise = torch.rand(4) if self._draws else torch.zeros(4)
+        return {"tokens": row, "labels": row, "loss_mask": noise, "position_ids": torch.arange(4)}
+
+
+@dataclass(kw_only=True)
+class Own(DatasetConfig):
+    """A data set of a user."""
+
+    data: Spied
+    shuffle_seed = 0
+
+    def build(self, request):
+        return Splits(self.data, self.data, None)
+
+
+@dataclass(kw_only=True)
+class OwnAhead(Own):
+    """One whose samples depend on their number alone."""
+
+    read_ahead = True
+
+
+def test_the_next_batch_is_made_during_a_step_and_a_run_goes_on_behind_what_it_used():
+    data = Spied()
+    config = OwnAhead(seq_length=4, data=data)
+    train, ids = iterators(config, 6).train, []
+    for _ in range(4):
+        next(train)
+        ids += train.sample_ids
+        deadline = time.monotonic() + 5
+        while len(data.made) < len(ids) + 6 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert data.made == list(range(len(ids) + 6)), "one batch ahead, and no further"
+    assert ids == list(range(24))
+    assert threading.current_thread() not in data.threads
+    again = iterators(config, 6, consumed=24).train
+    assert next(again)["tokens"][:, 0].tolist() == next(train)["tokens"][:, 0].tolist() == list(range(24, 30))
+
+
+def test_samples_that_draw_random_numbers_are_made_where_they_always_were():
+    def run():
+        torch.manual_seed(0)
+        data, found = Spied(draws=True), []
+        train = iterators(Own(seq_length=4, data=data), 6).train
+        for _ in range(5):
+            found.append(next(train)["loss_mask"])
+            time.sleep(0.002)
+            found.append(torch.rand(6, 4))  # dropout
+        assert data.threads == {threading.current_thread()}
+        return torch.stack(found)
+
+    assert torch.equal(run(), run())
+
+
+def test_the_sentence_about_a_broken_sample_comes_at_its_step():
+    train = iterators(OwnAhead(seq_length=4, data=Spied(broken=13)), 6).train
+    assert [next(train)["tokens"][0, 0].item() for _ in range(2)] == [0, 6]
+    with pytest.raises(UserError, match=r"^sample 13 is damaged: repair it$"):
+        next(train)
+
+
+def test_reading_ahead_leaves_the_random_state_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    train = iterators(MockGPTDatasetConfig(seq_length=4), 6).train
+    assert [(next(train), train.sample_ids[0])[1] for _ in range(5)] == [0, 6, 12, 18, 24]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_threads_and_processes_end_with_their_iterator(workers):
+    before = set(threading.enumerate())
+    found = iterators(MockGPTDatasetConfig(seq_length=4, num_workers=workers), 6)
+    next(found.train)
+    next(found.valid.replicate())
+    assert set(threading.enumerate()) - before
+    del found
+    deadline = time.monotonic() + 10
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
 
 
 def test_data_smaller_than_a_batch_is_refused():

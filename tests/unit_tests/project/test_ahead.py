@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that threads compute before they are asked for."""
 
+import gc
 import threading
+import time
 
 import pytest
 
-from megatron.bridge.utils.ahead import ahead
+from megatron.bridge.utils.ahead import OneAhead, ahead
 
 
 class Calls:
@@ -48,3 +50,69 @@ def test_who_stops_early_leaves_no_thread():
     assert next(numbers) == 0
     numbers.close()
     assert threading.active_count() == before
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.001)
+
+
+class Source:
+    """Numbers from 0; which were made, and by which thread."""
+
+    def __init__(self, length=100, fail_at=None):
+        self.made = []
+        self.threads = set()
+        self.length, self.fail_at = length, fail_at
+
+    def __iter__(self):
+        for number in range(self.length):
+            if number == self.fail_at:
+                raise OSError("no such number")
+            self.threads.add(threading.current_thread())
+            self.made.append(number)
+            yield number
+
+
+def test_the_next_one_is_made_meanwhile_and_no_further_one():
+    source = Source()
+    numbers = OneAhead(iter(source))
+    for expected in range(20):
+        wait_for(lambda done=expected: len(source.made) == done + 1)
+        assert next(numbers) == expected
+    wait_for(lambda: len(source.made) == 21)
+    time.sleep(0.02)
+    assert source.made == list(range(21))
+    assert threading.current_thread() not in source.threads
+    assert len(source.threads) == 1
+
+
+def test_the_end_and_an_error_come_in_their_turn_and_stay():
+    assert list(OneAhead(iter(Source(5)))) == list(range(5))
+    ended = OneAhead(iter(Source(0)))
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(ended)
+    source = Source(fail_at=2)
+    numbers = OneAhead(iter(source))
+    assert [next(numbers), next(numbers)] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(OSError, match="no such number"):
+            next(numbers)
+    wait_for(lambda: not any(thread.is_alive() for thread in source.threads))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_its_thread_ends_when_it_is_closed_or_let_go_of(closed):
+    source = Source()
+    numbers = OneAhead(iter(source))
+    next(numbers)
+    if closed:
+        numbers.close()
+    else:
+        del numbers
+        gc.collect()
+    wait_for(lambda: not any(thread.is_alive() for thread in source.threads))
+    assert len(source.made) <= 2

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from megatron.bridge.utils.errors import UserError
 
@@ -69,7 +69,12 @@ class DatasetConfig(ABC):
         data_sharding: with ``cyclic``, every data-parallel rank shuffles a part of its own (reads stay local,
             but the order then depends on the number of ranks).
         num_workers: processes that read ahead; 0 reads in the training process.
+        read_ahead: whether, without ``num_workers``, a thread makes the next batch during a step. It does for the
+            numbered samples of this package. A class of your own sets it if its samples depend on their number
+            alone: of what draws from torch's random numbers, a thread would mix them up with those of dropout.
     """
+
+    read_ahead: ClassVar[bool] = False
 
     seq_length: int
     dataloader_type: Literal["single", "batch", "cyclic"] = "single"
@@ -192,6 +197,8 @@ class GPTDatasetConfig(DatasetConfig):
         fim: rearrange some of the training documents, for models that fill in the middle of code.
     """
 
+    read_ahead: ClassVar[bool] = True
+
     blend: Blend | None = None
     blend_per_split: tuple[Blend | None, Blend | None, Blend | None] | None = None
     split: str | None = None
@@ -254,6 +261,8 @@ class MockGPTDatasetConfig(DatasetConfig):
         random_seed: a sample depends on this, its number and its split, on nothing else.
     """
 
+    read_ahead: ClassVar[bool] = True
+
     random_seed: int = 1234
 
     @property
@@ -315,6 +324,8 @@ class RecordDatasetConfig(DatasetConfig):
         packed_sequence_specs: several samples in one row, with attention and positions of their own.
         padding_free: join the samples of a microbatch to one row without padding.
     """
+
+    read_ahead: ClassVar[bool] = True
 
     seed: int = 1234
     truncation: Literal["refuse", "drop", "right", "left", "keep_answer"] = "refuse"
@@ -433,6 +444,8 @@ class BlendedDatasetConfig(DatasetConfig):
         datasets: what is blended; all with the ``seq_length`` of the blend, and packed alike.
         weights: shares of rows: of samples, or of packed rows and so of tokens.
     """
+
+    read_ahead: ClassVar[bool] = True
 
     datasets: list[SFTDatasetConfig]
     weights: list[float]

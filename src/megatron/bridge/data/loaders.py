@@ -16,6 +16,7 @@ from megatron.bridge.data.samplers import (
     MegatronPretrainingSampler,
 )
 from megatron.bridge.data.tokenizer import Tokenizer
+from megatron.bridge.utils.ahead import OneAhead
 from megatron.bridge.utils.errors import UserError
 
 __all__ = ["BatchIterator", "Iterators", "build_iterators", "get_blend_and_blend_per_split"]
@@ -34,16 +35,30 @@ class BatchIterator:
     samples, all of a microbatch are one row, [1, length], and two more keys say where they are: ``cu_seqlens``
     (int32, where each begins, and the end of the last) and ``max_seqlen`` (int, the longest).
 
+    Args:
+        dataset: what is drawn from.
+        make_sampler: says which samples, from the first batch on.
+        num_workers: processes that read samples.
+        read_ahead: a thread makes the next batch while this one is used; with workers it always does. Drawing from
+            a ``dataset`` must then touch nothing that the training uses, such as torch's random numbers.
+
     Attributes:
         sample_ids: numbers of the samples in the last batch.
         dataset: what is drawn from.
     """
 
-    def __init__(self, dataset: Any, make_sampler: Callable[[], Sampler], num_workers: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        make_sampler: Callable[[], Sampler],
+        num_workers: int = 0,
+        read_ahead: bool = False,
+    ) -> None:
         self.sample_ids: list[int] = []
         self.dataset = dataset
         self._make_sampler = make_sampler
         self._num_workers = num_workers
+        self._read_ahead = read_ahead
         self._batches: Iterator[tuple[list[int], Batch]] | None = None
 
     def __iter__(self) -> "BatchIterator":
@@ -57,21 +72,25 @@ class BatchIterator:
 
     def replicate(self) -> "BatchIterator":
         """Another iterator over the same batches, from the first one: each virtual stage draws for itself."""
-        return BatchIterator(self.dataset, self._make_sampler, self._num_workers)
+        return BatchIterator(self.dataset, self._make_sampler, self._num_workers, self._read_ahead)
 
     def _start(self) -> Iterator[tuple[list[int], Batch]]:
+        if self._num_workers:
+            batches: Any = iter(self._loader())  # its processes start here, not in the thread
+            return OneAhead(batches)
         numbered = _Numbered(self.dataset)
-        if not self._num_workers:
-            return (collate([numbered[index] for index in ids]) for ids in self._make_sampler())
-        loader = DataLoader(
-            numbered,
+        batches = (collate([numbered[index] for index in ids]) for ids in self._make_sampler())
+        return OneAhead(map(_pinned, batches)) if self._read_ahead else batches
+
+    def _loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            _Numbered(self.dataset),
             batch_sampler=self._make_sampler(),  # pyright: ignore[reportArgumentType] - any iterable of lists
             num_workers=self._num_workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # else each loader draws a seed from the run's own random numbers
         )
-        return iter(loader)
 
 
 class _Numbered(Dataset[tuple[int, Batch]]):
@@ -92,6 +111,14 @@ def collate(samples: list[tuple[int, Batch]]) -> tuple[list[int], Batch]:
     masks = [sample.get("attention_mask") for _, sample in samples]
     batch["attention_mask"] = None if masks[0] is None else default_collate(masks)
     return [number for number, _ in samples], batch
+
+
+def _pinned(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
+    """The batch where a GPU can copy it from while the training goes on."""
+    if not torch.cuda.is_available():
+        return drawn
+    numbers, batch = drawn
+    return numbers, {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 def _one_row(rows: list[Batch]) -> Batch:
@@ -218,7 +245,7 @@ def iterate(dataset: Any, config: DatasetConfig, sizes: BatchSizes, consumed: in
             global_batch_size=sizes.whole,
         )
 
-    return BatchIterator(dataset, make_sampler, config.num_workers)
+    return BatchIterator(dataset, make_sampler, config.num_workers, config.read_ahead)
 
 
 def _check_enough(name: str, length: int, global_batch_size: int) -> None:

@@ -159,10 +159,11 @@ class Epochs(Dataset[Row]):
     def _row(self, epoch: int, place: int) -> int:
         if self.seed is None:
             return place
-        if self._order is None or self._order[0] != epoch:
-            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
-            self._order = (epoch, order)
-        return int(self._order[1][place])
+        known = self._order  # another thread may replace it meanwhile
+        if known is None or known[0] != epoch:
+            known = (epoch, np.random.default_rng((self.seed, epoch)).permutation(len(self.rows)))
+            self._order = known
+        return int(known[1][place])
 
 
 class BlendedRows(Dataset[Row]):

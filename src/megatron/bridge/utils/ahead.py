@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results computed by threads while the ones before are used, within a bound on memory."""
+"""Results computed by threads while the ones before are used: within a bound on memory, or one at a time."""
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 
 def ahead[T](calls: Iterable[tuple[int, Callable[[], T]]], limit: int, threads: int) -> Iterator[T]:
@@ -36,3 +39,43 @@ def ahead[T](calls: Iterable[tuple[int, Callable[[], T]]], limit: int, threads: 
             yield waiting.popleft()[1].result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+class OneAhead[T]:
+    """The items of an iterator, each made by a thread while the caller uses the one before.
+
+    Only that thread uses the iterator. It begins at once, and ends with the last item, with an error, or when this
+    object is closed or let go of.
+
+    Args:
+        items: The iterator; what it raises is raised where its item would have come, and again after that.
+    """
+
+    def __init__(self, items: Iterator[T]) -> None:
+        # queues in C: taking an item that is there and asking for the next one costs 2 microseconds
+        self._wanted: SimpleQueue[bool] = SimpleQueue()
+        self._made: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
+        self.close = weakref.finalize(self, self._wanted.put, False)
+        self._wanted.put(True)
+        threading.Thread(
+            target=_make, args=(items, self._wanted, self._made), name="one ahead", daemon=True
+        ).start()
+
+    def __iter__(self) -> "OneAhead[T]":
+        return self
+
+    def __next__(self) -> T:
+        made = self._made.get()
+        if isinstance(made, BaseException):
+            self._made.put(made)
+            raise made
+        self._wanted.put(True)
+        return made[0]
+
+
+def _make[T](items: Iterator[T], wanted: SimpleQueue[bool], made: SimpleQueue[tuple[T] | BaseException]) -> None:
+    try:
+        while wanted.get():
+            made.put((next(items),))
+    except BaseException as error:  # the end of the items, too
+        made.put(error)

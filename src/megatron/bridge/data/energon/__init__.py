@@ -5,7 +5,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.bridge.data.config import SPLITS, DatasetRequest, RecordDatasetConfig, Splits
 from megatron.bridge.utils.errors import UserError
@@ -43,6 +43,9 @@ class EnergonProvider(RecordDatasetConfig):
         test_split: name of the part to test on; None for none.
         num_workers: processes that read ahead for each reader; 0 reads in the training process.
     """
+
+    # records are tokenised as they are read, behind a function of the user's: only ``num_workers`` read ahead
+    read_ahead: ClassVar[bool] = False
 
     path: str
     readers: int | None = None
