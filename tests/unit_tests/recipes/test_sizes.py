@@ -63,6 +63,8 @@ def test_numbers_mean_what_they_mean_to_transformers(name):
     own = replace(SIZES[name], training={}).provider()
     assert configs.different_providers(reference, own) == []
     assert hf_config(AutoBridge.hf_config_of(own)).to_dict() == hf_config(said_by(reference)).to_dict()
+    again = AutoBridge.from_hf_config(hf_config(AutoBridge.hf_config_of(own)))
+    assert configs.different_providers(reference, again.to_megatron_provider(load_weights=False)) == []
 
 
 def said_by(provider):

@@ -37,7 +37,7 @@ def row(recipe: Recipe) -> tuple[str, ...]:
     sequence, precision = (recommended(recipe, option) for option in ("seq_length", "precision"))
     gpus = f"{recipe.gpus} x {recipe.gpu_kind}"
     short = str(precision or "").removesuffix("_mixed").removeprefix("bf16_with_")
-    return (recipe.name, model, size, recipe.mode, gpus, str(recipe.memory), str(sequence or ""), short)
+    return (recipe.name, model, size, recipe.stage, gpus, str(recipe.memory), str(sequence or ""), short)
 
 
 def model_and_size(what: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 Mode = Literal["pretrain", "sft"]
+Stage = Literal["pretrain", "sft", "distill"]
 
 _SUMMARY = re.compile(
     r"^(?P<what>.+), (?P<count>\d+) x (?P<kind>[^:,]+): (?P<memory>\d+) GB(?: each)?, (?P<why>.+)\.$"
@@ -50,8 +51,13 @@ class Recipe:
 
     @property
     def mode(self) -> Mode:
-        """The stage whose options the recipe takes; those that distill start from random weights."""
+        """Whose options the recipe takes."""
         return "sft" if "_finetune_config" in self.name else "pretrain"
+
+    @property
+    def stage(self) -> Stage:
+        """What it does; those that distill take the options of a pretraining."""
+        return "distill" if "_distill_config" in self.name else self.mode
 
     def function(self) -> "Callable[..., ConfigContainer]":
         """The recipe itself, imported."""
@@ -84,18 +90,18 @@ def find(name: str) -> Recipe:
 
 
 def search(text: str) -> list[Recipe]:
-    """Recipes whose name or description contains every word of ``text``.
+    """Recipes whose name, stage or description contains every word of ``text``.
 
     Example:
         >>> [recipe.name for recipe in search("smollm2 pretrain")]
         ['smollm2_135m_pretrain_config']
     """
     words = text.lower().split()
-    return [
-        recipe
-        for recipe in catalog().values()
-        if all(word in f"{recipe.name} {recipe.what} {recipe.gpus}x{recipe.gpu_kind}".lower() for word in words)
-    ]
+    return [recipe for recipe in catalog().values() if all(word in _described(recipe) for word in words)]
+
+
+def _described(recipe: Recipe) -> str:
+    return f"{recipe.name} {recipe.stage} {recipe.what} {recipe.gpus}x{recipe.gpu_kind}".lower()
 
 
 def _recipes_of(path: Path, root: Path) -> list[Recipe]:

@@ -45,7 +45,8 @@ def _rope(entries: dict[str, Any]) -> dict[str, Any]:
     scaling = entries.pop("rope_scaling", None) or {}
     theta, share = entries.pop("rope_theta"), entries.pop("partial_rotary_factor", None)
     partial = {} if share is None else {"partial_rotary_factor": share}
-    parameters: dict[str, Any] = {"rope_type": "default", **scaling, "rope_theta": theta, **partial}
+    kind = scaling.get("type", "default")  # of old; it may stay beside its new name
+    parameters: dict[str, Any] = {"rope_type": kind, **scaling, "rope_theta": theta, **partial}
     if "rope_local_base_freq" in entries:
         local = {"rope_type": "default", "rope_theta": entries.pop("rope_local_base_freq")}
         parameters = {"full_attention": parameters, "sliding_attention": local}
