@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the flash kernel is asked for equals the formula; the kernel itself is PyTorch's, and needs a GPU."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.nn.attention import varlen
 
 from megatron.bridge.backends import flash_attention
-from megatron.bridge.backends.attention_tiles import Segment, Sight, zigzag_runs
+from megatron.bridge.backends.attention_tiles import Segment, Sight, whole_sequence, zigzag_runs
 from tests.unit_tests.backends import naive
 from tests.unit_tests.backends.test_torch_attention import build, inputs
 
@@ -25,12 +28,52 @@ def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, sc
     return torch.cat(out)
 
 
+@dataclass(frozen=True)
+class DocumentedKernel:
+    """What `CudaKernel` does, by the formulas: shares are exp(score - logarithm), whatever the logarithm is."""
+
+    bounds: tuple[torch.Tensor, torch.Tensor]
+    longest: tuple[int, int]
+    window: tuple[int, int]
+    scale: float
+
+    def scores(self, query, key):
+        """[tokens, h, keys], -inf where a key is not seen."""
+        key = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
+        found = torch.einsum("shd,thd->sht", query, key) * self.scale
+        seen = torch.zeros(len(query), len(key), dtype=torch.bool)
+        bounds = [one.tolist() for one in self.bounds]
+        for low, high, first, last in zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False):
+            part = naive.seen_by_position(high - low, last - first, causal=False, window=self.window)
+            seen[low:high, first:last] = part
+        return found.masked_fill(~seen[:, None], -torch.inf)
+
+    def forward(self, query, key, value):
+        scores = self.scores(query, key)
+        value = value.repeat_interleave(query.size(1) // value.size(1), dim=1)
+        return torch.einsum("sht,thd->shd", scores.softmax(-1), value), scores.logsumexp(-1)
+
+    def backward(self, grad, out, log_sum, query, key, value):
+        repeats = query.size(1) // key.size(1)
+        wide, values = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        shares = (self.scores(query, key) - log_sum.unsqueeze(-1)).exp()
+        along = torch.einsum("shd,thd->sht", grad, values) - (grad * out).sum(-1, keepdim=True)
+        inner = shares * along * self.scale
+        grads = torch.einsum("sht,shd->thd", inner, query), torch.einsum("sht,shd->thd", shares, grad)
+        grads = (one.unflatten(1, (-1, repeats)).sum(2) for one in grads)
+        return torch.einsum("sht,thd->shd", inner, wide), *grads
+
+    def by_head(self, sinks):
+        return sinks.to(torch.float64)
+
+
 @pytest.fixture(params=["documented", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
     """The kernel of the documentation, in fp64; or the GPU's, in bf16."""
     if request.param == "cuda":
         return "cuda"
-    monkeypatch.setattr(flash_attention, "varlen_attn", documented_kernel)
+    monkeypatch.setattr(flash_attention, "CudaKernel", DocumentedKernel)
+    monkeypatch.setattr(varlen, "varlen_attn", documented_kernel)
     monkeypatch.setattr(flash_attention, "runs_here", lambda query: True)
     return "cpu"
 
@@ -68,6 +111,44 @@ def test_packed_rows(device, window):
         return naive.attention(q, k, v, seen, scale=module.scale)
 
     compare(device, kernel, reference, inputs(batch=1, width=16, values=8))
+
+
+@pytest.mark.parametrize("window", [None, (5, 0)])
+def test_sinks(device, window):
+    """Their gradients, too."""
+    sight = Sight(window and window[0], 0)
+    seen = naive.seen_by_position(40, 40, window=window)
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(2))
+
+    def kernel(q, k, v, sinks):
+        return flash_attention.attend_runs(q, k, v, whole_sequence(40, 40), sight, 0.5, sinks)
+
+    def reference(q, k, v, sinks):
+        return naive.attention(q, k, v, seen, scale=0.5, sinks=sinks)
+
+    compare(device, kernel, reference, [*inputs(), sinks])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layer_with_sinks_uses_the_kernel(device, packed, monkeypatch):
+    module = build(window_size=(5, 0), softmax_type="learnable").to(device)
+    seen = naive.seen_by_position(40, 40, window=(5, 0))
+    bounds = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    rows = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=40, max_seqlen_kv=40
+    )
+    monkeypatch.delattr(type(module).__module__ + "._Kernel.__call__")
+
+    def kernel(q, k, v):
+        if packed:
+            return module(*(tensor.squeeze(1) for tensor in (q, k, v)), None, packed_seq_params=rows)
+        return module(q, k, v, None)
+
+    def reference(q, k, v):
+        sinks = module.softmax_offset.detach().cpu().double()
+        return naive.attention(q, k, v, seen, scale=module.scale, sinks=sinks)
+
+    compare(device, kernel, reference, inputs(batch=1))
 
 
 @pytest.mark.parametrize("window", [(5, 0), (39, 0), (200, 0)])

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by PyTorch's flash kernel for sequences of any lengths, where there is a GPU that runs it.
 
-It takes what ``scaled_dot_product_attention`` has no fused form for: sliding windows, a chunk of queries in the
-middle of its keys (context parallelism), and packed rows, whose bounds stay on the GPU: asking for them would stop
-its queue of work in every layer. Queries of a run are the last tokens of its keys, as the kernel has it.
+It takes what ``scaled_dot_product_attention`` has no fused form for: sliding windows, sinks, a chunk of queries in
+the middle of its keys (context parallelism), and packed rows, whose bounds stay on the GPU: asking for them would
+stop its queue of work in every layer. Queries of a run are the last tokens of its keys, as the kernel has it.
 """
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
+from megatron.bridge.backends import sink_attention
 from megatron.bridge.backends.attention_tiles import Run, Sight
+from megatron.bridge.backends.sink_attention import CudaKernel
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -40,21 +41,28 @@ def attend_packed(
     longest: int,
     sight: Sight,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[t, 1, h, d] from a packed row of sequences between ``bounds`` (int32, on the device; all t rows)."""
     q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
-    return _kernel(q, k, v, (bounds, bounds), (longest, longest), sight, scale).unsqueeze(1)
+    return _kernel(q, k, v, (bounds, bounds), (longest, longest), sight, scale, sinks).unsqueeze(1)
 
 
 def attend_runs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: list[Run], sight: Sight, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    runs: list[Run],
+    sight: Sight,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[s, b, h, d] from ``runs`` of queries, each with the keys that it can see; zeros for queries of none."""
     out, at = [], 0
     for run in runs:
         if run.row > at:
             out.append(torch.zeros_like(query[at : run.row]))
-        out.append(_attend_run(query, key, value, run, sight, scale))
+        out.append(_attend_run(query, key, value, run, sight, scale, sinks))
         at = run.row + run.rows
     if at < query.size(0):
         out.append(torch.zeros_like(query[at:]))
@@ -62,7 +70,13 @@ def attend_runs(
 
 
 def _attend_run(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, sight: Sight, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    run: Run,
+    sight: Sight,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     low = 0 if sight.left is None else max(0, run.position - sight.left)
     high = run.keys if sight.right is None else run.position + run.rows
@@ -72,7 +86,7 @@ def _attend_run(
     lengths = q.size(0), k.size(0)
     bounds = [torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length for length in lengths]
     q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (q, k, v))
-    out = _kernel(q, k, v, (bounds[0], bounds[1]), lengths, sight, scale)
+    out = _kernel(q, k, v, (bounds[0], bounds[1]), lengths, sight, scale, sinks)
     return out.unflatten(0, (batch, -1)).transpose(0, 1)
 
 
@@ -84,9 +98,15 @@ def _kernel(
     longest: tuple[int, int],
     sight: Sight,
     scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """[tokens, h, d]; keys and values may have fewer heads."""
-    window = tuple(-1 if limit is None else limit for limit in (sight.left, sight.right))
-    out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(window[0], window[1]))
+    from torch.nn.attention.varlen import varlen_attn  # 0.1 s that a machine without a GPU need not spend
+
+    left, right = (-1 if limit is None else limit for limit in (sight.left, sight.right))
+    if sinks is not None:
+        kernel = CudaKernel(bounds, longest, (left, right), scale)
+        return sink_attention.attend(query, key, value, sinks, kernel)
+    out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(left, right))
     assert isinstance(out, torch.Tensor)
     return out

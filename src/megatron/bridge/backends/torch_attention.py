@@ -28,7 +28,7 @@ from megatron.core.transformer.utils import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from megatron.bridge.backends import context_parallel, flash_attention
+from megatron.bridge.backends import context_parallel, flash_attention, sink_attention
 from megatron.bridge.backends.attention_tiles import (
     MASKED_ROWS,
     Run,
@@ -43,6 +43,7 @@ from megatron.bridge.backends.attention_tiles import (
     whole_sequence,
     zigzag_runs,
 )
+from megatron.bridge.backends.sink_attention import CpuKernel
 from megatron.bridge.utils.errors import UserError
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
@@ -172,17 +173,21 @@ class TorchAttention(MegatronModule):
             values = value.size(-1)
             value = _as_wide_as(value, query)
             bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-            out = flash_attention.attend_packed(query, key, value, bounds, int(longest), sight, self.scale)
-            return out[..., :values]
+            how = (sight, self.scale, self.softmax_offset)
+            return flash_attention.attend_packed(query, key, value, bounds, int(longest), *how)[..., :values]
         else:
             runs = packed_runs(*packed_segments(packed))
         return self._attend(query, key, value, mask, runs, sight, self.softmax_offset)
 
     def _flash(self, query: torch.Tensor, sight: Sight) -> bool:
         """Whether the flash kernel for sequences of any lengths computes this without a mask."""
-        plain = self.softcap is None and self.softmax_offset is None
         dropout = self.dropout if self.training else 0.0
-        return plain and dropout == 0.0 and flash_attention.has_form(sight) and flash_attention.runs_here(query)
+        return (
+            self.softcap is None
+            and dropout == 0.0
+            and flash_attention.has_form(sight)
+            and flash_attention.runs_here(query)
+        )
 
     def _attend_parallel(
         self,
@@ -248,9 +253,9 @@ class TorchAttention(MegatronModule):
         """[s, b, h, dv] from queries and natural-order keys, tile by tile."""
         values = value.size(-1)
         value = _as_wide_as(value, query)
-        in_pieces = len(runs) > 1 or sight.left is not None
-        if in_pieces and mask is None and self._flash(query, sight):
-            return flash_attention.attend_runs(query, key, value, runs, sight, self.scale)[..., :values]
+        beyond_sdpa = len(runs) > 1 or sight.left is not None or sinks is not None
+        if beyond_sdpa and mask is None and self._flash(query, sight):
+            return flash_attention.attend_runs(query, key, value, runs, sight, self.scale, sinks)[..., :values]
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         kernel = _Kernel(self.scale, self.softcap, sinks, self.dropout if self.training else 0.0)
         limit = kernel.limit(q, k, masked=mask is not None)
@@ -338,9 +343,12 @@ class _Kernel:
     dropout: float
 
     def fused(self, device: torch.device) -> bool:
-        """Whether scaled_dot_product_attention runs this without a score matrix in memory."""
-        plain = self.softcap is None and self.sinks is None
-        return plain and (self.dropout == 0.0 or device.type == "cuda")
+        """Whether one of PyTorch's kernels runs this without a score matrix in memory."""
+        if self.softcap is not None:
+            return False
+        if self.sinks is not None:
+            return self.dropout == 0.0 and device.type == "cpu"
+        return self.dropout == 0.0 or device.type == "cuda"
 
     def limit(self, q: torch.Tensor, k: torch.Tensor, masked: bool) -> int | None:
         """Highest tile: bounds the scores, or the mask, that exist at one time."""
@@ -373,6 +381,8 @@ class _Kernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool
     ) -> torch.Tensor:
         if self.fused(q.device):
+            if self.sinks is not None:
+                return sink_attention.attend(q, k, v, self.sinks, CpuKernel(bias, causal, self.scale))
             return F.scaled_dot_product_attention(
                 q,
                 k,
