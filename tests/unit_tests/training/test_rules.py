@@ -128,6 +128,31 @@ CASES = {
         ["dataset.seq_length=31", "use 30 or 32"],
     ),
     "pp_divides_layers": ({PP: 3}, 3, [f"{PP}=3", "num_layers=4", "use 2 or 4"]),
+    "uneven_stages_need_a_pipeline": (
+        {"model.num_layers_in_first_pipeline_stage": 4},
+        1,
+        ["num_layers_in_first_pipeline_stage=4", "no effect", f"{PP}=1"],
+    ),
+    "stages_are_described_once": (
+        {PP: 2, "model.pipeline_model_parallel_layout": "Ett|ttL", "model.num_layers_in_first_pipeline_stage": 2},
+        2,
+        ["num_layers_in_first_pipeline_stage=2", "layout=Ett|ttL", "keep one"],
+    ),
+    "first_and_last_stage_leave_even_ones": (
+        {PP: 2, "model.num_layers_in_first_pipeline_stage": 5},
+        2,
+        ["num_layers_in_first_pipeline_stage=5", "leaves -1 layers"],
+    ),
+    "counted_ends_come_out_even": (
+        {PP: 2, "model.account_for_loss_in_pipeline_split": True},
+        2,
+        ["account_for_loss_in_pipeline_split=True", "makes 5", "use 3 or 5 layers"],
+    ),
+    "layout_holds_every_layer": (
+        {PP: 2, "model.pipeline_model_parallel_layout": "Ett|tL"},
+        2,
+        ["layout=Ett|tL", "4 layers (t)"],
+    ),
     "vp_needs_pp": ({VP: 2}, 1, [f"{VP}=2", "pipeline_model_parallel_size=1"]),
     "vp_fits_microbatches": (
         {VP: 2, PP: 2, "train.global_batch_size": 6},

@@ -20,6 +20,7 @@ from megatron.bridge.training.rules import (
     overlap,
     profiling,
     schedule,
+    stages,
     values,
 )
 
@@ -42,6 +43,11 @@ RULES: tuple[Rule, ...] = (
     layout.sp_divides_sequence,
     layout.pp_divides_layers,
     layout.vp_needs_pp,
+    stages.uneven_stages_need_a_pipeline,
+    stages.stages_are_described_once,
+    stages.first_and_last_stage_leave_even_ones,
+    stages.counted_ends_come_out_even,
+    stages.layout_holds_every_layer,
     layout.vp_fits_microbatches,
     layout.p2p_is_batched_or_overlapped,
     layout.cp_divides_sequence,
