@@ -30,7 +30,7 @@ def test_samples_keep_their_order(two_workers):
     assert ramped[0]["schedule"]["num_steps"] == sum(SIZES)
 
 
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_resumes_in_the_midst_of_the_ramp(two_workers, tmp_path, stop):
     arguments = {**RAMP, "model": DROPOUT}
     undisturbed = two_workers.run(run_to, tmp_path, STEPS, {**arguments, "checkpoint": {"save_interval": stop}})

@@ -13,7 +13,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 MICRO = {"train": {"micro_batch_size": 1}}
 
 
-@pytest.mark.parametrize("extra", [{}, OVERLAP])
+@pytest.mark.parametrize("extra", [pytest.param({}, marks=pytest.mark.slow), OVERLAP])
 def test_four_processes_in_two_instances_learn_what_one_does(four_workers, run_in_process, extra):
     arguments = {**MICRO, "ddp": DistributedDataParallelConfig(**HYBRID, **extra)}
     records, alone = four_workers.run(run_toy, arguments), run_toy(MICRO)
@@ -23,7 +23,7 @@ def test_four_processes_in_two_instances_learn_what_one_does(four_workers, run_i
     assert max((weights[name] - expected[name]).abs().max() for name in expected) <= 8e-7
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16_mixed"])
 def test_a_resumed_run_is_the_undisturbed_one_and_other_layouts_read_it(four_workers, tmp_path, precision):
     arguments = {**MICRO, "ddp": HYBRID, "mixed_precision": precision}
     exact = {**arguments, "model": DROPOUT}

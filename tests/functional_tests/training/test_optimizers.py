@@ -6,15 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
 
+from megatron.bridge.checkpoint import layout
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.config import OptimizerConfig, ParameterOverride, SchedulerConfig
+from megatron.bridge.training.config import (
+    DistributedDataParallelConfig,
+    OptimizerConfig,
+    ParameterOverride,
+    SchedulerConfig,
+)
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils.errors import UserError
-from tests.toy_run import initialize_by_name, toy_config
+from tests.functional_tests.checkpoint.runs import run_to
+from tests.toy_run import Record, initialize_by_name, run_toy, toy_config
 
+muon = pytest.mark.skipif(not HAVE_EMERGING_OPTIMIZERS, reason="emerging-optimizers is not installed")
+SAVING = {"save_interval": 3}
 LR, DECAY, CLIP, STEPS = 1e-2, 0.1, 0.5, 10
 
 
@@ -33,7 +43,7 @@ class Shadow(Callback):
 
     def on_train_start(self, context):
         self.real = {name.removeprefix("module."): p for name, p in context.model[0].named_parameters()}
-        self.copies = {name: p.detach().clone().requires_grad_() for name, p in self.real.items()}
+        self.copies = {name: p.detach().float().clone().requires_grad_() for name, p in self.real.items()}
         groups = []
         for name, copy in self.copies.items():
             factor, decay = self.wanted(name, copy)
@@ -42,7 +52,7 @@ class Shadow(Callback):
 
     def on_grads_ready(self, context):
         for name, parameter in self.real.items():
-            self.copies[name].grad = parameter.main_grad.clone()
+            self.copies[name].grad = parameter.main_grad.float()
         torch.nn.utils.clip_grad_norm_(self.copies.values(), CLIP)
 
     def on_train_step_end(self, context):
@@ -50,11 +60,19 @@ class Shadow(Callback):
         for group in self.optimizer.param_groups:
             group["lr"] = group["factor"] * LR * (1 - step / STEPS)
         self.optimizer.step()
-        differences = [(self.real[name] - copy).abs().max().item() for name, copy in self.copies.items()]
+        differences = [(_master(self.real[name]) - copy).abs().max().item() for name, copy in self.copies.items()]
         self.worst.append(max(differences))
 
 
-def followed(make, wanted, model=None, **options):
+def _master(parameter):
+    """What the optimizer updates: the weight itself, or the fp32 copy that it is rounded from."""
+    if parameter.dtype == torch.float32:
+        return parameter
+    assert torch.equal(parameter, parameter.main_param.to(parameter.dtype))
+    return parameter.main_param
+
+
+def followed(make, wanted, model=None, precision="fp32", **options):
     """Largest difference of a weight behind each step, and the weights that changed the least."""
     torch.set_num_threads(1)
     config = toy_config(
@@ -62,6 +80,7 @@ def followed(make, wanted, model=None, **options):
         train={"train_iters": STEPS},
         optimizer=OptimizerConfig(**{"lr": LR, "weight_decay": DECAY, "clip_grad": CLIP, **options}),
         scheduler=SchedulerConfig(lr_decay_style="linear"),
+        mixed_precision=precision,
     )
     config.model.register_pre_wrap_hook(initialize_by_name)
     shadow = Shadow(make, wanted)
@@ -135,6 +154,12 @@ def test_a_run_is_that_of_torchs_optimizer(name, run_in_process):
     assert followed(make, wanted, **options) <= 1e-6
 
 
+@pytest.mark.parametrize("precision", ["bf16_mixed", "fp16_mixed"])
+def test_half_precision_has_master_weights_in_fp32(precision, run_in_process):
+    """With a loss scale of 1 fp16 hands on the gradients as they are."""
+    assert followed(adamw, matrices_decay, precision=precision, loss_scale=1.0) <= 1e-6
+
+
 def test_a_condition_that_is_not_met_would_be_seen(run_in_process):
     """The comparison can fail: decay of all parameters is another run."""
     assert followed(adamw, lambda name, parameter: (1.0, DECAY)) > 1e-5
@@ -176,7 +201,7 @@ class PlainMuon(torch.optim.Optimizer):
         return x.float()
 
 
-@pytest.mark.skipif(not HAVE_EMERGING_OPTIMIZERS, reason="emerging-optimizers is not installed")
+@muon
 def test_muon_orthogonalises_matrices_and_leaves_the_rest_to_adam(run_in_process):
     def make(groups):
         for group in groups:
@@ -186,6 +211,74 @@ def test_muon_orthogonalises_matrices_and_leaves_the_rest_to_adam(run_in_process
 
     options = {"optimizer": "muon", "muon_split_qkv": False, "muon_fp32_matmul_prec": "highest"}
     assert followed(make, matrices_decay, **options) <= 1e-5
+
+
+MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "lr": LR, "weight_decay": DECAY}
+TP2 = {"tensor_model_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Losses of one process with Muon."""
+    torch.set_num_threads(1)
+    losses = run_toy({"optimizer": OptimizerConfig(**MUON)}).losses
+    torch.distributed.destroy_process_group()
+    return losses
+
+
+@muon
+@pytest.mark.parametrize("mode", ["duplicated", pytest.param("distributed", marks=pytest.mark.slow), "blockwise"])
+def test_muon_under_tensor_parallelism_updates_whole_matrices(two_workers, alone, mode):
+    """All but ``blockwise``, Megatron-Core's default, whose result depends on the layout."""
+    optimizer = OptimizerConfig(**MUON, muon_tp_mode=mode)
+    losses = two_workers.run(run_toy, {"model": TP2, "optimizer": optimizer})[0].losses
+    difference = max(abs(value / wanted - 1) for value, wanted in zip(losses, alone, strict=True))
+    assert difference > 1e-4 if mode == "blockwise" else difference <= 1e-5
+
+
+@muon
+def test_muon_resumes_and_goes_on_under_another_layout(two_workers, tmp_path):
+    arguments = {"optimizer": OptimizerConfig(**MUON), "mixed_precision": "bf16_mixed"}
+    undisturbed = two_workers.run(run_to, tmp_path, 6, {**arguments, "model": TP2, "checkpoint": SAVING})
+    layout.write_tracker(tmp_path, 3)
+    assert two_workers.run(run_to, tmp_path, 6, {**arguments, "model": TP2}) == undisturbed
+    layout.write_tracker(tmp_path, 3)
+    elsewhere = two_workers.run(run_to, tmp_path, 6, arguments)[0]["losses"]
+    assert [elsewhere[step] for step in (4, 5, 6)] == pytest.approx(
+        [undisturbed[0]["losses"][step] for step in (4, 5, 6)], rel=2e-3
+    )
+
+
+@dataclass
+class Gradients(Callback):
+    """Types of the gradients, and the norm of the first step's."""
+
+    types: set = field(default_factory=set)
+
+    def on_grads_ready(self, context):
+        self.types |= {parameter.main_grad.dtype for parameter in context.model[0].parameters()}
+
+
+def reduced(in_fp32):
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32)
+    config = toy_config(train={"train_iters": 1}, mixed_precision="bf16_mixed", ddp=ddp)
+    config.model.register_pre_wrap_hook(initialize_by_name)
+    record, gradients = Record(), Gradients()
+    try:
+        pretrain(config, forward_step, [record, gradients])
+    finally:
+        parallel_state.destroy_model_parallel()
+    return record.grad_norms[0], gradients.types
+
+
+def test_gradients_are_reduced_in_the_type_that_is_asked_for(two_workers, run_in_process):
+    alone, _ = reduced(True)
+    exact, types = two_workers.run(reduced, True)[0]
+    assert types == {torch.float32}
+    assert exact == pytest.approx(alone, rel=2e-7)
+    rounded, types = two_workers.run(reduced, False)[0]
+    assert types == {torch.bfloat16}
+    assert 1e-6 < abs(rounded / alone - 1) < 1e-2
 
 
 @pytest.mark.parametrize(

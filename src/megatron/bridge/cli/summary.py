@@ -16,17 +16,21 @@ __all__ = ["describe", "parameter_count", "warnings"]
 
 def describe(config: "ConfigContainer", world_size: int) -> list[str]:
     """The model, the layout, the data and the work of a step."""
+    from megatron.bridge.training.batch_size import BatchSize
+
     model, train = config.model, config.train
     replicas = config.data_parallel_size(world_size)
     tokens = train.global_batch_size * config.dataset.seq_length
     microbatches = train.global_batch_size // (train.micro_batch_size * replicas)
+    whole = BatchSize(train).samples_after(train.train_iters) * config.dataset.seq_length
+    first = f", growing from {train.rampup_batch_size[0]} samples" if train.rampup_batch_size else ""
     return [
         f"model: {parameter_count(model):,} parameters, {model.num_layers} layers, "
         f"hidden size {model.hidden_size}",
         f"layout: {picture.words(config, world_size)}",
         f"step: {train.global_batch_size} samples x {config.dataset.seq_length} tokens = {tokens:,} tokens, in "
-        f"{microbatches} microbatches of {train.micro_batch_size} on each of {replicas} replicas",
-        f"run: {train.train_iters:,} steps, {train.train_iters * tokens:,} tokens",
+        f"{microbatches} microbatches of {train.micro_batch_size} on each of {replicas} replicas{first}",
+        f"run: {train.train_iters:,} steps, {whole:,} tokens",
         f"data: {_data(config)}",
     ]
 

@@ -8,7 +8,7 @@ from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.measures import Energy, Numbers, Speed, loss_scale, memory, params_norm
 from megatron.bridge.training.callbacks.outputs import Output, outputs
 from megatron.bridge.training.callbacks.timing import DataWait, StepTimers
-from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config import ConfigContainer, TrainingConfig
 from megatron.bridge.training.losses import Report
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import dist
@@ -138,6 +138,13 @@ class Logging(Callback):
             output.write(run.progress.step, kind, numbers)
 
 
+def _ramp(train: TrainingConfig) -> str:
+    if train.rampup_batch_size is None:
+        return ""
+    start, _, samples = train.rampup_batch_size
+    return f" (from {start} samples on, full after {samples:,} samples)"
+
+
 def announcement(config: ConfigContainer, step: int) -> str:
     """What is about to happen, in one line."""
     model, train, length = config.model, config.train, config.dataset.seq_length
@@ -149,8 +156,9 @@ def announcement(config: ConfigContainer, step: int) -> str:
     }
     layout = ", ".join(f"{name} parallel {size}" for name, size in sizes.items() if size > 1)
     count = dist.world_size()
+    processes = f"{count} process{'es' if count > 1 else ''}"
     return (
         f"training from step {step} to {train.train_iters}: {train.global_batch_size} x {length} = "
-        f"{train.global_batch_size * length:,} tokens a step on {count} process{'es' if count > 1 else ''}"
+        f"{train.global_batch_size * length:,} tokens a step{_ramp(train)} on {processes}"
         + (f" ({layout})" if layout else "")
     )
