@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import table
+from measure import DEVICE, table, wait
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.config import DatasetRequest, MockGPTDatasetConfig
@@ -68,7 +68,8 @@ def hf_config(size: str, seq_length: int) -> Any:
 
 
 def now() -> tuple[float, float]:
-    """Wall and CPU seconds."""
+    """Wall and CPU seconds, when the device has done what it was asked."""
+    wait()
     return time.perf_counter(), time.process_time()
 
 
@@ -83,20 +84,23 @@ def hf_batches(dataset: Any, micro_batch_size: int) -> Iterator[torch.Tensor]:
         start += micro_batch_size
 
 
-def plain_loop(model: Any, dataset: Any, args: argparse.Namespace, bf16: bool) -> Candidate:
-    """The loop that one writes by hand over the Hugging Face model."""
+def plain_loop(
+    model: Any, dataset: Any, args: argparse.Namespace, bf16: bool, compiler: str | None = None
+) -> Candidate:
+    """The loop that one writes by hand over the Hugging Face model; ``compiler`` is a backend of torch.compile."""
+    model.to(DEVICE).train()
+    forward = torch.compile(model, backend=compiler) if compiler else model
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
     )
     batches = hf_batches(dataset, args.micro_batch_size)
-    model.train()
 
     def run(steps: int) -> Stamps:
         stamps = []
         for _ in range(steps):
-            tokens = next(batches)
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = model(input_ids=tokens, labels=tokens).loss
+            tokens = next(batches).to(DEVICE, non_blocking=True)
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=bf16):
+                loss = forward(input_ids=tokens, labels=tokens).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
@@ -108,7 +112,9 @@ def plain_loop(model: Any, dataset: Any, args: argparse.Namespace, bf16: bool) -
     return run
 
 
-def hf_trainer(model: Any, dataset: Any, args: argparse.Namespace, bf16: bool) -> Candidate:
+def hf_trainer(
+    model: Any, dataset: Any, args: argparse.Namespace, bf16: bool, compiler: str | None = None
+) -> Candidate:
     """The Hugging Face Trainer with its fused AdamW and no logging."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -124,7 +130,9 @@ def hf_trainer(model: Any, dataset: Any, args: argparse.Namespace, bf16: bool) -
         per_device_train_batch_size=args.micro_batch_size,
         max_steps=1,
         bf16=bf16,
-        use_cpu=True,
+        use_cpu=DEVICE == "cpu",
+        torch_compile=compiler is not None,
+        torch_compile_backend=compiler,
         learning_rate=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
         adam_beta2=BETAS[1],

@@ -290,8 +290,9 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Megatron-Core's ``vocab_parallel_cross_entropy`` without fp32 logits; with label smoothing, its own.
 
-    Beside bf16 logits of [s, b, v / tp], theirs holds their fp32 copy and a gradient of each dtype: 2 + 4 + 4 + 2
-    bytes for each logit. Here it is the logits, in whose place the gradient is put, and a block of ``CHUNK``.
+    Theirs holds 6 bytes for each bf16 logit of [s, b, v / tp] at its peaks: an fp32 copy beside it in the forward
+    pass, a gradient of each dtype in the backward. Here it is the logits, in whose place the gradient is put, and a
+    block of ``CHUNK``.
     """
     if label_smoothing:
         return library_cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)
