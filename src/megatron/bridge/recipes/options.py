@@ -105,7 +105,8 @@ class FinetuneOptions(LayoutOptions, ScheduleOptions, total=False):
 
     Attributes:
         pretrained_checkpoint: Weights to start from: a Megatron checkpoint or a Hugging Face directory.
-        dataset_root: Folder with ``training.jsonl`` and ``validation.jsonl``; None trains on made-up samples.
+        dataset_root: Folder with ``training.jsonl``, ``validation.jsonl`` and ``test.jsonl``; the last two unless
+            ``eval_iters`` is 0, the last also unless ``dataset.do_test`` is false. None trains on made-up samples.
         peft: ``lora`` or ``dora`` trains adapters on frozen weights, as does a method of one's own; None trains
             all weights.
     """

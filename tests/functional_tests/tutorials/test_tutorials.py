@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tutorial is run as its README.md says, and its outcome is looked at.
+
+Scripts that follow each other share one interpreter here, because each would take seconds to start; those that
+start processes of their own have one to themselves. All write into a folder that is thrown away.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit_tests.project.tree import ROOT
+
+LLAMA, DATA = ROOT / "tutorials/recipes/llama", ROOT / "tutorials/data"
+IN_A_ROW = ["00_quickstart_pretrain", "01_finetune_lora", "02_convert_and_compare"]
+OUT = Path("runs/tutorials")
+
+RUNNER = """
+import runpy, sys
+for script in sys.argv[1:]:
+    print("===", script.rpartition("/")[2], flush=True)
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+def started(*command, folder):
+    """What ``command`` printed, both streams; it must end well."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-5000:]
+    return ended.stdout
+
+
+def in_a_row(*scripts, folder):
+    """The output of each script, run one after the other in one interpreter."""
+    output = started(sys.executable, "-c", RUNNER, *map(str, scripts), folder=folder)
+    return dict(zip([path.stem for path in scripts], re.split(r"^=== .*\n", output, flags=re.M)[1:], strict=True))
+
+
+def losses(folder, kind="train"):
+    """The logged losses of a run."""
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [entry["lm loss"] for entry in entries if entry["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """(folder, output of each tutorial), after the first three."""
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, in_a_row(*(LLAMA / f"{name}.py" for name in IN_A_ROW), folder=folder)
+
+
+@pytest.fixture
+def pretrained(llama, tmp_path):
+    """A folder of its own that looks as the first tutorial leaves it."""
+    shutil.copytree(llama[0] / OUT, tmp_path / OUT)
+    return tmp_path
+
+
+def test_every_script_is_run_here():
+    """A tutorial that nobody runs is not one."""
+    names = {path.stem if path.is_file() else path.name for path in LLAMA.glob("0*")} | {
+        path.stem for path in DATA.glob("0*")
+    }
+    text = Path(__file__).read_text()
+    assert [name for name in names if text.count(name) < 1] == []
+    readme = (LLAMA / "README.md").read_text() + (DATA / "README.md").read_text()
+    assert [name for name in names if name not in readme] == []
+
+
+# ---- tutorials/recipes/llama ------------------------------------------------------------------------------------
+
+
+def test_pretraining(llama):
+    folder, output = llama
+    found = losses(folder / OUT / "llama/pretrain")
+    assert found[-1] < found[0] / 5
+    assert "853,120 parameters\nThe light of Gull Rock is" in output["00_quickstart_pretrain"]
+    model = folder / OUT / "llama/hf"
+    assert json.loads((model / "config.json").read_text())["eos_token_id"] == 1
+    assert all((model / name).stat().st_size for name in ("model.safetensors", "tokenizer.json", "README.md"))
+
+
+def test_adapters(llama):
+    """Answers got better, held-out ones too, and peft makes the merged model of base and adapter."""
+    folder, output = llama
+    found, held_out = losses(folder / OUT / "llama/lora"), losses(folder / OUT / "llama/lora", "validation")
+    assert found[-1] < found[0] / 3
+    assert held_out[-1] < found[0]
+    answers = re.findall(r"^runs/\S+: '(.*)'$", output["01_finetune_lora"], flags=re.M)
+    assert len(answers) == 2
+    assert "light of" in answers[1]
+    assert same_logits(folder / OUT / "llama")
+
+
+def same_logits(folder):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("hf", "merged"))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, folder / "adapter")(ids).logits
+        difference = (adapted - merged(ids).logits).abs().max()
+    return difference < 1e-4 * adapted.std() < (before - adapted).abs().max()
+
+
+def test_conversion(llama):
+    output = llama[1]["02_convert_and_compare"]
+    assert float(re.search(r"two logits: (\S+) of their", output)[1]) < 1e-4
+    assert (
+        "6 files came back byte for byte: README.md, chat_template.jinja, config.json, model.safetensors" in output
+    )
+    assert "QKVMapping" in output
+
+
+def test_own_loss_and_callback(tmp_path):
+    script = LLAMA / "03_custom_forward_step_and_callback.py"
+    output = in_a_row(script, folder=tmp_path)[script.stem]
+    assert "focal loss" in output
+    assert 20 < int(re.search(r"ended after (\d+) of 200 steps", output)[1]) < 200
+
+
+@pytest.mark.slow
+def test_conversion_over_two_processes(pretrained):
+    script = LLAMA / "02_convert_and_compare.py"
+    output = started("torchrun", "--standalone", "--nproc-per-node=2", script, folder=pretrained)
+    assert "column/2" in output
+    assert "6 files came back byte for byte" in output
+
+
+@pytest.mark.slow
+def test_started_again_nothing_is_trained_again(pretrained):
+    before = losses(pretrained / OUT / "llama/pretrain")
+    output = started(sys.executable, LLAMA / "00_quickstart_pretrain.py", folder=pretrained)
+    assert "resumed from" in output
+    assert losses(pretrained / OUT / "llama/pretrain") == before
+
+
+@pytest.mark.slow
+def test_from_a_file(pretrained):
+    """04_from_yaml: tensor parallel, then longer and pipeline parallel from the same checkpoint."""
+    output = started("bash", LLAMA / "04_from_yaml/run.sh", folder=pretrained)
+    assert "tensor 2 x pipeline 1" in output
+    assert "resumed from runs/tutorials/llama/yaml/iter_0000040 at step 40" in output
+    assert "pipeline_model_parallel_size: 2  # command line" in output
+    found = losses(pretrained / OUT / "llama/yaml")
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.slow
+def test_batch_script(tmp_path):
+    """05_slurm without Slurm: what would run, for as many processes as the script asks Slurm for."""
+    script = LLAMA / "05_slurm/pretrain_70b.sbatch"
+    output = started("bash", script, "train.train_iters=1000", folder=tmp_path)
+    assert "64 processes = tensor 8 with sequence parallelism x pipeline 2" in output
+    text = script.read_text()
+    nodes, tasks = (int(re.search(rf"#SBATCH --{name}=(\d+)", text)[1]) for name in ("nodes", "ntasks-per-node"))
+    assert nodes * tasks == 64
+    assert "train_iters: 1000  # command line" in output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".venv-launch").is_dir(), reason="needs `make launch-setup`")
+def test_nemo_run_script(tmp_path):
+    output = started("bash", LLAMA / "05_slurm/with_nemo_run.sh", folder=tmp_path)
+    assert "#SBATCH --nodes=8" in output
+    assert "--recipe llama3_70b_pretrain_config" in output
+
+
+# ---- tutorials/data ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    names = ("00_text_to_blend", "01_chats_and_packing", "02_own_records")
+    return in_a_row(*(DATA / f"{name}.py" for name in names), folder=tmp_path_factory.mktemp("data"))
+
+
+def test_blend(data):
+    assert "of 200 training samples 140 are of lighthouses and 60 of logbook" in data["00_text_to_blend"]
+    assert "24 documents" in data["00_text_to_blend"]
+
+
+def test_chats(data):
+    """What is learnt of the first conversation is exactly its answers; packed rows are nearly full."""
+    messages = json.loads((DATA / "chats/training.jsonl").read_text().splitlines()[0])["messages"]
+    answers = [f"{message['content']}<|im_end|>\n" for message in messages if message["role"] == "assistant"]
+    output = data["01_chats_and_packing"]
+    shown = output[output.index("<|im_start|>user") :].partition("\ntrain_on=")[0]
+    assert re.findall(r"\[(.*?)\]", shown, flags=re.S) == answers
+    learnt = [int(number) for number in re.findall(r"train_on=\w+: (\d+) of", output)]
+    assert learnt[1] < learnt[0] < learnt[2]
+    rows, fill = re.search(r"48 conversations are (\d+) packed rows, (\d+)% full", output).groups()
+    assert int(rows) < 48 / 2
+    assert int(fill) > 80
+
+
+def test_own_records(data):
+    assert "training: 16 examples, 4 dropped by process_example_fn" in data["02_own_records"]
+    assert re.search(r"learnt of it: '(white|red|green)<\|im_end\|>'", data["02_own_records"])
+
+
+def test_preparation_goes_on(tmp_path):
+    """By the script's own assertions nothing looks finished after the kill, and the result is the same."""
+    output = started(sys.executable, DATA / "03_resumable_preparation.py", folder=tmp_path)
+    killed, behind = (int(number) for number in re.findall(r"(?:killed: |gone on behind )(\d+) parts", output))
+    assert 3 <= killed <= behind < 9
+    assert "number for number" in output
+
+
+@pytest.mark.slow
+def test_tokenizer_is_what_its_script_makes(tmp_path):
+    started(sys.executable, DATA / "make_tokenizer.py", "made", folder=tmp_path)
+    made, kept = (
+        json.loads((path / "tokenizer.json").read_text()) for path in (tmp_path / "made", DATA / "tokenizer")
+    )
+    assert made == kept

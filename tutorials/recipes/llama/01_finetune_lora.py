@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tune with LoRA on conversations, and use the result with transformers.
+
+python tutorials/recipes/llama/01_finetune_lora.py
+
+It starts from the model that 00_quickstart_pretrain.py left. Any other will do, for example the real one of
+`make demo`: MODEL=.cache/demo/SmolLM2-135M-Instruct python tutorials/recipes/llama/01_finetune_lora.py
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.recipes.llama import llama32_1b_finetune_config
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.gpt_step import forward_step
+
+DATA = Path(__file__).parents[2] / "data"
+OUT = Path("runs/tutorials/llama")
+MODEL = os.environ.get("MODEL", "runs/tutorials/llama/hf")  # a folder in Hugging Face format, or a hub id
+
+config = llama32_1b_finetune_config(
+    peft="lora",  # "dora" is another method; None trains all weights
+    pretrained_checkpoint=MODEL,  # read as it is: nothing has to be converted before
+    tokenizer=MODEL,
+    dataset_root=str(DATA / "chats"),  # training.jsonl and validation.jsonl
+    seq_length=128,
+    train_iters=120,
+    global_batch_size=8,
+    micro_batch_size=8,
+    lr=1e-2,  # adapters start from zero and bear a higher rate than the weights beside them
+    eval_interval=60,
+    eval_iters=1,
+    precision="fp32",
+    dir=str(OUT / "lora"),
+)
+# The recipe describes Llama 3.2 1B. MODEL is smaller, so its own description is taken instead. With MODEL set to
+# meta-llama/Llama-3.2-1B leave these two lines out.
+config.model = AutoBridge.from_hf_pretrained(MODEL).to_megatron_provider(load_weights=False)
+config.model.seq_length = config.dataset.seq_length
+
+config.dataset.do_test = False  # there is no test.jsonl: without this line the run would refuse to start
+
+# Adapters beside which layers, and how wide. The recipe's choice is rank 32 beside all of them.
+config.peft.dim = 8
+config.peft.alpha = 16
+config.logger.log_interval = 20
+
+# Before the first step it shows what is going to be learnt: how many tokens are answers, how long samples are.
+run = finetune(config, forward_step)
+
+# Two ways to take it away: the adapter alone, a few kilobytes that the peft library loads beside the model ...
+bridge = AutoBridge.from_hf_pretrained(MODEL)
+for folder in (OUT / "adapter", OUT / "merged"):
+    shutil.rmtree(folder, ignore_errors=True)  # an export never overwrites
+bridge.save_hf_adapter(run.model, OUT / "adapter")
+# ... or a whole model with the adapter in its weights, that needs no library at all.
+bridge.save_hf_pretrained(run.model, OUT / "merged")
+
+question = [{"role": "user", "content": "What colour is the light of Gull Rock?"}]
+for folder in (MODEL, OUT / "merged"):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)
+    print(f"{folder}: {tokenizer.decode(tokens[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)!r}")
