@@ -348,6 +348,10 @@ _ABOUT_CUDA_ONLY = (
     r"full scope is deprecated\. Use empty cuda_graph_modules",
     r"Only transformer-engine>=1\.7\.0 supports MoE experts",
 )
+_OF_NO_CONSEQUENCE = (
+    r"Could not determine rank from torch\.distributed",  # a process without a launcher is rank 0
+    r"The \.grad attribute of a Tensor that is not a leaf",  # the optimizer's shards are views of parameters
+)
 
 
 @contextlib.contextmanager
@@ -357,7 +361,7 @@ def importing_core() -> Iterator[None]:
         yield
         return
     # Said by modules that are imported later, on demand, and by every model: these filters stay.
-    for sentence in _ABOUT_CUDA_ONLY:
+    for sentence in (*_ABOUT_CUDA_ONLY, *_OF_NO_CONSEQUENCE):
         warnings.filterwarnings("ignore", message=sentence)
     with warnings.catch_warnings(), _functions_left_uncompiled(), _silence_about_cuda_home():
         warnings.simplefilter("ignore", SyntaxWarning)  # of Megatron-Core's own source, once per machine
