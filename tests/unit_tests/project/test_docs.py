@@ -4,6 +4,7 @@
 ``tests/pages.py`` says which; tests/functional_tests/project/test_pages.py executes.
 """
 
+import importlib.util
 import re
 import tomllib
 
@@ -22,10 +23,10 @@ def named(page):
 
 
 def shell():
-    """Every shell command of every page, with where it stands."""
+    """Every shell command that is not executed, with where it stands."""
     for page in PAGES:
         for block in blocks(page):
-            for words in block.commands() if block.language == "bash" else []:
+            for words in block.commands() if (block.language, block.way) == ("bash", "dry-run") else []:
                 yield pytest.param(words, id=f"{block.name} {' '.join(words)[:50]}")
 
 
@@ -139,3 +140,36 @@ def test_version_of_python_is_the_projects():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.12,<3.13"
     assert "Python 3.12" in (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """The script that draws the pictures."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "scripts" / "docs" / "pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_as_drawn(pictures):
+    for name, draw in pictures.PICTURES.items():
+        shown = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
+        assert shown == draw(), "run `python scripts/docs/pictures.py` and commit docs/pictures"
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 8), (4, 16), (8, 8)])
+def test_schedules_wait_as_long_as_the_page_says(pictures, stages, microbatches):
+    """The formulas of docs/parallelism.md, against the schedules that its picture shows."""
+    plain = [pictures.one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)]
+    bubble = (stages - 1) / microbatches
+    assert pictures.idle(plain, 1, {"F": 1.0, "B": 2.0}) == pytest.approx(bubble)
+    for parts in (2, 4):
+        mixed = [pictures.interleaved(stage, stages, microbatches, parts) for stage in range(stages)]
+        assert pictures.idle(mixed, parts, {"F": 1 / parts, "B": 2 / parts}) == pytest.approx(bubble / parts)
+
+
+def test_every_picture_is_described():
+    """Whoever cannot see a picture reads what it shows."""
+    for page in PAGES:
+        for description in re.findall(r"!\[([^\]]*)\]", page.read_text()):
+            assert len(description.split()) >= 5, f"{named(page)}: {description!r}"
