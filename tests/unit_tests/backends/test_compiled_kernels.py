@@ -252,3 +252,31 @@ def test_a_norm_keeps_its_input_and_nothing_of_its_size():
     before = torch.cuda.memory_allocated()
     out = rms_norm(x, weight, 1e-5)
     assert torch.cuda.memory_allocated() - before < out.nbytes + (1 << 20)
+
+
+@pytest.mark.gpu
+def test_swiglu_of_megatron_core_is_compiled():
+    """It keeps its input; what is computed between is neither kept nor rounded."""
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+    def reference(x):
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    close_to_fp64(lambda x: bias_swiglu_impl(x, None), reference, random(4, 3, 64), device="cuda")
+    x = torch.randn(4096, 1, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    bias_swiglu_impl(x, None)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = bias_swiglu_impl(x, None)
+    assert torch.cuda.max_memory_allocated() - before < out.nbytes + (1 << 20)
+
+
+@pytest.mark.gpu
+def test_rotary_keeps_the_angles_only():
+    x = torch.randn(4096, 1, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    freqs = angles(4096, 128).float().cuda()
+    rotary(x * 1, freqs)
+    before = torch.cuda.memory_allocated()
+    out = rotary(x * 1, freqs)
+    assert torch.cuda.memory_allocated() - before < out.nbytes + (1 << 20)

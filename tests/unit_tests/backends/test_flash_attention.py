@@ -195,3 +195,20 @@ def test_a_form_that_the_kernel_has_not():
     assert flash_attention.has_form(Sight())
     assert not flash_attention.has_form(Sight(3, 4))
     assert not flash_attention.runs_here(torch.zeros(4, 1, 2, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [{}, {"window_size": (1023, 0)}, {"softmax_type": "learnable"}])
+def test_memory_of_a_long_packed_row_grows_with_its_length_only(form):
+    """65,536 tokens in 16 sequences: the scores of one head would take 9 GB in bf16."""
+    module = build(heads=8, groups=2, params_dtype=torch.bfloat16, **form).cuda()
+    bounds = torch.arange(0, 65537, 4096, dtype=torch.int32, device="cuda")
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=4096, max_seqlen_kv=4096
+    )
+    shapes = [(65536, heads, 64) for heads in (8, 2, 2)]
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    module(q, k, v, None, packed_seq_params=packed).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 12 * q.nbytes
