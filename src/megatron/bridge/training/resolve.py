@@ -247,13 +247,12 @@ def _length(config: ConfigContainer, findings: Findings) -> None:
             f"train.train_samples={train.train_samples} are not enough for one step: raise it, or lower "
             f"train.global_batch_size={train.global_batch_size}"
         )
-    if train.train_iters == 0:
-        train.train_iters = steps
-    elif train.train_iters != steps:
-        findings.problems.append(
-            f"train.train_iters={train.train_iters} contradicts train.train_samples={train.train_samples}, which "
-            f"are {steps} steps: remove one of them"
+    if train.train_iters not in (0, steps):  # a recipe's; one that was typed would not stick, and is refused
+        findings.notes.append(
+            f"train.train_iters={train.train_iters} gives way to train.train_samples={train.train_samples}, which "
+            f"are {steps} steps"
         )
+    train.train_iters = steps
 
 
 def _schedule(config: ConfigContainer, findings: Findings) -> None:
