@@ -69,6 +69,13 @@ def test_rms_norm(device, dtype, zero_centered):
     close_to_fp64(kernel, reference, heads, inputs[1], device=device, dtype=dtype)
 
 
+def test_a_frozen_norm_passes_gradients_on(device):
+    weight = torch.ones(64, device=device)
+    close_to_fp64(
+        lambda x: rms_norm(x, weight.to(x), 1e-5), lambda x: F.rms_norm(x, (64,)), random(4, 3, 64), device=device
+    )
+
+
 def angles(rows, width):
     """As Megatron-Core makes them: each frequency twice."""
     half = torch.outer(torch.arange(rows).double(), 100.0 ** -torch.linspace(0, 1, width // 2).double())

@@ -59,6 +59,11 @@ def test_rms_norm_of_heads_that_are_not_contiguous():
     assert torch.autograd.gradcheck(lambda x, gain: rms_norm(x, gain, 1e-5), (x, gain))
 
 
+def test_a_frozen_norm_passes_gradients_on():
+    x, gain = random(3, 4, 10).requires_grad_(), random(10, seed=1)
+    assert torch.autograd.gradcheck(lambda x: rms_norm(x, gain, 1e-5), (x,))
+
+
 def gain64():
     return random(64, seed=1) * 0.1 + 1
 

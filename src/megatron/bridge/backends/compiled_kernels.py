@@ -71,13 +71,13 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, one: float) -> tupl
 
 @compiled
 def _norm_gradients(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, one: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the rows and of the gain."""
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, one: float, frozen: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of the rows and, unless it is ``frozen``, of the gain."""
     unit = x.float() * scale
     along = grad.float() * (weight.float() + one)
     grad_x = scale * (along - unit * (along * unit).mean(-1, keepdim=True))
-    return grad_x.to(x.dtype), (grad.float() * unit).sum(0).to(weight.dtype)
+    return grad_x.to(x.dtype), None if frozen else (grad.float() * unit).sum(0).to(weight.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -93,9 +93,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         rows, weight, scale = ctx.saved_tensors
-        grad_x, grad_weight = _norm_gradients(grads[0].reshape(rows.shape), rows, weight, scale, ctx.one)
+        frozen, grad = not ctx.needs_input_grad[1], grads[0].reshape(rows.shape)
+        grad_x, grad_weight = _norm_gradients(grad, rows, weight, scale, ctx.one, frozen)
         return grad_x.view(grads[0].shape), grad_weight, None, None
 
 
@@ -291,8 +292,8 @@ def cross_entropy(
     """Megatron-Core's ``vocab_parallel_cross_entropy`` without fp32 logits; with label smoothing, its own.
 
     Theirs holds 6 bytes for each bf16 logit of [s, b, v / tp] at its peaks: an fp32 copy beside it in the forward
-    pass, a gradient of each dtype in the backward. Here it is the logits, in whose place the gradient is put, and a
-    block of ``CHUNK``.
+    pass, a gradient of each dtype in the backward. Here it is the logits, in whose place the gradient is put, and
+    a block of ``CHUNK``.
     """
     if label_smoothing:
         return library_cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)

@@ -37,13 +37,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, gain, scale = ctx.saved_tensors
         size = x.shape[-1]
         wide, grad = (_wide(tensor).reshape(-1, size) for tensor in (x, grads[0]))
         scale, weight = scale.reshape(-1, 1), _wide(gain)
         product = grad * wide  # its sums over rows and over columns, as matrix products, are most of the work
-        along_gain = scale.t().mm(product).view(-1).to(gain.dtype)
+        along_gain = scale.t().mm(product).view(-1).to(gain.dtype) if ctx.needs_input_grad[1] else None
         share = product.mm(weight.unsqueeze(-1)).mul_(scale.pow(3)).div_(size)
         grad_x = torch.addcmul(grad.mul(weight).mul_(scale), wide, share, value=-1)
         return grad_x.view(x.shape).to(x.dtype), along_gain, None
