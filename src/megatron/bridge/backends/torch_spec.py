@@ -52,7 +52,7 @@ class TorchLatentAttention(MLASelfAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Built as Megatron-Core does."""
         super().__init__(*args, **kwargs)
-        if self.config.sequence_parallel:
+        if self.config.sequence_parallel or self.config.q_lora_rank is None:
             return
         # The queries' latent is whole on every rank, and so is its norm's gradient. Megatron-Core adds up those of
         # all ``q_layernorm``, as of norms of single heads: it would be as many times too large as there are ranks.
