@@ -26,10 +26,12 @@ START, END = "<!-- table: make recipes -->\n", "<!-- end of table -->\n"
 def gigabytes(recipe: "Recipe") -> int:
     """GB of the fullest GPU, counted on the model that the recipe builds, rounded up."""
     from megatron.bridge.autotune.memory import fullest, memory_per_rank
+    from megatron.bridge.recipes.teachers import teacher_of
 
     config = recipe.build()
     config.validate(recipe.gpus)
-    return math.ceil(fullest(memory_per_rank(config, recipe.gpus)).total / 1e9)
+    memory = memory_per_rank(config, recipe.gpus, teacher_of(config, recipe.gpus))
+    return math.ceil(fullest(memory).total / 1e9)
 
 
 def write_memory(recipe: "Recipe") -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``megatron-bridge train`` makes of its arguments, and what it says of wrong ones."""
 
+import re
 import subprocess
 import sys
 
@@ -75,6 +76,32 @@ def test_dry_run_names_what_the_recipe_did_not_have(capsys):
     assert "# not in the recipe: peft.dim=16\n" in out
     assert "# changed: optimizer.lr=1e-05 -> 0.0001\n" in out
     assert "# no longer there: peft\n" in out
+
+
+DISTILL = ("train", "--recipe", "smollm2_50m_distill_config", "train.global_batch_size=64")
+
+
+def work(out):
+    """Floating-point operations of a step."""
+    return float(re.search(r"# work: (\S+) floating-point operations a step", out)[1])
+
+
+def test_dry_run_counts_the_teacher(capsys):
+    """A third of what it would take to train it."""
+    taught, alone, teacher = (
+        dry_run(capsys, *arguments)[1]
+        for arguments in (
+            DISTILL,
+            (*DISTILL, "distill.teacher=nobody/knows"),
+            ("train", "--recipe", "smollm2_135m_pretrain_config", "train.global_batch_size=64"),
+        )
+    )
+    assert work(taught) - work(alone) == pytest.approx(work(teacher) / 3, rel=0.02)
+    assert "activations  teacher  GB in all" in taught
+    assert "teacher  GB in all" not in alone
+    note = "# note: distill.teacher=nobody/knows is not on this machine: memory and work are those of the student"
+    assert note in alone
+    assert "is not on this machine" not in taught
 
 
 LAYOUT_405B = (
@@ -187,7 +214,7 @@ def test_list_takes_a_stage(capsys, stage):
     rows = [line.split() for line in out.splitlines()[1:]]
     assert rows
     assert all(row[3] == stage for row in rows)
-    assert (["smollm2_50m_distill_config"] == [row[0] for row in rows]) == (stage == "distill")
+    assert ([row[0] for row in rows] == ["smollm2_50m_distill_config"]) == (stage == "distill")
 
 
 def test_list_shows_what_each_recipe_builds(capsys):

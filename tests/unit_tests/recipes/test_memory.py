@@ -2,13 +2,16 @@
 """Recipes fit the GPUs that they name, use what they say, and share a model over no more than they must."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from megatron.bridge.autotune.gpus import fits
 from megatron.bridge.autotune.memory import fullest, memory_per_rank
-from megatron.bridge.recipes.catalog import catalog
+from megatron.bridge.recipes.catalog import catalog, find
+from megatron.bridge.recipes.teachers import teacher_of
 from megatron.bridge.utils.errors import UserError
+from tests.toy_run import save_llama
 
 SIZES = {
     "TP": "tensor_model_parallel_size",
@@ -26,6 +29,7 @@ SAMPLE = (
     "nemotronh_4b_pretrain_config",
     "qwen15_moe_a2p7b_finetune_config",
     "qwen3_next_80b_a3b_pretrain_config",
+    "smollm2_50m_distill_config",
 )
 
 
@@ -34,11 +38,51 @@ def recipes():
         yield pytest.param(recipe, marks=() if recipe.name in SAMPLE else pytest.mark.slow, id=recipe.name)
 
 
+def taught(**options):
+    """Memory with and without the teacher, of the stages of a run that distills SmolLM2 135M."""
+    config, world_size = find("smollm2_50m_distill_config").build(**options), 2
+    config.validate(world_size)
+    teacher = teacher_of(config, world_size)
+    assert teacher.num_layers == 30
+    return memory_per_rank(config, world_size, teacher), memory_per_rank(config, world_size)
+
+
+TEACHERS_WEIGHTS = 134_515_008 * 2  # published parameters, in bf16
+TEACHERS_LOGITS = 16 * 2048 * 49152 * (2 + 4)  # and the gradient of the divergence, in fp32
+
+
+def test_a_teacher_is_counted():
+    (rank,), (alone,) = taught()
+    assert replace(rank, teacher=0) == alone
+    assert rank.total == alone.total + rank.teacher
+    assert 0 < rank.teacher - TEACHERS_WEIGHTS - TEACHERS_LOGITS < 0.3e9, "what one layer holds while it runs"
+
+
+def test_a_teacher_has_its_logits_on_the_last_stage():
+    (first, last), _ = taught(pipeline_model_parallel_size=2)
+    assert TEACHERS_WEIGHTS / 2 < first.teacher < 0.7e9
+    assert TEACHERS_WEIGHTS / 2 + TEACHERS_LOGITS < last.teacher < TEACHERS_WEIGHTS / 2 + TEACHERS_LOGITS + 0.5e9
+
+
+def test_what_is_known_of_teachers(tmp_path):
+    config = find("smollm2_50m_distill_config").build()
+    config.validate(1)
+    config.distill.teacher = "nobody/knows"
+    assert teacher_of(config, 1) is None
+    config.distill.teacher = str(save_llama(tmp_path / "teacher", vocab_size=96))
+    with pytest.raises(
+        UserError, match=r"distill.teacher=\S+: it has a vocabulary of 96, the student one of 49152"
+    ):
+        teacher_of(config, 1)
+    config.distill.cache = "there"
+    assert teacher_of(config, 1) is None, "its logits are there"
+
+
 def used(recipe, **options):
     """Bytes of the fullest GPU."""
     config = recipe.build(**options)
     config.validate(recipe.gpus)
-    return fullest(memory_per_rank(config, recipe.gpus)).total
+    return fullest(memory_per_rank(config, recipe.gpus, teacher_of(config, recipe.gpus))).total
 
 
 @pytest.mark.parametrize("recipe", list(recipes()))

@@ -15,8 +15,10 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import layout
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.data.mock import MockGPTDataset
+from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.callbacks.measures import Speed
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, DistillConfig
 from megatron.bridge.training.distill import checked_config, distill
 from megatron.bridge.training.distillation.pair import pair_of
@@ -175,6 +177,15 @@ def test_as_wide_as_the_teacher_nothing_is_mapped(tmp_path):
     assert look.run.loss_dict["hidden loss"] < 1e-10
     assert look.run.loss_dict["kl loss"].abs() < 1e-6
     assert max(grad.abs().max() for grad in look.grads.values()) < 1e-5
+
+
+def test_speed_counts_the_teachers_forward_pass(tmp_path):
+    """As large as the student, it does a third of the student's work."""
+    same = save_llama(tmp_path / "same", num_hidden_layers=4)
+    look = first_step(config_from(same, same, LEARN, train={"train_iters": 1}))
+    alone = flops_per_token([unwrap(look.run.model[0])], SEQUENCE)
+    taught = Speed(look.run.config, look.run)(tokens_per_second=1e12)
+    assert taught["TFLOP/s per process"] == pytest.approx(alone * 4 / 3)
 
 
 # ------------------------------------------------------------------------------------------------ the teacher

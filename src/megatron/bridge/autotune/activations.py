@@ -95,6 +95,29 @@ def of_stage(config: ConfigContainer, chunks: list[Any], stage: int, world_size:
     return held + max(layers.working for layers in kept) + ends
 
 
+def of_teacher(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
+    """What a teacher adds on a rank of pipeline stage ``stage``: it runs forward only, and keeps nothing of it.
+
+    One layer works at a time. A later stage holds what it received of the teacher, beside its own, for each
+    microbatch in flight. The last stage holds the teacher's logits until the loss is known, then the gradient of
+    the divergence in their place, which its backward pass makes wider: T x vocabulary/t x (4 + e).
+
+    Args:
+        config: That of the run, its model the teacher.
+        chunks: The teacher's.
+        stage: Pipeline rank.
+        world_size: Number of processes.
+    """
+    sizes, model = _sizes(config), config.model
+    widest = max((_widest(layer, sizes) for chunk in chunks for layer in _layers(chunk)), default=0)
+    held = sum(in_flight(config, stage, world_size)) if stage else 0
+    total = widest + held * sizes.between * sizes.hidden * sizes.number
+    if chunks[-1].post_process:
+        vocabulary: Any = model
+        total += sizes.tokens * vocabulary.padded_vocab_size // sizes.tensor * (_FP32 + sizes.number)
+    return total
+
+
 def in_flight(config: ConfigContainer, stage: int, world_size: int) -> list[int]:
     """How many microbatches each chunk of a rank of pipeline stage ``stage`` holds at once."""
     model, train = config.model, config.train

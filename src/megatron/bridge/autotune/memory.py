@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from megatron.bridge.autotune import activations, ranks
+from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.optimizer import STATE_NAMES
 from megatron.bridge.training.resolve import without_quantisation
@@ -35,6 +36,7 @@ class RankMemory:
         gradients: Their buffers.
         optimizer: fp32 copies of the weights and the moments of the optimizer: this rank's share.
         activations: Kept for the backward pass, and held by it, at the fullest moment of a step (an estimate).
+        teacher: Weights of a teacher, and what it adds to the activations (an estimate).
     """
 
     stage: int
@@ -43,29 +45,38 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
+    teacher: int = 0
 
     @property
     def states(self) -> int:
-        """What is there between two steps."""
+        """What is there between two steps of the model that is trained."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
         """Everything."""
-        return self.states + self.activations
+        return self.states + self.activations + self.teacher
 
 
-def memory_per_rank(config: ConfigContainer, world_size: int) -> list[RankMemory]:
+def memory_per_rank(
+    config: ConfigContainer, world_size: int, teacher: ModelProvider | None = None
+) -> list[RankMemory]:
     """Memory of a rank of each pipeline stage, first stage first.
 
     Args:
         config: A config after ``validate(world_size)``.
         world_size: Number of processes.
+        teacher: What runs beside the model, in its layout.
     """
     # quantised products leave the weights in bf16, and Megatron-Core builds them only where Transformer Engine is
     plain = replace(config, model=without_quantisation(config.model))
     copies = 2 if config.model.fp8 else 1 if config.model.fp4 else 0
-    return [_memory(plain, chunks, stage, world_size, copies) for stage, chunks in enumerate(_stages(plain))]
+    found = [_memory(plain, chunks, stage, world_size, copies) for stage, chunks in enumerate(_stages(plain))]
+    if teacher is None:
+        return found
+    beside = enumerate(ranks.stages(teacher))
+    taught = [_of_teacher(plain, teacher, chunks, stage, world_size) for stage, chunks in beside]
+    return [replace(rank, teacher=more) for rank, more in zip(found, taught, strict=True)]
 
 
 def fullest(memory: Sequence[RankMemory]) -> RankMemory:
@@ -123,6 +134,16 @@ def _memory(
         optimizer=optimizer,
         activations=activations.of_stage(config, chunks, stage, world_size),
     )
+
+
+def _of_teacher(
+    config: ConfigContainer, teacher: ModelProvider, chunks: list[MegatronModule], stage: int, world_size: int
+) -> int:
+    for chunk in chunks:
+        chunk.to(teacher.resolved().params_dtype)
+    tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+    beside = activations.of_teacher(replace(config, model=teacher), chunks, stage, world_size)
+    return sum(map(_bytes, tensors)) + beside
 
 
 def _quantised(chunk: nn.Module) -> int:

@@ -15,11 +15,14 @@ from megatron.bridge.autotune.memory import RankMemory, fullest, memory_per_rank
 from megatron.bridge.cli import picture
 from megatron.bridge.cli.summary import describe, warnings
 from megatron.bridge.models.flops import local_flops_per_token
+from megatron.bridge.recipes.teachers import teacher_of
+from megatron.bridge.training.batch_size import BatchSize
 from megatron.bridge.utils.config import origins
 from megatron.bridge.utils.config.overrides import check_sticks
 
 if TYPE_CHECKING:
     from megatron.bridge.cli.train import Job
+    from megatron.bridge.models.model_provider import ModelProvider
     from megatron.bridge.training.config import ConfigContainer
 
 UTILISATION = 0.4
@@ -47,9 +50,10 @@ def report(job: "Job", asked: int | None) -> str:
     if not given:
         lines.append(f"(for {world_size} processes; --world-size N assumes another number)")
     lines += ["", *picture.ranks(config, world_size), ""]
-    memory = memory_per_rank(config, world_size)
-    lines += [*_memory(job, memory), "", *_work(job, world_size), ""]
-    lines += [f"note: {note}" for note in [*notes, *warnings(config), *_left_out(config)]]
+    teacher = teacher_of(config, world_size)
+    memory = memory_per_rank(config, world_size, teacher)
+    lines += [*_memory(job, memory), "", *_work(job, world_size, teacher), ""]
+    lines += [f"note: {note}" for note in [*notes, *warnings(config), *_left_out(config, teacher)]]
     return origins.annotated_yaml(config) + "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
@@ -98,11 +102,14 @@ def _span(numbers: list[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}"
 
 
-def _work(job: "Job", world_size: int) -> Iterator[str]:
+def _work(job: "Job", world_size: int, teacher: "ModelProvider | None") -> Iterator[str]:
     config = job.config
     length = config.dataset.seq_length
-    step = config.train.global_batch_size * length * local_flops_per_token([_trained(config)], length)
-    total = step * config.train.train_iters
+    teachers = [] if teacher is None else [ranks.whole(teacher)]
+    token = local_flops_per_token([_trained(config)], length)
+    token += local_flops_per_token(teachers, length, backward=False)
+    step = config.train.global_batch_size * length * token
+    total = BatchSize(config.train).samples_after(config.train.train_iters) * length * token
     yield f"work: {step:.3g} floating-point operations a step, {total:.3g} in all (of the model; none done twice)"
     card = GPUS.get(job.gpu_kind)
     if card is not None:
@@ -131,12 +138,15 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2g} s"
 
 
-def _left_out(config: "ConfigContainer") -> Iterator[str]:
+def _left_out(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iterator[str]:
     symbols = getattr(config.model, "layer_kinds", "")
     package = "mamba-ssm" if "M" in symbols else None
     if config.model.experimental_attention_variant == "gated_delta_net":
         package = "flash-linear-attention"
-    if config.distill is not None and config.distill.cache is None:
-        yield "memory and work are those of the student: the teacher's weights and forward passes come on top"
+    if config.distill is not None and config.distill.cache is None and teacher is None:
+        yield (
+            f"distill.teacher={config.distill.teacher} is not on this machine: memory and work are those of the "
+            "student, the teacher's come on top"
+        )
     if package:
         yield f"activations are those with the kernels of {package}; PyTorch alone keeps several times as much"

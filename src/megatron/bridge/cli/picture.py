@@ -114,14 +114,16 @@ def table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
         memory: From ``memory_per_rank``.
         layers: What each stage holds, in words.
     """
-    head = ("", "parameters", "weights", "gradients", "optimizer", "activations", "GB in all", "holds")
+    beside = ("teacher",) if any(rank.teacher for rank in memory) else ()
+    head = ("", "parameters", "weights", "gradients", "optimizer", "activations", *beside, "GB in all", "holds")
     rows: list[tuple[str, ...]] = [head]
     for stage in _some(len(memory), _ROWS):
         if stage is None:
             rows.append(("...", *[""] * (len(head) - 1)))
             continue
         rank = memory[stage]
-        sizes = (rank.weights, rank.gradients, rank.optimizer, rank.activations, rank.total)
+        teacher = (rank.teacher,) if beside else ()
+        sizes = (rank.weights, rank.gradients, rank.optimizer, rank.activations, *teacher, rank.total)
         rows.append((f"stage {stage}", f"{rank.parameters:,}", *map(gigabytes, sizes), layers[stage]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

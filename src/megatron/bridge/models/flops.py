@@ -13,8 +13,9 @@ gated delta net       6 x K x V for the state of key width K and value width V, 
                       64 x (3K + 2V): scores, outputs and a triangular system (see ``backends.gated_delta``)
 ====================  =================================================================================
 
-The backward pass costs twice as much, of frozen weights once as much. What is recomputed to save memory is not
-counted, nor are norms, activations and the embedding's look-up: this is the work that a model asks for.
+The backward pass costs twice as much, of frozen weights once as much; a teacher has none. What is recomputed to
+save memory is not counted, nor are norms, activations and the embedding's look-up: this is the work that a model
+asks for.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,14 +35,15 @@ _PASSES = 3  # forward, and two for the gradients of inputs and of weights
 _DELTA_CHUNK = 64
 
 
-def flops_per_token(chunks: Iterable[nn.Module], length: int) -> float:
+def flops_per_token(chunks: Iterable[nn.Module], length: int, teachers: Iterable[nn.Module] = ()) -> float:
     """Operations of one step for each token, forward and backward; to be called on all ranks of a model replica.
 
     Args:
         chunks: this rank's bare chunks of the model.
         length: tokens of a sequence; each attends to those before it.
+        teachers: bare chunks that only run forward, beside those of the model.
     """
-    here = local_flops_per_token(chunks, length)
+    here = local_flops_per_token(chunks, length) + local_flops_per_token(teachers, length, backward=False)
     if not dist.is_initialized():
         return here
     total = torch.tensor(here, dtype=torch.float64)
@@ -50,28 +52,30 @@ def flops_per_token(chunks: Iterable[nn.Module], length: int) -> float:
     return total.item()
 
 
-def local_flops_per_token(chunks: Iterable[nn.Module], length: int) -> float:
+def local_flops_per_token(chunks: Iterable[nn.Module], length: int, backward: bool = True) -> float:
     """The part of ``flops_per_token`` that this rank computes; all of it for a whole model on one rank."""
-    return sum(sum(_operations(chunk, length)) for chunk in chunks)
+    return sum(sum(_operations(chunk, length, backward)) for chunk in chunks)
 
 
-def _operations(chunk: nn.Module, length: int) -> Iterator[float]:
+def _operations(chunk: nn.Module, length: int, backward: bool) -> Iterator[float]:
     config: Any = chunk.config
     for name, module in chunk.named_modules():
         for weight in module.parameters(recurse=False):
             if weight.dim() > 1 and not name.endswith(_BY_THEMSELVES):
-                yield _of_weight(weight) * _share(weight, name, config)
-        yield _PASSES * _between(module, length)
+                yield _of_weight(weight, backward) * _share(weight, name, config)
+        yield (_PASSES if backward else 1) * _between(module, length)
     output: Any = getattr(chunk, "output_layer", None)
     if output is not None:
         tied = output.weight is None  # to the embedding's, which only looked up
         weight = chunk.shared_embedding_or_output_weight() if tied else output.weight  # type: ignore[operator]
         true = config.vocab_size / config.padded_vocab_size
-        yield _of_weight(weight) * true * (1 + (config.mtp_num_layers or 0))  # again for each further prediction
+        times = 1 + (config.mtp_num_layers or 0)  # again for each further prediction
+        yield _of_weight(weight, backward) * true * times
 
 
-def _of_weight(weight: torch.Tensor) -> float:
-    return (_PASSES - 1 + weight.requires_grad) * 2 * weight.numel()
+def _of_weight(weight: torch.Tensor, backward: bool) -> float:
+    passes = _PASSES - 1 + weight.requires_grad if backward else 1
+    return passes * 2 * weight.numel()
 
 
 def _share(weight: torch.Tensor, name: str, config: Any) -> float:

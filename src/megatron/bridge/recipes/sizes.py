@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model sizes as rows of numbers."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.recipes import spelling
+from megatron.bridge.recipes.catalog import catalog
 
 DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 """What differs between the sizes of most generations."""
@@ -69,6 +71,14 @@ class Unbridged(Size):
     def provider(self) -> GPTModelProvider:
         """A fresh provider of this size."""
         return GPTModelProvider(**self.numbers)
+
+
+def published_size(hub_id: str) -> Size | None:
+    """The size that the hub has under ``hub_id``, if a recipe knows it."""
+    modules = [importlib.import_module(name) for name in sorted({recipe.module for recipe in catalog().values()})]
+    values: list[Any] = [value for module in modules for value in vars(module).values()]
+    found = (value for value in values if isinstance(value, Size) and value.published)
+    return next((size for size in found if size.hub_id == hub_id), None)
 
 
 @dataclass(frozen=True)

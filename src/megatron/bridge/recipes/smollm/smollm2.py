@@ -59,9 +59,9 @@ def smollm2_1p7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigCo
 
 
 def smollm2_50m_distill_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM2 50M from SmolLM2 135M, 1 x H100 80GB: 18 GB, nothing is split.
+    """SmolLM2 50M from SmolLM2 135M, 1 x H100 80GB: 28 GB, nothing is split.
 
-    The teacher takes about 10 GB more, nearly all of it for logits.
+    The teacher takes 10 GB of these, nearly all of it for logits.
     """
     return distill(SMOLLM2_50M, SMOLLM2_135M, options, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4)
 

@@ -21,6 +21,7 @@ from megatron.bridge.checkpoint.collective import on_every_rank
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.distillation.pair import pair_of
 from megatron.bridge.training.optimizer import parts
 from megatron.bridge.training.resolve_data import tuning_parts
 from megatron.bridge.training.state import Run
@@ -41,7 +42,8 @@ class Speed:
     def __init__(self, config: ConfigContainer, run: Run) -> None:
         chunks = [unwrap(chunk) for chunk in run.model]
         known = not tuning_parts(config.dataset) and all(isinstance(chunk, LanguageModule) for chunk in chunks)
-        self._flops = flops_per_token(chunks, config.dataset.seq_length) if known else None
+        teachers = [unwrap(pair.teacher) for chunk in chunks if (pair := pair_of(chunk))]
+        self._flops = flops_per_token(chunks, config.dataset.seq_length, teachers) if known else None
         self._peak = config.logger.peak_tflops or device_tflops()
 
     def __call__(self, tokens_per_second: float) -> Numbers:
@@ -79,7 +81,8 @@ def memory() -> Numbers:
         return dict(zip(("memory GB", "peak memory GB", "reserved memory GB"), _gigabytes(sizes), strict=True))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     now = int(_STATUS.read_text().split()[1]) * _PAGE if _STATUS.exists() else most  # /proc is Linux's
-    return dict(zip(("memory GB", "peak memory GB"), _gigabytes([now, most]), strict=True))
+    # the kernel notes the maximum a little late
+    return dict(zip(("memory GB", "peak memory GB"), _gigabytes([now, max(now, most)]), strict=True))
 
 
 def _gigabytes(sizes: list[int]) -> list[float]:

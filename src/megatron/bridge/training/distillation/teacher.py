@@ -51,7 +51,17 @@ def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvid
     assert config.distill is not None, "asked for a run that distills"
     assert config.distill.teacher is not None, "a rule asks for a teacher"
     name = config.distill.teacher
-    provider = _declared(name, config.distill.trust_remote_code)
+    provider = in_layout(declared(name, config.distill.trust_remote_code), name, config, world_size)
+    _compare_tokenizers(config, name)
+    return provider
+
+
+def in_layout(provider: Any, name: str, config: ConfigContainer, world_size: int) -> GPTModelProvider:
+    """``provider``, changed to run beside ``config.model``.
+
+    Raises:
+        UserError: its vocabulary is not the student's, or it does not fit the layout.
+    """
     for field in SHARED:
         setattr(provider, field, getattr(config.model, field))
     tensor = provider.tensor_model_parallel_size
@@ -59,7 +69,6 @@ def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvid
     if tensor > 1 and groups % tensor and tensor % groups:
         provider.make_query_groups_divisible_by = tensor
     _refuse(name, [*_unlike_the_student(provider, config), *_unfit_for_the_layout(provider, config, world_size)])
-    _compare_tokenizers(config, name)
     return provider
 
 
@@ -104,7 +113,8 @@ def _identifying(teacher: str) -> list[Path]:
     return [listed] if listed.is_file() else sorted(path for path in directory.iterdir() if path.is_file())
 
 
-def _declared(name: str, trust_remote_code: bool) -> Any:
+def declared(name: str, trust_remote_code: bool) -> Any:
+    """The provider that a Hugging Face model or a Megatron checkpoint declares; building it loads the weights."""
     if not is_megatron(name):
         return AutoBridge.from_hf_pretrained(name, trust_remote_code=trust_remote_code).to_megatron_provider()
     provider: Any = from_plain(model_io.read_run_config(name)["model"])

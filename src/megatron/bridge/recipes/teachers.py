@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a teacher before a run that learns from it, without a network and without its weights."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.recipes.sizes import published_size
+from megatron.bridge.training.config import ConfigContainer
+
+
+def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | None:
+    """The teacher that runs beside ``config.model``, in its layout; None without one, or if it is not known here.
+
+    Args:
+        config: A config after ``validate(world_size)``.
+        world_size: Number of processes.
+
+    Raises:
+        UserError: it cannot run beside the model.
+    """
+    from megatron.bridge.training.distillation.teacher import in_layout
+
+    distill = config.distill
+    if distill is None or distill.teacher is None or distill.cache is not None:
+        return None
+    provider = _declared(distill.teacher, distill.trust_remote_code)
+    return None if provider is None else in_layout(provider, distill.teacher, config, world_size)
+
+
+def _declared(name: str, trust_remote_code: bool) -> Any:
+    """From a directory, the size of a recipe, or what was downloaded before."""
+    from megatron.bridge.training.distillation.teacher import declared
+
+    if Path(name).is_dir():
+        return declared(name, trust_remote_code)
+    if (size := published_size(name)) is not None:
+        return size.provider()
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json") if name.count("/") == 1 else None
+    return declared(str(Path(found).parent), trust_remote_code) if isinstance(found, str) else None
