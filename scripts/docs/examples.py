@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For mkdocstrings: ``Example:`` is a section of code like ``Examples:``, which is all that it knows by itself."""
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+
+class ExampleSections(Extension):
+    """Renames the section while docstrings are read."""
+
+    def on_object(self, *, obj: Object, **kwargs: Any) -> None:
+        """Called for each object of the package."""
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
