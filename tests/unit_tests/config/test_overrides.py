@@ -188,6 +188,7 @@ BAD = [
     ("model.derived=3", "model.derived is computed from other values and cannot be set"),
     ("model._hidden=3", "model._hidden is computed"),
     ("model.layers.x=3", "model.layers.x cannot be set: model.layers is 2, which has no members"),
+    ("model.block.buckett=5", "there is no model.block.buckett in Block; did you mean model.block.bucket?"),
     ("model=x", "model: it is a group: set its members, such as layers, rate, name"),
     ("train=3", "train must be a Train, not 3"),
     ("train.seed", "'train.seed' is not of the form key.sub=value"),
@@ -288,3 +289,26 @@ def test_annotated_yaml_says_the_origin_and_reads_back():
     assert "  seed: 9  # recipe\n" in text
     assert "  # command line:\n  table:\n" in text
     assert load_yaml(text) == config
+
+
+def test_a_member_begins_its_unset_group():
+    config = Config()
+    origins.start(config)
+    origins.record(config, apply_overrides(config, ["model.block.bucket=5"]))
+    assert config.model.block == Block(bucket=5)
+    assert origins.origin(config, "model.block.bucket") == "command line"
+    assert origins.origin(config, "model.block.overlap") == "default"
+
+
+def test_a_group_that_is_begun_for_nothing_stays_unset():
+    config = Config()
+    with pytest.raises(UserError, match=r"model\.block\.bucket must be an integer or null, not 'x'"):
+        apply_overrides(config, ["model.block.overlap=true", "model.block.bucket=x"])
+    assert config == Config()
+
+
+def test_one_of_several_classes_is_not_begun():
+    from tests.toy_run import toy_config
+
+    with pytest.raises(UserError, match=r"peft is None, which has no members; set peft itself"):
+        apply_overrides(toy_config(), ["peft.seed=1"])

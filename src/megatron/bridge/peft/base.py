@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -40,6 +40,8 @@ class PEFT:
                         module.requires_grad_(True)
                     return module
     """
+
+    __one_of_several__: ClassVar[bool] = True  # a method is chosen by name, not by setting a member
 
     modules_to_save: list[str] = field(default_factory=list)
     seed: int | None = None

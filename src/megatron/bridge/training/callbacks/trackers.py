@@ -5,6 +5,7 @@ Their runs are found again: a resumed run goes on in the one whose id lies in ``
 lost with a killed process are written again, under their own numbers.
 """
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.config.serialize import dump_yaml, to_plain
+from megatron.bridge.utils.environment import environment
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional import optional
 
@@ -38,7 +40,7 @@ class WandbOutput:
                 dir=logger.wandb_save_dir or logger.log_dir,
                 id=known,
                 resume=None if known is None else "allow",
-                config=to_plain(self._config),
+                config=to_plain(self._config) | {"environment": environment()},
             )
         except (wandb.Error, OSError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -80,6 +82,7 @@ class MLflowOutput:
             self._id = self._new_run() if known is None else known
             self._client.update_run(self._id, status="RUNNING")
             self._client.log_text(self._id, dump_yaml(self._config), "run_config.yaml")
+            self._client.log_text(self._id, json.dumps(environment(), indent=2), "environment.json")
         except (mlflow.MlflowException, OSError) as error:
             self._client = None
             reason = " ".join(str(error).split())[:200]

@@ -38,6 +38,7 @@ def record(config: Any, changes: Iterable[Change]) -> None:
         while key not in leaves and not members and "." in key:  # a member of a mapping counts for the mapping
             key = key.rpartition(".")[0]
         found.update(dict.fromkeys(members or [key], change.origin))
+    found.update({leaf: DEFAULT for leaf in leaves if leaf not in found})  # of groups that were unset
 
 
 def mark_derived(config: Any, before: dict[str, Any]) -> None:

@@ -3,14 +3,15 @@
 
 Values are YAML: ``model.num_layers=4``, ``optimizer.lr=1e-4``, ``dataset.split=[9,1,0]``,
 ``checkpoint.save=null``, ``model.activation_func=silu``, ``model.rope_parameters.factor=8``. What is written as a
-mapping sets the members of a group: ``ddp={overlap_grad_reduce: true}``.
+mapping sets the members of a group: ``ddp={overlap_grad_reduce: true}``. A group that is unset (null) begins with
+its defaults when a member is set: ``profiling.use_pytorch_profiler=true``.
 """
 
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.coerce import MisfitError, coerce, field_types
@@ -163,6 +164,7 @@ def _parse(item: str, problems: list[str]) -> _Request | None:
 
 
 def _apply(config: Any, requests: list[_Request], origin: str, problems: list[str]) -> list[Change]:
+    begun = [slot for request in requests for slot in _begin_groups(config, request.key.split(".")[:-1])]
     leaves = [leaf for request in requests for leaf in _leaves(config, request)]
     problems.extend(_repeated([leaf.key for leaf in leaves]))
     planned: list[tuple[_Slot, Change]] = []
@@ -173,11 +175,37 @@ def _apply(config: Any, requests: list[_Request], origin: str, problems: list[st
         except UserError as error:
             problems.append(str(error))
     if problems:
+        for slot in reversed(begun):
+            slot.set(None)
         raise UserError("\n".join(problems))
     for slot, change in planned:
         slot.set(change.new)
     check_sticks(config, [change for _, change in planned])
     return [change for _, change in planned]
+
+
+def _begin_groups(config: Any, names: list[str]) -> Iterator["_Slot"]:
+    """Give the unset groups of a dotted key their defaults; yields where they were put."""
+    owner: Any = config
+    for depth, name in enumerate(names):
+        if not _is_group(owner) or (child := _child(owner, name)) is _MISSING:
+            return
+        if child is None and (kind := _kind_of_unset(owner, name)) is not None:
+            slot = _Slot(".".join(names[: depth + 1]), owner, name, kind, nullable=True)
+            slot.set(kind())
+            yield slot
+        owner = getattr(owner, name)
+
+
+def _kind_of_unset(owner: Any, name: str) -> "type[Any] | None":
+    """The dataclass of a field ``Kind | None``; None if there is a choice, or it does not begin by itself."""
+    annotation = field_types(cast("type[Any]", type(owner))).get(name)
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    if len(kinds) != 1 or not dataclasses.is_dataclass(kinds[0]) or hasattr(kinds[0], "__one_of_several__"):
+        return None
+    entries = dataclasses.fields(kinds[0])
+    given = (entry.default is entry.default_factory is dataclasses.MISSING for entry in entries if entry.init)
+    return None if any(given) else cast("type[Any]", kinds[0])
 
 
 def _repeated(keys: list[str]) -> list[str]:
