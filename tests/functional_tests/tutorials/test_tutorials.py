@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tutorial is run as its README.md says, and its outcome is looked at.
+"""Every tutorial is run as its README.md and tutorials.md say, and its outcome is looked at.
 
 Scripts that follow each other share one interpreter here, because each would take seconds to start; those that
 start processes of their own have one to themselves. All write into a folder that is thrown away.

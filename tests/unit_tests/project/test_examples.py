@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples of each family are there, and say what the code says."""
+
+import json
+import runpy
+
+import pytest
+
+from tests.unit_tests.project.tree import ROOT
+
+MADE = runpy.run_path(str(ROOT / "scripts/docs/families.py"))
+PAGES = MADE["pages"]()
+
+
+def test_every_family_has_examples():
+    models = ROOT / "src/megatron/bridge/models"
+    families = {path.parent.name for path in models.glob("*/*_bridge.py") if path.parent.name != "conversion"}
+    assert {page.parent.name for page in PAGES} == families
+    assert [page.parent.name for page in PAGES if not list(page.parent.glob("*.json"))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_page_is_current(page):
+    assert MADE["written"](page) == page.read_text(), "run `make examples` and commit examples/models"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_recipe_trains_the_model_that_is_named(page):
+    """The model on the hub is the one whose tokenizer and numbers the recipe has."""
+    from megatron.bridge.recipes.catalog import find
+
+    stem, model = MADE["START"].search(page.read_text()).groups()
+    if stem:
+        assert find(f"{stem}_finetune_config").build(dataset_root="x").tokenizer.tokenizer_model == model
+
+
+def test_every_architecture_of_transformers_has_a_toy():
+    """All but those whose class is on the hub, whose text alone is converted, or whose toy would be Mistral's."""
+    from megatron.bridge import AutoBridge
+
+    toys = {
+        json.loads(path.read_text())["architectures"][0] for path in (ROOT / "examples/models").glob("*/*.json")
+    }
+    without = set(AutoBridge.list_supported_models()) - toys
+    assert without == {"DeciLMForCausalLM", "Mistral3ForConditionalGeneration", "MinistralForCausalLM"}
