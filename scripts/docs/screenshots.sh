@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Pictures of all pages of site/ (run `make docs` first), to be looked at: wide, narrow and dark. No other host is in reach.
+# Pictures of all pages of site/ (after `make docs`) to look at: wide, narrow, dark. No other host is in reach.
 # usage: scripts/docs/screenshots.sh OUT [WORDS]   needs chromium; WORDS: a pattern of pages
 set -euo pipefail
 cd "$(dirname "$0")/../../site"
