@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig, ValidationConfig
-from tests.toy_run import run_toy, whole_weights
+from tests.toy_run import first_weight, run_toy, whole_weights
 from tests.toy_samples import dataset
 from tests.workers import forget_model_parallel
 
@@ -399,6 +399,12 @@ def compare(records, reference):
         grad_norms=_relative(first.grad_norms, reference.grad_norms),
         weights=max(float((weights[name] - expected[name]).abs().max()) for name in weights),
     )
+
+
+def moved(record):
+    """How far the weights of a single-process run, by name, are from where they started."""
+    final = whole_weights([record])
+    return {name: float((weight - first_weight(name, weight.shape)).abs().max()) for name, weight in final.items()}
 
 
 def _relative(values, expected):

@@ -113,15 +113,16 @@ def local_shards(chunks):
 def initialize_by_name(chunks):
     """Fill every weight from a generator seeded by its name and layer, as if the whole weight were drawn."""
     for shard in local_shards(chunks):
-        whole = _whole(shard)
+        whole = first_weight(shard.key, shard.global_shape)
         place = tuple(slice(start, start + size) for start, size in _place(shard))
         shard.data.copy_(whole[place].reshape(shard.data.shape))
 
 
-def _whole(shard):
-    generator = torch.Generator().manual_seed(zlib.crc32(shard.key.encode()))
-    whole = torch.randn(shard.global_shape, generator=generator)
-    return 1 + 0.1 * whole if "norm" in shard.key else 0.05 * whole
+def first_weight(name, shape):
+    """The whole weight of a name, as every run begins with."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    whole = torch.randn(shape, generator=generator)
+    return 1 + 0.1 * whole if "norm" in name else 0.05 * whole
 
 
 def _place(shard):

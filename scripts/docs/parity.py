@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the matrix of ``tests/parity.py`` and write its figures into docs/parity.md: ``make parity``.
+
+``make parity ONLY="packed experts"`` runs the models whose names have one of these words and keeps the other
+figures of the page; a figure beyond its tolerance ends it with an error, after the page is written.
+"""
+
+import re
+import sys
+import tempfile
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # of the worker processes, too
+
+if TYPE_CHECKING:
+    from tests.parity import Figures
+
+PAGE = ROOT / "docs" / "parity.md"
+START, END = "<!-- figures: make parity -->\n", "<!-- end of figures -->\n"
+HEAD = "| layout | processes | losses | held-out losses | further losses | gradient norms | weights | measured |"
+Cell = tuple[str, str]
+
+
+def row(layout: str, processes: int, figures: "Figures", day: str) -> str:
+    """A row of the table of a model."""
+    values = [f"{value:.1e}" if value else "0" for value in asdict(figures).values()]
+    return f"| {' | '.join([layout, str(processes), *values, day])} |"
+
+
+def known_rows(text: str) -> dict[Cell, str]:
+    """The rows that the page has, by the names of model and layout."""
+    rows: dict[Cell, str] = {}
+    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+        for line in re.findall(r"^\| .* \|$", section, flags=re.MULTILINE):
+            if line != HEAD:
+                rows[section.partition("\n")[0], line.split("|")[1].strip()] = line
+    return rows
+
+
+def tables(rows: dict[Cell, str]) -> str:
+    """A section with the tolerance and a table for each model."""
+    from tests.parity import CELLS, MODELS
+
+    lines = [
+        f"{sum(map(len, CELLS.values()))} cells: {len(CELLS)} models, each under the layouts that concern it.",
+        "",
+    ]
+    for model, layouts in CELLS.items():
+        limits = ", ".join(
+            f"{name.replace('_', ' ')} {value:.1e}" for name, value in asdict(MODELS[model].tolerance).items()
+        )
+        lines += [f"### {model}", "", f"Tolerance: {limits}.", "", HEAD, "|---|---|---|---|---|---|---|---|"]
+        lines += [rows[model, layout] for layout in layouts if (model, layout) in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def page(text: str, rows: dict[Cell, str]) -> str:
+    """The page with its figures made anew."""
+    before, rest = text.split(START)
+    return before + START + tables(rows) + END + rest.split(END)[1]
+
+
+def measure(words: list[str], rows: dict[Cell, str]) -> list[Cell]:
+    """Put the figures of the models with these words (all without words) into ``rows``; returns what is beyond."""
+    from tests import parity
+    from tests.toy_samples import write_samples
+    from tests.workers import WorkerPool
+
+    folder = write_samples(tempfile.mkdtemp())
+    singles, pools = parity.Singles(folder), {size: WorkerPool(size) for size in (2, 4)}
+    day, beyond = f"{datetime.now(UTC):%Y-%m-%d}", []
+    for model, layout in parity.cells():
+        if words and not any(word in model for word in words):
+            continue
+        size = parity.LAYOUTS[layout].processes
+        figures = parity.measure(pools[size], singles, model, layout, folder)
+        rows[model, layout] = row(layout, size, figures, day)
+        sys.stderr.write(f"{model}: {rows[model, layout]}\n")
+        if figures.beyond(parity.MODELS[model].tolerance):
+            beyond.append((model, layout))
+    for pool in pools.values():
+        pool.close()
+    singles.close()
+    return beyond
+
+
+def main() -> None:
+    """Measure, write the page, and say what is beyond its tolerance."""
+    rows = known_rows(PAGE.read_text())
+    beyond = measure(sys.argv[1:], rows)
+    PAGE.write_text(page(PAGE.read_text(), rows))
+    if beyond:
+        sys.exit(f"beyond their tolerance: {beyond}")
+
+
+if __name__ == "__main__":
+    main()
