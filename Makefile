@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target sets up .venv first if it is missing or out of date. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup launch-setup demo check lint unit functional test docs models recipes bench lock clean
+.PHONY: help setup launch-setup demo check lint unit functional test docs models recipes parity examples bench lock clean
 
 BIN := .venv/bin
 # pyright runs from its wheel; without this it asks a server whether a newer one exists.
@@ -49,9 +49,13 @@ models: setup  ## write the table of docs/models.md from the registry
 
 recipes: setup  ## write memory, lists and table of the recipes (ONLY="words": memory of these; ONLY=-: of none)
 	$(BIN)/python scripts/docs/recipes.py $(ONLY)
+	$(BIN)/python scripts/docs/families.py
 
 parity: setup  ## compare all layouts with one process and write docs/parity.md (ONLY="words": models with one of these)
 	$(BIN)/python scripts/docs/parity.py $(ONLY)
+
+examples: setup  ## write what follows from the code in examples/models/<family>/README.md
+	$(BIN)/python scripts/docs/families.py
 
 bench: setup  ## measure conversion and training against their references
 	$(BIN)/python -m benchmarks
