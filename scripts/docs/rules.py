@@ -11,10 +11,10 @@ START, END = "<!-- table: scripts/docs/rules.py -->\n", "<!-- end of table -->\n
 
 def table() -> str:
     """A Markdown table with a row for each rule: its name, and why there is one."""
-    from megatron.bridge.training.rules import RULES, SIZES
+    from megatron.bridge.training.rules import HERE, RULES, SIZES
 
     lines = ["| rule | why |", "|---|---|"]
-    for rule in (*SIZES, *RULES):
+    for rule in (*SIZES, *RULES, *HERE):
         why = (inspect.getdoc(rule) or "").partition("\n")[0]
         lines.append(f"| {rule.__name__.replace('_', ' ')} | {why} |")
     return "\n".join(lines) + "\n"

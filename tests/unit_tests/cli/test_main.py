@@ -44,7 +44,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "there is no command trian; did you mean train?"),
+        (["trian"], "there is no command trian; did you mean train or trace?"),
         (["train", "--recipee", "x"], "unrecognized arguments: --recipee; did you mean --recipe"),
         (["train", "--mode", "dpo"], "invalid choice: 'dpo'"),
         (["--bogus"], "unrecognized arguments: --bogus"),

@@ -231,3 +231,15 @@ def test_values_that_are_not_defaults(capfd):
         "model.activation_func=torch.nn.functional.silu  (default torch.nn.functional.gelu, from script)" in lines
     )
     assert not [line for line in lines if line.startswith(("scheduler.lr_decay_iters", "model.seq_length=None"))]
+
+
+def test_what_a_gpu_is_needed_for_is_asked_of_the_machine_that_runs():
+    """A launch from a machine without GPUs is validated for another one."""
+    from megatron.bridge.training.config import ProfilingConfig
+
+    profiling = ProfilingConfig(use_nsys_profiler=True, nvtx_ranges=True)
+    config = tiny(train={"train_iters": 20}, profiling=profiling, logger=LoggerConfig(log_energy=True))
+    config.validate(world_size=1)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match=r"profiling.use_nsys_profiler=True needs a GPU"):
+            config.validate()

@@ -193,6 +193,8 @@ def _checked_config(args: argparse.Namespace, options: "LaunchOptions") -> str:
     job = train.prepare(args)
     text = origins.annotated_yaml(job.config)
     job.config.validate(options.world_size)
+    if options.nsys and not (job.config.profiling and job.config.profiling.use_nsys_profiler):
+        raise UserError("--nsys waits for a range that no step opens: add profiling.use_nsys_profiler=true")
     return text
 
 

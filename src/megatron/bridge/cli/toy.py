@@ -377,5 +377,6 @@ def _schedule(toy: Toy, steps: int) -> None:
         config.model.vocab_size = config.tokenizer.vocab_size = VOCABULARY
     config.logger.log_interval, config.logger.tensorboard_dir, config.logger.log_dir = 1, None, None
     config.dist.distributed_backend = "gloo"
-    for name in ("ft", "nvrx_straggler", "inprocess_restart"):  # of a launcher
+    config.logger.log_energy = False
+    for name in ("ft", "nvrx_straggler", "inprocess_restart", "profiling"):  # of a launcher, of a longer run
         setattr(config, name, None)

@@ -506,14 +506,15 @@ class ConfigContainer:
         # these modules read this one's dataclasses
         from megatron.bridge.training.resolve import resolve, without_quantisation
         from megatron.bridge.training.resolve_data import resolve_data
-        from megatron.bridge.training.rules import RULES, SIZES, violations
+        from megatron.bridge.training.rules import HERE, RULES, SIZES, violations
 
         here = world_size is None
         world_size = process.world_size() if world_size is None else world_size
         _refuse(violations(SIZES, self, world_size))
         findings = resolve(self, world_size, here)
         findings.notes += resolve_data(self, world_size)
-        _refuse([*findings.problems, *self.dataset.problems(), *violations(RULES, self, world_size)])
+        rules = (*RULES, *HERE) if here else RULES
+        _refuse([*findings.problems, *self.dataset.problems(), *violations(rules, self, world_size)])
         try:
             (self.model if here else without_quantisation(self.model)).finalize()
         except (ValueError, AssertionError) as error:

@@ -65,7 +65,7 @@ NAMES = [
     Mistake("no recipe", ["train"], ("nothing to run", "--recipe NAME")),
     Mistake("only a dry run", ["train", "--dry-run"], ("nothing to run", "--recipe NAME")),
     Mistake("a list of nothing", ["train", "--list", "gpt9"], ("no recipe contains 'gpt9'",)),
-    Mistake("misspelt command", ["trian"], ("there is no command trian", "did you mean train?")),
+    Mistake("misspelt command", ["trian"], ("there is no command trian", "did you mean train or trace?")),
     Mistake("misspelt option", [*PRETRAIN, "--dryrun"], ("--dryrun", "did you mean --dry-run")),
     Mistake("option without its value", ["train", "--recipe"], ("--recipe", "expected one argument")),
     Mistake("unknown mode", [*PRETRAIN, "--mode", "rl"], ("--mode", "'rl'", "pretrain")),

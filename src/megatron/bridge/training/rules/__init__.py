@@ -123,11 +123,16 @@ RULES: tuple[Rule, ...] = (
     values.skipping_has_a_folder,
     faults.non_persistent_is_whole,
     faults.memory_outlives_the_run,
-    faults.kernels_are_timed_on_gpus,
     faults.scores_are_asked_for,
     faults.restarts_have_their_times,
     faults.simulated_faults_have_a_rank,
     faults.simulated_faults_happen_once,
+)
+
+# What this machine must have; not asked of a config that is validated for another one.
+HERE: tuple[Rule, ...] = (
+    faults.kernels_are_timed_on_gpus,
+    profiling.gpus_are_measured_where_they_are,
 )
 
 
