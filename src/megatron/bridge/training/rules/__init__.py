@@ -112,7 +112,6 @@ RULES: tuple[Rule, ...] = (
     profiling.profiles_are_of_something,
     profiling.profilers_exclude_each_other,
     profiling.profiles_are_written,
-    profiling.gpus_are_measured_where_they_are,
     profiling.peaks_are_positive,
     values.no_partial_checkpointing,
     optimizers.no_fsdp_yet,
