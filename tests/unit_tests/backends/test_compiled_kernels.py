@@ -205,6 +205,20 @@ def test_a_norm_is_compiled_once_for_each_width_and_then_for_any_rows(monkeypatc
     assert counters["stats"]["unique_graphs"] <= 2 * per_width * len(weights)
 
 
+@pytest.mark.slow
+def test_a_norm_of_many_forms_stays_compiled(monkeypatch):
+    """PyTorch gives up after 8 by default, without an error."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(compiled_kernels, "can_compile", lambda: True)
+    torch._dynamo.reset()
+    counters.clear()
+    widths = range(16, 176, 16)
+    for width in widths:
+        rms_norm(random(4, width), torch.nn.Parameter(torch.ones(width)), 1e-5)
+    assert counters["stats"]["unique_graphs"] == len(widths)
+
+
 @pytest.mark.parametrize("part", ["rotary", "packed", "loss"])
 def test_install_reaches_megatron_core(monkeypatch, part):
     from megatron.core import tensor_parallel

@@ -28,6 +28,10 @@ from megatron.bridge.backends.torch_kernels import (
 
 CHUNK = 1 << 27  # logits of a block: at most 0.5 GB in fp32 if nothing compiles, and few launches if all does
 
+# One formula is compiled for each width, dtype, and set of tensors that need gradients, first for one number of
+# rows and then for any; beyond PyTorch's limit of 8 it would run operation by operation.
+FORMS = 64
+
 _log = logging.getLogger(__name__)
 _warned: list[str] = []
 
@@ -37,7 +41,10 @@ def compiled[**P, T](formula: Callable[P, T]) -> Callable[P, T]:
 
     @functools.cache
     def fast() -> Callable[P, T]:  # not yet: the compiler takes two seconds to import, and many never need it
-        return torch.compile(formula, fullgraph=True)
+        from torch._dynamo import config
+
+        config.recompile_limit = max(config.recompile_limit, FORMS)
+        return torch.compile(formula)
 
     @functools.wraps(formula)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
