@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of a run that nvidia-resiliency-ext watches: ``python -m ... KIND FOLDER``; its results go to FOLDER."""
+"""A rank of a run with nvidia-resiliency-ext: ``python -m ... KIND FOLDER``; its results go to FOLDER."""
 
 import os
 import pickle
@@ -72,7 +72,15 @@ def relaunched(folder, kind):
     return run_to(folder / "run", STEPS, arguments), []
 
 
+def in_background(folder):
+    """Saves through a process of nvidia-resiliency-ext, and goes on from the second one."""
+    options = {"save_interval": 2, "async_save": True, "async_strategy": "nvrx"}
+    first = run_to(folder / "run", STEPS, {**PLAIN, "checkpoint": options})
+    return first, [step for step in range(STEPS + 1) if (folder / "run" / f"iter_{step:07}").exists()]
+
+
 KINDS = {
+    "in_background": in_background,
     "exception": restarted,
     "in_memory": lambda folder: restarted(folder, **IN_MEMORY),
     "rank_killed": lambda folder: relaunched(folder, "rank_killed"),

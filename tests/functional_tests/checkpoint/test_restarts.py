@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restarts by nvidia-resiliency-ext, within the processes and by its launcher: the run is the undisturbed one."""
+"""Restarts and saves by nvidia-resiliency-ext: the run is the undisturbed one."""
 
 import importlib.util
 import json
@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.bridge.checkpoint import layout, manifest, verification
 from tests.functional_tests.checkpoint.restarts import PLAIN
-from tests.functional_tests.checkpoint.runs import STEPS, run_to
+from tests.functional_tests.checkpoint.runs import STEPS, run_to, tensors_of
 
 REPOSITORY = Path(__file__).parents[3]
 BESIDE = REPOSITORY / ".cache/resiliency"  # where scripts/extra.sh installs it
@@ -116,3 +118,51 @@ def test_the_launcher_restarts_what_was_killed_or_hangs(tmp_path, undisturbed, k
     happened = json.loads((tmp_path / "run" / "simulated_fault.json").read_text())
     assert happened["rank"] == 1
     assert happened["signal"] == {"rank_killed": "SIGKILL", "rank_hung": "SIGSTOP"}[kind]
+
+
+def test_its_writing_process_makes_the_same_checkpoints(two_workers, tmp_path):
+    plain = {**PLAIN, "checkpoint": {"save_interval": 2}}
+    expected = two_workers.run(run_to, tmp_path / "plain", STEPS, plain)
+    said = _within(tmp_path, "in_background")
+    assert (tmp_path / "0").exists(), said
+    results = _results(tmp_path)
+    _assert_same(results, expected)
+    assert [saved for _, saved in results] == [[2, 4, 6]] * 2
+    for step in (2, 4, 6):
+        directory = layout.iteration_dir(tmp_path / "run", step)
+        verification.verify(directory)
+        whole = tensors_of(layout.iteration_dir(tmp_path / "plain", step))
+        found = tensors_of(directory)
+        assert all(torch.equal(found[key], value) for key, value in whole.items())
+    shard = next(layout.iteration_dir(tmp_path / "run", 6).glob("__0_*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(manifest.DamagedError, match=shard.name):
+        verification.verify(shard.parent)
+    resumed = two_workers.run(run_to, tmp_path / "run", STEPS, plain)  # from the one before the damaged one
+    assert resumed == expected
+
+
+def test_its_writing_process_that_fails_or_is_killed_publishes_nothing(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.functional_tests.checkpoint.nvrx_saves", str(tmp_path)],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert "File too large" in said.pop("no space")
+    assert "iter_0000003 cannot be written" in done.stdout
+    assert "was killed" in said.pop("killed")
+    assert said == {
+        "saved": [1.0],
+        "saved again": [2.0],
+        "terminated": [4.0],  # a launcher's SIGTERM goes to the whole group: what was begun is finished
+        "after that": [6.0],
+        "left": False,
+        "folders": ["iter_0000001", "iter_0000002", "iter_0000004", "iter_0000006"],
+    }

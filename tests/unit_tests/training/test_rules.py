@@ -455,6 +455,11 @@ CASES = {
         1,
         ["checkpoint.save_interval=5", "checkpoint.save"],
     ),
+    "background_has_a_writer": (
+        {"checkpoint.save": "run", "checkpoint.async_strategy": "nvrx"},
+        1,
+        ["async_strategy=nvrx", "async_save=True"],
+    ),
 }
 
 

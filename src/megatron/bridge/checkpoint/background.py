@@ -8,6 +8,7 @@ cannot be had safely where other threads run, nor where a GPU is used.
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from megatron.bridge.checkpoint.collective import forget_frames, portable
 from megatron.bridge.checkpoint.host_memory import HostMemory
@@ -20,12 +21,32 @@ Finish = Callable[[Callable[[], Written]], None]
 PATIENCE = 10.0
 
 
+class Writing(Protocol):
+    """What writes the files of this rank, meanwhile."""
+
+    def is_alive(self) -> bool:
+        """Whether it still does."""
+        ...
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it does not, or for ``timeout`` seconds."""
+        ...
+
+    def outcome(self) -> Written:
+        """What was written, once that is over."""
+        ...
+
+    def cancel(self) -> None:
+        """Have it end soon."""
+        ...
+
+
 class Background:
     """The save that goes on; all methods but ``reserve`` and ``abort`` are called on all ranks."""
 
     def __init__(self) -> None:
         self._memory = HostMemory()
-        self._writing: _Writing | None = None
+        self._writing: tuple[Writing, Finish] | None = None
 
     @property
     def busy(self) -> bool:
@@ -39,9 +60,14 @@ class Background:
     def start(self, prepared: Prepared, finish: Finish) -> None:
         """Begin to write, and have ``finish`` called with the result when all ranks have written."""
         assert not self.busy, "the save before is not published yet"
+        self._writing = self.begin(prepared), finish
+
+    def begin(self, prepared: Prepared) -> Writing:
+        """Copy what is to be written, and begin to write it."""
         prepared.copy_to(self._memory)
-        self._writing = _Writing(prepared, finish)
-        self._writing.start()
+        writing = _Thread(prepared)
+        writing.start()
+        return writing
 
     def poll(self, wait: bool = False) -> None:
         """Publish what has been written; with ``wait``, as soon as it has been.
@@ -49,36 +75,37 @@ class Background:
         Raises:
             CheckpointException: a rank could not write.
         """
-        writing = self._writing
-        if writing is None:
+        if self._writing is None:
             return
+        writing, finish = self._writing
         if wait:
             writing.join()
         if wait or dist.everywhere(not writing.is_alive()):
             self._writing = None
-            writing.finish(writing.outcome)
+            finish(writing.outcome)
 
     def abort(self) -> None:
         """Give up the save of this rank; it is not published."""
         if self._writing is not None:
-            self._writing.prepared.cancel()
-            self._writing.join(PATIENCE)
+            writing, _ = self._writing
+            writing.cancel()
+            writing.join(PATIENCE)
             self._writing = None
 
 
-class _Writing(threading.Thread):
+class _Thread(threading.Thread):
     """Writes the files of this rank, and keeps what was written, or why not."""
 
-    def __init__(self, prepared: Prepared, finish: Finish) -> None:
+    def __init__(self, prepared: Prepared) -> None:
         super().__init__(name="checkpoint", daemon=True)
-        self.prepared = prepared
-        self.finish = finish
+        self.cancel = prepared.cancel
+        self._prepared = prepared
         self._written: Written | None = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self._written = self.prepared.write_files()
+            self._written = self._prepared.write_files()
         except BaseException as error:  # raised by the training, where ``outcome`` is asked for
             forget_frames(error)
             self._error = portable(error)

@@ -195,6 +195,8 @@ class CheckpointConfig:
         load_optim, load_rng: Restore them.
         finetune: Take only weights from ``load``, and start at step 0.
         async_save: Write in the background; the run is stopped only until the state is safe from change.
+        async_strategy: Who writes then: a ``thread`` of each process, or ``nvrx``: a process of
+            nvidia-resiliency-ext beside each.
         verify: How a checkpoint is compared with its manifest before it is used: ``full`` reads every file,
             ``fast`` compares sizes and reads small files only.
         when_damaged: With a damaged checkpoint in ``save``: go on from the one before, or refuse to start.
@@ -217,6 +219,7 @@ class CheckpointConfig:
     load_rng: bool = True
     finetune: bool = False
     async_save: bool = False
+    async_strategy: Literal["thread", "nvrx"] = "thread"
     verify: Literal["full", "fast"] = "full"
     when_damaged: Literal["use_previous", "refuse"] = "use_previous"
     non_persistent_save_interval: int | None = None

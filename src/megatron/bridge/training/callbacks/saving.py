@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron.bridge.checkpoint import layout, lock, saving
 from megatron.bridge.checkpoint.background import Background
 from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.checkpoint.nvrx import NvrxBackground
 from megatron.bridge.training import non_persistent
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.checkpointing import forget_between, run_state, save_between, save_run
@@ -78,7 +79,7 @@ def _is_due(interval: int | None, step: int) -> bool:
 
 def _reserved(run: Run) -> Background:
     """A background with memory for the whole of a save."""
-    background = Background()
+    background = NvrxBackground() if run.config.checkpoint.async_strategy == "nvrx" else Background()
     background.reserve(saving.memory_for(run_state(run)))
     return background
 

@@ -119,6 +119,7 @@ RULES: tuple[Rule, ...] = (
     values.intervals_are_positive,
     values.time_limits_are_positive,
     values.checkpoints_have_a_folder,
+    values.background_has_a_writer,
     values.skipping_has_a_folder,
     faults.non_persistent_is_whole,
     faults.memory_outlives_the_run,

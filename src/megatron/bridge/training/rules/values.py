@@ -2,8 +2,10 @@
 """Rules on values that must fit each other, whatever the layout."""
 
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils.optional import installed, missing
 
 NOT_YET = ("tensor_inspect",)
+NVRX = "nvidia_resiliency_ext"
 
 
 def future_blocks_are_unset(config: ConfigContainer, world_size: int) -> str | None:
@@ -127,4 +129,18 @@ def checkpoints_have_a_folder(config: ConfigContainer, world_size: int) -> str |
         return "checkpoint.async_save=True without checkpoint.save: give the folder, or switch it off"
     if checkpoint.most_recent_k == 0 or checkpoint.most_recent_k < -1:
         return f"checkpoint.most_recent_k={checkpoint.most_recent_k}: must be at least 1, or -1 to keep all"
+    return None
+
+
+def background_has_a_writer(config: ConfigContainer, world_size: int) -> str | None:
+    """One that writes in the background, and is installed."""
+    checkpoint = config.checkpoint
+    if checkpoint.async_strategy not in ("thread", "nvrx"):
+        return f"checkpoint.async_strategy={checkpoint.async_strategy!r} is not known: choose thread or nvrx"
+    if checkpoint.async_strategy == "thread":
+        return None
+    if not checkpoint.async_save:
+        return "checkpoint.async_strategy=nvrx has no effect without checkpoint.async_save=True: set it, or thread"
+    if not installed(NVRX):
+        return missing(NVRX, "checkpoint.async_strategy=nvrx", "resiliency")
     return None
