@@ -25,7 +25,7 @@ def rows(heading):
 
 
 TABLES = {
-    "From Megatron-LM": 90,
+    "From Megatron-LM": 130,
     "`TrainingArguments`": 40,
     "`SFTConfig` of TRL": 8,
     "`LoraConfig` of peft": 12,
