@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 from megatron.bridge.checkpoint import distributed, saving, verification
@@ -48,17 +49,18 @@ def main(root):
     before = resource.prlimit(writer, resource.RLIMIT_FSIZE, (SIZE, resource.RLIM_INFINITY))
     said["no space"] = attempt(background, root / "iter_0000003", 3)
     resource.prlimit(writer, resource.RLIMIT_FSIZE, before)
-    os.kill(writer, signal.SIGTERM)
+    for child in psutil.Process().children():
+        child.terminate()
     said["terminated"] = attempt(background, root / "iter_0000004", 4)
     os.kill(writer, signal.SIGKILL)
     said["killed"] = attempt(background, root / "iter_0000005", 5)
     background.abort()
     said["after that"] = attempt(background, root / "iter_0000006", 6)
-    last = background._calls.persistent_caller.process
-    background.abort()
-    said["left"] = last.is_alive()
     said["folders"] = sorted(path.name for path in root.iterdir())
+    said["processes"] = [child.pid for child in psutil.Process().children()]
     sys.stdout.write(json.dumps(said))
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

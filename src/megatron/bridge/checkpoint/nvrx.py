@@ -8,10 +8,12 @@ one given here hashes all that is written, in that process, so the manifest is a
 """
 
 import ctypes
+import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,11 @@ class NvrxBackground(Background):
         """Start the process; memory comes with the first save, and is kept from then on."""
         from nvidia_resiliency_ext.checkpointing.async_ckpt import core, filesystem_async
 
-        filesystem_async.get_write_results_queue()
+        if filesystem_async._results_queue is None:
+            # the package would start a process for its queue that dies with SIGTERM, and outlives a killed rank
+            manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+            manager.start(_settle)
+            filesystem_async._results_queue = manager.Queue()
         self._calls = core.AsyncCallsQueue(cpu_shm_mode=True, sigterm_timeout=1.0)
         self._calls.schedule_async_request(core.AsyncRequest(_settle, (), []))
 
@@ -128,7 +134,7 @@ def _empty(queue: Any) -> None:
         queue.get()
 
 
-# ------------------------------------------------------------------------------------- in the writing process
+# ------------------------------------------------------------------------------------- in processes of its own
 
 
 def _settle() -> None:
