@@ -47,6 +47,7 @@ config = llama32_1b_pretrain_config(
     eval_interval=50,
     eval_iters=1,
     precision="fp32",  # few laptops compute in bf16
+    save_interval=50,
     dir=str(OUT / "pretrain"),
 )
 
