@@ -165,9 +165,13 @@ def test_what_is_wrong_is_one_sentence(tmp_path, workers):
         list(islice(train, 8))
     with pytest.raises(UserError, match="the part valid cannot be opened"):
         next(batches(provider(tmp_path / "wds", validation_split="valid"), split="valid"))
-    many = batches(provider(tmp_path / "wds", readers=8, validation_split="val"), split="valid", whole=8, micro=8)
+
+
+@needs_energon
+def test_a_reader_without_a_sample_is_named(tmp_path):
+    config = provider(write(tmp_path / "wds", [record(number) for number in range(8)]), readers=8)
     with pytest.raises(UserError, match="has a reader without a sample: use fewer readers"):
-        next(many)
+        next(batches(config, split="valid", whole=8, micro=8))
 
 
 @needs_energon
