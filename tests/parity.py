@@ -5,7 +5,7 @@ The one table behind ``tests/functional_tests/training/test_parity.py`` and docs
 """
 
 import gc
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,8 @@ MODELS = {
     "experts, means of microbatches": Model(EXPERTS | MEANS),
     "norms across heads": Model({"qk_norm_across_heads": True}),
     "norms of heads": Model({"qk_layernorm": True}),
-    "latent attention": Model(LATENT),
+    # its gradient norm jumps (0.6, then 1.7): there it hangs on the last bits of the weights ten times as much
+    "latent attention": Model(LATENT, tolerance=replace(FP32, grad_norms=3e-6)),
     "latent attention, experts, 1 further token": Model(LATENT | EXPERTS | {"mtp_num_layers": 1}),
     "2 further tokens": Model({"mtp_num_layers": 2}),
     "2 further tokens, tied embeddings": Model(TIED | {"mtp_num_layers": 2}),
@@ -137,10 +138,10 @@ LAYOUTS = {
     "PP2, 1 layer in the last stage": Layout(2, PP2 | {"num_layers_in_last_pipeline_stage": 1}),
     "PP2, embedding counts as a layer": Layout(2, PP2 | {"account_for_embedding_in_pipeline_split": True}),
     "PP2, loss counts as a layer": Layout(2, PP2 | {"account_for_loss_in_pipeline_split": True}),
-    "PP2, layout Ettt|tL": Layout(2, PP2 | {"pipeline_model_parallel_layout": "Ettt|tL"}),
-    "PP2, layout Ettt|tmmL": Layout(2, PP2 | {"pipeline_model_parallel_layout": "Ettt|tmmL"}),
+    "PP2, stages Ettt and tL": Layout(2, PP2 | {"pipeline_model_parallel_layout": "Ettt|tL"}),
+    "PP2, stages Ettt and tmmL": Layout(2, PP2 | {"pipeline_model_parallel_layout": "Ettt|tmmL"}),
     "PP2+VP2": Layout(2, PP2_VP2),
-    "PP2+VP2, layout E|tt|t|tL": Layout(2, PP2_VP2 | {"pipeline_model_parallel_layout": "E|tt|t|tL"}),
+    "PP2+VP2, stages E, tt, t and tL": Layout(2, PP2_VP2 | {"pipeline_model_parallel_layout": "E|tt|t|tL"}),
     "PP2+VP3, embedding and loss count as layers": Layout(
         2,
         PP2
@@ -193,9 +194,9 @@ CELLS = {
         "PP2, selective recomputation",
         "PP2, 1 layer in the first stage",
         "PP2, 1 layer in the last stage",
-        "PP2, layout Ettt|tL",
+        "PP2, stages Ettt and tL",
         "PP2+VP2",
-        "PP2+VP2, layout E|tt|t|tL",
+        "PP2+VP2, stages E, tt, t and tL",
         "PP2+VP3, embedding and loss count as layers",
         "CP2, all-gather",
         "CP2, all-to-all",
@@ -278,7 +279,7 @@ CELLS = {
         "TP2",
         "TP2+SP",
         "PP2",
-        "PP2, layout Ettt|tmmL",
+        "PP2, stages Ettt and tmmL",
         "PP2+VP2",
         "CP2, all-gather",
         "CP2, all-to-all",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed, padding-free and padded training take the same step, under every layout, and it is the right one.
+"""Packed, padding-free and padded training take the same step, and it is the right one.
 
-The right one is transformers' own model in float64, one sample at a time.
+The right one is transformers' own model in float64, one sample at a time. ``tests/parity.py`` has the layouts.
 """
 
 import json
@@ -91,7 +91,7 @@ def test_gradients_equal_transformers_in_double_precision(hf_directory, folder, 
         assert error <= 1e-6, f"{name}: {error:.1e}"
 
 
-# ---------------------------------------------------------------------------------------------------- every layout
+# ------------------------------------------------------------------------------------------------------- one step
 
 
 def one_step(folder, kind, layout=None, micro=1):
@@ -115,26 +115,6 @@ def one_step(folder, kind, layout=None, micro=1):
             "validation": ValidationConfig(),
         }
     )
-
-
-LAYOUTS = {
-    "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
-    "pp2 vp2": {
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-        "pipeline_dtype": torch.float32,
-    },
-    "cp2": {"context_parallel_size": 2},
-    "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
-    "pp4": {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.float32},
-    "tp2sp cp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2},
-    "pp2 cp2": {
-        "pipeline_model_parallel_size": 2,
-        "pipeline_dtype": torch.float32,
-        "context_parallel_size": 2,
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -174,14 +154,3 @@ def test_multi_token_prediction_stays_within_samples(folder):
     assert any("mtp" in name for name in weights[0])
     for name, weight in weights[0].items():
         assert (weights[1][name] - weight).abs().max() < 2e-6, name
-
-
-@pytest.mark.parametrize("kind", ["packed", "padding-free"])
-@pytest.mark.parametrize("layout", ["tp2sp", "pp2", "pp2 vp2", "cp2", "cp2 a2a"])
-def test_two_processes(two_workers, folder, padded_step, kind, layout):
-    check(two_workers.run(one_step, folder, kind, LAYOUTS[layout], 1 if kind == "packed" else 2), padded_step)
-
-
-@pytest.mark.parametrize("layout", ["pp4", "tp2sp cp2", "pp2 cp2"])
-def test_four_processes(four_workers, folder, padded_step, layout):
-    check(four_workers.run(one_step, folder, "packed", LAYOUTS[layout]), padded_step)
