@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For mkdocstrings: ``Example:`` is a section of code like ``Examples:``, which is all that it knows by itself."""
+"""For mkdocstrings: ``Example:`` is a section of code like ``Examples:``, and code may follow ``::``."""
 
 import re
 from typing import Any
@@ -13,4 +13,5 @@ class ExampleSections(Extension):
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         """Called for each object of the package."""
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
