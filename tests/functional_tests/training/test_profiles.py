@@ -15,7 +15,7 @@ from megatron.bridge.utils.errors import UserError
 from tests.toy_run import run_toy
 
 
-def profiled(folder):
+def profiled(folder, ranks, **shown):
     run_toy(
         {
             "model": {"tensor_model_parallel_size": 2, "num_layers": 1},
@@ -23,20 +23,20 @@ def profiled(folder):
             "validation": ValidationConfig(eval_interval=1, eval_iters=1),
             "logger": LoggerConfig(log_interval=1, log_dir=str(folder)),
             "profiling": ProfilingConfig(
-                use_pytorch_profiler=True,
-                profile_step_start=1,
-                profile_step_end=3,
-                profile_ranks=[],
-                record_shapes=True,
+                use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3, profile_ranks=ranks, **shown
             ),
         }
     )
 
 
+def shapes(folder):
+    profiled(folder, [], record_shapes=True)
+
+
 @pytest.fixture(scope="module")
 def run(two_workers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiled")
-    two_workers.run(profiled, folder)
+    two_workers.run(shapes, folder)
     return folder
 
 
@@ -131,6 +131,15 @@ def test_ranks_can_be_aligned_at_the_barrier(run, tmp_path, capsys):
     brought, _ = merged(folder, "--clock", "barrier", capsys=capsys)
     starts = [spans(brought, "step 2")[rank][0][0] for rank in RANKS]
     assert abs(starts[0] - starts[1]) < 1e6
+
+
+def test_one_rank_alone(two_workers, tmp_path, capsys):
+    """The others meet it before the first of the profiled steps, and once only."""
+    two_workers.run(profiled, tmp_path, [1])
+    assert list(traces.find_traces(tmp_path)) == [1]
+    trace, out = merged(tmp_path, capsys=capsys)
+    assert "events of rank 1," in out
+    assert list(spans(trace, "step 3")) == [RANKS[1]]
 
 
 def test_traces_that_cannot_be_merged_are_named(run, tmp_path):

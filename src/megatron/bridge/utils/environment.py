@@ -27,7 +27,7 @@ def environment() -> dict[str, Any]:
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": {"python": platform.python_version(), "hf-megatron-bridge": __version__} | _versions(),
         "gpu": _gpu(),
-        "git": {"hf-megatron-bridge": git_state(SOURCES), "working directory": git_state(Path.cwd())},
+        "git": {"hf-megatron-bridge": git_state(SOURCES), "working directory": git_state(Path())},
     }
 
 

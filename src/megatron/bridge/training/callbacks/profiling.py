@@ -19,11 +19,13 @@ from megatron.core import parallel_state
 from megatron.core import utils as core_utils
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megatron.bridge.checkpoint.collective import on_every_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer, ProfilingConfig
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import dist
 from megatron.bridge.utils.console import console
+from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.traces import FOLDER, METADATA_KEY, trace_name
 
 _MEMORY: Any = torch.cuda.memory  # its documented functions begin with an underscore
@@ -39,20 +41,25 @@ class Profiling(Callback):
         ranks = self._config.profile_ranks
         self._here = not ranks or dist.rank() in ranks
         self._phases = _Phases(self._config)
+        self._begun = False  # this and the next on all ranks alike, because they meet
+        self.open = False
         self._tools: list[_Tool] = []
         self._memory = _MemoryHistory(self._config)
 
     def on_train_start(self, context: Run) -> None:
         """Memory is watched from here on: what fills it is allocated in the first steps."""
-        if self._config.record_memory_history and self._here and _before_end(self._config, context):
-            self._memory.start(context)
+        config = self._config
+        if config.record_memory_history and context.progress.step < config.profile_step_end:
+            self.open = True
+            if self._here:
+                self._memory.start(context)
 
     def on_train_step_start(self, context: Run) -> None:
         """Start all tools at the first of the profiled steps."""
         config = self._config
         done = context.progress.step
         if config.profile_step_start <= done < config.profile_step_end:
-            if not self._tools:
+            if not self._begun:
                 self._start(context)
             self._phases.begin(done + 1)
 
@@ -66,23 +73,35 @@ class Profiling(Callback):
 
     def on_error(self, context: Run, error: BaseException) -> None:
         """What filled the memory is best seen where it was full; the other ranks are not needed for it."""
-        self._phases.end()
-        self.stop(context)
+        try:
+            self._phases.end()
+            self.stop(context)
+        except Exception as other:  # the error itself must be seen
+            console().print(f"profile: it cannot be written ({other})", markup=False)
 
     def _start(self, context: Run) -> None:
+        self._begun = self.open = True
         met = _meet()  # on all ranks, also those that are not profiled
         if self._here:
-            self._tools = _tools(self._config, self._folder, met)
+            self._tools = _tools(self._config, met)
         for tool in self._tools:
             tool.start(context)
 
     def stop(self, context: Run) -> None:
-        """Write what is there; nothing happens the second time."""
+        """Write what is there; nothing happens the second time.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        self.open = False
         tools, self._tools = self._tools, []
         if self._memory.running:
             tools = [*tools, self._memory]
         for tool in tools:
-            path = tool.stop(context, self._folder)
+            try:
+                path = tool.stop(context, self._folder)
+            except OSError as error:
+                raise UserError(f"{self._folder} cannot be written: {error.strerror}; choose another") from error
             if path is not None:
                 console().print(f"profile: {path} is written", markup=False)
 
@@ -96,15 +115,16 @@ class ProfilesWritten(Callback):
     def on_train_step_end(self, context: Run) -> None:
         """Behind the last of the profiled steps."""
         if context.progress.step >= self._last:
-            self._profiling.stop(context)
+            self._stop(context)
 
     def on_train_end(self, context: Run) -> None:
         """A run that ends earlier still leaves what there is."""
-        self._profiling.stop(context)
+        self._stop(context)
 
-
-def _before_end(config: ProfilingConfig, run: Run) -> bool:
-    return run.progress.step < config.profile_step_end
+    def _stop(self, context: Run) -> None:
+        """If one rank cannot write, all ranks stop."""
+        if self._profiling.open:
+            on_every_rank(lambda: self._profiling.stop(context))
 
 
 def _meet() -> int:
@@ -124,14 +144,10 @@ class _Tool:
         """End, and write what was found; what was written."""
 
 
-def _tools(config: ProfilingConfig, folder: Path, met: int) -> list[_Tool]:
-    if config.use_nsys_profiler:
-        return [_Nsys(config)]
-    return [_PyTorchTrace(config, met)] if config.use_pytorch_profiler else [_Nothing()]
-
-
-class _Nothing(_Tool):
-    """Ranges alone, for a profiler that was started by hand."""
+def _tools(config: ProfilingConfig, met: int) -> list[_Tool]:
+    """None for ranges alone, which a profiler sees that was started by hand."""
+    nsys: list[_Tool] = [_Nsys(config)] if config.use_nsys_profiler else []
+    return [*nsys, _PyTorchTrace(config, met)] if config.use_pytorch_profiler else nsys
 
 
 class _PyTorchTrace(_Tool):
