@@ -168,17 +168,16 @@ class TestEveryRecipe:
 
 
 def test_recipes_build_in_50_ms():
-    """Half of them, at least: a busy machine interrupts some."""
-    for recipe in catalog().values():
-        recipe.function()
-    times = sorted(map(timed, (recipe.build for recipe in catalog().values())))
-    assert times[len(times) // 2] < 0.05
+    """Each of them, of CPU time: other work on the machine does not count. The best of three does."""
+    functions = {name: recipe.function() for name, recipe in catalog().items()}
+    times = {name: min(timed(function) for _ in range(3)) for name, function in functions.items()}
+    assert {name: seconds for name, seconds in times.items() if seconds >= 0.05} == {}
 
 
 def timed(function):
-    start = time.perf_counter()
+    start = time.process_time()
     function()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def test_no_golden_file_is_left_over():

@@ -42,7 +42,7 @@ def rehearse(job: Job, steps: int, step_func: str, asked: int | None) -> int:
     world_size = asked or job.world_size or 1
     small = _shrunk(job, world_size, steps)
     folder = Path(tempfile.mkdtemp(prefix="megatron-bridge-rehearsal-"))
-    _write_plan(folder, job, small, steps, step_func)
+    exports = _write_plan(folder, job, small, steps, step_func)
     terminal = console()
     terminal.print(f"rehearsal of {job.source}: {world_size} processes = {small.original}", markup=False)
     terminal.print(f"as {small.layout.ranks} processes = {small.layout}, at toy width over gloo", markup=False)
@@ -54,7 +54,8 @@ def rehearse(job: Job, steps: int, step_func: str, asked: int | None) -> int:
         line = f"proven: {result['what']}: {result['result']} ({result['seconds']:.0f} s)"
         terminal.print(line, markup=False)
     shutil.rmtree(folder)
-    terminal.print("not proven: memory, speed, and what only the full size shows", markup=False)
+    more = "" if exports else "export, as this model has no Hugging Face form here, "
+    terminal.print(f"not proven: {more}memory, speed, and what only the full size shows", markup=False)
     return 0
 
 
@@ -82,7 +83,8 @@ def _validated(small: toy.Toy) -> None:
     config.validate(small.layout.ranks)
 
 
-def _write_plan(folder: Path, job: Job, small: toy.Toy, steps: int, step_func: str) -> None:
+def _write_plan(folder: Path, job: Job, small: toy.Toy, steps: int, step_func: str) -> bool:
+    """Tell the conductor what to do; whether that ends with an export."""
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
     hf_config = _without_far_tokens(AutoBridge.hf_config_of(small.config.model))
@@ -94,6 +96,7 @@ def _write_plan(folder: Path, job: Job, small: toy.Toy, steps: int, step_func: s
     (folder / CONFIG).write_text(small.config.to_yaml())
     plan = {"mode": mode, "ranks": small.layout.ranks, "steps": steps, "step_func": step_func, "hf": hf_config}
     (folder / PLAN).write_text(json.dumps(plan, default=str))
+    return hf_config is not None
 
 
 def _without_far_tokens(hf_config: dict[str, Any] | None) -> dict[str, Any] | None:

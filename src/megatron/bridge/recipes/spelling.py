@@ -42,11 +42,11 @@ def _rope(entries: dict[str, Any]) -> dict[str, Any]:
     """Rotary embeddings under one key."""
     if "rope_theta" not in entries:
         return entries
-    scaling = entries.pop("rope_scaling", None) or {}
+    scaling: dict[str, Any] = entries.pop("rope_scaling", None) or {}
     theta, share = entries.pop("rope_theta"), entries.pop("partial_rotary_factor", None)
     partial = {} if share is None else {"partial_rotary_factor": share}
-    kind = scaling.get("type", "default")  # of old; it may stay beside its new name
-    parameters: dict[str, Any] = {"rope_type": kind, **scaling, "rope_theta": theta, **partial}
+    parameters: dict[str, Any] = {**scaling, "rope_theta": theta, **partial}
+    parameters.setdefault("rope_type", scaling.get("type", "default"))  # the old name may stay beside the new
     if "rope_local_base_freq" in entries:
         local = {"rope_type": "default", "rope_theta": entries.pop("rope_local_base_freq")}
         parameters = {"full_attention": parameters, "sliding_attention": local}
