@@ -180,6 +180,7 @@ def test_label_smoothing_is_left_to_megatron_core(one_rank):
 
 def test_without_triton_the_log_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(compiled_kernels, "has_triton", lambda: False)
+    monkeypatch.setattr(compiled_kernels, "what_lacks", compiled_kernels.what_lacks.__wrapped__)
     monkeypatch.setattr(compiled_kernels, "_warned", [])
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -187,6 +188,16 @@ def test_without_triton_the_log_says_so_once(monkeypatch, caplog):
     assert [record.message for record in caplog.records if "Triton" in record.message] == [
         "Triton cannot be used here, so norms, rotary embeddings and cross entropy run operation by operation"
     ]
+
+
+def test_triton_needs_a_c_compiler(monkeypatch):
+    monkeypatch.setattr(compiled_kernels, "has_triton", lambda: True)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    what_lacks = compiled_kernels.what_lacks.__wrapped__
+    assert what_lacks() == "Triton needs a C compiler (gcc, clang, or the one in CC)"
+    monkeypatch.setenv("CC", "cc")
+    assert what_lacks() is None
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ those of the formulas; within a kernel they stay in fp32 and are rounded once, a
 
 import functools
 import logging
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -55,14 +57,23 @@ def compiled[**P, T](formula: Callable[P, T]) -> Callable[P, T]:
 
 def can_compile() -> bool:
     """Whether Triton can make kernels for this machine's GPU; if not, the log says so once."""
-    if has_triton():
+    lack = what_lacks()
+    if lack is None:
         return True
     if not _warned:
-        _warned.append("triton")
-        _log.warning(
-            "Triton cannot be used here, so norms, rotary embeddings and cross entropy run operation by operation"
-        )
+        _warned.append(lack)
+        _log.warning("%s, so norms, rotary embeddings and cross entropy run operation by operation", lack)
     return False
+
+
+@functools.cache
+def what_lacks() -> str | None:
+    """What keeps Triton from making kernels here; None if nothing does."""
+    if not has_triton():
+        return "Triton cannot be used here"
+    if os.environ.get("CC") is None and not any(map(shutil.which, ("gcc", "clang"))):
+        return "Triton needs a C compiler (gcc, clang, or the one in CC)"
+    return None
 
 
 # --------------------------------------------------------------------------------------------------------- norms

@@ -360,7 +360,10 @@ def apply_cpu_settings(config: TransformerConfig) -> list[Change]:
         torch_kernels.install()
         use("use_cpu_initialization", True, "there is no other device")
     else:
-        if torch_kernels.fuses_activation(config):  # Megatron-Core's own, compiled as it is imported
+        lack = compiled_kernels.what_lacks()
+        if lack is not None:
+            use("bias_activation_fusion", False, lack)
+        elif torch_kernels.fuses_activation(config):  # Megatron-Core's own, compiled when it is first called
             use("bias_activation_fusion", True, "SwiGLU is compiled")
         compiled_kernels.install()
     return changes
