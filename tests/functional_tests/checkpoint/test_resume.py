@@ -84,6 +84,13 @@ def test_an_overlapped_gather_saves_whole_weights(two_workers, tmp_path):
             assert torch.allclose(saved["overlap"][key], value, rtol=0, atol=1e-6), key
 
 
+def test_ranks_that_hold_the_same_share_the_writing(two_workers, tmp_path):
+    two_workers.run(run_to, tmp_path, 2, {"ddp": WHOLE})
+    sizes = [path.stat().st_size for path in sorted(layout.iteration_dir(tmp_path, 2).glob("__*.distcp"))]
+    assert len(sizes) == 2
+    assert max(sizes) < 1.2 * min(sizes), sizes
+
+
 def _both(pool, root, before, after):
     """The results of a run that saves at step 3, and of the one that goes on from there."""
     undisturbed = pool.run(run_to, root, STEPS, {**before, "checkpoint": {"save_interval": 3}})

@@ -13,8 +13,12 @@ from typing import Any, cast
 
 from megatron.core.dist_checkpointing.core import save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -66,7 +70,7 @@ def save(
 
 def memory_for(state: dict[str, Any]) -> int:
     """Bytes that a copy of what this rank writes of ``state`` takes up; asked on all ranks."""
-    sharded, _ = cast(tuple[dict[str, Any], Any], save_preprocess(state))
+    sharded, _ = _shared_out(state)
     return sum(
         room(entry.data)
         for entry in nested_values(sharded)
@@ -141,10 +145,24 @@ class _Attempt:
 
 def _torch_state(state: dict[str, Any]) -> dict[str, Any]:
     """Megatron's state dict as torch's writer takes it, with the common state as one object."""
-    sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], save_preprocess(state))
+    sharded, common = _shared_out(state)
     sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=dist.rank())
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     return mcore_to_pyt_state_dict(flat)
+
+
+def _shared_out(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is sharded of a state, and the rest.
+
+    Of what several ranks hold, each writes a like part, instead of the first one all of it. Who writes what
+    follows from the sizes alone, and no tensor is sent.
+    """
+    sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], save_preprocess(state))
+    if dist.world_size() > 1:
+        every: Any = None  # the group of all ranks
+        writers = determine_main_replica_uniform_distribution(sharded, every)
+        distribute_main_replicas_with_precomputed_distribution(sharded, every, writers)
+    return sharded, common
 
 
 def unwritable(error: BaseException, directory: Path) -> BaseException:
