@@ -105,7 +105,7 @@ def _there(stem: str | None, model: str) -> list[str]:
             f"{_start(pretrain)} --data corpus/text checkpoint.save={run}",
             f"{_start(tune)} --mode lora --data chats checkpoint.pretrained_checkpoint={stored} "
             f"checkpoint.save={run}-lora",
-            f"megatron-bridge adapter merge --adapter {run}-lora --hf-path {name}-lora",
+            f"megatron-bridge adapter merge --hf-model {model} --adapter {run}-lora --hf-path {name}-lora",
         ]
     lines.append(f"megatron-bridge export --hf-model {model} --megatron-path {run} --hf-path {name}")
     title = f"## {model.rpartition('/')[2]}, from the hub and back"
