@@ -259,6 +259,11 @@ CASES = {
     ),
     "clipping_is_a_norm": ({"optimizer.clip_grad": -1.0}, 1, ["clip_grad=-1.0", "0 for no clipping"]),
     "momentum_is_below_one": ({"optimizer.adam_beta2": 1.0}, 1, ["adam_beta2=1.0", "[0, 1)"]),
+    "optimizer_instances_divide_expert_replicas": (
+        {"ddp.num_distributed_optimizer_instances": 4, "model.num_moe_experts": 4, EP: 2},
+        4,
+        ["num_distributed_optimizer_instances=4", "2 ranks that hold the same experts", "use 2"],
+    ),
     "optimizer_instances_share_state": (
         {"ddp.num_distributed_optimizer_instances": 2, "ddp.use_distributed_optimizer": False},
         4,

@@ -72,6 +72,7 @@ RULES: tuple[Rule, ...] = (
     optimizers.clipping_is_a_norm,
     optimizers.momentum_is_below_one,
     optimizers.optimizer_instances_divide_replicas,
+    optimizers.optimizer_instances_divide_expert_replicas,
     optimizers.optimizer_instances_share_state,
     layout.replicas_divide_batch,
     schedule.ramp_fits_replicas,

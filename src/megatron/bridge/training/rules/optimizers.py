@@ -98,10 +98,33 @@ def optimizer_instances_divide_replicas(config: ConfigContainer, world_size: int
     )
 
 
+def optimizer_instances_divide_expert_replicas(config: ConfigContainer, world_size: int) -> str | None:
+    """Experts have fewer replicas, which the instances share out, too."""
+    model, instances = config.model, config.ddp.num_distributed_optimizer_instances
+    if instances == 1 or not model.num_moe_experts:
+        return None
+    expert_tensor = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+    ranks = expert_tensor * model.expert_model_parallel_size * model.pipeline_model_parallel_size
+    replicas = world_size // ranks
+    if instances > 0 and replicas % instances == 0:
+        return None
+    return (
+        f"ddp.num_distributed_optimizer_instances={instances} does not divide the {replicas} ranks that hold "
+        f"the same experts: use {near(instances, divisors(replicas))}"
+    )
+
+
 def optimizer_instances_share_state(config: ConfigContainer, world_size: int) -> str | None:
     """Several groups of ranks, each with a whole optimizer, are sharding with another number."""
     ddp = config.ddp
-    if ddp.num_distributed_optimizer_instances == 1 or ddp.use_distributed_optimizer:
+    if ddp.num_distributed_optimizer_instances == 1:
+        return None
+    if ddp.reduce_scatter_with_fp32_accumulation:
+        return (
+            f"ddp.num_distributed_optimizer_instances={ddp.num_distributed_optimizer_instances} with "
+            "ddp.reduce_scatter_with_fp32_accumulation=True: switch the second off, or use 1 instance"
+        )
+    if ddp.use_distributed_optimizer:
         return None
     return (
         f"ddp.num_distributed_optimizer_instances={ddp.num_distributed_optimizer_instances} needs the distributed "
