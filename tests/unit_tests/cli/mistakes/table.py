@@ -94,7 +94,7 @@ NAMES = [
 ]
 
 KEYS = [
-    dry("misspelt key", ["train.train_itres=5"], "train.train_itres", "did you mean train.train_iters?"),
+    dry("misspelt key", ["train.train_itres=5"], "train.train_itres", "did you mean train.train_iters"),
     dry("misspelt group", ["trian.train_iters=5"], "trian", "did you mean train"),
     dry("key of another group", ["model.lr=1"], "model.lr", "optimizer.lr"),
     dry("key without a group", ["lr=1e-4"], "lr", "optimizer.lr"),
@@ -258,7 +258,7 @@ FILES = [
     Mistake(
         "misspelt key in YAML",
         [*PRETRAIN, "--config", "{tmp}/misspelt.yaml", "--dry-run"],
-        ("did you mean train.train_iters?",),
+        ("did you mean train.train_iters",),
     ),
     Mistake("an empty file", [*PRETRAIN, "--config", "{tmp}/empty.yaml", "--dry-run"], ("holds no settings",)),
     Mistake(
