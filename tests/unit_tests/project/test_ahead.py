@@ -2,6 +2,8 @@
 """Results that threads compute before they are asked for."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -116,3 +118,25 @@ def test_its_thread_ends_when_it_is_closed_or_let_go_of(closed):
         gc.collect()
     wait_for(lambda: not any(thread.is_alive() for thread in source.threads))
     assert len(source.made) <= 2
+
+
+AT_THE_END = """
+import os, time
+from megatron.bridge.utils.ahead import OneAhead
+
+def numbers():
+    try:
+        yield from range(100)
+    finally:
+        time.sleep(0.2)
+        os.write(1, b"let go of")
+
+kept = OneAhead(numbers())
+next(kept)
+"""
+
+
+def test_its_thread_ends_before_the_interpreter():
+    """Else it is killed wherever it is: within torch that is `terminate called without an active exception`."""
+    ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=True)
+    assert ended.stdout == "let go of"

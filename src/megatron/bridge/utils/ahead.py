@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results computed by threads while the ones before are used: within a bound on memory, or one at a time."""
 
+import atexit
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
+
+PATIENCE = 10.0  # seconds that the end of the process waits for an item that is being made
+
+_running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[bool]] = weakref.WeakKeyDictionary()
 
 
 def ahead[T](calls: Iterable[tuple[int, Callable[[], T]]], limit: int, threads: int) -> Iterator[T]:
@@ -57,9 +62,11 @@ class OneAhead[T]:
         self._made: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
         self.close = weakref.finalize(self, self._wanted.put, False)
         self._wanted.put(True)
-        threading.Thread(
+        thread = threading.Thread(
             target=_make, args=(items, self._wanted, self._made), name="one ahead", daemon=True
-        ).start()
+        )
+        _running[thread] = self._wanted
+        thread.start()
 
     def __iter__(self) -> "OneAhead[T]":
         return self
@@ -79,3 +86,11 @@ def _make[T](items: Iterator[T], wanted: SimpleQueue[bool], made: SimpleQueue[tu
             made.put((next(items),))
     except BaseException as error:  # the end of the items, too
         made.put(error)
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads before the interpreter: one that lets go of a tensor meanwhile aborts the process."""
+    for thread, wanted in list(_running.items()):
+        wanted.put(False)
+        thread.join(PATIENCE)
