@@ -166,9 +166,6 @@ LAYOUTS = {
     "TP2 x DP2": Layout(4, TP2, REPLICATED),
     "TP2 x DP2, distributed optimizer, overlapped": Layout(4, TP2, OVERLAPPED),
     "PP4": Layout(4, PP4),
-    "PP4, 1 layer in first and last stage": Layout(
-        4, PP4 | {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
-    ),
     "PP2 x CP2": Layout(4, PP2 | CP2),
     "PP2+VP2 x DP2, distributed optimizer, overlapped": Layout(4, PP2_VP2, OVERLAPPED),
     "PP2+VP2 x DP2, distributed optimizer, aligned gather": Layout(

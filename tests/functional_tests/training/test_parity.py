@@ -89,9 +89,9 @@ def test_equals_the_single_process(pools, singles, folder, model, layout):
 
 @pytest.mark.parametrize("model", parity.MODELS)
 def test_what_is_compared_has_moved(singles, model):
-    """By orders of magnitude more than layouts may differ."""
+    """Each weight by twenty times what layouts may differ by: a gradient that is a tenth too large would show."""
     record = singles(model)
-    assert min(parity.moved(record).values()) > 1e-3
+    assert min(parity.moved(record).values()) > 20 * parity.MODELS[model].tolerance.weights
     assert max(record.grad_norms) > 0.1
 
 
