@@ -5,6 +5,7 @@ import pytest
 
 from megatron.bridge.autotune import ranks
 from megatron.bridge.cli import toy
+from megatron.bridge.cli.main import main
 from megatron.bridge.cli.toy import Layout
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.recipes.catalog import find
@@ -17,6 +18,11 @@ LAYOUTS = [
     (Layout(4, 8, 1, 8, 8, 1), Layout(2, 2, 1, 2, 2, 1)),
     (Layout(4, 1, 1, 16, 8, 4), Layout(2, 1, 1, 2, 2, 2)),  # experts are cut, too
 ]
+
+
+def test_a_model_without_a_toy_is_refused(capsys):
+    assert main(["train", "--recipe", "llama_nemotron_49b_pretrain_config", "--rehearse"]) == 1
+    assert "--rehearse makes no toy of llama_nemotron_49b_pretrain_config" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("layout", "expected"), LAYOUTS)

@@ -131,9 +131,9 @@ class Rehearsal:
                 raise UserError(f"adapter {action} failed")
 
     def _hf_config(self) -> Any:
-        from transformers import AutoConfig
+        from megatron.bridge.recipes.sizes import hf_config
 
-        return AutoConfig.for_model(**self.plan["hf"])
+        return hf_config(self.plan["hf"])
 
     # ------------------------------------------------------------------------ processes
 
