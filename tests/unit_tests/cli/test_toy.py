@@ -4,7 +4,8 @@
 import pytest
 
 from megatron.bridge.autotune import ranks
-from megatron.bridge.cli import toy
+from megatron.bridge.cli import rehearse, toy
+from megatron.bridge.cli.job import Job
 from megatron.bridge.cli.main import main
 from megatron.bridge.cli.toy import Layout
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
@@ -23,6 +24,15 @@ LAYOUTS = [
 def test_a_model_without_a_toy_is_refused(capsys):
     assert main(["train", "--recipe", "llama_nemotron_49b_pretrain_config", "--rehearse"]) == 1
     assert "--rehearse makes no toy of llama_nemotron_49b_pretrain_config" in capsys.readouterr().err
+
+
+def test_a_toy_to_tune_predicts_one_token():
+    """Transformers makes it."""
+    recipe = find("deepseek_v3_finetune_config")
+    small = rehearse._shrunk(Job(recipe.build(), recipe.name, "sft", recipe.gpus, recipe), recipe.gpus, 1)
+    assert small.config.model.mtp_num_layers is None
+    assert AutoBridge.hf_config_of(small.config.model)["num_nextn_predict_layers"] == 0
+    assert any("predicts one token" in change for change in small.changes)
 
 
 @pytest.mark.parametrize(("layout", "expected"), LAYOUTS)

@@ -70,11 +70,24 @@ def _shrunk(job: Job, world_size: int, steps: int) -> toy.Toy:
     job.config.validate(world_size)
     check_sticks(job.config, job.changes)
     small = toy.shrink(job.config, world_size, steps)
+    if job.mode != "pretrain":
+        _of_one_token(small)
     try:
         _validated(small)
     except UserError as error:
         raise UserError(f"this run cannot be shrunk for a rehearsal: {error}") from error
     return small
+
+
+def _of_one_token(small: toy.Toy) -> None:
+    """The toy to tune is made by transformers, whose models have no layers for further tokens."""
+    model = small.config.model
+    if not model.mtp_num_layers:
+        return
+    small.changes.append(f"model.mtp_num_layers={model.mtp_num_layers}: the toy to tune predicts one token")
+    model.mtp_num_layers = None
+    if model.pipeline_model_parallel_layout is not None:
+        model.pipeline_model_parallel_layout = str(model.pipeline_model_parallel_layout).replace("m", "")
 
 
 def _validated(small: toy.Toy) -> None:
