@@ -366,7 +366,10 @@ def check_schedule(run: Run, saved: dict[str, Any], directory: Path) -> None:
 
 def _in_steps(name: str, schedule: dict[str, Any], run: Run) -> Any:
     """A value of the schedule as the config spells it: Megatron-Core counts lengths in samples."""
-    return schedule[name] / run.config.train.global_batch_size if name.endswith("_steps") else schedule[name]
+    if not name.endswith("_steps"):
+        return schedule[name]
+    train = run.config.train
+    return f"{schedule[name]} samples" if train.rampup_batch_size else schedule[name] / train.global_batch_size
 
 
 def prune(root: Path, newest: int, keep: int) -> None:
