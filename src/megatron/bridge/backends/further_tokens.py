@@ -18,7 +18,7 @@ from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_of_megatron_core = multi_token_prediction.process_mtp_loss
+_of_megatron_core: Callable[..., torch.Tensor] = multi_token_prediction.process_mtp_loss
 _collectors: list[dict[str, torch.Tensor]] = []
 
 
@@ -79,6 +79,7 @@ def _attach(
     **_: Any,
 ) -> torch.Tensor:
     depths = config.mtp_num_layers or 0
+    roll: Callable[..., Any] = roll_tensor  # its hints allow for None, which it gives back for None only
     main, *states = hidden_states.chunk(1 + depths)
     if config.mtp_detach_heads:
         weight: Any = output_layer.weight if output_weight is None else output_weight  # type: ignore[attr-defined]
@@ -88,7 +89,8 @@ def _attach(
         """The values as each depth sees them: one token further each."""
         shifted = [values]
         for _ in states:
-            shifted.append(roll_tensor(shifted[-1], cp_group=cp_group, packed_seq_params=packed_seq_params)[0])
+            rolled, _ = roll(shifted[-1], cp_group=cp_group, packed_seq_params=packed_seq_params)
+            shifted.append(rolled)
         return shifted
 
     masks = following(torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask.float())

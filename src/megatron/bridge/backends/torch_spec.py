@@ -56,8 +56,9 @@ class TorchLatentAttention(MLASelfAttention):
             return
         # The queries' latent is whole on every rank, and so is its norm's gradient. Megatron-Core adds up those of
         # all ``q_layernorm``, as of norms of single heads: it would be as many times too large as there are ranks.
-        for parameter in self.q_layernorm.parameters():
-            parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        norm: Any = self.q_layernorm
+        for parameter in norm.parameters():
+            parameter.average_gradients_across_tp_domain = True
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
