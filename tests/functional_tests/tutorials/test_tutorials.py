@@ -31,7 +31,8 @@ for script in sys.argv[1:]:
 
 def started(*command, folder):
     """What ``command`` printed, both streams; it must end well."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "NEMORUN_HOME": str(folder)}
     ended = subprocess.run(
         command,
         cwd=folder,
