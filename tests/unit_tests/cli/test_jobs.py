@@ -52,7 +52,13 @@ def test_a_teacher_is_cached_and_learnt_from(tmp_path, capsys):
     config = student_config(save_teacher(tmp_path / "teacher"), learn, train={"train_iters": 2})
     file = tmp_path / "run.yaml"
     file.write_text(config.to_yaml())
-    code, _, err = run(capsys, "train", "--config", str(file), "--mode", "cache-teacher")
+    cache = ("train", "--config", str(file), "--mode", "cache-teacher")
+    code, out, _ = run(capsys, *cache, "--dry-run", "--world-size", "2", "model.tensor_model_parallel_size=2")
+    assert (code, ", 8 layers, hidden size" in out, "tensor 2" in out) == (0, True, True)
+    assert not (tmp_path / "cache").exists()
+    code, out, err = run(capsys, *cache, "--dry-run", "--world-size", "3", "model.pipeline_model_parallel_size=3")
+    assert (code, out, "num_layers=8" in err) == (1, "", True), err
+    code, _, err = run(capsys, *cache)
     assert (code, "16 of 16 samples" in err) == (0, True)
     forget_model_parallel()
     code, _, err = run(capsys, "train", "--config", str(file), f"checkpoint.save={tmp_path / 'run'}")

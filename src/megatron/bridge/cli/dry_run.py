@@ -42,6 +42,8 @@ def report(job: "Job", asked: int | None) -> str:
     config = job.config
     given = asked or int(os.environ.get("WORLD_SIZE", "0"))
     world_size = given or job.world_size or 1
+    if job.mode == "cache-teacher":
+        return _teacher_alone(job, world_size)
     before = origins.values(config)
     notes = config.validate(world_size)
     origins.mark_derived(config, before)
@@ -54,7 +56,26 @@ def report(job: "Job", asked: int | None) -> str:
     memory = memory_per_rank(config, world_size, teacher)
     lines += [*_memory(job, memory), "", *_work(job, world_size, teacher), ""]
     lines += [f"note: {note}" for note in [*notes, *warnings(config), *_left_out(config, teacher)]]
-    return origins.annotated_yaml(config) + "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return origins.annotated_yaml(config) + _comments(lines)
+
+
+def _teacher_alone(job: "Job", world_size: int) -> str:
+    """The config as it was given, and what the teacher's run over its data would be."""
+    from megatron.bridge.data.tokenizer import build_tokenizer
+    from megatron.bridge.training.distillation.precompute import teachers_run
+
+    alone = teachers_run(job.config, build_tokenizer(job.config.tokenizer), world_size)
+    lines = [
+        f"cache-teacher from {job.source}",
+        *describe(alone, world_size),
+        "",
+        *picture.ranks(alone, world_size),
+    ]
+    return origins.annotated_yaml(job.config) + _comments(lines)
+
+
+def _comments(lines: list[str]) -> str:
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
 def _differences(job: "Job", before: dict[str, Any]) -> Iterator[str]:

@@ -48,7 +48,7 @@ def precompute(config: ConfigContainer) -> Path:
         UserError: something in the config cannot be, or the folder holds the logits of another teacher.
     """
     tokenizer = build_tokenizer(config.tokenizer)
-    alone = _teachers_run(config, tokenizer)
+    alone = teachers_run(config, tokenizer, dist.world_size())
     assert alone.distill is not None, "checked"
     folder = Path(cast(str, alone.distill.cache))
     initialize(alone)
@@ -59,8 +59,12 @@ def precompute(config: ConfigContainer) -> Path:
     return folder
 
 
-def _teachers_run(config: ConfigContainer, tokenizer: Tokenizer) -> ConfigContainer:
-    """A resolved config whose model is the teacher."""
+def teachers_run(config: ConfigContainer, tokenizer: Tokenizer, world_size: int) -> ConfigContainer:
+    """A resolved config whose model is the teacher, for so many processes.
+
+    Raises:
+        UserError: there is no such teacher, or it does not fit the parallel sizes of ``config.model``.
+    """
     if config.distill is None or config.distill.cache is None or config.distill.teacher is None:
         raise UserError(
             "--mode cache-teacher needs distill.teacher and distill.cache: name the teacher and a folder"
@@ -75,10 +79,10 @@ def _teachers_run(config: ConfigContainer, tokenizer: Tokenizer) -> ConfigContai
             "the teacher over tensor, pipeline and data parallel processes"
         )
     alone.model.virtual_pipeline_model_parallel_size = None
-    if found := violations(SIZES, alone, dist.world_size()):
+    if found := violations(SIZES, alone, world_size):
         raise UserError("\n".join(found))
-    alone.model = teacher_provider(alone, dist.world_size())
-    alone.validate()
+    alone.model = teacher_provider(alone, world_size)
+    alone.validate(None if world_size == dist.world_size() else world_size)
     return alone
 
 
