@@ -10,7 +10,7 @@ import pytest
 from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, ValidationConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
-from megatron.bridge.training.rules.loggers import trackers_can_be
+from megatron.bridge.training.rules.loggers import tracker_options_have_a_tracker, trackers_are_installed
 from tests.toy_run import toy_config
 
 
@@ -94,14 +94,14 @@ def test_wandb_has_every_number_of_a_resumed_run(tmp_path, run_in_process, monke
     ],
 )
 def test_options_of_a_tracker_that_is_off_are_refused(values, message):
-    assert message in trackers_can_be(toy_config(logger=LoggerConfig(**values)), 1)
+    assert message in tracker_options_have_a_tracker(toy_config(logger=LoggerConfig(**values)), 1)
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("megatron.bridge.training.rules.loggers.installed", lambda package: False)
     config = toy_config(logger=LoggerConfig(wandb_project="toys"))
-    assert trackers_can_be(config, 1) == (
+    assert trackers_are_installed(config, 1) == (
         "logger.wandb_project=toys needs the package wandb, which is not installed: install it with "
         "`uv pip install 'hf-megatron-bridge[wandb]'`, or leave logger.wandb_project unset"
     )
-    assert trackers_can_be(toy_config(), 1) is None
+    assert trackers_are_installed(toy_config(), 1) is None

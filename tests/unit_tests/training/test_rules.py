@@ -445,7 +445,12 @@ CASES = {
         2,
         ["pad_seq_to_mult=2", "no multiple of 4"],
     ),
-    "trackers_can_be": (
+    "trackers_are_installed": (
+        {"logger.wandb_project": "toys"},
+        1,
+        ["logger.wandb_project=toys needs the package wandb, which is not installed"],
+    ),
+    "tracker_options_have_a_tracker": (
         {"logger.wandb_entity": "team"},
         1,
         ["logger.wandb_entity=team has no effect without logger.wandb_project", "remove it"],
@@ -487,7 +492,8 @@ def test_every_rule_has_a_case():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rule_refuses(name):
+def test_rule_refuses(name, monkeypatch):
+    monkeypatch.setattr("megatron.bridge.training.rules.loggers.installed", lambda package: False)
     values, world_size, words = CASES[name]
     config = configured(values)
     sentence = BY_NAME[name](_resolved(config, world_size), world_size)

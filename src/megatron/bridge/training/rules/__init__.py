@@ -109,7 +109,7 @@ RULES: tuple[Rule, ...] = (
     data.packed_rows_come_alone,
     data.samples_can_be_cut,
     data.readers_divide_batches,
-    loggers.trackers_can_be,
+    loggers.tracker_options_have_a_tracker,
     profiling.profiles_are_of_something,
     profiling.profilers_exclude_each_other,
     profiling.profiles_are_written,
@@ -132,6 +132,7 @@ RULES: tuple[Rule, ...] = (
 
 # What this machine must have; not asked of a config that is validated for another one.
 HERE: tuple[Rule, ...] = (
+    loggers.trackers_are_installed,
     faults.kernels_are_timed_on_gpus,
     profiling.gpus_are_measured_where_they_are,
 )

@@ -10,14 +10,20 @@ TRACKERS = {
 }
 
 
-def trackers_can_be(config: ConfigContainer, world_size: int) -> str | None:
-    """A tracker needs its package, and its options need it."""
+def tracker_options_have_a_tracker(config: ConfigContainer, world_size: int) -> str | None:
+    """Options of a tracker need the tracker."""
     logger = config.logger
-    for key, (package, options) in TRACKERS.items():
-        chosen = getattr(logger, key)
+    for key, (_, options) in TRACKERS.items():
+        for option in options:
+            if getattr(logger, key) is None and (value := getattr(logger, option)) is not None:
+                return f"logger.{option}={value} has no effect without logger.{key}: set that, too, or remove it"
+    return None
+
+
+def trackers_are_installed(config: ConfigContainer, world_size: int) -> str | None:
+    """A tracker needs its package."""
+    for key, (package, _) in TRACKERS.items():
+        chosen = getattr(config.logger, key)
         if chosen is not None and not installed(package):
             return missing(package, f"logger.{key}={chosen}", package)
-        for option in options:
-            if chosen is None and (value := getattr(logger, option)) is not None:
-                return f"logger.{option}={value} has no effect without logger.{key}: set that, too, or remove it"
     return None
