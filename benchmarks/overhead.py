@@ -8,7 +8,6 @@ and draws its own data; the bare one has the same batch every time.
 """
 
 import argparse
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from measure import table
-from training import SIZES, Candidate, bare_loop, framework_loop, hf_config, megatron_run, now
+from training import Candidate, bare_loop, framework_loop, hf_config, megatron_run, now, shapes
 
 Times = tuple[float, float]  # wall and CPU seconds of a step
 
@@ -62,13 +61,8 @@ def rows(found: list[tuple[Times, Times]]) -> list[list[str]]:
 
 def main() -> None:
     """Measure each precision and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="32m")
-    parser.add_argument("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=256)
+    parser = shapes(__doc__)
     parser.add_argument("--pairs", type=int, default=60)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     for precision in args.precision:

@@ -276,16 +276,22 @@ def rows(times: dict[str, list[tuple[float, float]]], tokens: int, reference: st
     ]
 
 
-def main() -> None:
-    """Measure each precision and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def shapes(description: str | None) -> argparse.ArgumentParser:
+    """Options that say what is trained."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="32m")
     parser.add_argument("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    return parser
+
+
+def main() -> None:
+    """Measure each precision and print its table."""
+    parser = shapes(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="counted steps of a candidate in a round")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     for precision in args.precision:
         print(f"\n{args.size}, {precision}, {args.micro_batch_size} x {args.seq_length} tokens a step\n")

@@ -35,6 +35,13 @@ def test_a_toy_to_tune_predicts_one_token():
     assert any("predicts one token" in change for change in small.changes)
 
 
+def test_heads_that_are_normed_together_are_as_wide_as_the_model():
+    config = find("olmoe_7b_pretrain_config").build()
+    config.validate(8)
+    model = toy.shrink(config, 8, 1).config.model
+    assert model.kv_channels * model.num_attention_heads == model.hidden_size
+
+
 @pytest.mark.parametrize(("layout", "expected"), LAYOUTS)
 def test_layouts_keep_their_dimensions(layout, expected):
     small = toy.smaller(layout)

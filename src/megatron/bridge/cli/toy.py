@@ -162,12 +162,14 @@ def _widths(model: Any, layout: Layout) -> None:
     heads = 8 if not padded else 3 * each
     kept = {1: 1, model.num_attention_heads: heads}.get(groups, 4)
     width = WIDTH if WIDTH % heads == 0 else heads * HEAD  # transformers wants a multiple
+    # transformers' norm over all heads is as wide as the hidden state
+    head = width // heads if model.qk_norm_across_heads else HEAD
     values = {
         "hidden_size": width,
         "ffn_hidden_size": 2 * width,
         "num_attention_heads": heads,
         "num_query_groups": model.num_query_groups and (3 if padded else kept),
-        "kv_channels": model.kv_channels if _has_factors_by_frequency(model) else HEAD,
+        "kv_channels": model.kv_channels if _has_factors_by_frequency(model) else head,
         "make_query_groups_divisible_by": layout.tensor if padded else 1,
         "seq_length": SEQUENCE,
     }
