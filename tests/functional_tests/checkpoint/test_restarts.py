@@ -123,6 +123,7 @@ def test_the_launcher_restarts_what_was_killed_or_hangs(tmp_path, undisturbed, k
     assert happened["signal"] == {"rank_killed": "SIGKILL", "rank_hung": "SIGSTOP"}[kind]
 
 
+@pytest.mark.slow  # half a minute; the test below saves in this way in every run of the tests
 def test_its_writing_process_makes_the_same_checkpoints(two_workers, tmp_path):
     plain = {**PLAIN, "checkpoint": {"save_interval": 2}}
     expected = two_workers.run(run_to, tmp_path / "plain", STEPS, plain)
