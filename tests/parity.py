@@ -10,7 +10,12 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig, ValidationConfig
+from megatron.bridge.training.config import (
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    OptimizerConfig,
+    ValidationConfig,
+)
 from tests.toy_run import first_weight, run_toy, whole_weights
 from tests.toy_samples import dataset
 from tests.workers import forget_model_parallel
@@ -111,6 +116,7 @@ class Layout:
     processes: int
     model: dict = field(default_factory=dict)
     ddp: dict = field(default_factory=dict)
+    dist: dict = field(default_factory=dict)
 
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -126,6 +132,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 REPLICATED = {"use_distributed_optimizer": False}
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
+FSDP2 = {"use_torch_fsdp2": True}
 
 LAYOUTS = {
     "TP2": Layout(2, TP2),
@@ -178,6 +185,12 @@ LAYOUTS = {
     "PP2 x EP2": Layout(4, PP2 | EP2),
     "PP2+VP2 x EP2": Layout(4, PP2_VP2 | EP2),
     "TP2+SP x DP2, EP2+ETP2": Layout(4, TP2_SP | EP2 | {"expert_tensor_parallel_size": 2}),
+    "DP2, FSDP2": Layout(2, dist=FSDP2),
+    "DP4, FSDP2": Layout(4, dist=FSDP2),
+    "CP2, FSDP2": Layout(2, CP2, dist=FSDP2),
+    "TP2 x DP2, FSDP2": Layout(4, TP2, dist=FSDP2),
+    "TP2+SP x DP2, FSDP2": Layout(4, TP2_SP, dist=FSDP2),
+    "DP2, FSDP2, full recomputation": Layout(2, FULL, dist=FSDP2),
     "DP4, hybrid sharding": Layout(4, {}, {"num_distributed_optimizer_instances": 2}),
     "DP4, EP2+ETP2": Layout(4, EP2 | {"expert_tensor_parallel_size": 2}),
 }
@@ -212,6 +225,12 @@ CELLS = {
         "CP4, all-gather",
         "CP4, all-to-all",
         "DP4, hybrid sharding",
+        "DP2, FSDP2",
+        "DP4, FSDP2",
+        "CP2, FSDP2",
+        "TP2 x DP2, FSDP2",
+        "TP2+SP x DP2, FSDP2",
+        "DP2, FSDP2, full recomputation",
     ),
     "dense, tied embeddings": (
         "TP2",
@@ -335,6 +354,7 @@ def run_cell(model, layout, folder, precision="fp32", lr=1e-2, clip_grad=0.5):
         {
             "model": chosen.fields | spread.model,
             "ddp": DistributedDataParallelConfig(**spread.ddp),
+            "dist": DistributedInitConfig(**spread.dist),
             "optimizer": OptimizerConfig(lr=lr, weight_decay=0.1, clip_grad=clip_grad, adam_eps=EPSILON),
             "mixed_precision": precision,
         }

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.utils import extract_sharded_base, nested_values
-from megatron.core.utils import unwrap_model
 
+from megatron.bridge.checkpoint.model_io import model_state
 from megatron.bridge.models import GPTModelProvider, MambaModelProvider, MLAModelProvider
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
@@ -100,8 +100,7 @@ def _provider_class(fields):
 
 def local_shards(chunks):
     """Every weight of this rank; a shard knows its place in the whole weight, its data is a view."""
-    for chunk in unwrap_model(chunks):
-        state = chunk.sharded_state_dict()
+    for state in model_state(chunks, {}).values():
         apply_factories(state)
         sharded, _ = extract_sharded_base(state)
         for shard in nested_values(sharded):

@@ -11,6 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.transformer.module import MegatronModule
 
+from megatron.bridge.backends import fully_sharded
 from megatron.bridge.checkpoint import distributed, layout, lock, saving, verification
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.utils import dist
@@ -182,7 +183,9 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> 
     states = {}
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         bare = unwrap(chunk)
-        states[key] = bare.sharded_state_dict(metadata=dict(metadata))
+        with fully_sharded.described(bare) as parameters:
+            whole = bare.sharded_state_dict(metadata=dict(metadata))
+        states[key] = fully_sharded.cut(whole, parameters)
         forgotten = {name for name, _ in bare.named_parameters()} - states[key].keys()
         assert not forgotten, f"modules that do not say how they are sharded: {sorted(forgotten)}"
     return states
@@ -191,8 +194,11 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> 
 def set_model_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
     """Put what ``distributed.load`` returned into the chunks; most of it is in place already."""
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
-        outcome = unwrap(chunk).load_state_dict(loaded[key], strict=False)
-        wrong = [name for name in (*outcome.missing_keys, *outcome.unexpected_keys) if "_extra_state" not in name]
+        bare = unwrap(chunk)
+        in_place = fully_sharded.names_of(bare)
+        outcome = bare.load_state_dict({name: loaded[key][name] for name in loaded[key].keys() - in_place}, strict=False)
+        differing = {*outcome.missing_keys, *outcome.unexpected_keys} - in_place
+        wrong = [name for name in sorted(differing) if "_extra_state" not in name]
         assert not wrong, f"not loaded after the checkpoint was read: {wrong}"
 
 

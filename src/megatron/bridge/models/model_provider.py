@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import Module
 
 from megatron.bridge.backends import layer_specs
+from megatron.bridge.backends.fully_sharded import FullyShardedDataParallel
 from megatron.bridge.utils import dist
 from megatron.bridge.utils.errors import UserError
 
@@ -139,6 +140,7 @@ class ModelProvider(TransformerConfig):
         post_wrap_hook: ModelHook | None = None,
         data_parallel_random_init: bool = False,
         overlap_param_gather_with_optimizer_step: bool = False,
+        use_torch_fsdp2: bool = False,
     ) -> list[MegatronModule]:
         """Build this rank's chunks, one per virtual pipeline stage, on their device and wrapped for training.
 
@@ -154,6 +156,7 @@ class ModelProvider(TransformerConfig):
             post_wrap_hook: one more hook, called after the registered ones.
             data_parallel_random_init: let ranks initialise differently, then broadcast from the first.
             overlap_param_gather_with_optimizer_step: disables bucketing on later chunks, as Megatron-Core asks.
+            use_torch_fsdp2: wrap with PyTorch's fully sharded data parallelism instead of Megatron-Core's own.
 
         Returns:
             Model chunks of this rank, first virtual stage first.
@@ -170,8 +173,10 @@ class ModelProvider(TransformerConfig):
             config.perform_initialization = False  # not on ``self``: what is declared is reused without the hook
         chunks = _run_hooks(hooks, config.build_chunks())
         chunks = _place(chunks, config)
-        if wrap_with_ddp:
-            ddp = ddp_config or DistributedDataParallelConfig()
+        ddp = ddp_config or DistributedDataParallelConfig()
+        if wrap_with_ddp and use_torch_fsdp2:
+            chunks = [FullyShardedDataParallel(config, ddp, chunk) for chunk in chunks]
+        elif wrap_with_ddp:
             chunks = _wrap_data_parallel(chunks, config, ddp, overlap_param_gather_with_optimizer_step)
             if data_parallel_random_init:
                 for chunk in chunks:

@@ -3,6 +3,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.transformer.module import MegatronModule
 
+from megatron.bridge.backends.fully_sharded import names_of
 from megatron.bridge.training.param_groups import config_overrides
 from megatron.bridge.utils.errors import UserError
 
@@ -40,12 +42,17 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
         # Megatron-Core imports a class that nobody asked for, and says that it is experimental.
         warnings.filterwarnings("ignore", message="MimoModelConfig")
         optimizer = get_megatron_optimizer(
-            config, list(chunks), config_overrides=config_overrides(config, chunks), use_gloo_process_groups=False
+            _for_masters(config) if names_of(chunks[0]) else config, list(chunks), config_overrides=config_overrides(config, chunks), use_gloo_process_groups=False
         )
     for inner in torch_optimizers(optimizer):
         _use_fused_kernels(inner)
     allocate_state(optimizer)
     return optimizer
+
+
+def _for_masters(config: OptimizerConfig) -> OptimizerConfig:
+    """Fully sharded parameters are fp32 under any precision: the optimizer needs no copies of them."""
+    return replace(config, bf16=False, params_dtype=torch.float32)
 
 
 def parts(optimizer: MegatronOptimizer) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from megatron.bridge.backends.fully_sharded import Rows, local, stored_dtype
 from megatron.bridge.training.optimizer import STATE_NAMES, kind_of, parts
 
 PREFIX = "optimizer.state"
@@ -31,13 +32,13 @@ class Owned:
     """What this rank keeps of one model parameter.
 
     Attributes:
-        parameter: The model's parameter.
+        parameter: The model's parameter, or this rank's rows of it.
         start, end: The interval of its flattened elements.
         tensors: State name -> values of that interval.
         instance: None if every data-parallel rank keeps the same, else which copy of the sharded whole this is.
     """
 
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     start: int
     end: int
     tensors: dict[str, torch.Tensor]
@@ -90,6 +91,8 @@ def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str,
     described = _by_parameter(model_state)
     state: dict[str, ShardedTensor] = {}
     for owned in owned_parameters(optimizer):
+        if owned.start == owned.end:
+            continue
         for piece in _pieces(described[id(owned.parameter)]):
             for entry in _entries(owned, piece):
                 state[f"{entry.key}@{'.'.join(map(str, entry.global_offset))}"] = entry
@@ -102,12 +105,12 @@ def owned_parameters(optimizer: MegatronOptimizer) -> Iterator[Owned]:
         names = STATE_NAMES[kind_of(part)]
         for parameter, main, start, end in _parameters(part):
             state = part.optimizer.state[main]
-            tensors = {name: state[name] for name in names if name in state}
-            if parameter.dtype != main.dtype:
-                tensors[MASTER] = main.data
+            tensors = {name: local(state[name]) for name in names if name in state}
+            if stored_dtype(parameter) != main.dtype:
+                tensors[MASTER] = local(main.data)
             sharded = isinstance(part, DistributedOptimizer)
             instance = part.distributed_optimizer_instance_id if sharded else None
-            yield Owned(parameter, start, end, tensors, instance)
+            yield Owned(local(parameter), start, end, tensors, instance)
 
 
 def _parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
@@ -121,7 +124,7 @@ def _parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, i
         for group in part.fp32_from_fp32_groups:
             yield from ((parameter, parameter, 0, parameter.numel()) for parameter in group)
     else:
-        yield from ((parameter, parameter, 0, parameter.numel()) for parameter in part.get_parameters())
+        yield from ((parameter, parameter, 0, local(parameter).numel()) for parameter in part.get_parameters())
 
 
 def _intervals(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
@@ -150,7 +153,7 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTe
     if isinstance(entry, ShardedTensor):
         return [(entry, 0)]
     pieces = []
-    for piece in nested_values(entry.build()):
+    for piece in entry.pieces if isinstance(entry, Rows) else nested_values(entry.build()):
         shared = piece.data.untyped_storage().data_ptr() == entry.data.untyped_storage().data_ptr()
         assert shared, f"{piece.key}: a copy cannot say where it lies in its parameter"
         assert piece.data.is_contiguous(), f"{piece.key}: only splits into whole rows can be saved"

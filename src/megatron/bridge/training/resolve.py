@@ -207,6 +207,8 @@ def _distributed_optimizer(config: ConfigContainer, world_size: int, findings: F
         chosen = optimizer.use_distributed_optimizer
     if chosen is None and optimizer.optimizer != "adam":
         chosen = False  # Megatron-Core cuts the state into intervals, which have no shape
+    if chosen is None and config.dist.use_torch_fsdp2:
+        chosen = False  # the state is cut with the weights
     if chosen is None:
         # context-parallel ranks hold the same weights: they share the state like data-parallel ones
         replicas = config.data_parallel_size(world_size) * config.model.context_parallel_size

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
@@ -170,6 +171,7 @@ def build_model(config: ConfigContainer) -> list[MegatronModule]:
         ddp_config=copy.copy(config.ddp),
         pre_wrap_hook=freezing_hook(config.train.frozen, adapting_hook(config)),
         data_parallel_random_init=config.rng.data_parallel_random_init,
+        use_torch_fsdp2=config.dist.use_torch_fsdp2,
     )
 
 
@@ -178,7 +180,7 @@ def connect(model: list[MegatronModule], optimizer: MegatronOptimizer, config: C
     hooks = get_model_config(model[0])
     hooks.grad_scale_func = optimizer.scale_loss
     hooks.finalize_model_grads_func = finalize_model_grads
-    chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
     assert len(chunks) == len(model), "a chunk is not wrapped for data parallelism"
     if config.ddp.overlap_grad_reduce:
         hooks.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])

@@ -136,7 +136,6 @@ def no_fsdp_yet(config: ConfigContainer, world_size: int) -> str | None:
     """The loop drives Megatron-Core's distributed data parallel, on every device."""
     asked = {
         "ddp.use_megatron_fsdp": config.ddp.use_megatron_fsdp or config.ddp.use_custom_fsdp,
-        "dist.use_torch_fsdp2": config.dist.use_torch_fsdp2,
     }
     used = [f"{key}=True" for key, value in asked.items() if value]
     if not used:
