@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
+from megatron.bridge.backends.fully_sharded import local
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.checkpointing import random_states
 from megatron.bridge.training.config import CheckpointConfig, DistributedDataParallelConfig
@@ -117,7 +118,7 @@ def _hash(value):
 
 def _cloned(value):
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return local(value).detach().clone()
     if isinstance(value, (list, tuple)):
         return [_cloned(entry) for entry in value]
     if isinstance(value, dict):

@@ -96,6 +96,20 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter as a checkpoint holds it, gathered: collective over the ranks that share it."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    with torch.no_grad():
+        return parameter.full_tensor().to(stored_dtype(parameter))
+
+
+def keep(parameter: DTensor, values: Tensor) -> None:
+    """Set this rank's rows of a parameter whose values are given in full."""
+    rows = rows_of(parameter)
+    local(parameter).copy_(values[rows.start : rows.stop])
+
+
 def stored_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype in which a checkpoint holds a parameter; that of its master weights may be wider."""
     return getattr(parameter, _STORED, parameter.dtype)
@@ -161,8 +175,12 @@ def _stand_in(parameter: DTensor) -> nn.Parameter:
 
 
 def cut(state: dict[str, Any], parameters: dict[int, DTensor]) -> dict[str, Any]:
-    """The sharded state of a chunk that was described as whole, with the rows of this rank alone."""
-    return {name: _rows(entry, parameters) for name, entry in state.items()}
+    """The sharded state of a chunk that was described as whole, with the rows of this rank alone.
+
+    Megatron-Core drops what is empty while it loads: a parameter of which this rank has no rows is left out.
+    """
+    entries = {name: _rows(entry, parameters) for name, entry in state.items()}
+    return {name: entry for name, entry in entries.items() if not isinstance(entry, Rows) or entry.pieces}
 
 
 def _rows(entry: Any, parameters: dict[int, DTensor]) -> Any:

@@ -185,9 +185,9 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> 
         bare = unwrap(chunk)
         with fully_sharded.described(bare) as parameters:
             whole = bare.sharded_state_dict(metadata=dict(metadata))
-        states[key] = fully_sharded.cut(whole, parameters)
-        forgotten = {name for name, _ in bare.named_parameters()} - states[key].keys()
+        forgotten = {name for name, _ in bare.named_parameters()} - whole.keys()
         assert not forgotten, f"modules that do not say how they are sharded: {sorted(forgotten)}"
+        states[key] = fully_sharded.cut(whole, parameters)
     return states
 
 
@@ -196,7 +196,9 @@ def set_model_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         bare = unwrap(chunk)
         in_place = fully_sharded.names_of(bare)
-        outcome = bare.load_state_dict({name: loaded[key][name] for name in loaded[key].keys() - in_place}, strict=False)
+        outcome = bare.load_state_dict(
+            {name: loaded[key][name] for name in loaded[key].keys() - in_place}, strict=False
+        )
         differing = {*outcome.missing_keys, *outcome.unexpected_keys} - in_place
         wrong = [name for name in sorted(differing) if "_extra_state" not in name]
         assert not wrong, f"not loaded after the checkpoint was read: {wrong}"

@@ -42,7 +42,10 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
         # Megatron-Core imports a class that nobody asked for, and says that it is experimental.
         warnings.filterwarnings("ignore", message="MimoModelConfig")
         optimizer = get_megatron_optimizer(
-            _for_masters(config) if names_of(chunks[0]) else config, list(chunks), config_overrides=config_overrides(config, chunks), use_gloo_process_groups=False
+            _for_masters(config) if names_of(chunks[0]) else config,
+            list(chunks),
+            config_overrides=config_overrides(config, chunks),
+            use_gloo_process_groups=False,
         )
     for inner in torch_optimizers(optimizer):
         _use_fused_kernels(inner)

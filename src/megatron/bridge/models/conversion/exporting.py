@@ -4,11 +4,13 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, out_of_space
 from megatron.bridge.models.conversion import exchange
@@ -102,7 +104,7 @@ def _write_all(
             pool.submit(write, *arguments).add_done_callback(finished)
 
         try:
-            for index, task in enumerate(tasks):
+            for index, task in enumerate(map(_whole, tasks)):
                 if errors and dist.world_size() == 1:
                     break
                 here = task.param_weight is not None and exchange.is_first_replica(task.global_param_name)
@@ -114,6 +116,12 @@ def _write_all(
             for name in plan.buffers:
                 submit(writer.write, name, 0, source[name])
     return errors[0] if errors else None
+
+
+def _whole(task: WeightConversionTask) -> WeightConversionTask:
+    """With a fully sharded parameter gathered, for which every rank is needed."""
+    sharded = isinstance(task.param_weight, DTensor) and not task.is_copy
+    return replace(task, param_weight=task.exported) if sharded else task
 
 
 Parts = list[tuple[int, Tensor]] | dict[str, Tensor]

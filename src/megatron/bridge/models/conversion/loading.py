@@ -3,12 +3,15 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fnmatch import fnmatch
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from megatron.bridge.backends import fully_sharded
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import Piece
 from megatron.bridge.models.conversion.plan import Plan, WeightConversionTask
@@ -65,6 +68,12 @@ def checked(
 
 def fill(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: Checkpoint) -> None:
     """Fill one parameter and give back the pages that it was read from."""
+    if isinstance(task.param_weight, DTensor):
+        parameter, dtype = task.param_weight, fully_sharded.stored_dtype(task.param_weight)
+        values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        fill(bridge, replace(task, param_weight=values), checkpoint)
+        fully_sharded.keep(parameter, values)
+        return
     # a thread has its own grad mode
     with torch.no_grad():
         if bridge.computes_on_load or not task.mapping.copies:

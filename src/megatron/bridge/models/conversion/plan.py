@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatron.bridge.backends import fully_sharded
 from megatron.bridge.models.conversion import exchange, patterns
 from megatron.bridge.models.conversion.adapted import AdaptedModule, in_adapter
 from megatron.bridge.models.conversion.exchange import Owner
@@ -85,10 +86,10 @@ class WeightConversionTask:
 
     @property
     def exported(self) -> Tensor | None:
-        """What an export takes for the parameter; with ``merges``, collective over the ranks that it lies on."""
+        """What an export takes for the parameter; if it is sharded, or with ``merges``, collective over the ranks that it lies on."""
         if self.merges and self.param_weight is not None and isinstance(self.megatron_module, AdaptedModule):
             return self.megatron_module.merged_weight(self.param_weight)
-        return self.param_weight
+        return None if self.param_weight is None else fully_sharded.whole(self.param_weight)
 
     @property
     def pp_rank(self) -> int:
@@ -241,7 +242,8 @@ def _locate(registry: MegatronMappingRegistry, modules: Held, config: Any) -> li
     for (chunk, local), (name, module, parameter) in modules.items():
         mapping = registry.megatron_to_hf_lookup(name)
         kind = (mapping.kind or parallel_kind(module, parameter)) if mapping else "replicated"
-        mine.append(Located(name, local, owner, chunk, tuple(parameter.shape), parameter.dtype, kind))
+        dtype = fully_sharded.stored_dtype(parameter)
+        mine.append(Located(name, local, owner, chunk, tuple(parameter.shape), dtype, kind))
     stages = exchange.all_stages(mine)
     chunks = 1 + max((item.chunk for items in stages for item in items), default=0)
     # the order of the model: all first chunks, then all second chunks

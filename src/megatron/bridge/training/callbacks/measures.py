@@ -13,9 +13,11 @@ from megatron.core import tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import module
+from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.device import has_cuda
 from megatron.bridge.backends.energy import EnergyMeter, energy_meter
+from megatron.bridge.backends.fully_sharded import local
 from megatron.bridge.backends.peaks import device_tflops
 from megatron.bridge.checkpoint.collective import on_every_rank
 from megatron.bridge.checkpoint.model_io import unwrap
@@ -112,10 +114,11 @@ def params_norm(optimizer: MegatronOptimizer) -> float:
     norm = cast(Any, torch.linalg).vector_norm  # untyped
     total: Any = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in parts(optimizer):
-        replicas = dist.world_size() / part.get_grad_stats_parallel_group().size()
+        copies = dist.world_size() / part.get_grad_stats_parallel_group().size()
         for weight in part.get_parameters():
             if _counts(weight, part):
-                total += norm(weight, dtype=torch.float32).double() ** 2 / replicas
+                replicas = 1 if isinstance(weight, DTensor) else copies
+                total += norm(local(weight), dtype=torch.float32).double() ** 2 / replicas
     if dist.world_size() > 1:
         cast(Any, torch_dist).all_reduce(total)
     return total.sqrt().item()
