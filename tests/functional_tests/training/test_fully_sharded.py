@@ -15,9 +15,10 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.backends.fully_sharded import local
 from megatron.bridge.checkpoint import layout
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.config import DistributedInitConfig, LoggerConfig, ValidationConfig
+from megatron.bridge.training.config import DistributedInitConfig, LoggerConfig, OptimizerConfig, ValidationConfig
 from megatron.bridge.training.optimizer import torch_optimizers
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to, tensors_of
+from tests.parity import LATENT
 from tests.toy_models import make_llama
 from tests.toy_run import run_toy, whole_weights
 
@@ -25,7 +26,7 @@ FSDP2 = {"dist": DistributedInitConfig(use_torch_fsdp2=True)}
 TP2 = {"tensor_model_parallel_size": 2}
 MICRO = {"train": {"micro_batch_size": 1}}
 BF16 = {"mixed_precision": "bf16_mixed"}
-# On four ranks two hold nothing of the norms of heads, and one has the end of a gate and the begin of an up projection.
+# On four ranks two hold nothing of the norms of heads, and one the end of a gate and the begin of an up projection.
 UNEVEN = {"ffn_hidden_size": 63, "kv_channels": 2, "qk_layernorm": True}
 
 
@@ -62,6 +63,8 @@ RESUMED = {
     "bf16": (4, {**BF16, "model": UNEVEN}),
     "fp32": (2, {}),
     "tp2": (4, {"model": TP2}),
+    "sgd": (2, {"optimizer": OptimizerConfig(optimizer="sgd", lr=1e-2)}),
+    "latent attention": (2, {"model": LATENT}),
     "tied": (2, {"model": {"share_embeddings_and_output_weights": True}}),
 }
 

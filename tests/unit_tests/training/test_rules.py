@@ -414,10 +414,23 @@ CASES = {
         1,
         ["partial_activation_checkpoints=1"],
     ),
-    "no_fsdp_yet": (
-        {"ddp.use_megatron_fsdp": True, "dist.use_torch_fsdp2": True},
+    "no_megatron_fsdp": (
+        {"ddp.use_megatron_fsdp": True},
         1,
-        ["use_megatron_fsdp=True, dist.use_torch_fsdp2=True", "distributed_optimizer"],
+        ["use_megatron_fsdp=True", "dist.use_torch_fsdp2=true"],
+    ),
+    "fsdp2_cuts_dense_models": (
+        {"dist.use_torch_fsdp2": True, "model.pipeline_model_parallel_size": 2, "train.frozen": ["embedding.*"]},
+        2,
+        [
+            "model.pipeline_model_parallel_size must be 1; train.frozen must be []",
+            "use_distributed_optimizer=true",
+        ],
+    ),
+    "fsdp2_replaces_data_parallelism": (
+        {"dist.use_torch_fsdp2": True, "ddp.overlap_grad_reduce": True, "ddp.use_distributed_optimizer": True},
+        2,
+        ["ddp.overlap_grad_reduce=True has no effect", "ddp.use_distributed_optimizer=True has no effect"],
     ),
     "dropouts_are_probabilities": ({"model.hidden_dropout": 1.0}, 1, ["hidden_dropout=1.0", "[0, 1)"]),
     "intervals_are_positive": (

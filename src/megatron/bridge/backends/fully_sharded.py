@@ -42,7 +42,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         module: The chunk, in half precision where the config says so, with equal weights on all ranks.
     """
 
-    def __init__(self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module):
+    def __init__(
+        self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module
+    ) -> None:
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

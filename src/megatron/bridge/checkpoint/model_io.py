@@ -196,9 +196,8 @@ def set_model_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         bare = unwrap(chunk)
         in_place = fully_sharded.names_of(bare)
-        outcome = bare.load_state_dict(
-            {name: loaded[key][name] for name in loaded[key].keys() - in_place}, strict=False
-        )
+        others = {name: value for name, value in loaded[key].items() if name not in in_place}
+        outcome = bare.load_state_dict(others, strict=False)
         differing = {*outcome.missing_keys, *outcome.unexpected_keys} - in_place
         wrong = [name for name in sorted(differing) if "_extra_state" not in name]
         assert not wrong, f"not loaded after the checkpoint was read: {wrong}"

@@ -89,7 +89,8 @@ def _switches(
     model, ddp = config.model, config.ddp
     replicas = config.data_parallel_size(world_size) * model.context_parallel_size
     virtual = model.pipeline_model_parallel_size > 1 and (model.virtual_pipeline_model_parallel_size or 1) > 1
-    reduces = replicas > 1 and overlap.overlap_grad_reduce is not False
+    # a fully sharded model has no buffers to reduce: PyTorch overlaps by itself
+    reduces = replicas > 1 and not config.dist.use_torch_fsdp2 and overlap.overlap_grad_reduce is not False
     gathers = reduces and bool(ddp.use_distributed_optimizer) and overlap.overlap_param_gather is not False
     return [
         (model, "tp_comm_overlap", False),

@@ -435,8 +435,8 @@ class DistributedInitConfig:
         distributed_timeout_minutes: A collective that takes longer ends the run.
         hang_timeout_minutes: If no step moves on for so long, the rank that the others wait for is named, stacks
             are dumped, and the run ends with exit code 76. It must be longer than an evaluation batch or a save.
-        use_torch_fsdp2: PyTorch's sharding of weights instead of Megatron-Core's data parallelism; refused, as it
-            is not offered yet.
+        use_torch_fsdp2: PyTorch's fully sharded data parallelism instead of Megatron-Core's: weights, gradients
+            and optimizer state are cut over the ranks that would hold the same; see docs/optimizers.md.
     """
 
     distributed_backend: Literal["nccl", "gloo"] | None = None

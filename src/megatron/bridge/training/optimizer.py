@@ -38,14 +38,13 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
             or contradict each other.
     """
     _check_supported(config)
+    if names_of(chunks[0]):
+        config = _for_masters(config)
     with warnings.catch_warnings():
         # Megatron-Core imports a class that nobody asked for, and says that it is experimental.
         warnings.filterwarnings("ignore", message="MimoModelConfig")
         optimizer = get_megatron_optimizer(
-            _for_masters(config) if names_of(chunks[0]) else config,
-            list(chunks),
-            config_overrides=config_overrides(config, chunks),
-            use_gloo_process_groups=False,
+            config, list(chunks), config_overrides=config_overrides(config, chunks), use_gloo_process_groups=False
         )
     for inner in torch_optimizers(optimizer):
         _use_fused_kernels(inner)

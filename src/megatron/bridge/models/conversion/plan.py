@@ -86,7 +86,7 @@ class WeightConversionTask:
 
     @property
     def exported(self) -> Tensor | None:
-        """What an export takes for the parameter; if it is sharded, or with ``merges``, collective over the ranks that it lies on."""
+        """What an export takes for the parameter; collective if it is sharded, or with ``merges``."""
         if self.merges and self.param_weight is not None and isinstance(self.megatron_module, AdaptedModule):
             return self.megatron_module.merged_weight(self.param_weight)
         return None if self.param_weight is None else fully_sharded.whole(self.param_weight)

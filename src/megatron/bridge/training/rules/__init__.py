@@ -20,6 +20,7 @@ from megatron.bridge.training.rules import (
     overlap,
     profiling,
     schedule,
+    sharding,
     stages,
     values,
 )
@@ -115,7 +116,9 @@ RULES: tuple[Rule, ...] = (
     profiling.profiles_are_written,
     profiling.peaks_are_positive,
     values.no_partial_checkpointing,
-    optimizers.no_fsdp_yet,
+    sharding.no_megatron_fsdp,
+    sharding.fsdp2_cuts_dense_models,
+    sharding.fsdp2_replaces_data_parallelism,
     values.dropouts_are_probabilities,
     values.intervals_are_positive,
     values.time_limits_are_positive,

@@ -130,14 +130,3 @@ def optimizer_instances_share_state(config: ConfigContainer, world_size: int) ->
         f"ddp.num_distributed_optimizer_instances={ddp.num_distributed_optimizer_instances} needs the distributed "
         "optimizer: set ddp.use_distributed_optimizer=true, or 1 instance"
     )
-
-
-def no_fsdp_yet(config: ConfigContainer, world_size: int) -> str | None:
-    """The loop drives Megatron-Core's distributed data parallel, on every device."""
-    asked = {
-        "ddp.use_megatron_fsdp": config.ddp.use_megatron_fsdp or config.ddp.use_custom_fsdp,
-    }
-    used = [f"{key}=True" for key, value in asked.items() if value]
-    if not used:
-        return None
-    return f"{', '.join(used)}: not available in this version, use ddp.use_distributed_optimizer=true"
