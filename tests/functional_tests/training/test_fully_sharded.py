@@ -26,7 +26,7 @@ FSDP2 = {"dist": DistributedInitConfig(use_torch_fsdp2=True)}
 TP2 = {"tensor_model_parallel_size": 2}
 MICRO = {"train": {"micro_batch_size": 1}}
 BF16 = {"mixed_precision": "bf16_mixed"}
-# On four ranks two hold nothing of the norms of heads, and one the end of a gate and the begin of an up projection.
+# On four ranks two hold nothing of the norms of heads, and one the end of a gate and the start of an up matrix.
 UNEVEN = {"ffn_hidden_size": 63, "kv_channels": 2, "qk_layernorm": True}
 
 

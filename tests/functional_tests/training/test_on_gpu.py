@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from megatron.bridge.training.callbacks import Callback
 from tests.unit_tests.project.tree import ROOT
 
+SHARDED = "rows of weights"
 FORMS = {
+    SHARDED: {},
     "dense": {},
     "windows and sinks": {"window_size": (7, 0), "softmax_type": "learnable"},
     "zero-centred norms of queries and keys": {"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
@@ -43,6 +45,7 @@ def train(form, precision):
 
     settings = {"activation_func": F.silu, "backend": "torch", **FORMS[form]}
     config = toy_config(model=settings, train={"train_iters": 5}, mixed_precision=precision)
+    config.dist.use_torch_fsdp2 = form == SHARDED
     config.model.register_pre_wrap_hook(initialize_by_name)
     losses = Losses()
     pretrain(config, forward_step, [losses])

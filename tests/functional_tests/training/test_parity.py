@@ -22,6 +22,8 @@ IN_CI = {
         "DP2, distributed optimizer, overlapped reduce and gather",
         "PP2+VP2 x DP2, distributed optimizer, overlapped",
         "DP4, hybrid sharding",
+        "DP2, FSDP2",
+        "TP2+SP x DP2, FSDP2",
     ),
     "dense, tied embeddings": ("TP2+SP", "PP2+VP2", "TP2+SP x PP2"),
     "dense, means of microbatches": ("PP2", "CP2, all-gather", "DP2, average in collective"),

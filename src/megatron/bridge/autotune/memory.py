@@ -120,6 +120,8 @@ def _memory(
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     weights = sum(map(_bytes, parameters)) + sum(_bytes(buffer) for chunk in chunks for buffer in chunk.buffers())
     weights += copies * sum(map(_quantised, chunks))
+    if config.dist.use_torch_fsdp2:
+        return _fully_sharded(config, chunks, world_size)
     gradients = optimizer = 0
     for index, chunk in enumerate(chunks):
         parts = _trained(config, chunk, bucketed=stage == index == 0, replicas=replicas)
@@ -133,6 +135,23 @@ def _memory(
         gradients=gradients,
         optimizer=optimizer,
         activations=activations.of_stage(config, chunks, stage, world_size),
+    )
+
+
+def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], world_size: int) -> RankMemory:
+    """Rows of fp32 weights, gradients and state, and at the fullest moment gathered layers and their gradients."""
+    replicas = _Replicas.of(config, world_size).dense
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    share = sum(-(-parameter.shape[0] // replicas) * parameter[:1].numel() for parameter in parameters)
+    layers = [sum(map(_bytes, layer.parameters())) for chunk in chunks for layer in cast(Any, chunk).decoder.layers]
+    outside = sum(map(_bytes, parameters)) - sum(layers)
+    return RankMemory(
+        stage=0,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        weights=_FP32 * share + outside + 2 * max(layers),
+        gradients=_FP32 * share,
+        optimizer=share * _optimizer_bytes(config, torch.float32),
+        activations=activations.of_stage(config, chunks, 0, world_size),
     )
 
 

@@ -23,7 +23,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -47,7 +47,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
     ) -> None:
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
         attributes = {name: _kept(parameter) for name, parameter in module.named_parameters()}
         policy = MixedPrecisionPolicy(
             param_dtype=config.params_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -192,19 +192,20 @@ def _rows(entry: Any, parameters: dict[int, DTensor]) -> Any:
     mine, rows, dtype = local(parameter), rows_of(parameter), stored_dtype(parameter)
     whole = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     row = max(1, parameter[:1].numel())
-    pieces = [_piece(piece, piece.data.storage_offset() // row, mine, rows) for piece in whole]
-    pieces = [piece for piece in pieces if piece is not None]
+    found = [_piece(piece, cast(Tensor, piece.data).storage_offset() // row, mine, rows) for piece in whole]
+    pieces = [piece for piece in found if piece is not None]
 
-    def build(*_: Any) -> list[ShardedTensor]:
-        return [replace(piece, data=piece.data.to(dtype), dtype=dtype) for piece in pieces]
+    def build(*_: Any) -> Any:
+        return [replace(piece, data=cast(Tensor, piece.data).to(dtype), dtype=dtype) for piece in pieces]
 
-    def merge(loaded: list[Tensor]) -> Tensor:
+    def merge(loaded: Any) -> Tensor:
         for piece, stored in zip(pieces, loaded, strict=True):
+            master = cast(Tensor, piece.data)
             # what rounds to the stored weight is its master, which was read with the optimizer's state
-            piece.data.copy_(torch.where(piece.data.to(dtype) == stored, piece.data, stored.float()))
+            master.copy_(torch.where(master.to(dtype) == stored, master, stored.float()))
         return mine
 
-    return Rows(entry.key, mine, build, merge, entry.replica_id, pieces=pieces)
+    return Rows(entry.key, mine, cast(Any, build), cast(Any, merge), entry.replica_id, pieces=pieces)
 
 
 def _piece(piece: ShardedTensor, begin: int, mine: Tensor, rows: range) -> ShardedTensor | None:

@@ -175,7 +175,7 @@ class ModelProvider(TransformerConfig):
         chunks = _place(chunks, config)
         ddp = ddp_config or DistributedDataParallelConfig()
         if wrap_with_ddp and use_torch_fsdp2:
-            chunks = [FullyShardedDataParallel(config, ddp, chunk) for chunk in chunks]
+            chunks = list[MegatronModule](FullyShardedDataParallel(config, ddp, chunk) for chunk in chunks)
         elif wrap_with_ddp:
             chunks = _wrap_data_parallel(chunks, config, ddp, overlap_param_gather_with_optimizer_step)
             if data_parallel_random_init:

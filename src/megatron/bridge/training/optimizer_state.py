@@ -153,7 +153,8 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTe
     if isinstance(entry, ShardedTensor):
         return [(entry, 0)]
     pieces = []
-    for piece in entry.pieces if isinstance(entry, Rows) else nested_values(entry.build()):
+    found: list[Any] = entry.pieces if isinstance(entry, Rows) else list(nested_values(entry.build()))
+    for piece in found:
         shared = piece.data.untyped_storage().data_ptr() == entry.data.untyped_storage().data_ptr()
         assert shared, f"{piece.key}: a copy cannot say where it lies in its parameter"
         assert piece.data.is_contiguous(), f"{piece.key}: only splits into whole rows can be saved"

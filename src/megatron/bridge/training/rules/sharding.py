@@ -13,7 +13,7 @@ _HOLDS = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": False}
 
 
 def no_megatron_fsdp(config: ConfigContainer, world_size: int) -> str | None:
-    """It makes its device from a CUDA index, and Megatron-Core describes its optimizer to one other format only."""
+    """It makes its device from a CUDA index, and its optimizer is described to one other format only."""
     names = [name for name in ("use_megatron_fsdp", "use_custom_fsdp") if getattr(config.ddp, name)]
     if not names:
         return None
@@ -54,7 +54,7 @@ def fsdp2_cuts_dense_models(config: ConfigContainer, world_size: int) -> str | N
 def fsdp2_replaces_data_parallelism(config: ConfigContainer, world_size: int) -> str | None:
     """Settings of Megatron-Core's own would be ignored; weights, state and gradients are cut already."""
     wrong = [
-        f"ddp.{field.name}={value} has no effect: unset it"
+        f"ddp.{field.name}={value} has no effect, set it to {field.default or False}"
         for field in dataclasses.fields(config.ddp)
         if (value := getattr(config.ddp, field.name)) not in (field.default, _HOLDS.get(field.name, False))
     ]
