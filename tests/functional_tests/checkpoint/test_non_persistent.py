@@ -8,7 +8,7 @@ import pytest
 
 from megatron.bridge.checkpoint import layout
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.config import OptimizerConfig
+from megatron.bridge.training.config import DistributedInitConfig, OptimizerConfig
 from megatron.bridge.utils.console import console
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to
 
@@ -21,6 +21,7 @@ LAYOUTS = {
     },
 }
 DP2 = LAYOUTS["dp2_bf16"]
+LAYOUTS["fsdp2_bf16"] = {**DP2, "ddp": {}, "dist": DistributedInitConfig(use_torch_fsdp2=True)}
 
 
 class Fails(Callback):
@@ -76,7 +77,9 @@ def undisturbed(two_workers):
 
 
 @pytest.mark.parametrize("kind", ["local", "global"])
-@pytest.mark.parametrize("name", ["dp2_bf16", pytest.param("tp2_fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["dp2_bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2_fp16", "fsdp2_bf16"))]
+)
 def test_a_run_goes_on_from_it_bit_for_bit(two_workers, tmp_path, undisturbed, name, kind):
     two_workers.run(broken_off, tmp_path, LAYOUTS[name], 5, {"kind": kind})
     assert layout.published_iterations(tmp_path / "run") == [3]

@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.autotune.memory import memory_per_rank
 from megatron.bridge.backends.fully_sharded import local
 from megatron.bridge.checkpoint import layout
 from megatron.bridge.training.callbacks import Callback
@@ -20,7 +21,7 @@ from megatron.bridge.training.optimizer import torch_optimizers
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to, tensors_of
 from tests.parity import LATENT
 from tests.toy_models import make_llama
-from tests.toy_run import run_toy, whole_weights
+from tests.toy_run import run_toy, toy_config, whole_weights
 
 FSDP2 = {"dist": DistributedInitConfig(use_torch_fsdp2=True)}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -52,11 +53,15 @@ def hold(arguments):
     return held.found
 
 
-@pytest.mark.parametrize("precision", ["bf16_mixed"])
+@pytest.mark.parametrize("precision", ["bf16_mixed", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_each_rank_holds_its_share_of_everything(two_workers, run_in_process, precision):
     found = two_workers.run(hold, {**FSDP2, "mixed_precision": precision})
     alone = sum(weight.numel() for weight in whole_weights([run_toy({"train": {"train_iters": 1}})]).values())
     assert found == [[alone // 2, alone // 2, alone]] * 2
+    config = toy_config(mixed_precision=precision, **FSDP2)
+    config.validate(2)
+    memory = memory_per_rank(config, 2)[0]  # what a dry run says, in bytes of fp32
+    assert [memory.parameters // 2, memory.gradients // 4, memory.optimizer // 4] == found[0]
 
 
 RESUMED = {

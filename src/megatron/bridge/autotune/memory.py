@@ -9,6 +9,7 @@ CUDA context, buffers of NCCL, fragments of the allocator (``gpus.RESERVED`` of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
@@ -143,7 +144,9 @@ def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], world_
     replicas = _Replicas.of(config, world_size).dense
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     share = sum(-(-parameter.shape[0] // replicas) * parameter[:1].numel() for parameter in parameters)
-    layers = [sum(map(_bytes, layer.parameters())) for chunk in chunks for layer in cast(Any, chunk).decoder.layers]
+    layers = [
+        sum(map(_bytes, layer.parameters())) for chunk in chunks for layer in cast(Any, chunk).decoder.layers
+    ]
     outside = sum(map(_bytes, parameters)) - sum(layers)
     return RankMemory(
         stage=0,
