@@ -4,7 +4,12 @@
 import pytest
 
 from megatron.bridge.backends import layer_specs, user_buffers
-from megatron.bridge.training.config import CommOverlapConfig, ConfigContainer, DistributedDataParallelConfig
+from megatron.bridge.training.config import (
+    CommOverlapConfig,
+    ConfigContainer,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+)
 from megatron.bridge.training.setup import validate
 from megatron.bridge.utils import dist as process
 from megatron.bridge.utils.config import origins
@@ -62,6 +67,10 @@ def test_overlap_follows_from_the_layout(world_size, model, ddp, on):
 )
 def test_what_is_switched_off_takes_what_needs_it_along(block, on):
     assert switched_on(resolved(4, CommOverlapConfig(**block), PP2 | VP2)) == on
+
+
+def test_a_fully_sharded_model_has_no_buffers_to_overlap():
+    assert switched_on(resolved(2, dist=DistributedInitConfig(use_torch_fsdp2=True))) == set()
 
 
 def test_without_the_block_nothing_is_derived():

@@ -8,7 +8,7 @@ from megatron.bridge.backends.layer_specs import resolve_backend
 from megatron.bridge.training.config import ConfigContainer
 
 _KEY = "dist.use_torch_fsdp2=True"
-# of Megatron-Core's own data parallelism, with the only values that mean nothing else under another
+# derived settings of Megatron-Core's own data parallelism that say what this one does
 _HOLDS = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": False}
 
 
@@ -54,7 +54,7 @@ def fsdp2_cuts_dense_models(config: ConfigContainer, world_size: int) -> str | N
 def fsdp2_replaces_data_parallelism(config: ConfigContainer, world_size: int) -> str | None:
     """Settings of Megatron-Core's own would be ignored; weights, state and gradients are cut already."""
     wrong = [
-        f"ddp.{field.name}={value} has no effect, set it to {field.default or False}"
+        f"ddp.{field.name}={value} has no effect, set it to {_HOLDS.get(field.name, field.default)}"
         for field in dataclasses.fields(config.ddp)
         if (value := getattr(config.ddp, field.name)) not in (field.default, _HOLDS.get(field.name, False))
     ]
