@@ -158,7 +158,7 @@ test_faults.hang(sys.argv[1])
 def hang(how):
     """In a process of its own: rank 1 sleeps, or stops, in the middle of step 2."""
     actions = {"sleeps": lambda context: time.sleep(1000), "stops": _stop}
-    limit = DistributedInitConfig(hang_timeout_minutes=3 / 60)
+    limit = DistributedInitConfig(hang_timeout_minutes=6 / 60)  # the first step may take three seconds
     run_to(None, STEPS, {"extra": [At("train_step_start", 2, 1, actions[how])], "dist": limit})
 
 
