@@ -22,10 +22,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils._triton import has_triton
 
 from megatron.bridge.backends.torch_kernels import (
+    blocks,
     combine_over_ranks,
     install_for_optimizer,
     library_cross_entropy,
     may_overwrite,
+    targets_of_rank,
 )
 
 CHUNK = 1 << 27  # logits of a block: at most 0.5 GB in fp32 if nothing compiles, and few launches if all does
@@ -277,10 +279,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup, reuse: bool
     ) -> torch.Tensor:
-        rows, local = logits.detach().flatten(0, -2), target.flatten() - group.rank() * logits.shape[-1]
-        here = (local >= 0) & (local < logits.shape[-1])
-        local = local.clamp(0, logits.shape[-1] - 1)
-        parts = [_statistics(rows[part], local[part], here[part]) for part in _blocks(rows)]
+        rows, local, here = targets_of_rank(logits, target, group)
+        parts = [_statistics(rows[part], local[part], here[part]) for part in blocks(rows, CHUNK)]
         highest, total, picked = (torch.cat(column) for column in zip(*parts, strict=True))
         combine_over_ranks(highest, total, picked, group)
         log_sum = total.log() + highest
@@ -293,10 +293,9 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         rows, local, here, log_sum = ctx.saved_tensors
         grad = grads[0].flatten()
-        out = (
-            rows if ctx.reuse else torch.empty_like(rows)
-        )  # a second backward pass over changed logits is refused
-        for part in _blocks(rows):
+        # autograd itself refuses a second backward pass over changed logits
+        out = rows if ctx.reuse else torch.empty_like(rows)
+        for part in blocks(rows, CHUNK):
             out[part] = _logit_gradients(rows[part], local[part], here[part], log_sum[part], grad[part])
         return out.view(*grads[0].shape, rows.shape[-1]), None, None, None
 
@@ -318,11 +317,6 @@ def cross_entropy(
     group = tp_group or get_tensor_model_parallel_group()
     reuse = may_overwrite(vocab_parallel_logits)
     return _CrossEntropy.apply(vocab_parallel_logits, target, group, reuse)  # pyright: ignore[reportReturnType]
-
-
-def _blocks(rows: torch.Tensor) -> list[slice]:
-    step = max(1, CHUNK // rows.shape[-1])
-    return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 
 # ------------------------------------------------------------------------------------------------- installation

@@ -91,12 +91,11 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup, reuse: bool
     ) -> torch.Tensor:
-        rows, local = logits.detach().flatten(0, -2), target.flatten() - group.rank() * logits.shape[-1]
-        here = (local >= 0) & (local < logits.shape[-1])
-        local = local.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+        rows, local, here = targets_of_rank(logits, target, group)
+        local = local.unsqueeze(-1)
         picked = _wide(rows.gather(1, local)).squeeze(-1) * here
         highest, total = (torch.empty_like(picked) for _ in range(2))
-        for part in _blocks(rows):
+        for part in blocks(rows, CHUNK):
             block = rows[part] if reuse else rows[part].to(picked.dtype, copy=True)
             torch.amax(block, dim=-1, out=highest[part])
             torch.sum(block.sub_(highest[part].unsqueeze(-1)).exp_(), dim=-1, out=total[part])
@@ -116,11 +115,20 @@ class _CrossEntropy(torch.autograd.Function):
             rows.mul_(grad * norm).scatter_add_(1, local, -grad * here.unsqueeze(-1))
             return rows.view(shape), None, None, None
         grad_logits = torch.empty_like(rows)
-        for part in _blocks(rows):
+        for part in blocks(rows, CHUNK):
             block = (rows[part] - norm[part]).exp_()
             block.scatter_add_(1, local[part], here[part].unsqueeze(-1).to(block.dtype).neg_())
             grad_logits[part] = block.mul_(grad[part])
         return grad_logits.view(shape), None, None, None
+
+
+def targets_of_rank(
+    logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits as rows [n, v / tp], the column of each row's target on this rank, and whether it is there at all."""
+    rows, local = logits.detach().flatten(0, -2), target.flatten() - group.rank() * logits.shape[-1]
+    here = (local >= 0) & (local < logits.shape[-1])
+    return rows, local.clamp(0, logits.shape[-1] - 1), here
 
 
 def combine_over_ranks(
@@ -163,8 +171,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _blocks(rows: torch.Tensor) -> list[slice]:
-    step = max(1, CHUNK // rows.shape[-1])
+def blocks(rows: torch.Tensor, numbers: int) -> list[slice]:
+    """``rows`` in runs of at most so many numbers, and at least one row."""
+    step = max(1, numbers // rows.shape[-1])
     return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 
