@@ -11,11 +11,11 @@ from megatron.core import parallel_state
 
 from megatron.bridge.backends.fully_sharded import local
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.checkpointing import random_states
 from megatron.bridge.training.config import CheckpointConfig, DistributedDataParallelConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.optimizer import step_of, torch_optimizers
 from megatron.bridge.training.pretrain import pretrain
+from megatron.bridge.training.random_states import random_states
 from tests.toy_run import initialize_by_name, toy_config
 
 STEPS = 6

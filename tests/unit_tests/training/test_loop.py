@@ -6,13 +6,16 @@ import json
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
+from megatron.bridge.data.config import Splits
 from megatron.bridge.training.callbacks import Callback, CallbackManager
 from megatron.bridge.training.callbacks.base import EVENTS
 from megatron.bridge.training.callbacks.logging import announcement
 from megatron.bridge.training.config import (
     CheckpointConfig,
     LoggerConfig,
+    MockGPTDatasetConfig,
     OptimizerConfig,
     TrainingConfig,
     ValidationConfig,
@@ -76,6 +79,72 @@ def test_exit_interval():
     run = pretrain(tiny(train={"train_iters": 5, "exit_interval": 2}), forward_step)
     assert run.progress.step == 2
     assert run.stop_reason == "train.exit_interval=2"
+
+
+def test_steps_that_are_left_out_take_no_interval_with_them(tmp_path):
+    """Step 2 is saved before step 3 is left out; in the place of step 4, step 5 is evaluated and saved."""
+    events = Events()
+    run = pretrain(
+        tiny(
+            train={"train_iters": 7, "iterations_to_skip": [3, 4]},
+            validation=ValidationConfig(eval_interval=2, eval_iters=1),
+            checkpoint=CheckpointConfig(save=str(tmp_path), save_interval=2),
+            logger=LoggerConfig(log_interval=2),
+        ),
+        forward_step,
+        [events],
+    )
+    saved = [2, 5, 6, 7]
+    assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == [f"iter_{step:07d}" for step in saved]
+    assert steps_of(tmp_path, "validation") == steps_of(tmp_path, "train") == saved
+    assert (run.progress.skipped_steps, run.progress.consumed_train_samples) == (2, 7 * 8)
+
+
+def test_a_run_stops_before_it_leaves_out_what_comes_next(tmp_path):
+    """And shows the steps behind the last interval."""
+    train = {"train_iters": 5, "iterations_to_skip": [4], "exit_interval": 3}
+    checkpoint = CheckpointConfig(save=str(tmp_path))
+    run = pretrain(tiny(train=train, checkpoint=checkpoint, logger=LoggerConfig(log_interval=2)), forward_step)
+    assert run.progress.step == 3
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000003"]
+    assert steps_of(tmp_path, "train") == [2, 3]
+
+
+def steps_of(folder, kind):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["kind"] == kind]
+
+
+class Drawing:
+    """Samples that draw a random number each, as some augmentations do."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        torch.rand(1)
+        return self.samples[index]
+
+
+class DrawingData(MockGPTDatasetConfig):
+    read_ahead = False
+
+    def build(self, request):
+        return Splits(*(None if samples is None else Drawing(samples) for samples in super().build(request)))
+
+
+def test_a_look_at_the_data_draws_none_of_the_runs_random_numbers():
+    """The first rank alone looks: its dropout masks would be others than those of its tensor-parallel ranks."""
+    states = []
+    manager = CallbackManager()
+    manager.register("on_train_start", lambda context: states.append(torch.get_rng_state()))
+    for data in (MockGPTDatasetConfig(seq_length=32), DrawingData(seq_length=32)):
+        pretrain(tiny(dataset=data, train={"train_iters": 1}), forward_step, manager)
+        parallel_state.destroy_model_parallel()
+    assert torch.equal(*states)
 
 
 def test_error_path_closes_everything_and_ends_nothing_else():

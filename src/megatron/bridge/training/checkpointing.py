@@ -6,15 +6,11 @@ states and the callbacks' states. Under the same layout a resumed run is bitwise
 layout it goes on with the same next samples; random states belong to ranks, so dropout then draws otherwise.
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron.bridge.checkpoint import distributed, layout, local, lock, model_io, saving, verification
@@ -27,6 +23,7 @@ from megatron.bridge.training.optimizer import parts, set_step, step_of
 from megatron.bridge.training.optimizer_state import PREFIX, sharded_optimizer_state
 from megatron.bridge.training.parallel_layout import Layout
 from megatron.bridge.training.param_gather import gathered_params
+from megatron.bridge.training.random_states import random_states, seed_everything, set_random_states
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import dist
 from megatron.bridge.utils.config.serialize import to_plain
@@ -316,31 +313,6 @@ def _go_on(run: Run, saved: dict[str, Any], loaded: dict[str, Any], same: bool) 
         _set_random(run, loaded[RANK]["random"] if same else None, saved["layout"])
 
 
-def random_states() -> dict[str, Any]:
-    """The states of all generators that a rank draws from."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": _tracker().get_states(),
-    }
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Put the generators where ``random_states`` found them."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.cuda.set_rng_state(states["device"])
-    torch.set_rng_state(states["torch"])
-    _tracker().set_states(states["tracker"])
-
-
-def _tracker() -> Any:
-    """The generators that tensor-parallel ranks share or keep apart."""
-    return tensor_parallel.get_cuda_rng_tracker()
-
-
 def check_schedule(run: Run, saved: dict[str, Any], directory: Path) -> None:
     """Refuse a schedule that differs from the checkpoint's, unless the config says which one counts.
 
@@ -510,8 +482,7 @@ def _set_random(run: Run, states: dict[str, Any] | None, saved: dict[str, int] |
     if states is not None:
         set_random_states(states)
         return
-    # Another seed than at the start, or dropout would repeat the masks of the first steps.
-    tensor_parallel.model_parallel_cuda_manual_seed(run.config.rng.seed + run.progress.step)
+    seed_everything(run.config.rng, run.progress.step)
     sizes = ", ".join(f"{name} {size}" for name, size in (saved or {}).items())
     why = f"the checkpoint's layout was {sizes}" if sizes else "those of Megatron-LM are not taken over"
     console().print(f"random states start afresh: {why}", markup=False)

@@ -7,6 +7,7 @@ from itertools import tee
 from typing import Literal
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.data.loaders import Batches as Data
 from megatron.bridge.training.loop import forward_backward
@@ -32,7 +33,7 @@ def evaluate(run: Run, split: Literal["valid", "test"] = "valid") -> Report:
     assert data is not None, f"the run has no {split} data"
     event = "eval" if split == "valid" else "test"
     run.emit(f"{event}_start")
-    with torch.no_grad(), gathered_params(run.model), _evaluation_mode(run):
+    with torch.no_grad(), gathered_params(run.model), evaluation_mode(run.model):
         run.total_loss_dict = _mean_losses(run, per_chunk(data.replicate(), len(run.model)), event)
     run.emit(f"{event}_end")
     return run.total_loss_dict
@@ -55,11 +56,12 @@ def _mean_losses(run: Run, batches: list[Batches], event: str) -> Report:
 
 
 @contextmanager
-def _evaluation_mode(run: Run) -> Iterator[None]:
-    for chunk in run.model:
+def evaluation_mode(chunks: list[MegatronModule]) -> Iterator[None]:
+    """Without dropout inside."""
+    for chunk in chunks:
         chunk.eval()
     try:
         yield
     finally:
-        for chunk in run.model:
+        for chunk in chunks:
             chunk.train()

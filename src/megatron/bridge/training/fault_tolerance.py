@@ -85,6 +85,8 @@ class FaultTolerance(Callback):
         self._client.send_heartbeat()
         self._enter(BETWEEN)
 
+    on_test_step_start, on_test_step_end = on_eval_step_start, on_eval_step_end
+
     def on_train_end(self, context: Run) -> None:
         """Nothing went wrong: what was seen can tell what is too long."""
         if self._config.calc_ft_timeouts:

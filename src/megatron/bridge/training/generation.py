@@ -4,8 +4,6 @@
 Every token costs a forward pass over the whole text: good for a few samples, not for serving.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megatron.bridge.training.evaluation import evaluation_mode
 from megatron.bridge.training.param_gather import gathered_params
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.dist import broadcast_object
@@ -44,7 +43,7 @@ def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int
     _check(run, prompts, max_new_tokens)
     texts = [list(prompt) for prompt in prompts]
     open_texts = set(range(len(texts)))
-    with gathered_params(run.model), _evaluation_mode(run.model):
+    with gathered_params(run.model), evaluation_mode(run.model):
         for _ in range(max_new_tokens):
             chosen = _next_tokens(run, texts)
             for place in sorted(open_texts):
@@ -116,14 +115,3 @@ def _forward(chunk: MegatronModule, batch: torch.Tensor, last: torch.Tensor, voc
         return chosen
 
     return output, choose
-
-
-@contextmanager
-def _evaluation_mode(model: list[MegatronModule]) -> Iterator[None]:
-    for chunk in model:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for chunk in model:
-            chunk.train()

@@ -56,7 +56,7 @@ def means(totals: Report) -> Report:
 
 
 def _over_replicas(reports: list[Report], names: list[str]) -> torch.Tensor:
-    table = torch.stack([_pair(report[name]) for report in reports for name in names])
+    table = torch.stack([sum_and_count(report[name]) for report in reports for name in names])
     table = table.view(len(reports), len(names), 2).sum(0)
     replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if replicas.size() > 1:
@@ -64,6 +64,7 @@ def _over_replicas(reports: list[Report], names: list[str]) -> torch.Tensor:
     return table
 
 
-def _pair(value: torch.Tensor) -> torch.Tensor:
+def sum_and_count(value: torch.Tensor) -> torch.Tensor:
+    """A reported value as a tensor of two (float64); one number counts once."""
     value = value.detach().double().flatten()
     return value if value.numel() == 2 else torch.cat((value, torch.ones_like(value)))

@@ -2,14 +2,11 @@
 """From a config to a run that stands where it shall go on."""
 
 import copy
-import random
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -25,11 +22,12 @@ from megatron.bridge.training.batch_size import BatchSize
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.defaults import default_callbacks
 from megatron.bridge.training.checkpointing import find_source, load_run
-from megatron.bridge.training.config import ConfigContainer, RNGConfig
+from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.evaluation import per_chunk
 from megatron.bridge.training.forward_step import adapt, returns_schedule_plan, takes_state
 from megatron.bridge.training.freezing import freezing_hook
 from megatron.bridge.training.optimizer import build_optimizer
+from megatron.bridge.training.random_states import seed_everything
 from megatron.bridge.training.scheduler import build_scheduler
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import dist as process
@@ -148,20 +146,6 @@ def _check_existing_groups(config: ConfigContainer) -> None:
             f"this process has tensor, pipeline, virtual pipeline and context parallel sizes {existing}, but "
             f"the config asks for {wanted}: call parallel_state.destroy_model_parallel() between the two runs"
         )
-
-
-def seed_everything(rng: RNGConfig) -> None:
-    """Seed Python, NumPy, torch and the model-parallel generators.
-
-    Pipeline stages get different seeds, as they hold different layers; data-parallel ranks only if asked.
-    """
-    seed = rng.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    if rng.data_parallel_random_init:
-        seed += 10 * parallel_state.get_data_parallel_rank()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def build_model(config: ConfigContainer) -> list[MegatronModule]:

@@ -89,6 +89,7 @@ class Run:
         train_batches: The training data in use: one iterator per chunk over the same microbatches.
         loss_totals: Adds up the training losses of all ranks.
         user_state: A place for the callbacks of the user; not saved (a callback's ``state_dict`` is).
+        left_out: Steps before the one that comes next, or goes on, whose batches were not learnt from.
         stop_reason: Set by a callback to end the loop after this step.
         requeue: Set with ``stop_reason`` if the run shall be started again to go on.
         reports: What the loss function reported for each microbatch of the step that goes on; a callback that
@@ -109,6 +110,7 @@ class Run:
     train_batches: list[Batches] = field(default_factory=list[Batches])
     loss_totals: LossTotals = field(default_factory=LossTotals)
     user_state: dict[str, Any] = field(default_factory=dict[str, Any])
+    left_out: int = 0
     stop_reason: str | None = None
     requeue: bool = False
     reports: list[Report] = field(default_factory=list[Report])
@@ -128,6 +130,11 @@ class Run:
     def microbatches_of(self, samples: int) -> int:
         """Microbatches of this rank in a batch of ``samples`` over all ranks."""
         return samples // (self.config.train.micro_batch_size * self.config.data_parallel_size())
+
+    def is_due(self, interval: int | None) -> bool:
+        """Whether the step that just ended, or one that was left out before it, is a multiple of ``interval``."""
+        step = self.progress.step
+        return interval is not None and interval > 0 and step // interval > (step - 1 - self.left_out) // interval
 
     @cached_property
     def _batch_size(self) -> BatchSize:

@@ -8,6 +8,7 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.data.preview import Preview, preview
 from megatron.bridge.data.preview_output import summary, to_html
 from megatron.bridge.training.callbacks.base import Callback
+from megatron.bridge.training.random_states import random_states, set_random_states
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.console import console
@@ -22,8 +23,10 @@ class DataCheck(Callback):
     """
 
     def on_train_start(self, context: Run) -> None:
-        """Look and write, on the first rank."""
+        """Look and write, on the first rank; samples may draw random numbers, which are not the run's."""
+        before = random_states()
         on_first_rank(lambda: _look(context))
+        set_random_states(before)
 
 
 def _look(run: Run) -> None:

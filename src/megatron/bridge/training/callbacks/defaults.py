@@ -9,6 +9,7 @@ from megatron.bridge.training.callbacks.data_position import DataPosition
 from megatron.bridge.training.callbacks.evaluation import Evaluation
 from megatron.bridge.training.callbacks.exit import ExitInterval
 from megatron.bridge.training.callbacks.finite import FiniteGradients
+from megatron.bridge.training.callbacks.folder import RunFolder
 from megatron.bridge.training.callbacks.garbage import GarbageCollection
 from megatron.bridge.training.callbacks.hangs import HangDetection
 from megatron.bridge.training.callbacks.logging import Logging
@@ -41,21 +42,18 @@ def _profiles(config: ConfigContainer) -> tuple[list[Callback], list[Callback]]:
     return [profiling], [ProfilesWritten(config.profiling, profiling)]
 
 
-def _repairs(config: ConfigContainer) -> list[Callback]:
-    rerun = config.rerun_state_machine
-    repeats = [] if rerun is None else [Rerun(rerun, bool(config.model.fp16))]
-    return [*repeats, SkipBatches(config)]
-
-
 def default_callbacks(
     config: ConfigContainer, users: Iterable[Callback] = (), monitor: Callback | None = None
 ) -> CallbackManager:
     """Framework features around the user's callbacks; the order is the order of the calls."""
     profiling, written = _profiles(config)
+    rerun = config.rerun_state_machine
+    repeats = [] if rerun is None else [Rerun(rerun, bool(config.model.fp16))]
     return CallbackManager(
         [
             *([] if monitor is None else [monitor]),  # a step is over when the others look at it
             *_watches(config),  # from the first hook of the others on
+            RunFolder(config.checkpoint),  # before anything is written there
             RunRecord(config),  # the resolved config is on disk before anything can fail
             *profiling,  # the step alone
             GarbageCollection(config.train),
@@ -67,9 +65,10 @@ def default_callbacks(
             FiniteGradients(),  # a ruined step is shown, but neither evaluated nor saved
             Evaluation(config),
             *users,  # what they change at a step is part of that step's checkpoint
-            *_repairs(config),  # on the batches as users see them
+            *repeats,  # on the batches as users see them
             Saving(),  # before the next batch is drawn
             Preemption(config),  # every rank has done with the step
             ExitInterval(config.train),  # a run stops only after it was saved
+            SkipBatches(config),  # when all have done with the step
         ]
     )

@@ -17,7 +17,7 @@ class Evaluation(Callback):
 
     def on_train_step_end(self, context: Run) -> None:
         """Evaluate at the interval."""
-        if self._interval and context.progress.step % self._interval == 0:
+        if context.is_due(self._interval):
             self._validate(context)
 
     def on_train_end(self, context: Run) -> None:

@@ -14,5 +14,5 @@ class ExitInterval(Callback):
 
     def on_train_step_end(self, context: Run) -> None:
         """Ask the loop to stop."""
-        if self._interval and context.progress.step % self._interval == 0:
+        if context.is_due(self._interval):
             context.stop_reason = f"train.exit_interval={self._interval}"

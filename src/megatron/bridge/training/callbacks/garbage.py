@@ -25,7 +25,7 @@ class GarbageCollection(Callback):
 
     def on_train_step_end(self, context: Run) -> None:
         """Collect the young generations, at the interval."""
-        if self._manual and self._interval and context.progress.step % self._interval == 0:
+        if self._manual and context.is_due(self._interval):
             gc.collect(1)
 
     def on_eval_end(self, context: Run) -> None:

@@ -55,7 +55,7 @@ class Sign:
 class HangDetection(Callback):
     """Ends a run in which no step moves on for ``dist.hang_timeout_minutes``.
 
-    Evaluating and saving count as one move each: the timeout must be longer than either.
+    A batch of an evaluation and a save count as one move each: the timeout must be longer than either.
     """
 
     def __init__(self, minutes: float) -> None:
@@ -74,31 +74,15 @@ class HangDetection(Callback):
 
     def on_train_step_start(self, context: Run) -> None:
         """The run moves."""
-        self._moved(context)
+        self._moves += 1
+        self._step = context.progress.step
 
-    def on_grads_ready(self, context: Run) -> None:
-        """The run moves."""
-        self._moved(context)
-
-    def on_train_step_end(self, context: Run) -> None:
-        """The run moves."""
-        self._moved(context)
-
-    def on_eval_step_end(self, context: Run) -> None:
-        """The run moves."""
-        self._moved(context)
-
-    def on_train_end(self, context: Run) -> None:
-        """The run moves."""
-        self._moved(context)
+    on_grads_ready = on_train_step_end = on_train_end = on_train_step_start
+    on_eval_step_end = on_test_step_end = on_train_step_start
 
     def close(self, context: Run) -> None:
         """Stop to watch."""
         self._stop.set()
-
-    def _moved(self, run: Run) -> None:
-        self._moves += 1
-        self._step = run.progress.step
 
     def _watch(self) -> None:
         store = _Store()

@@ -66,15 +66,16 @@ class Logging(Callback):
         self._steps += 1
         self._samples += step.samples
         last = context.progress.step == self._config.train.train_iters
-        due = last or context.progress.step % self._config.logger.log_interval == 0
+        due = last or context.is_due(self._config.logger.log_interval)
         numbers = self._losses() if due else {}  # waits for the device, so it belongs to the time of the steps
         self._seconds += time.perf_counter() - self._started
         if due:
-            self._write(context, "train", numbers | self._step_numbers(context) | self._measured(context))
-            self._totals, self._steps, self._samples, self._seconds = {}, 0, 0, 0.0
+            self._show(context, numbers)
 
     def on_train_end(self, context: Run) -> None:
-        """Tell why the run ends early."""
+        """Show the steps behind the last interval; tell why the run ends early."""
+        if self._steps:
+            self._show(context, self._losses())
         if context.stop_reason is not None:
             console().print(f"stopped after step {context.progress.step}: {context.stop_reason}", markup=False)
 
@@ -99,6 +100,10 @@ class Logging(Callback):
         """Close the outputs."""
         for output in self._outputs:
             output.close()
+
+    def _show(self, run: Run, losses: Numbers) -> None:
+        self._write(run, "train", losses | self._step_numbers(run) | self._measured(run))
+        self._totals, self._steps, self._samples, self._seconds = {}, 0, 0, 0.0
 
     def _losses(self) -> Numbers:
         return {name: (total / self._steps).item() for name, total in self._totals.items()}

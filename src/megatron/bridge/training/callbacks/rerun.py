@@ -22,15 +22,17 @@ from megatron.core import rerun_state_machine as core
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.preemption import REQUEUE
-from megatron.bridge.training.checkpointing import random_states, set_random_states
 from megatron.bridge.training.config import ConfigContainer, RerunStateMachineConfig
 from megatron.bridge.training.loop import forward_backward, zero_gradients
+from megatron.bridge.training.losses import Report, sum_and_count
+from megatron.bridge.training.random_states import random_states, set_random_states
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import dist
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.console import console
 
 SKIPPED = "skipped_batches.json"
+KNOWN_LOSSES = ("large_value_counts", "max_values")  # how many the machine has seen, and the largest
 
 
 class Batches(core.RerunDataIterator):
@@ -48,8 +50,17 @@ class Rerun(Callback):
         # With fp16 the loss scale finds its way by gradients that are not finite.
         self._looks_at_gradients = config.check_for_nan_in_grad and not fp16
         self._machine: Any = None
+        self._known_losses: dict[str, Any] = {}
         self._batches: list[Batches] = []
         self._wrong: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a spike is compared with."""
+        return {name: getattr(self._machine, name) for name in KNOWN_LOSSES} if self._machine else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Kept until there is a machine."""
+        self._known_losses = state
 
     def on_train_start(self, context: Run) -> None:
         """Put Megatron-Core's machine in charge of batches and random states."""
@@ -60,6 +71,7 @@ class Rerun(Callback):
             mode=core.RerunMode.VALIDATE_RESULTS,
         )
         self._machine = core.get_rerun_state_machine()
+        vars(self._machine).update(self._known_losses)
         self._machine.should_checkpoint_and_exit()  # before that was called once, it looks at nothing
         self._batches = [Batches(batches) for batches in context.train_batches]
         context.train_batches = list(self._batches)
@@ -93,15 +105,14 @@ class Rerun(Callback):
     def _results(self, run: Run) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """What is looked at: name, value, and whether it is wrong."""
         config = self._config
-        losses = [report[name].detach().double().flatten()[0] for report in run.reports for name in sorted(report)]
-        if losses:
-            total = torch.stack(losses).sum()
+        if run.reports:
+            loss = mean_loss(run.reports)
             if config.check_for_nan_in_loss:
-                yield "the loss", total, _is_not_finite(total)
+                yield "the loss", loss, _is_not_finite(loss)
             if config.check_for_spiky_loss:
                 largest = self._machine.is_unexpectedly_large
-                spike = largest(total, config.spiky_loss_factor, "loss", config.spiky_loss_samples)
-                yield "the spiking loss", total, spike
+                spike = largest(loss, config.spiky_loss_factor, "loss", config.spiky_loss_samples)
+                yield "the spiking loss", loss, spike
         if self._looks_at_gradients:
             norm = _gradient_norm(run)
             yield "the gradient's norm", norm, _is_not_finite(norm)
@@ -129,6 +140,19 @@ class Rerun(Callback):
         )
 
 
+def mean_loss(reports: list[Report]) -> torch.Tensor:
+    """The mean losses of this rank's microbatches, added up; their sums would grow with the batch.
+
+    Args:
+        reports: What the loss function reported, as ``LossTotals`` takes it.
+    """
+    sums: Report = {}
+    for report in reports:
+        for name, value in report.items():
+            sums[name] = sums.get(name, 0.0) + sum_and_count(value)
+    return torch.stack([total[0] / total[1].clamp(min=1) for total in sums.values()]).sum()
+
+
 class SkipBatches(Callback):
     """Draws batches that shall not be learned from, and counts their steps as skipped."""
 
@@ -144,8 +168,10 @@ class SkipBatches(Callback):
         self._skip(context)
 
     def on_train_step_end(self, context: Run) -> None:
-        """Skip what comes next."""
-        self._skip(context)
+        """Skip what comes next; a run that stops here begins with that when it goes on."""
+        context.left_out = 0
+        if context.stop_reason is None:
+            self._skip(context)
 
     def _skip(self, run: Run) -> None:
         progress, train = run.progress, run.config.train
@@ -156,6 +182,7 @@ class SkipBatches(Callback):
             progress.step += 1
             progress.consumed_train_samples += run.batch_size
             progress.skipped_steps += 1
+            run.left_out += 1
             console().print(f"step {progress.step}: batch skipped", markup=False)
 
 

@@ -12,6 +12,7 @@ from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.generation import generate
 from megatron.bridge.training.state import Run
+from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
@@ -56,7 +57,7 @@ class GenerationSamples(Callback):
 
     def on_train_step_end(self, context: Run) -> None:
         """At the interval."""
-        if self._interval is not None and context.progress.step % self._interval == 0:
+        if context.is_due(self._interval):
             self._show(context)
 
     def on_train_end(self, context: Run) -> None:
@@ -116,4 +117,4 @@ def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
     path = folder / FILE
     old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     kept = [line for line in old if line["step"] < lines[0]["step"]]
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [*kept, *lines]))
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [*kept, *lines]))

@@ -50,7 +50,7 @@ class Stragglers(Callback):
 
     def on_train_step_end(self, context: Run) -> None:
         """At the interval, compare and say who is slow."""
-        if context.progress.step % self._config.interval or not self._seconds:
+        if not context.is_due(self._config.interval):
             return
         means = dist.all_gather_object((statistics.fmean(self._seconds), socket.gethostname()))
         self._seconds = []

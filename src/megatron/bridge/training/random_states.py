@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generators that a rank draws from: how they are seeded, taken down and put back."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron.bridge.training.config import RNGConfig
+
+
+def seed_everything(rng: RNGConfig, step: int = 0) -> None:
+    """Seed Python, NumPy, torch and the model-parallel generators.
+
+    Pipeline stages get different seeds, as they hold different layers; data-parallel ranks only if asked.
+
+    Args:
+        rng: The seed.
+        step: After which a run goes on: dropout must not repeat the masks of the first steps.
+    """
+    seed = rng.seed + step + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if rng.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all generators."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": _tracker().get_states(),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put the generators where ``random_states`` found them."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.cuda.set_rng_state(states["device"])
+    torch.set_rng_state(states["torch"])
+    _tracker().set_states(states["tracker"])
+
+
+def _tracker() -> Any:
+    """The generators that tensor-parallel ranks share or keep apart."""
+    return tensor_parallel.get_cuda_rng_tracker()
