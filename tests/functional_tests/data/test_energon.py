@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """WebDatasets through Megatron Energon: every record once, packed rows, broken records, and exact resume."""
 
+import gc
 import io
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -127,6 +129,22 @@ def test_a_position_is_exact_under_another_number_of_ranks(folder, workers):
         batch = next(alone)
         found |= dict(zip(alone.sample_ids, numbers(batch), strict=True))
     assert found == expected
+
+
+@needs_energon
+@pytest.mark.parametrize("collected", [False, True])
+def test_workers_end_by_themselves_when_their_reader_is_let_go_of(folder, collected):
+    """Not killed after the 5 s that torch waits for them."""
+    others = multiprocessing.active_children()
+    train = batches(provider(folder, num_workers=1))
+    next(train)
+    (worker,) = set(multiprocessing.active_children()) - set(others)
+    if collected:
+        train.itself = train  # like a run whose parts know each other
+    del train
+    gc.collect()
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 @needs_energon

@@ -2,6 +2,7 @@
 """The one module that imports Megatron Energon."""
 
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,9 @@ class EnergonReader:
         )
         loader.pin_memory = torch.cuda.is_available()
         loader.generator = torch.Generator()  # else it draws a seed from the run's own random numbers
+        # The loader and its pass know each other. The garbage collector first closes the queues to the workers, so
+        # that the loader could not tell these to end, and would wait 5 s before it kills each.
+        weakref.finalize(self, _end_pass, loader)
         self._loader = loader
         self._rows: Iterator[Sample] | None = None
 
@@ -105,6 +109,11 @@ class EnergonReader:
         """Go on where ``state`` was taken."""
         assert self._rows is None, "something was read"
         self._loader.restore_state_rank(pickle.loads(state))
+
+
+def _end_pass(loader: Any) -> None:
+    """Make the loader let go of itself."""
+    iter(loader).close()
 
 
 class RecordTask(energon.DefaultTaskEncoder):
