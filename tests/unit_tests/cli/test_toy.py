@@ -6,7 +6,6 @@ import pytest
 from megatron.bridge.autotune import ranks
 from megatron.bridge.cli import rehearse, toy
 from megatron.bridge.cli.job import Job
-from megatron.bridge.cli.main import main
 from megatron.bridge.cli.toy import Layout
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.recipes.catalog import find
@@ -21,9 +20,24 @@ LAYOUTS = [
 ]
 
 
-def test_a_model_without_a_toy_is_refused(capsys):
-    assert main(["train", "--recipe", "llama_nemotron_49b_pretrain_config", "--rehearse"]) == 1
-    assert "--rehearse makes no toy of llama_nemotron_49b_pretrain_config" in capsys.readouterr().err
+@pytest.mark.parametrize("size", ["49b", "253b"])
+def test_layers_that_are_described_one_by_one_keep_their_kinds(size):
+    recipe = find(f"llama_nemotron_{size}_pretrain_config")
+    config = recipe.build()
+    config.validate(recipe.gpus)
+    small = toy.shrink(config, recipe.gpus, steps=1)
+    small.config.validate(small.layout.ranks)
+    before, after = (model.per_block_parameters for model in (config.model, small.config.model))
+    assert {block.attention.num_query_groups for block in before} == {None, 8}
+    assert {block.attention.num_query_groups for block in after} == {None, 4}
+    kinds = [
+        {(block["attention"]["no_op"], block["ffn"]["ffn_mult"]) for block in model.block_configs}
+        for model in (config.model, small.config.model)
+    ]
+    assert kinds[0] == kinds[1]
+    assert len(kinds[1]) <= small.config.model.num_layers <= len(kinds[1]) + 1
+    assert ranks.parameter_count(small.config.model) < 3_000_000
+    assert AutoBridge.hf_config_of(small.config.model)["block_configs"] == small.config.model.block_configs
 
 
 def test_a_toy_to_tune_predicts_one_token():

@@ -89,7 +89,8 @@ class Rehearsal:
         self._fork("exporting", 1, self._merge if adapted else self._export)
         if adapted:
             return "export to Hugging Face", "adapters merged into the base, and written for peft"
-        return "export to Hugging Face", "every tensor bitwise equal, logits as those of transformers"
+        logits = "logits as those of transformers" if self._is_native else "transformers cannot run it"
+        return "export to Hugging Face", f"every tensor bitwise equal, {logits}"
 
     # ------------------------------------------------------------------------ in forked ranks
 
@@ -110,9 +111,16 @@ class Rehearsal:
         import torch
         from transformers import AutoModelForCausalLM
 
+        from megatron.bridge import AutoBridge
+
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(self._hf_config())
-        model.to(torch.bfloat16).save_pretrained(self.folder / "base")
+        if self._is_native:
+            model = AutoModelForCausalLM.from_config(self._hf_config())
+            model.to(torch.bfloat16).save_pretrained(self.folder / "base")
+            return
+        bridge = AutoBridge.from_hf_config(self._hf_config())
+        ours = bridge.to_megatron_model(load_weights=False, wrap_with_ddp=False, bf16=True)
+        bridge.save_hf_pretrained(ours, self.folder / "base", show_progress=False)
 
     def _export(self) -> None:
         from megatron.bridge import AutoBridge
@@ -120,7 +128,8 @@ class Rehearsal:
 
         exported = self.folder / "exported"
         AutoBridge.from_hf_config(self._hf_config()).export_ckpt(self.first, exported, show_progress=False)
-        if command(["verify", str(exported), str(self.first), "--no-progress"]):
+        tensors_only = [] if self._is_native else ["--skip-logits"]
+        if command(["verify", str(exported), str(self.first), "--no-progress", *tensors_only]):
             raise UserError("the exported model is not the checkpoint's")
 
     def _merge(self) -> None:
@@ -129,6 +138,13 @@ class Rehearsal:
         for action in ("merge", "export"):
             if command(["adapter", action, "--adapter", str(self.first), "--hf-path", str(self.folder / action)]):
                 raise UserError(f"adapter {action} failed")
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether transformers has the model's class; others are remote code on the hub, which is not run."""
+        import transformers
+
+        return hasattr(transformers, self.plan["hf"]["architectures"][0])
 
     def _hf_config(self) -> Any:
         from megatron.bridge.recipes.sizes import hf_config

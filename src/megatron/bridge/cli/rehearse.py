@@ -39,11 +39,6 @@ def rehearse(job: Job, steps: int, step_func: str, asked: int | None) -> int:
     forward_step(step_func)
     if getattr(job.config, "distill", None) is not None:
         raise UserError(f"--rehearse does not rehearse --mode {job.mode}: rehearse the same recipe without it")
-    if getattr(job.config.model, "block_configs", None):
-        raise UserError(
-            f"--rehearse makes no toy of {job.source}, whose layers are described one by one (model.block_configs)"
-            ": rehearse a model of layers that are alike, such as llama_nemotron_8b, in the same layout"
-        )
     world_size = asked or job.world_size or 1
     small = _shrunk(job, world_size, steps)
     folder = Path(tempfile.mkdtemp(prefix="megatron-bridge-rehearsal-"))

@@ -17,7 +17,8 @@ HEAD = 16
 VOCABULARY = 512
 
 _DIMENSIONS = ("tensor", "pipeline", "expert", "context", "data")
-_LISTS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
+_BLOCKS = "block_configs"
+_LISTS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq", _BLOCKS)
 _HYBRID = "hybrid_override_pattern"
 _STAGE = "|"
 
@@ -164,18 +165,19 @@ def _widths(model: Any, layout: Layout) -> None:
     width = WIDTH if WIDTH % heads == 0 else heads * HEAD  # transformers wants a multiple
     # transformers' norm over all heads is as wide as the hidden state
     head = width // heads if model.qk_norm_across_heads else HEAD
-    values = {
+    values: dict[str, Any] = {
         "hidden_size": width,
-        "ffn_hidden_size": 2 * width,
+        "ffn_hidden_size": model.ffn_hidden_size and 2 * width,
         "num_attention_heads": heads,
         "num_query_groups": model.num_query_groups and (3 if padded else kept),
         "kv_channels": model.kv_channels if _has_factors_by_frequency(model) else head,
         "make_query_groups_divisible_by": layout.tensor if padded else 1,
         "seq_length": SEQUENCE,
     }
-    for name, value in (
-        values | _of_experts(model, layout) | _of_latents(model) | _of_states(model, layout)
-    ).items():
+    values |= (
+        _of_experts(model, layout) | _of_latents(model) | _of_states(model, layout) | _of_blocks(model, heads)
+    )
+    for name, value in values.items():
         setattr(model, name, value)
     if model.window_size is not None:
         model.window_size = tuple(min(side, SEQUENCE // 4) for side in model.window_size)
@@ -236,6 +238,18 @@ def _of_states(model: Any, layout: Layout) -> dict[str, Any]:
     }
 
 
+def _of_blocks(model: Any, heads: int) -> dict[str, Any]:
+    """Layers that are described one by one, the width of a feed-forward layer as a multiple of the hidden size."""
+    if not hasattr(model, _BLOCKS):
+        return {}
+    sharing = {None: None, 1: 1, model.num_attention_heads: heads}  # query heads that share a key and a value
+
+    def narrow(attention: dict[str, Any]) -> dict[str, Any]:
+        return attention | {"n_heads_in_group": sharing.get(attention.get("n_heads_in_group"), 2)}
+
+    return {_BLOCKS: [block | {"attention": narrow(block["attention"])} for block in model.block_configs]}
+
+
 # --------------------------------------------------------------------------------------------------------- layers
 
 
@@ -266,7 +280,7 @@ def _layers(model: Any) -> None:
 def _kinds(model: Any) -> list[tuple[Any, ...]]:
     """What tells each layer from others."""
     columns: list[Sequence[Any]] = [
-        value for name in _LISTS if isinstance(value := getattr(model, name, None), list)
+        [str(item) for item in value] for name in _LISTS if isinstance(value := getattr(model, name, None), list)
     ]
     for name in _LISTS:
         every = getattr(model, name, None)
