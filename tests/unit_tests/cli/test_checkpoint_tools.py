@@ -111,6 +111,30 @@ def test_one_other_bit_is_named(places, tmp_path):
     assert [key for key, proof in proofs.items() if not proof["equal"]] == [name]
 
 
+def test_what_is_recomputed_need_not_be_in_the_model(places, tmp_path):
+    hf, megatron = copied(places[0], tmp_path / "hf"), places[1]
+    index = json.loads((hf / "model.safetensors.index.json").read_text())
+    name, file = "model.layers.0.self_attn.rotary_emb.inv_freq", min(index["weight_map"].values())
+    save_file({**load_file(hf / file), name: torch.ones(8)}, hf / file, metadata={"format": "pt"})
+    index["weight_map"][name] = file
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["verify", str(hf), str(megatron), "--skip-logits"]) == 0
+
+
+def test_dtypes_that_nobody_declares(tmp_path):
+    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
+    make_llama(hf, num_hidden_layers=2, dtype=torch.bfloat16)
+    (hf / "tokenizer.json").unlink()
+    for file in hf.glob("*.safetensors"):
+        tensors = {name: it.float() if "norm" in name else it for name, it in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((hf / "config.json").read_text())
+    del config["dtype"]
+    (hf / "config.json").write_text(json.dumps(config))
+    assert main(["convert", "--hf-model", str(hf), "--megatron-path", str(megatron)]) == 0
+    assert main(["verify", str(hf), str(megatron)]) == 0
+
+
 def copied(place, target):
     shutil.copytree(place, target)
     return target

@@ -9,7 +9,7 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
-from tests.toy_models import make_llama, tokens
+from tests.toy_models import LLAMA, make_llama, tokens
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,20 @@ def test_a_checkpoint_of_an_uneven_pipeline_loads_in_one_process(hf, tmp_path):
     (loaded,) = bridge.load_megatron_model(tmp_path, wrap_with_ddp=False)
     with torch.no_grad():
         assert torch.equal(loaded(*tokens(), None), model[0](*tokens(), None))
+
+
+def test_the_config_of_a_model_without_a_source_is_that_of_its_weights(tmp_path):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    bridge = AutoBridge.from_hf_config(LlamaConfig(**LLAMA, architectures=["LlamaForCausalLM"]))
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.num_layers, provider.bf16 = 2, True
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (loaded.config.num_hidden_layers, loaded.dtype) == (2, torch.bfloat16)
+    for name, weight in bridge.export_hf_weights(model, show_progress=False):
+        assert torch.equal(weight, loaded.state_dict()[name])
 
 
 def test_weights_alone_can_be_saved(hf, tmp_path):

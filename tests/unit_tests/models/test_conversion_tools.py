@@ -69,9 +69,41 @@ def test_the_layer_where_models_part_is_shown(hf, tmp_path):
     assert "the models differ" in text
 
 
-def test_layout_that_does_not_fit_the_processes(hf):
-    with pytest.raises(UserError, match=r"--tp 2 x --pp 2 does not divide the 1 running processes"):
-        roundtrip(["--model-name", str(hf), "--tp", "2", "--pp", "2"])
+def test_options_of_an_import_stand_in_any_order(hf, tmp_path):
+    assert run(convert_checkpoints, "--output-dir", tmp_path / "megatron", "--hf-model", hf)[0] == 0
+
+
+def test_no_tolerance_is_none(hf):
+    code, text = run(compare_models, "--hf-model", hf, "--tolerance", 0)
+    assert code == 1
+    assert "the models differ (tolerance 0)" in text
+
+
+def test_both_models_are_compared_in_one_precision(tmp_path):
+    make_llama(tmp_path / "hf", num_hidden_layers=2, dtype=torch.bfloat16)
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    assert run(convert_checkpoints, "--hf-model", tmp_path / "hf", "--output-dir", tmp_path / "megatron")[0] == 0
+    code, text = run(compare_models, "--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "megatron")
+    assert code == 0, text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            "--tp 2 --pp 2",
+            "--tp 2 x --pp 2 does not divide the 1 running processes: start it with torchrun --nproc-",
+        ),
+        ("--ep 2", r"--ep 2 x --tp 1 x --pp 1 does not divide the 1 running processes"),
+        ("--etp 2", r"--ep 1 x --etp 2 x --pp 1 does not divide the 1 running processes"),
+        ("--vp 2", "--vp 2 cuts pipeline stages again: give --pp 2 or more"),
+        ("--etp 0", "--etp 0: a parallel size is at least 1"),
+        ("--tp -1", "--tp -1: a parallel size is at least 1"),
+    ],
+)
+def test_layout_that_does_not_fit_the_processes(hf, sizes, message):
+    with pytest.raises(UserError, match=message):
+        roundtrip(["--model-name", str(hf), *sizes.split()])
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

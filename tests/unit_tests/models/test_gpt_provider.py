@@ -76,6 +76,13 @@ def test_half_precision_follows_the_flag():
     assert logits(chunk, torch.zeros(1, 16, dtype=torch.long)).dtype == torch.float32
 
 
+def test_a_flag_that_is_switched_off_gives_full_precision():
+    (chunk,) = toy(bf16=True, params_dtype=torch.bfloat16).provide_distributed_model(
+        wrap_with_ddp=False, bf16=False
+    )
+    assert {parameter.dtype for parameter in chunk.parameters()} == {torch.float32}
+
+
 def test_hooks_run_in_order_and_may_replace_the_chunks():
     provider, calls = toy(), []
     provider.register_pre_wrap_hook(lambda chunks: calls.append("second"))

@@ -31,7 +31,7 @@ def convert_checkpoints(argv: Sequence[str]) -> int:
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     arguments = list(argv)
-    if arguments and arguments[0].startswith("--hf-model"):
+    if arguments and arguments[0].startswith("--") and arguments[0] != "--help":
         arguments.insert(0, "import")
     args = parser.parse_args(arguments)
     return args.run(args)
@@ -94,7 +94,8 @@ def compare_models(argv: Sequence[str]) -> int:
     )
     ids, tokenizer = tokens(bridge, args.prompt)
     if args.megatron_path:
-        model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False)
+        options = {"bf16": args.dtype == "bfloat16", "fp16": args.dtype == "float16", "wrap_with_ddp": False}
+        model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, **options)
     else:
         model = convert.build_model(bridge, sizes)
     for chunk in model:
@@ -102,7 +103,13 @@ def compare_models(argv: Sequence[str]) -> int:
     found = verify.run_megatron(model, ids)
     reference = reference_activations(bridge, ids)
     report = verify.compare(reference, found)
-    return _report_logits(report, args.tolerance or TOLERANCES[args.dtype], reference, found, tokenizer)
+    tolerance = tolerance_of(args.dtype) if args.tolerance is None else args.tolerance
+    return _report_logits(report, tolerance, reference, found, tokenizer)
+
+
+def tolerance_of(dtype: Any) -> float:
+    """How far logits may be apart in a dtype, or its name; None is float32, in which such a model is built."""
+    return TOLERANCES[str(dtype or "float32").removeprefix("torch.")]
 
 
 def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
@@ -140,7 +147,9 @@ def reference_activations(bridge: Any, ids: "Tensor") -> "Activations":
 
     pretrained = bridge.hf_pretrained
     hf = AutoModelForCausalLM.from_pretrained(
-        pretrained.state.directory, dtype=pretrained.config.dtype, trust_remote_code=pretrained.trust_remote_code
+        pretrained.state.directory,
+        dtype=pretrained.config.dtype or torch.float32,
+        trust_remote_code=pretrained.trust_remote_code,
     )
     device = torch.cuda.current_device()
     model: Any = hf.eval()

@@ -2,6 +2,7 @@
 """``megatron-bridge convert``: Hugging Face to Megatron."""
 
 import argparse
+from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,7 @@ def layout(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UserError: the sizes do not fit the number of processes.
     """
-    from megatron.bridge.utils import dist
-    from megatron.bridge.utils.errors import UserError
-
-    world, model = dist.world_size(), args.tp * args.pp
-    if model < 1 or world % model:
-        raise UserError(
-            f"--tp {args.tp} x --pp {args.pp} does not divide the {world} running processes: "
-            f"start it with torchrun --nproc-per-node {max(model, 1)}"
-        )
+    _check_sizes(args)
     return {
         "tensor_model_parallel_size": args.tp,
         "pipeline_model_parallel_size": args.pp,
@@ -83,6 +76,29 @@ def layout(args: argparse.Namespace) -> dict[str, Any]:
         "expert_model_parallel_size": args.ep,
         "expert_tensor_parallel_size": args.etp,
     }
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    from megatron.bridge.utils import dist
+    from megatron.bridge.utils.errors import UserError
+
+    given = {name: size for name in ("tp", "pp", "vp", "ep", "etp") if (size := getattr(args, name)) is not None}
+    for name, size in given.items():
+        if size < 1:
+            raise UserError(f"--{name} {size}: a parallel size is at least 1")
+    if "vp" in given and args.pp == 1:
+        raise UserError(f"--vp {args.vp} cuts pipeline stages again: give --pp 2 or more, or leave it out")
+    groups = {
+        " x ".join(f"--{name} {given[name]}" for name in names): prod(given[name] for name in names)
+        for names in (("tp", "pp"), ("ep", "etp" if "etp" in given else "tp", "pp"))
+    }
+    world = dist.world_size()
+    for words, ranks in groups.items():
+        if world % ranks:
+            raise UserError(
+                f"{words} does not divide the {world} running processes: start it with "
+                f"torchrun --nproc-per-node {lcm(*groups.values())}"
+            )
 
 
 def set_layout(provider: Any, sizes: dict[str, Any]) -> None:

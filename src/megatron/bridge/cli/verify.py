@@ -45,7 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Compare, report, write the certificate."""
     from megatron.bridge import AutoBridge
-    from megatron.bridge.cli.conversion_tools import TOLERANCES
+    from megatron.bridge.cli.conversion_tools import tolerance_of
     from megatron.bridge.models.conversion import patterns
     from megatron.bridge.models.conversion.certificate import Certificate, prove
     from megatron.bridge.utils import console, dist
@@ -64,14 +64,14 @@ def run(args: argparse.Namespace) -> int:
     source = bridge.hf_pretrained.state
     compared = console.track(weights, "Comparing", total=len(source), show=not args.no_progress)
     proofs, missing = prove(compared, source)
-    missing = tuple(name for name in missing if not any(patterns.match(part, name) for part in bridge.carried))
+    missing = tuple(name for name in missing if not any(patterns.match(it, name) for it in bridge.not_converted))
     certificate = Certificate(
         hf_model=args.hf_model,
         megatron=str(args.megatron_path),
         tensors=proofs,
         missing=missing,
         logits=None if model is None else _logits(bridge, model),
-        tolerance=TOLERANCES[str(bridge.hf_config.dtype).removeprefix("torch.")],
+        tolerance=tolerance_of(bridge.hf_config.dtype),
     )
     if dist.rank() == 0:
         _report(certificate)

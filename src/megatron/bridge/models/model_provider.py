@@ -150,7 +150,7 @@ class ModelProvider(TransformerConfig):
             ddp_config: data-parallel settings; Megatron-Core's defaults when None.
             wrap_with_ddp: wrap for training; False leaves the bare (or half-precision) model.
             fp16: overrides the provider's flag.
-            bf16: overrides the provider's flag.
+            bf16: overrides the provider's flag; the model is in float32 if one is False and the other not True.
             use_cpu_initialization: overrides the provider's flag.
             pre_wrap_hook: one more hook, called after the registered ones.
             post_wrap_hook: one more hook, called after the registered ones.
@@ -165,6 +165,8 @@ class ModelProvider(TransformerConfig):
         for name, value in overrides.items():
             if value is not None:
                 setattr(self, name, value)
+        if False in (fp16, bf16) and not (self.fp16 or self.bf16):
+            self.params_dtype = torch.float32
         if not parallel_state.model_parallel_is_initialized():
             self.initialize_model_parallel(seed=0)
         config = self.resolved()

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -129,13 +129,7 @@ class AutoBridge:
     def hf_config_of(provider: Any) -> dict[str, Any] | None:
         """The Hugging Face config of a provider that a bridge made and somebody changed; None for another one."""
         source = provider.declared.__dict__.get("_hf_config")
-        if source is None:
-            return None
-        before, bridge = as_dict(source), bridge_for(source)
-        known = bridge.megatron_to_hf_config(provider.declared)
-        lists: dict[str, Any] = {key: value for key, value in known.items() if isinstance(value, list)}
-        now: dict[str, Any] = {**before, **bridge.changed_config(provider.declared, before), **lists}
-        return {key: value for key, value in now.items() if key in known or not _is_derived(key, value, before)}
+        return None if source is None else bridge_for(source).config_of(provider.declared, as_dict(source))
 
     def to_megatron_model(
         self, load_weights: bool = True, hf_path: str | Path | None = None, **options: Any
@@ -453,8 +447,13 @@ class AutoBridge:
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """Patterns of the tensors that are not converted: an export takes them over from its source."""
+        """Patterns of the tensors of other parts of the model: an export takes them over from its source."""
         return self._bridge.carried
+
+    @property
+    def not_converted(self) -> tuple[str, ...]:
+        """Patterns of all tensors that the Megatron model may do without: those, and what is recomputed."""
+        return (*self._bridge.buffers, *self._bridge.carried)
 
     @cached_property
     def transformer_config(self) -> Any:
@@ -469,7 +468,7 @@ class AutoBridge:
             self._bridge.registry_for(chunks[0].config),
             chunks,
             None if source is None else source.entries,
-            (*self._bridge.buffers, *self._bridge.carried),
+            self.not_converted,
             self._bridge.copies,
         )
 
@@ -537,12 +536,6 @@ class AutoBridge:
         self, model: Chunks, staging: Path, pretrained: Any, title: str, history: History
     ) -> None:
         side_files.write(self._bridge, _provider_of(model), pretrained, staging, title, history)
-
-
-def _is_derived(key: str, value: Any, config: dict[str, Any]) -> bool:
-    """Whether transformers works it out: an entry for each layer, the rotated width of latent attention."""
-    per_layer = isinstance(value, list) and len(cast("list[Any]", value)) == config.get("num_hidden_layers")
-    return per_layer or (key in ("head_dim", "qk_head_dim") and "qk_rope_head_dim" in config)
 
 
 def _provider_of(model: Chunks) -> Any:

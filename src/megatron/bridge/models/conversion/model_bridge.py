@@ -129,6 +129,13 @@ class MegatronModelBridge:
         now = self.megatron_to_hf_config(provider)
         return {key: value for key, value in now.items() if key in hf_config and hf_config[key] != value}
 
+    def config_of(self, provider: Any, source: Mapping[str, Any]) -> dict[str, Any]:
+        """The Hugging Face config ``source`` as it describes ``provider``, which somebody may have changed."""
+        known = self.megatron_to_hf_config(provider)
+        lists = {key: value for key, value in known.items() if isinstance(value, list)}
+        now: dict[str, Any] = {**source, **self.changed_config(provider, source), **lists}
+        return {key: value for key, value in now.items() if key in known or not _is_derived(key, value, source)}
+
     def maybe_modify_loaded_hf_weight(self, hf_param: HFWeight, hf_state_dict: Mapping[str, Tensor]) -> Any:
         """The tensor, or tensors by role, to load for ``hf_param``."""
         if isinstance(hf_param, str):
@@ -261,6 +268,12 @@ def bridge_for(config: Any) -> MegatronModelBridge:
         f"architecture {names[0]} is not supported{hint or '; '}"
         f"{'' if hint else 'AutoBridge.list_supported_models() lists those that are'}"
     )
+
+
+def _is_derived(key: str, value: Any, config: Mapping[str, Any]) -> bool:
+    """Whether transformers works it out: an entry for each layer, the rotated width of latent attention."""
+    per_layer = isinstance(value, list) and len(cast("list[Any]", value)) == config.get("num_hidden_layers")
+    return per_layer or (key in ("head_dim", "qk_head_dim") and "qk_rope_head_dim" in config)
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -42,7 +42,9 @@ def write(
         history: what was done to the weights.
     """
     if not isinstance(source, PreTrainedCausalLM):
-        plain: Any = without_quantization(as_dict(source))
+        plain = without_quantization(as_dict(source))
+        if bridge.changed_config(provider, plain):
+            plain = bridge.config_of(provider, plain)
         cast(Any, type(source)).from_dict(plain).save_pretrained(directory)
         (directory / model_card.NAME).write_text(model_card.compose(title, None, None, history))
         return
