@@ -83,7 +83,8 @@ class Config:
 
 GOOD = [
     ("model.layers=4", 4), ("model.layers=1e3", 1000), ("model.rate=1e-4", 1e-4), ("model.rate=3", 3.0),
-    ("model.name=007", "007"), ("model.name=true", "true"), ("model.name='a b'", "a b"), ("model.name=a=b", "a=b"),
+    ("model.name=007", "007"), ("model.name=true", "true"), ("model.name='a #b'", "a #b"),
+    ("model.name=a=b", "a=b"),
     ("model.name=", None), ("model.path=/tmp/x", Path("/tmp/x")),
     ("model.dtype=bf16", torch.bfloat16), ("model.dtype=torch.float16", torch.float16),
     ("model.late_dtype=null", None), ("model.backend=unfused", Backend.unfused),
@@ -195,6 +196,10 @@ BAD = [
     ("=3", "'=3' is not of the form"),
     ("train.seed=[1", "the value of train.seed is not valid YAML"),
     ("model.name=${oc.env:HOME}", "is not interpolated here"),
+    ("model.name=run #3", "model.name=run #3: YAML reads this as 'run'; put the value in quotes"),
+    ("ddp.bucket=#3", "ddp.bucket=#3: YAML reads this as None; put the value in quotes"),
+    ("model.layers=4 # few", "model.layers=4 # few: YAML reads this as 4; put the value in quotes"),
+    ("model.name=&run three", "YAML reads this as 'three'"),
     ("stubborn.value=9", "stubborn.value=9 from the command line does not stick: it became 5"),
 ]
 
@@ -220,6 +225,14 @@ def test_all_mistakes_come_together_and_nothing_is_set():
 def test_group_and_member_given_both_is_twice():
     with pytest.raises(UserError, match=r"ddp\.overlap is given twice"):
         apply_overrides(Config(), ["ddp={overlap: true}", "ddp.overlap=false"])
+
+
+def test_home_is_found_where_the_shell_leaves_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = Config()
+    changes = apply_overrides(config, ["model.name=~/runs/a b", "model.path=~/data"])
+    assert config.model.name == changes[0].new == f"{tmp_path}/runs/a b"
+    assert config.model.path == tmp_path / "data"
 
 
 def test_values_of_a_file_are_typed_and_named_alike():

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast, get_args
 
 from megatron.bridge.utils.config import yaml_text
@@ -160,7 +161,19 @@ def _parse(item: str, problems: list[str]) -> _Request | None:
     except UserError as error:
         problems.append(str(error))
         return None
-    return _Request(key, value, text if not isinstance(value, (list, dict)) else None)
+    if isinstance(value, (list, dict)):
+        return _Request(key, value, None)
+    if _is_cut(value, text):
+        problems.append(f"{key}={text}: YAML reads this as {value!r}; put the value in quotes")
+        return None
+    return _Request(key, value, text)
+
+
+def _is_cut(value: Any, text: str) -> bool:
+    """Whether YAML leaves a part of an unquoted scalar out."""
+    if text.startswith(("'", '"')):
+        return False
+    return value != text if isinstance(value, str) else "#" in text
 
 
 def _apply(config: Any, requests: list[_Request], origin: str, problems: list[str]) -> list[Change]:
@@ -230,6 +243,13 @@ def _leaves(config: Any, request: _Request) -> list[_Request]:
     return [leaf for part in parts for leaf in _leaves(config, part)]
 
 
+def _at_home(value: Any) -> Any:
+    """A path in the home directory: the shell leaves the ``~`` of ``key=~/path`` as it is."""
+    if isinstance(value, (str, Path)) and str(value).startswith("~/"):
+        return type(value)(Path(value).expanduser())
+    return value
+
+
 @dataclass(frozen=True)
 class _Slot:
     """A place that holds a value: a field of a dataclass or an item of a dict."""
@@ -260,7 +280,7 @@ class _Slot:
             if self.annotation is Any and _is_group(current) and not _is_group(value):
                 members = ", ".join(entry.name for entry in config_fields(current)[:3])
                 raise UserError(f"it is a group: set its members, such as {members}")
-            return coerce(value, self.annotation, request.text)
+            return _at_home(coerce(value, self.annotation, request.text))
         except MisfitError as error:
             raise UserError(f"{self.key} {error}") from None
         except UserError as error:
