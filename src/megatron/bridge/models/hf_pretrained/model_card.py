@@ -6,7 +6,6 @@ card says first what was done; the source's text follows, and its metadata, such
 Scores that the source claims there are left out: they are not this model's.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +14,11 @@ from typing import Any, cast
 
 import yaml
 
+from megatron.bridge.utils.curves import LOSS, read_metrics
+from megatron.bridge.utils.errors import UserError
+
 NAME = "README.md"
 TAG = "megatron-bridge"
-METRICS = "metrics.jsonl"  # as a run writes it beside its checkpoints
 
 _METADATA = re.compile(r"\A---\r?\n(.*?)\r?\n---\r?\n", re.DOTALL)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -94,15 +95,13 @@ def _told(source: str | None, history: History) -> Iterator[str]:
 
 def last_losses(folder: Path, steps: int) -> dict[str, float]:
     """The last losses that a run wrote down up to a step; nothing where there is no record, or a damaged one."""
-    found: dict[str, float] = {}
     try:
-        lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-        for line in lines:
-            if line["step"] <= steps and line["kind"] in _LOSSES and "lm loss" in line:
-                found[line["kind"]] = float(line["lm loss"])
-    except (OSError, ValueError, KeyError, TypeError):
+        rows = read_metrics(folder)
+    except UserError:
         return {}
-    return found
+    return {
+        row["kind"]: row[LOSS] for row in rows if row["step"] <= steps and row["kind"] in _LOSSES and LOSS in row
+    }
 
 
 def public_name(model: str) -> str:
