@@ -267,6 +267,8 @@ BAD = [
     ),
     ([*FINETUNE[1:], "--mode", "dora"], "peft is DoRA, but checkpoint.pretrained_checkpoint is not set"),
     ([*FINETUNE[1:], "--mode", "lora", "--peft_scheme", "dora"], "contradict each other: leave one out"),
+    ([*FINETUNE[1:], "--mode", "lora", "peft={_target_: megatron.bridge.peft.dora.DoRA}"], "has peft=DoRA: set"),
+    ([*FINETUNE[1:], "--mode", "dora", "peft=null"], "has no peft: set another there"),
     ([*FINETUNE[1:], "--peft_scheme", "lroa"], "peft=lroa is not known; did you mean lora or dora?"),
     ([*RECIPE[1:], "--packed_sequence"], "is a MockGPTDatasetConfig: use a finetune recipe, or leave it out"),
     (["--config", "no/such.yaml"], "--config no/such.yaml cannot be read: No such file or directory"),

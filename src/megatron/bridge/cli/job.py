@@ -118,8 +118,10 @@ def _check_mode(job: Job, args: argparse.Namespace) -> None:
         raise UserError(
             f"--step_func {args.step_func} with --mode {job.mode}, which has a step of its own: leave one out"
         )
-    if job.mode in ADAPTERS and job.config.peft is None:
-        raise UserError(f"--mode {job.mode}, but {job.source} has no peft: set it there, or leave --mode out")
+    peft = type(job.config.peft).__name__
+    if job.mode in ADAPTERS and not peft.lower().endswith(job.mode):  # CanonicalLoRA is a LoRA
+        found = "no peft" if job.config.peft is None else f"peft={peft}"
+        raise UserError(f"--mode {job.mode}, but {job.source} has {found}: set another there, or leave --mode out")
 
 
 def _start(args: argparse.Namespace) -> Job:
