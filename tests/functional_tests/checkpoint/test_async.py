@@ -70,8 +70,9 @@ WRITE = Prepared.write_files
 
 
 def _refused(root):
+    """Only one checkpoint shall be kept: that is the one before until the new one is there."""
     with pytest.raises(UserError) as caught:
-        in_background(root, STEPS, {}, _full)
+        in_background(root, STEPS, {"checkpoint": {"most_recent_k": 1}}, _full)
     assert lock.holder(root) is None
     return str(caught.value)
 

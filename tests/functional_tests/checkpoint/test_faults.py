@@ -11,17 +11,20 @@ from pathlib import Path
 import pytest
 
 from megatron.bridge.checkpoint import layout, lock
+from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.callbacks.hangs import HUNG
 from megatron.bridge.training.callbacks.preemption import REQUEUE
 from megatron.bridge.training.callbacks.rerun import noted
 from megatron.bridge.training.config import (
     DistributedInitConfig,
+    OptimizerConfig,
     RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
 from megatron.bridge.utils.console import console
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to
+from tests.functional_tests.checkpoint.test_resume import EXPERTS
 
 
 class At(Callback):
@@ -89,6 +92,32 @@ def test_a_transient_error_changes_nothing(two_workers):
     for (result, _), expected in zip(disturbed, undisturbed, strict=True):
         # the callback that counts the drawn tokens saw them once: they were kept for the second try
         assert result == expected
+
+
+def _overflown():
+    """The scales by which gradients were divided in the end; one of an expert was infinite in step 2."""
+
+    def spoil(context):
+        named = unwrap(context.model[0]).named_parameters()
+        next(one for name, one in named if ".experts." in name).main_grad.view(-1)[0] = float("inf")
+
+    def look(context):
+        scales.extend(part.get_loss_scale().item() for part in context.optimizer.chained_optimizers)
+
+    scales, last = [], Callback()
+    last.on_train_end = look
+    optimizer = OptimizerConfig(lr=1e-2, initial_loss_scale=1024, hysteresis=1)
+    half = {"mixed_precision": "fp16_mixed", "optimizer": optimizer}
+    model = {**EXPERTS, "expert_model_parallel_size": 2}
+    progress = run_to(None, 3, {"model": model, "extra": [At("grads_ready", 1, 1, spoil), last], **half})[
+        "progress"
+    ]
+    return scales, progress["skipped_steps"]
+
+
+def test_an_overflow_of_experts_lowers_the_loss_scale_for_all(two_workers):
+    """With a scale of their own, their gradients would be twice as large from then on."""
+    assert two_workers.run(_overflown) == [([512.0, 512.0], 1)] * 2
 
 
 def _poisoned(root, options):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.bridge.checkpoint import layout
+from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import OptimizerConfig
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to, tensors_of
 
@@ -123,6 +124,20 @@ def test_a_run_of_four_goes_on_under_another_layout(four_workers, tmp_path):
         {"model": {**TP2, **PP2}},
         {"model": {**TP2, "sequence_parallel": True}, "ddp": SHARDED},
     )
+
+
+def _first_draw(root, arguments):
+    """What this rank draws from the generator of hidden dropout where it goes on."""
+    drawn, peek = [], Callback()
+    peek.on_train_start = lambda context: drawn.append(torch.rand(1, device=torch.cuda.current_device()).item())
+    run_to(root, STEPS, {**arguments, "extra": [peek]})
+    return drawn
+
+
+def test_stages_draw_apart_after_a_change_of_the_layout(two_workers, tmp_path):
+    two_workers.run(run_to, tmp_path, 3, {"model": DROPOUT, "ddp": SHARDED})
+    first, second = two_workers.run(_first_draw, tmp_path, {"model": {**DROPOUT, **PP2}})
+    assert first != second
 
 
 TP2_SP = {**TP2, "sequence_parallel": True}

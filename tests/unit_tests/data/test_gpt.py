@@ -136,12 +136,14 @@ def test_blends_for_each_purpose(tmp_path):
         config("", blend=None, split=None, blend_per_split=without_test).build(request(8, 8, 8))
 
 
-def test_a_blend_without_weights_that_is_too_short_is_refused(tmp_path):
+@pytest.mark.parametrize("order", ["single", "batch"])
+def test_a_blend_without_weights_that_is_too_short_is_refused(tmp_path, order):
     prefixes = [str(tmp_path / name) for name in "ab"]
     for prefix in prefixes:
         write_corpus(prefix, 20)
-    with pytest.raises(UserError, match="needs 1000 samples for train, but the blend without weights holds"):
-        config("", blend=(prefixes, None), split="1").build(request(1000, 0, 0))
+    short = config("", blend=(prefixes, None), split="1", dataloader_type=order)
+    with pytest.raises(UserError, match="needs 1000 samples for train, but the data has"):
+        build_iterators(short, NullTokenizer(VOCAB), (1000, 0, 0), 1, 8)
 
 
 def test_document_ends_reset_positions_masks_and_loss(corpus):

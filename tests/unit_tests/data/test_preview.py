@@ -3,6 +3,7 @@
 
 import io
 import json
+import os
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from megatron.bridge.data.config import (
     PackedSequenceSpecs,
 )
 from megatron.bridge.data.loaders import build_iterators
+from megatron.bridge.data.mock import MockGPTDataset
 from megatron.bridge.data.preview import preview
 from megatron.bridge.data.preview_output import to_console, to_html
 from megatron.bridge.data.tokenizer import NullTokenizer
@@ -71,6 +73,22 @@ def corpora(tmp_path):
             builder.add_document(np.full(length, number, np.uint16), [length])
         builder.finalize(prefix + ".idx")
     return prefixes
+
+
+def test_a_look_starts_no_processes(tokenizer):
+    """Of 16 ranks it would be 16 times as many as a rank of the run has."""
+    drawn_by = []
+
+    class Watched(MockGPTDataset):
+        def __getitem__(self, index):
+            drawn_by.append(os.getpid())
+            return super().__getitem__(index)
+
+    config = MockGPTDatasetConfig(seq_length=8, num_workers=2)
+    data = build_iterators(config, tokenizer, (4, 0, 0), 1, 2)
+    data.train.dataset = Watched(4, 8, tokenizer.vocab_size, 1234)
+    preview(config, data, tokenizer, (1, 2, 2))
+    assert drawn_by == [os.getpid()] * 2
 
 
 def test_corpora_are_counted_with_what_is_drawn_from_each(corpora, tmp_path):

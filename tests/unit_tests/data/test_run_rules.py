@@ -77,6 +77,11 @@ def test_wrong_values_are_named(dataset, message):
     assert [problem for problem in dataset.problems() if message in problem]
 
 
+def test_how_a_blend_is_drawn_from_is_said_once():
+    blend = BlendedDatasetConfig(seq_length=SEQUENCE, datasets=[data(), data(num_workers=2)], weights=[1, 1])
+    assert blend.problems() == ["dataset.datasets[1].num_workers=2 has no effect: set it on the blend"]
+
+
 def test_a_packed_row_is_as_long_as_the_models():
     dataset = data()
     dataset.packed_sequence_specs = PackedSequenceSpecs(packed_sequence_size=16)

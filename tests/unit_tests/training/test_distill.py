@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distillation in one process: against transformers and plain torch, saved, resumed, and refused."""
 
+import json
 import re
 import shutil
 
@@ -345,6 +346,15 @@ def test_a_cache_is_the_teacher(teacher, tmp_path):
         weights, reference_weights = whole_weights([record]), whole_weights([live])
         for key, weight in reference_weights.items():
             assert (weights[key] - weight).abs().max() < 1e-6, key
+
+
+def test_a_cache_holds_what_a_growing_batch_draws(teacher, tmp_path):
+    """Neither more nor less: corpora deal their documents out by the number of samples."""
+    train = {"train_iters": 3, "rampup_batch_size": [4, 4, 4]}
+    precompute(student_config(teacher, cached(tmp_path), train=train))
+    forget_model_parallel()
+    run_student(teacher, cached(tmp_path), train=train)
+    assert json.loads((tmp_path / "cache.json").read_text())["samples"] == 4 + 8 + 8
 
 
 def test_an_interrupted_cache_goes_on(teacher, tmp_path, monkeypatch, capsys):

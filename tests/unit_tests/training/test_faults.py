@@ -15,6 +15,14 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from tests.toy_run import toy_config
 
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_grouped_gemm": True,
+    "moe_ffn_hidden_size": 32,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_aux_loss_coeff": 0.0,
+}
 WATCHED = RerunStateMachineConfig(check_for_spiky_loss=True, spiky_loss_factor=3.0, spiky_loss_samples=2)
 
 
@@ -51,6 +59,37 @@ def test_a_spike_is_found_also_by_a_run_that_goes_on(tmp_path):
     assert _run(steps | {"exit_interval": 3}, checkpoint=checkpoint) == 3
     with pytest.raises(FloatingPointError, match=r"step 5: the spiking loss is .*: a persistent error"):
         _run(steps, spike=5, checkpoint=checkpoint)
+
+
+class Spoiled(Callback):
+    """A gradient that is wrong once; the biases of the routers at the end."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def on_grads_ready(self, context):
+        if context.progress.step == self._step:
+            next(context.model[0].parameters()).main_grad.view(-1)[0] = float("nan")
+
+    def on_train_end(self, context):
+        buffers = dict(unwrap(context.model[0]).named_buffers())
+        self.biases = [buffers[name].tolist() for name in buffers if name.endswith("expert_bias")]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_repeated_step_moves_the_biases_of_routers_once():
+    """They are moved where gradients are reduced, which happens again; the repeated step would route otherwise."""
+    biases = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    found = []
+    for step in (None, 1):
+        spoiled = Spoiled(step)
+        model = {"num_layers": 1, **EXPERTS, **biases}
+        config = toy_config(model=model, train={"train_iters": 3}, rerun_state_machine=RerunStateMachineConfig())
+        pretrain(config, forward_step, [spoiled])
+        parallel_state.destroy_model_parallel()
+        found.append(spoiled.biases)
+    assert found[0] == found[1]
+    assert any(found[0][0]), "they have moved"
 
 
 EVALUATIONS = [f"{kind}_step_end" for kind in ("eval", "test")]

@@ -22,6 +22,7 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+from megatron.bridge.training.setup import initialize
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 
@@ -215,7 +216,7 @@ def test_unknown_event_is_refused():
         CallbackManager().register("on_train_step_ended", print)
 
 
-def test_states_of_callbacks_by_name():
+def test_states_of_callbacks_by_name(capfd):
     class Counter(Callback):
         def __init__(self, name, count=0):
             self._name, self.count = name, count
@@ -235,6 +236,7 @@ def test_states_of_callbacks_by_name():
     fresh = [Counter("b"), Counter("new", 7)]
     CallbackManager(fresh).load_state_dict(states)
     assert [counter.count for counter in fresh] == [2, 7]
+    assert "the state of callback a is dropped" in capfd.readouterr().err
     with pytest.raises(UserError, match="two callbacks with state are called a"):
         CallbackManager([Counter("a", 1), Counter("a", 2)]).state_dict()
 
@@ -329,15 +331,11 @@ def test_vocabulary_follows_the_tokenizer():
 
 def test_second_run_under_another_layout_in_one_process_is_refused():
     pretrain(tiny(train={"train_iters": 1}), forward_step)
-    from megatron.core import parallel_state
-
-    from megatron.bridge.training.setup import initialize
-
-    config = tiny()
-    config.model.tensor_model_parallel_size = 2
-    assert parallel_state.model_parallel_is_initialized()
-    with pytest.raises(UserError, match="destroy_model_parallel"):
-        initialize(config)
+    for name in ("tensor", "expert"):
+        config = tiny()
+        setattr(config.model, f"{name}_model_parallel_size", 2)
+        with pytest.raises(UserError, match=f"{name} parallel size 1, not 2.*destroy_model_parallel"):
+            initialize(config)
 
 
 def test_seed_decides_the_weights():

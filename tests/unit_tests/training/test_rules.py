@@ -19,6 +19,7 @@ from megatron.bridge.training.config import (
     ProfilingConfig,
     RerunStateMachineConfig,
 )
+from megatron.bridge.training.rules import settings
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 
@@ -44,6 +45,16 @@ def packed(**specs):
 CASES = {
     "sizes_are_positive": ({TP: 0, "train.train_iters": 0}, 1, [f"{TP}=0", "train.train_iters=0", "at least 1"]),
     "world_holds_the_layout": ({TP: 2, PP: 2}, 6, [f"{TP}=2", "needs 4 processes", "there are 6", "start 4 or 8"]),
+    "attributes_are_fields": (
+        {"train.train_itres": 5},
+        1,
+        ["train.train_itres is not a field of TrainingConfig", "train_iters"],
+    ),
+    "words_are_known": (
+        {"checkpoint.when_damaged": "refues", "dist.distributed_backend": "glo"},
+        1,
+        ["checkpoint.when_damaged=refues: use one of use_previous, refuse", "dist.distributed_backend=glo"],
+    ),
     "future_blocks_are_unset": ({"tensor_inspect": object()}, 1, ["tensor_inspect", "not available"]),
     "non_persistent_is_whole": (
         {"checkpoint.non_persistent_ckpt_type": "local", "checkpoint.save": "run"},
@@ -99,11 +110,6 @@ CASES = {
         {"ft": FaultToleranceConfig(simulated_fault_rank=2)},
         2,
         ["ft.simulated_fault_rank=2", "between 0 and 1"],
-    ),
-    "simulated_faults_happen_once": (
-        {"ft": FaultToleranceConfig(simulate_fault=True)},
-        1,
-        ["ft.simulate_fault=True needs checkpoint.save"],
     ),
     "distillation_can_be": (
         {"distill": DistillConfig()},
@@ -294,7 +300,6 @@ CASES = {
         1,
         ["lr_decay_samples and scheduler.lr_decay_iters", "lr_warmup_samples and scheduler.lr_warmup_iters"],
     ),
-    "aligned_gathers_overlap": ({"ddp.align_param_gather": True}, 1, ["align_param_gather=True", "set both"]),
     "gathers_are_beside_the_forward_pass": (
         {"optimizer.overlap_param_gather_with_optimizer_step": True},
         1,
@@ -330,11 +335,6 @@ CASES = {
         1,
         ["defer_embedding_wgrad_compute=True with pipeline_model_parallel_size=1"],
     ),
-    "overlap_settings_are_used": (
-        {"comm_overlap": CommOverlapConfig(wgrad_deferral_limit=2)},
-        1,
-        ["wgrad_deferral_limit=2 without comm_overlap.defer_embedding_wgrad_compute=true"],
-    ),
     "buckets_hold_something": ({"ddp.bucket_size": 0}, 1, ["ddp.bucket_size=0: must be at least 1"]),
     "offloading_fits": (
         {"model.cpu_offloading": True, "model.cpu_offloading_num_layers": 4, PP: 2},
@@ -350,6 +350,11 @@ CASES = {
         1,
         ["deterministic_mode=True with gated delta nets and packed samples", "unpack"],
     ),
+    "settings_are_of_this_optimizer": (
+        {"optimizer.sgd_momentum": 0.5},
+        1,
+        ["optimizer.sgd_momentum=0.5 has no effect with optimizer.optimizer=adam"],
+    ),
     "overrides_say_something": (
         {"optimizer.overrides": [ParameterOverride(["embedding.*"])]},
         1,
@@ -359,11 +364,6 @@ CASES = {
         {"optimizer.overrides": [ParameterOverride(["embedding.*"], lr=1e-4)], "optimizer.min_lr": 1e-3},
         1,
         ["optimizer.overrides for embedding.*", "peak of 0.0001 and an end of 0.001"],
-    ),
-    "decoupled_end_has_a_peak": (
-        {"optimizer.decoupled_min_lr": 1e-5},
-        1,
-        ["decoupled_min_lr=1e-05 without optimizer.decoupled_lr", "set both"],
     ),
     "optimizer_instances_divide_replicas": (
         {"ddp.num_distributed_optimizer_instances": 3},
@@ -443,11 +443,6 @@ CASES = {
         1,
         ["train.exit_duration_in_mins=0", "dist.hang_timeout_minutes=-1.0", "above 0, or unset"],
     ),
-    "skipping_has_a_folder": (
-        {"rerun_state_machine": RerunStateMachineConfig(when_persistent="skip")},
-        1,
-        ["when_persistent=skip needs checkpoint.save"],
-    ),
     "packed_rows_come_alone": (
         {"dataset": packed(), "train.micro_batch_size": 2},
         1,
@@ -463,25 +458,29 @@ CASES = {
         1,
         ["logger.wandb_project=toys needs the package wandb, which is not installed"],
     ),
-    "tracker_options_have_a_tracker": (
-        {"logger.wandb_entity": "team"},
-        1,
-        ["logger.wandb_entity=team has no effect without logger.wandb_project", "remove it"],
-    ),
     "readers_divide_batches": (
         {"dataset": EnergonProvider(path="x", seq_length=32, readers=3)},
         2,
         ["dataset.readers=3", "data parallel size 2", "global_batch_size=8"],
     ),
-    "checkpoints_have_a_folder": (
-        {"checkpoint.save_interval": 5},
+    "one_checkpoint_is_kept": ({"checkpoint.most_recent_k": 0}, 1, ["most_recent_k=0", "at least 1, or -1"]),
+    "finetuning_has_a_folder_of_its_own": (
+        {"checkpoint.save": "run", "checkpoint.load": "run", "checkpoint.finetune": True},
         1,
-        ["checkpoint.save_interval=5", "checkpoint.save"],
+        ["checkpoint.finetune=True", "checkpoint.load=run", "choose another checkpoint.save"],
     ),
     "background_has_a_writer": (
-        {"checkpoint.save": "run", "checkpoint.async_strategy": "nvrx"},
+        {"checkpoint.save": "run", "checkpoint.async_save": True, "checkpoint.async_strategy": "nvrx"},
         1,
-        ["async_strategy=nvrx", "async_save=True"],
+        ["async_strategy=nvrx needs", "not installed"],
+    ),
+    "settings_have_an_effect": (
+        {"checkpoint.save_interval": 5, "scheduler.lr_wsd_decay_iters": 3},
+        1,
+        [
+            "scheduler.lr_wsd_decay_iters=3 has no effect without scheduler.lr_decay_style=WSD",
+            "checkpoint.save_interval=5 has no effect without checkpoint.save: set that, too, or remove it",
+        ],
     ),
 }
 
@@ -500,13 +499,35 @@ def configured(values):
     return config
 
 
+OTHER = {bool: True, int: 7, float: 7.0, str: "other"}
+BLOCKS = {
+    "comm_overlap": CommOverlapConfig,
+    "profiling": lambda: ProfilingConfig(nvtx_ranges=True),
+    "rerun_state_machine": RerunStateMachineConfig,
+    "ft": FaultToleranceConfig,
+}
+
+
+@pytest.mark.parametrize("key", settings.NEEDS)
+def test_a_setting_needs_what_it_is_a_setting_of(key):
+    needed, _, value = settings.NEEDS[key].partition("=")
+    blocks = {name: make() for name, make in BLOCKS.items()}
+    default = configured(blocks)
+    assert settings.settings_have_an_effect(default, 1) is None
+    changed = blocks | {key: OTHER[type(settings._value(default, key) or "")]}
+    assert settings.settings_have_an_effect(configured(changed), 1).startswith(f"{key}=")
+    with_it = configured(changed | {"checkpoint.save": "run"} | {needed: value or True})
+    assert settings.settings_have_an_effect(with_it, 1) is None
+
+
 def test_every_rule_has_a_case():
     assert set(BY_NAME) == set(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rule_refuses(name, monkeypatch):
-    monkeypatch.setattr("megatron.bridge.training.rules.loggers.installed", lambda package: False)
+    for module in (rules.loggers, rules.values):
+        monkeypatch.setattr(module, "installed", lambda package: False)
     values, world_size, words = CASES[name]
     config = configured(values)
     sentence = BY_NAME[name](_resolved(config, world_size), world_size)

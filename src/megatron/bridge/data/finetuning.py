@@ -2,12 +2,13 @@
 """Data sets for fine-tuning: from a config to rows for the three purposes of a run."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.utils.data import Dataset
 
-from megatron.bridge.data.config import SPLITS, DatasetRequest, Split, Splits, choices
+from megatron.bridge.data.config import SPLITS, DatasetConfig, DatasetRequest, Split, Splits, choices
 from megatron.bridge.data.encoding import EncodingRules
 from megatron.bridge.data.prepare import Preparation, Prepared, prepare
 from megatron.bridge.data.rows import BlendedRows, Epochs, OpenRows, PackedRows, PaddedRows, Row
@@ -208,4 +209,7 @@ def blend_problems(config: "BlendedDatasetConfig") -> Iterator[str]:
         if len(values | expected) > 1:
             yield f"dataset.datasets differ in {name}: rows must be alike, so set it the same in all"
     for number, dataset in enumerate(config.datasets):
+        for entry in fields(DatasetConfig):
+            if entry.name != "seq_length" and (value := getattr(dataset, entry.name)) != entry.default:
+                yield f"dataset.datasets[{number}].{entry.name}={value} has no effect: set it on the blend"
         yield from (f"dataset.datasets[{number}]: {problem}" for problem in dataset.problems())

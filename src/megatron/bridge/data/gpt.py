@@ -39,8 +39,6 @@ def build_gpt_datasets(config: "GPTDatasetConfig", request: DatasetRequest) -> S
             f"dataset.path_to_cache={config.path_to_cache}: the index {error.filename} that rank 0 wrote is not "
             f"there: choose a directory that all machines share"
         ) from error
-    for name, size, dataset in zip(SPLITS, request.sizes, built, strict=True):
-        _check_length(name, size, dataset, config)
     train, valid, test = (dataset if size else None for size, dataset in zip(request.sizes, built, strict=True))
     if config.fim is not None and train is not None:
         train = FIMDataset(train, config.fim, request.tokenizer, config.random_seed)
@@ -163,12 +161,4 @@ def _check_cache(directory: Path) -> None:
         raise UserError(
             f"the sample indices cannot be written to {directory}: set dataset.path_to_cache to a directory that "
             f"can be written and that all machines share"
-        )
-
-
-def _check_length(name: str, size: int, dataset: Any, config: "GPTDatasetConfig") -> None:
-    if size and len(dataset) < size and config.dataloader_type == "single":
-        raise UserError(
-            f"the run needs {size} samples for {name}, but the blend without weights holds {len(dataset)}: give "
-            f"weights to repeat the corpora, or dataset.dataloader_type=cyclic, or train for fewer steps"
         )

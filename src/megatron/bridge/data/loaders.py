@@ -201,13 +201,15 @@ def numbered_iterators(
     """Iterators over datasets whose samples have numbers: ``DatasetConfig.iterators`` of most configs."""
     splits: Splits = config.build(request)
 
-    def iterator(name: str, dataset: Any, consumed: int) -> BatchIterator | None:
+    def iterator(name: str, size: int, dataset: Any, consumed: int) -> BatchIterator | None:
         if dataset is None:
             return None
         _check_enough(name, len(dataset), sizes.whole)
+        if config.dataloader_type != "cyclic":
+            _check_all(name, len(dataset), size)
         return iterate(dataset, config, sizes, consumed)
 
-    return Iterators(*map(iterator, SPLITS, splits, (*consumed, 0)))
+    return Iterators(*map(iterator, SPLITS, request.sizes, splits, (*consumed, 0)))
 
 
 class BatchSizes(NamedTuple):
@@ -226,8 +228,13 @@ class BatchSizes(NamedTuple):
     ranks: int
 
 
-def iterate(dataset: Any, config: DatasetConfig, sizes: BatchSizes, consumed: int = 0) -> BatchIterator:
-    """The microbatches of a data-parallel rank, behind the first ``consumed`` samples of all ranks."""
+def iterate(
+    dataset: Any, config: DatasetConfig, sizes: BatchSizes, consumed: int = 0, ahead: bool = True
+) -> BatchIterator:
+    """The microbatches of a data-parallel rank, behind the first ``consumed`` samples of all ranks.
+
+    Whether they are made ahead, ``config`` says, unless not ``ahead``: for a look at a few.
+    """
     common = (len(dataset), consumed, sizes.micro, sizes.rank, sizes.ranks)
 
     def make_sampler() -> Sampler:
@@ -245,7 +252,7 @@ def iterate(dataset: Any, config: DatasetConfig, sizes: BatchSizes, consumed: in
             global_batch_size=sizes.whole,
         )
 
-    return BatchIterator(dataset, make_sampler, config.num_workers, config.read_ahead)
+    return BatchIterator(dataset, make_sampler, config.num_workers * ahead, config.read_ahead and ahead)
 
 
 def _check_enough(name: str, length: int, global_batch_size: int) -> None:
@@ -253,4 +260,13 @@ def _check_enough(name: str, length: int, global_batch_size: int) -> None:
         raise UserError(
             f"the {name} data has {length} samples, less than train.global_batch_size={global_batch_size}: use a "
             f"smaller batch, or more data"
+        )
+
+
+def _check_all(name: str, length: int, wanted: int) -> None:
+    """Data that is drawn once would end in the middle of the run."""
+    if length < wanted:
+        raise UserError(
+            f"the run needs {wanted} samples for {name}, but the data has {length}: train for fewer steps, set "
+            f"dataset.dataloader_type=cyclic, or give a blend weights, which repeats its corpora"
         )

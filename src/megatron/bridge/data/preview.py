@@ -210,7 +210,7 @@ def _first_batches(
             batches = train.replicate(each)
         else:
             assert isinstance(train, BatchIterator), type(train)
-            batches = iterate(train.dataset, config, each)
+            batches = iterate(train.dataset, config, each, ahead=False)
         yield rank, next(batches), batches.sample_ids
 
 

@@ -45,6 +45,11 @@ class BatchSize:
         return steps + max(samples - consumed, 0) // self.final
 
 
+def samples_of(train: TrainingConfig) -> int:
+    """Training samples that a whole run draws."""
+    return BatchSize(train).samples_after(train.train_iters)
+
+
 def stages(train: TrainingConfig) -> list[tuple[int, int]]:
     """From which number of consumed samples on a step takes how many.
 

@@ -48,6 +48,7 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
         )
     for inner in torch_optimizers(optimizer):
         _use_fused_kernels(inner)
+    _share_loss_scale(optimizer)
     allocate_state(optimizer)
     return optimizer
 
@@ -127,6 +128,28 @@ def _check_supported(config: OptimizerConfig) -> None:
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(config, name):
             raise UserError(f"optimizer.{name}=True is not supported, because its state cannot be saved; unset it")
+
+
+def _share_loss_scale(optimizer: Any) -> None:
+    """One loss scale for dense and for expert parameters.
+
+    Megatron-Core keeps one for each, and multiplies the loss by the first: after an overflow in one of them alone,
+    gradients of the other would be divided by another number than the loss was multiplied by, without an error.
+    """
+    scaled = [part for part in optimizer.chained_optimizers if getattr(part, "grad_scaler", None)]
+    if len(scaled) < 2:
+        return
+    scaler, prepare = scaled[0].grad_scaler, optimizer.prepare_grads
+    update, scaler.update = scaler.update, lambda found_inf: None  # not before all have divided by it
+    for part in scaled:
+        part.grad_scaler = scaler
+
+    def prepare_grads() -> bool:
+        found_inf = prepare()
+        update(found_inf)
+        return found_inf
+
+    optimizer.prepare_grads = prepare_grads
 
 
 def _use_fused_kernels(inner: torch.optim.Optimizer) -> None:

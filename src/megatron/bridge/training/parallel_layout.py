@@ -2,6 +2,7 @@
 """How a run is spread over ranks."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core import parallel_state
 
@@ -31,4 +32,17 @@ class Layout:
             parallel_state.get_context_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
             parallel_state.get_expert_tensor_parallel_world_size() or 1,
+        )
+
+    @classmethod
+    def of(cls, model: Any) -> "Layout":
+        """The layout that a provider asks for."""
+        return cls(
+            dist.world_size(),
+            model.tensor_model_parallel_size,
+            model.pipeline_model_parallel_size,
+            model.virtual_pipeline_model_parallel_size or 1,
+            model.context_parallel_size,
+            model.expert_model_parallel_size,
+            model.expert_tensor_parallel_size or model.tensor_model_parallel_size,
         )

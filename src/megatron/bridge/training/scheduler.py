@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron.bridge.training.batch_size import BatchSize
+from megatron.bridge.training.batch_size import BatchSize, samples_of
 from megatron.bridge.training.config import ConfigContainer
 
 # What Megatron-Core leaves out of the state.
@@ -96,4 +96,4 @@ def lengths(config: ConfigContainer) -> Lengths:
     if wsd is None:  # the last steps, which are as many samples as the batch has by then
         last = scheduler.lr_wsd_decay_iters or 0
         wsd = decay - batch.samples_after(steps - last) if steps else last * batch.final
-    return Lengths(warmup, decay, wsd, batch.samples_after(config.train.train_iters))
+    return Lengths(warmup, decay, wsd, samples_of(config.train))

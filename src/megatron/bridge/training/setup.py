@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 from megatron.core import parallel_state
@@ -15,10 +15,10 @@ from megatron.core.utils import get_model_config
 
 from megatron.bridge.backends import allocator, user_buffers
 from megatron.bridge.data.loaders import Iterators, build_iterators
-from megatron.bridge.data.tokenizer import build_tokenizer
+from megatron.bridge.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.bridge.training import fault_tolerance
 from megatron.bridge.training.adapters import adapting_hook
-from megatron.bridge.training.batch_size import BatchSize
+from megatron.bridge.training.batch_size import samples_of
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.defaults import default_callbacks
 from megatron.bridge.training.checkpointing import find_source, load_run
@@ -27,6 +27,7 @@ from megatron.bridge.training.evaluation import per_chunk
 from megatron.bridge.training.forward_step import adapt, returns_schedule_plan, takes_state
 from megatron.bridge.training.freezing import freezing_hook
 from megatron.bridge.training.optimizer import build_optimizer
+from megatron.bridge.training.parallel_layout import Layout
 from megatron.bridge.training.random_states import seed_everything
 from megatron.bridge.training.scheduler import build_scheduler
 from megatron.bridge.training.state import Run
@@ -73,7 +74,7 @@ def setup(config: ConfigContainer, forward_step: Callable[..., Any], callbacks: 
     )
     run.forward_step = adapt(forward_step, run)
     load_run(run, source)
-    run.data = build_data(run)
+    run.data = build_data(config, tokenizer, run.progress.consumed_train_samples)
     if run.data.train is not None:
         run.train_batches = per_chunk(run.data.train, len(model))
     return run
@@ -128,23 +129,16 @@ def initialize(config: ConfigContainer) -> None:
 
 
 def _check_existing_groups(config: ConfigContainer) -> None:
-    model = config.model
-    existing = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-    )
-    wanted = (
-        model.tensor_model_parallel_size,
-        model.pipeline_model_parallel_size,
-        model.virtual_pipeline_model_parallel_size,
-        model.context_parallel_size,
-    )
-    if existing != wanted:
+    existing, wanted = asdict(Layout.current()), asdict(Layout.of(config.model))
+    differing = [
+        f"{name} parallel size {size}, not {wanted[name]}"
+        for name, size in existing.items()
+        if size != wanted[name]
+    ]
+    if differing:
         raise UserError(
-            f"this process has tensor, pipeline, virtual pipeline and context parallel sizes {existing}, but "
-            f"the config asks for {wanted}: call parallel_state.destroy_model_parallel() between the two runs"
+            f"this process has groups for {', '.join(differing)} as the config asks for: call "
+            "parallel_state.destroy_model_parallel() between the two runs"
         )
 
 
@@ -177,21 +171,17 @@ def _one_or_all(functions: list[Any]) -> Any:
     return functions[0] if len(functions) == 1 else functions
 
 
-def build_data(run: Run) -> Iterators:
-    """The data of this rank, training positioned behind what was consumed."""
-    config = run.config
+def build_data(config: ConfigContainer, tokenizer: Tokenizer, consumed: int = 0) -> Iterators:
+    """The data of this rank, training positioned behind ``consumed`` samples of all ranks."""
     batch = config.train.global_batch_size
     held_out = config.validation.eval_iters * batch
-    build = partial(
-        build_iterators,
+    return build_iterators(
         config.dataset,
-        run.tokenizer,
-        (BatchSize(config.train).samples_after(config.train.train_iters), held_out, held_out),
+        tokenizer,
+        (samples_of(config.train), held_out, held_out),
         config.train.micro_batch_size,
         batch,
-    )
-    return build(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        consumed_train=run.progress.consumed_train_samples,
+        consumed_train=consumed,
     )

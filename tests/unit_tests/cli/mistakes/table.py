@@ -218,7 +218,7 @@ VALUES = [
     dry("dropout of one", ["model.hidden_dropout=1.0"], "hidden_dropout=1.0", "[0, 1)"),
     dry("a negative seed", ["rng.seed=-1"], "rng.seed=-1", "negative"),
     dry("no steps", ["train.train_iters=0"], "train.train_iters=0", "at least 1"),
-    dry("saving nowhere", ["checkpoint.save_interval=5"], "save_interval=5 without checkpoint.save"),
+    dry("saving nowhere", ["checkpoint.save_interval=5"], "save_interval=5 has no effect without checkpoint.save"),
     dry("saving never", ["checkpoint.save=runs", "checkpoint.save_interval=0"], "save_interval=0"),
     dry("keeping no checkpoint", ["checkpoint.save=runs", "checkpoint.most_recent_k=0"], "most_recent_k=0"),
     dry(

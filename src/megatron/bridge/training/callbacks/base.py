@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron.bridge.training.state import Run
+from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
@@ -129,7 +130,9 @@ class CallbackManager:
         return states
 
     def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None:
-        """Give each callback its state back; a callback that is new keeps its initial state."""
+        """Give callbacks their states back: one that is new keeps its own, one that is gone is named."""
         for callback in self._callbacks:
             if callback.name in states:
                 callback.load_state_dict(states[callback.name])
+        for name in sorted(states.keys() - {callback.name for callback in self._callbacks}):
+            console().print(f"the state of callback {name} is dropped: this run has no such one", markup=False)

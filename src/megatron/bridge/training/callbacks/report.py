@@ -101,12 +101,15 @@ def _how_to_go_on(config: ConfigContainer) -> Iterator[str]:
         return
     config_file = Path(config.logger.log_dir or save) / "run_config.yaml"
     yield "\n## To go on\n\n```bash"
-    yield f"megatron-bridge train --config {config_file} train.train_iters={2 * config.train.train_iters}"
+    longer = f"train.train_iters={2 * config.train.train_iters} scheduler.override_opt_param_scheduler=true"
+    yield f"megatron-bridge train --config {config_file} {longer}"
     yield "```\n\n## To export\n\n```bash"
-    yield (
-        "python examples/conversion/convert_checkpoints.py export "
-        f"--hf-model {config.tokenizer.tokenizer_model or source} --megatron-path {save} --hf-path {save}-hf"
-    )
+    if config.peft is not None:
+        yield f"megatron-bridge adapter merge --adapter {save} --hf-path {save}-hf"
+    else:
+        is_hf = (Path(source or "") / "config.json").is_file()
+        model = source if is_hf else config.tokenizer.tokenizer_model
+        yield f"megatron-bridge export --hf-model {model} --megatron-path {save} --hf-path {save}-hf"
     yield "```"
 
 

@@ -3,7 +3,7 @@
 """A step that went wrong is repeated before the optimizer sees it, by Megatron-Core's rerun state machine.
 
 Losses and gradients of each step are looked at on every rank. If one is not finite, or a loss is a spike, the
-step is repeated from the same random states and batches. A result that is then right was a transient error, of the
+step is repeated from the same state and batches. A result that is then right was a transient error, of the
 hardware most likely, and the run goes on with it. One that is wrong again is persistent: it lies in the batch or
 in the weights.
 """
@@ -66,12 +66,13 @@ class Rerun(Callback):
         """Put Megatron-Core's machine in charge of batches and random states."""
         core.destroy_rerun_state_machine()
         cast(Any, core).initialize_rerun_state_machine(
-            state_save_func=random_states,
-            state_restore_func=set_random_states,
+            state_save_func=partial(_states, context),
+            state_restore_func=partial(_set_states, context),
             mode=core.RerunMode.VALIDATE_RESULTS,
         )
         self._machine = core.get_rerun_state_machine()
-        vars(self._machine).update(self._known_losses)
+        for name, known in self._known_losses.items():
+            setattr(self._machine, name, known)
         self._machine.should_checkpoint_and_exit()  # before that was called once, it looks at nothing
         self._batches = [Batches(batches) for batches in context.train_batches]
         context.train_batches = list(self._batches)
@@ -196,6 +197,23 @@ def noted(root: Path) -> dict[int, str]:
 
 def _note(root: Path, step: int, what: str) -> None:
     write_text(root / SKIPPED, json.dumps({**noted(root), step: what}, indent=1) + "\n")
+
+
+def _states(run: Run) -> dict[str, Any]:
+    """What a forward and a backward pass change, beside the gradients."""
+    return {"random": random_states(), "biases": [bias.clone() for bias in _router_biases(run)]}
+
+
+def _set_states(run: Run, states: dict[str, Any]) -> None:
+    set_random_states(states["random"])
+    for bias, before in zip(_router_biases(run), states["biases"], strict=True):
+        bias.copy_(before)
+
+
+def _router_biases(run: Run) -> list[torch.Tensor]:
+    """Of routers that balance their experts by a bias: Megatron-Core moves it where it reduces gradients."""
+    buffers = (named for chunk in run.model for named in chunk.named_buffers())
+    return [buffer for name, buffer in buffers if name.endswith("router.expert_bias")]
 
 
 def _known(rejected: bool, value: torch.Tensor) -> bool:

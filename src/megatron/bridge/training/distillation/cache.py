@@ -18,6 +18,7 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 
 from megatron.bridge.data.loaders import Batch, Batches
+from megatron.bridge.training.batch_size import samples_of
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.distillation.divergence import TopTokens
@@ -193,7 +194,7 @@ def open_cache(config: ConfigContainer) -> Cache:
             f"distill.cache={folder} has {cache.done} of {header.samples} samples: start --mode cache-teacher "
             "again, it goes on where it stopped"
         )
-    drawn = config.train.train_iters * config.train.global_batch_size
+    drawn = samples_of(config.train)
     if config.dataset.dataloader_type != "cyclic" and drawn > header.samples:
         raise UserError(
             f"distill.cache={folder} has {header.samples} samples, this run draws {drawn}: train less, or make a "

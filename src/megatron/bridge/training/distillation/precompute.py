@@ -14,8 +14,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.data.loaders import Batch, Batches, build_iterators
+from megatron.bridge.data.loaders import Batch, Batches
 from megatron.bridge.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.bridge.training.batch_size import samples_of
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer
 from megatron.bridge.training.distillation.cache import Cache, check_header, header_of, read_header
 from megatron.bridge.training.distillation.divergence import top_tokens
@@ -23,7 +24,7 @@ from megatron.bridge.training.distillation.step import model_inputs
 from megatron.bridge.training.distillation.teacher import load_teacher, teacher_provider
 from megatron.bridge.training.gpt_step import next_batch
 from megatron.bridge.training.rules import SIZES, violations
-from megatron.bridge.training.setup import initialize
+from megatron.bridge.training.setup import build_data, initialize
 from megatron.bridge.utils import dist
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -52,7 +53,8 @@ def precompute(config: ConfigContainer) -> Path:
     assert alone.distill is not None, "checked"
     folder = Path(cast(str, alone.distill.cache))
     initialize(alone)
-    data = _training_data(alone, tokenizer)
+    data = build_data(alone, tokenizer).train
+    assert data is not None, "a run without data"
     cache = _opened(folder, alone, _samples(alone, data))
     model = load_teacher(alone.model)
     _run(cache, alone, data, model)
@@ -86,25 +88,9 @@ def teachers_run(config: ConfigContainer, tokenizer: Tokenizer, world_size: int)
     return alone
 
 
-def _training_data(config: ConfigContainer, tokenizer: Tokenizer) -> Batches:
-    """The training batches as the run draws them: held-out data is asked for, too, as it may share a corpus."""
-    batch, held_out = config.train.global_batch_size, config.validation.eval_iters * config.train.global_batch_size
-    found = build_iterators(
-        config.dataset,
-        tokenizer,
-        (config.train.train_iters * batch, held_out, held_out),
-        config.train.micro_batch_size,
-        batch,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-    )
-    assert found.train is not None, "a run without data"
-    return found.train
-
-
 def _samples(config: ConfigContainer, data: Batches) -> int:
     """How many different ones a run draws."""
-    drawn = config.train.train_iters * config.train.global_batch_size
+    drawn = samples_of(config.train)
     if config.dataset.dataloader_type != "cyclic":
         return drawn
     whole = len(cast(Any, data).dataset)
@@ -148,7 +134,7 @@ def _rounds(config: ConfigContainer, data: Batches) -> Iterator[list[tuple[list[
     """All microbatches of this rank, some at a time, with the numbers of their samples."""
     train = config.train
     replicas = parallel_state.get_data_parallel_world_size()
-    left = train.train_iters * train.global_batch_size // (train.micro_batch_size * replicas)
+    left = samples_of(train) // (train.micro_batch_size * replicas)
     numbered = ((data.sample_ids, batch) for batch in data)
     while left > 0:
         found = list(islice(numbered, min(ROUND, left)))

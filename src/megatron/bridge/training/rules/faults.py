@@ -16,6 +16,11 @@ def non_persistent_is_whole(config: ConfigContainer, world_size: int) -> str | N
             f"checkpoint.non_persistent_ckpt_type={kind} and non_persistent_save_interval={interval}: set both or "
             "none of them"
         )
+    if interval is not None and saved.save_interval is not None and interval % saved.save_interval == 0:
+        return (
+            f"checkpoint.non_persistent_save_interval={interval} has no effect with checkpoint.save_interval="
+            f"{saved.save_interval}, which saves at the same steps: make it shorter"
+        )
     for wanted in ("global", "local"):
         key = f"non_persistent_{wanted}_ckpt_dir"
         if getattr(saved, key) is not None and kind != wanted:
@@ -83,10 +88,3 @@ def simulated_faults_have_a_rank(config: ConfigContainer, world_size: int) -> st
     if ft is None or ft.simulated_fault_rank is None or 0 <= ft.simulated_fault_rank < world_size:
         return None
     return f"ft.simulated_fault_rank={ft.simulated_fault_rank}: must lie between 0 and {world_size - 1}"
-
-
-def simulated_faults_happen_once(config: ConfigContainer, world_size: int) -> str | None:
-    """That one has happened is noted in the run's folder; without it, no start would ever reach the end."""
-    if config.ft is None or not config.ft.simulate_fault or config.checkpoint.save is not None:
-        return None
-    return "ft.simulate_fault=True needs checkpoint.save: give the folder, or switch it off"

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules on the optimizer and on how ranks share its state, the gradients and the weights."""
 
+import dataclasses
+
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.optimizer import STATE_NAMES
 from megatron.bridge.training.rules.words import divisors, near
 from megatron.bridge.utils.errors import did_you_mean
 
 MUON_TP_MODES = ("duplicated", "distributed", "blockwise")
+_PREFIXES = ("sgd_", "muon_", "lion_", "soap_", "adaptive_muon_")
 _OTHER_NAMES = {"adamw": "adam (it is AdamW: weight decay is apart from the gradient)"}
 
 
@@ -67,6 +70,20 @@ def muon_sees_whole_matrices(config: ConfigContainer, world_size: int) -> str | 
     if optimizer.muon_tp_mode in MUON_TP_MODES:
         return None
     return f"optimizer.muon_tp_mode={optimizer.muon_tp_mode}: use one of {', '.join(MUON_TP_MODES)}"
+
+
+def settings_are_of_this_optimizer(config: ConfigContainer, world_size: int) -> str | None:
+    """Those of another one would be ignored; Adam's come with recipes, and Muon uses them, too."""
+    optimizer = config.optimizer
+    others = tuple(prefix for prefix in _PREFIXES if prefix != f"{optimizer.optimizer}_")
+    wrong = [
+        f"optimizer.{entry.name}={value}"
+        for entry in dataclasses.fields(optimizer)
+        if entry.name.startswith(others) and (value := getattr(optimizer, entry.name)) != entry.default
+    ]
+    if not wrong:
+        return None
+    return f"{', '.join(wrong)} has no effect with optimizer.optimizer={optimizer.optimizer}: remove it"
 
 
 def clipping_is_a_norm(config: ConfigContainer, world_size: int) -> str | None:

@@ -19,15 +19,6 @@ def param_gather_overlap_fits(config: ConfigContainer, world_size: int) -> str |
     return None
 
 
-def aligned_gathers_overlap(config: ConfigContainer, world_size: int) -> str | None:
-    """Nothing is aligned where weights are gathered at once."""
-    if not config.ddp.align_param_gather or config.ddp.overlap_param_gather:
-        return None
-    return (
-        "ddp.align_param_gather=True without ddp.overlap_param_gather would be ignored: set both, or switch it off"
-    )
-
-
 def gathers_are_beside_the_forward_pass(config: ConfigContainer, world_size: int) -> str | None:
     """Gathering beside the optimizer's step needs model chunks with optimizers of their own."""
     if not config.optimizer.overlap_param_gather_with_optimizer_step:
@@ -119,21 +110,6 @@ def deferred_embedding_fits(config: ConfigContainer, world_size: int) -> str | N
     if model.wgrad_deferral_limit < 0:
         return (
             f"model.wgrad_deferral_limit={model.wgrad_deferral_limit}: use a number of microbatches, or 0 for all"
-        )
-    return None
-
-
-def overlap_settings_are_used(config: ConfigContainer, world_size: int) -> str | None:
-    """Settings of what is off would be ignored."""
-    overlap = config.comm_overlap
-    if overlap is None:
-        return None
-    if overlap.tp_comm_overlap_cfg is not None and not overlap.tp_comm_overlap:
-        return "comm_overlap.tp_comm_overlap_cfg without comm_overlap.tp_comm_overlap=true: set both, or neither"
-    if overlap.wgrad_deferral_limit and not overlap.defer_embedding_wgrad_compute:
-        return (
-            f"comm_overlap.wgrad_deferral_limit={overlap.wgrad_deferral_limit} without "
-            "comm_overlap.defer_embedding_wgrad_compute=true: set both, or neither"
         )
     return None
 

@@ -46,18 +46,13 @@ def profilers_exclude_each_other(config: ConfigContainer, world_size: int) -> st
 
 
 def profiles_are_written(config: ConfigContainer, world_size: int) -> str | None:
-    """What has no file, or no tool that uses it, would be lost."""
+    """What has no file, or no profiler that keeps it, would be lost."""
     profiling = config.profiling
     if profiling is None:
         return None
     to_a_file = [tool for tool in ("use_pytorch_profiler", "record_memory_history") if getattr(profiling, tool)]
     if to_a_file and config.logger.log_dir is None:
         return f"profiling.{to_a_file[0]}=True without a folder: give logger.log_dir or checkpoint.save"
-    if profiling.memory_snapshot_path is not None and not profiling.record_memory_history:
-        return (
-            f"profiling.memory_snapshot_path={profiling.memory_snapshot_path} has no effect without "
-            "record_memory_history: set that, too, or remove it"
-        )
     if profiling.record_shapes and not (profiling.use_pytorch_profiler or profiling.use_nsys_profiler):
         return "profiling.record_shapes=True has no effect without a profiler: choose one, or remove it"
     return None

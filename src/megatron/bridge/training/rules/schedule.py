@@ -184,17 +184,6 @@ def overrides_are_ordered(config: ConfigContainer, world_size: int) -> str | Non
     return "; ".join(wrong) or None
 
 
-def decoupled_end_has_a_peak(config: ConfigContainer, world_size: int) -> str | None:
-    """Megatron-Core would ignore it."""
-    optimizer = config.optimizer
-    if optimizer.decoupled_min_lr is None or optimizer.decoupled_lr is not None:
-        return None
-    return (
-        f"optimizer.decoupled_min_lr={optimizer.decoupled_min_lr} without optimizer.decoupled_lr would be "
-        "ignored: set both, or neither"
-    )
-
-
 def weight_decay_grows(config: ConfigContainer, world_size: int) -> str | None:
     """Megatron-Core only increases it; a constant one has equal ends."""
     scheduler = config.scheduler

@@ -94,6 +94,9 @@ def intervals_are_positive(config: ConfigContainer, world_size: int) -> str | No
         "rng.seed": config.rng.seed,
     }
     negative = [f"{key}={value}" for key, value in counts.items() if value < 0]
+    skipped = config.train.iterations_to_skip
+    if min(skipped, default=1) < 1:
+        wrong.append(f"train.iterations_to_skip={skipped}")
     sentences = [f"{', '.join(wrong)}: must be at least 1, or unset"] if wrong else []
     sentences += [f"{', '.join(negative)}: must not be negative"] if negative else []
     return "; ".join(sentences) or None
@@ -103,44 +106,37 @@ def time_limits_are_positive(config: ConfigContainer, world_size: int) -> str | 
     """No time at all would end a run at once."""
     limits = {
         "train.exit_duration_in_mins": config.train.exit_duration_in_mins,
+        "dist.distributed_timeout_minutes": config.dist.distributed_timeout_minutes,
         "dist.hang_timeout_minutes": config.dist.hang_timeout_minutes,
     }
     wrong = [f"{key}={minutes}" for key, minutes in limits.items() if minutes is not None and minutes <= 0]
     return f"{', '.join(wrong)}: must be above 0, or unset" if wrong else None
 
 
-def skipping_has_a_folder(config: ConfigContainer, world_size: int) -> str | None:
-    """The batches to skip are noted there for the next start."""
-    rerun = config.rerun_state_machine
-    if rerun is None or rerun.when_persistent == "stop" or config.checkpoint.save is not None:
+def one_checkpoint_is_kept(config: ConfigContainer, world_size: int) -> str | None:
+    """The newest, at least."""
+    kept = config.checkpoint.most_recent_k
+    if kept == -1 or kept > 0:
         return None
-    return "rerun_state_machine.when_persistent=skip needs checkpoint.save: give the folder, or choose stop"
+    return f"checkpoint.most_recent_k={kept}: must be at least 1, or -1 to keep all"
 
 
-def checkpoints_have_a_folder(config: ConfigContainer, world_size: int) -> str | None:
-    """An interval without a folder would save nothing."""
+def finetuning_has_a_folder_of_its_own(config: ConfigContainer, world_size: int) -> str | None:
+    """A run goes on from what is in its folder, at the step where that was saved."""
     checkpoint = config.checkpoint
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        return (
-            f"checkpoint.save_interval={checkpoint.save_interval} without checkpoint.save: give the folder, or "
-            "remove the interval"
-        )
-    if checkpoint.async_save and checkpoint.save is None:
-        return "checkpoint.async_save=True without checkpoint.save: give the folder, or switch it off"
-    if checkpoint.most_recent_k == 0 or checkpoint.most_recent_k < -1:
-        return f"checkpoint.most_recent_k={checkpoint.most_recent_k}: must be at least 1, or -1 to keep all"
-    return None
+    if not checkpoint.finetune or checkpoint.load is None or checkpoint.load != checkpoint.save:
+        return None
+    return (
+        f"checkpoint.finetune=True with checkpoint.load={checkpoint.load}, which is checkpoint.save, too: a run "
+        "goes on from its own folder, so choose another checkpoint.save"
+    )
 
 
 def background_has_a_writer(config: ConfigContainer, world_size: int) -> str | None:
     """One that writes in the background, and is installed."""
     checkpoint = config.checkpoint
-    if checkpoint.async_strategy not in ("thread", "nvrx"):
-        return f"checkpoint.async_strategy={checkpoint.async_strategy!r} is not known: choose thread or nvrx"
     if checkpoint.async_strategy == "thread":
         return None
-    if not checkpoint.async_save:
-        return "checkpoint.async_strategy=nvrx has no effect without checkpoint.async_save=True: set it, or thread"
     if not installed(NVRX):
         return missing(NVRX, "checkpoint.async_strategy=nvrx", "resiliency")
     return None
