@@ -2,6 +2,7 @@
 """A dry run of any command of a page: its own parser reads it, and what it would train is built and validated."""
 
 import argparse
+import functools
 import importlib
 import os
 import re
@@ -106,7 +107,8 @@ def _until_parsed(name, arguments, module):
     def only_parse(self, args=None, namespace=None):
         raise Parsed(parse(self, args, namespace))
 
-    run = runpy.run_module if module else runpy.run_path
+    # either way with a main module of its own, which it may change
+    run = functools.partial(runpy.run_module, alter_sys=True) if module else runpy.run_path
     with (
         mock.patch.object(argparse.ArgumentParser, "parse_args", only_parse),
         mock.patch.object(sys, "argv", [name, *arguments]),

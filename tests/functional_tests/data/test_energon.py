@@ -11,7 +11,6 @@ import sys
 import tarfile
 from importlib.util import find_spec
 from itertools import islice, pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +23,15 @@ from megatron.bridge.data.preview import preview
 from megatron.bridge.data.tokenizer import NullTokenizer
 from megatron.bridge.training.config import CheckpointConfig, ValidationConfig
 from megatron.bridge.utils.errors import UserError
+from tests.pages import blocks
 from tests.toy_run import SEQUENCE, VOCABULARY, run_toy
+from tests.unit_tests.project.tree import ROOT
 
 TOKENIZER = NullTokenizer(VOCABULARY)
 SAMPLES = 40
 
 
-BESIDE = Path(__file__).parents[3] / ".cache/energon"  # where scripts/extra.sh installs it
+BESIDE = ROOT / ".cache/energon"  # where scripts/extra.sh installs it
 if find_spec("megatron.energon") is None and BESIDE.is_dir():
     sys.path.append(str(BESIDE))  # in the workers, too: they import this module
 
@@ -143,7 +144,7 @@ def test_workers_end_by_themselves_when_their_reader_is_let_go_of(folder, collec
         train.itself = train  # like a run whose parts know each other
     del train
     gc.collect()
-    worker.join(60)
+    worker.join(30)
     assert worker.exitcode == 0
 
 
@@ -216,17 +217,16 @@ def test_lines_of_json_are_read_without_parts(tmp_path):
 
 
 @needs_energon
-def test_blends_keep_their_weights(tmp_path):
-    for name, first in (("a", 0), ("b", 50)):
+def test_the_blend_of_the_documentation_keeps_its_weights(tmp_path):
+    for name, first in (("web", 0), ("chats", 50)):
         write(tmp_path / name, [record(first + number) for number in range(SAMPLES)])
+    (shown,) = (block for block in blocks(ROOT / "docs" / "data.md") if "__module__" in block.text)
     blend = tmp_path / "blend.yaml"
-    parts = "".join(f"      - {{path: {name}, weight: {weight}}}\n" for name, weight in (("a", 3), ("b", 1)))
-    blend.write_text(
-        f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{parts}"
-    )
+    blend.write_text(shown.text)
     train = batches(provider(blend, shuffle_buffer_size=1))
     drawn = [number for _ in range(100) for number in numbers(next(train))]
     assert 0.65 < np.mean(np.array(drawn) < 50) < 0.85
+    assert numbers(next(batches(provider(blend), split="valid"))) == [70, 71]
 
 
 def train(folder, save, iterations, layout=None, exit_interval=None):

@@ -6,7 +6,6 @@ import runpy
 
 import pytest
 
-from tests.families import harness  # noqa: F401 - now, and not from a page that is made while tests run
 from tests.unit_tests.project.tree import ROOT
 
 MADE = runpy.run_path(str(ROOT / "scripts/docs/families.py"))
