@@ -153,8 +153,10 @@ def test_a_failed_save_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_written_in_pieces_is_hashed_as_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("worth_a_thread", [1, 1 << 20])
+def test_what_is_written_in_pieces_is_hashed_as_one(tmp_path, monkeypatch, worth_a_thread):
     monkeypatch.setattr(manifest, "CHUNK", 7)
+    monkeypatch.setattr(manifest, "WORTH_A_THREAD", worth_a_thread)
     records = {}
     with manifest.hashing(tmp_path / "file", records, "file") as stream:
         stream.write(b"0123456789abcdef")

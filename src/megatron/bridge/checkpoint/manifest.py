@@ -33,9 +33,9 @@ Mode = Literal["fast", "full"]
 
 # Fast mode reads files up to this size, which are all but the shards.
 SMALL = 1 << 20
-# A piece of this size is in the processor's cache when it is hashed and written.
+# Bytes that are read or written at a time; in between, a save may be given up.
 CHUNK = 1 << 22
-# Handing a smaller piece to another thread takes longer than hashing it.
+# Handing less to another thread takes longer than hashing it.
 WORTH_A_THREAD = 1 << 20
 # Begins the name that torch gives to each save, if that save gets a manifest.
 SAVE_ID_PREFIX = "manifest-"
@@ -90,7 +90,7 @@ class Manifest:
 class HashingStream:
     """A file that is only written to, from front to back, and is hashed on the way.
 
-    A piece is hashed by a thread of its own while it is written: both go on without Python's lock.
+    A tensor is hashed by a thread of its own while it is written: both go on without Python's lock.
 
     Args:
         stream: Opened for writing.
@@ -108,23 +108,24 @@ class HashingStream:
     def write(self, data: Any) -> int:
         """Write all of ``data``, any object with a buffer."""
         # Views are released here, also after an error: see collective.forget_frames.
-        with memoryview(data) as view, view.cast("B") as flat:
+        with memoryview(data) as view, view.cast("B") as flat, self._hashing(flat):
             for start in range(0, len(flat), CHUNK):
                 if self._cancelled.is_set():
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
                 with flat[start : start + CHUNK] as piece:
-                    self._write(piece)
+                    self._put(piece)
             self._size += len(flat)
             return len(flat)
 
-    def _write(self, piece: memoryview) -> None:
-        if len(piece) < WORTH_A_THREAD:
-            self._put(piece)
-            self._hash.update(piece)
+    @contextmanager
+    def _hashing(self, data: memoryview) -> Iterator[None]:
+        if len(data) < WORTH_A_THREAD:
+            self._hash.update(data)
+            yield
             return
-        hashed = self._hasher.submit(self._hash.update, piece)
+        hashed = self._hasher.submit(self._hash.update, data)
         try:
-            self._put(piece)
+            yield
         finally:
             hashed.result()
 
