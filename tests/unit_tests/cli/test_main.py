@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command starts without torch, ends with the right exit code, and names mistakes in one line."""
 
+import errno
 import importlib
-import json
+import os
+import re
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
 
 from megatron.bridge.cli import errors, main
+from megatron.bridge.utils import ranks
 from megatron.bridge.utils.errors import UserError
 
 
@@ -87,14 +91,29 @@ def test_user_error_is_a_line_and_1(capsys):
     assert capsys.readouterr().err == "error: first\nerror: second\n"
 
 
-def test_torchrun_is_told(capsys, monkeypatch, tmp_path):
+def test_torchrun_is_told(caplog, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
 
     def fail():
         raise UserError("wrong key")
 
     assert errors.exit_code(fail) == 1
-    assert json.loads((tmp_path / "error.json").read_text())["message"] == "error: wrong key"
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert "traceback : error: wrong key" in ChildFailedError("train", {0: failure}).format_msg()
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")  # torchrun itself has none
+    with caplog.at_level("WARNING"):  # no remark about the form of the file
+        ErrorHandler().dump_error_file(failure.error_file, error_code=1)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]  # that it has none
+
+
+def test_mistake_is_told_under_a_rank_that_is_none(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+
+    def fail():
+        raise UserError("RANK=first")
+
+    assert errors.exit_code(fail) == 1
+    assert capsys.readouterr().err == "error: RANK=first\n"
 
 
 def test_bug_keeps_its_traceback():
@@ -138,3 +157,52 @@ def test_overrides_may_stand_behind_options(monkeypatch):
     seen.run = lambda args: len(args.overrides)  # pyright: ignore
     monkeypatch.setattr(main, "_load", lambda name: seen)
     assert main.main(["train", "a.b=1", "--recipe", "x", "c.d=2", "--dry-run", "e.f=3"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"WORLD_SIZE": ""}, "RANK=0 is set without WORLD_SIZE"),
+        ({"RANK": "first"}, "RANK='first' in the environment is no number"),
+        ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2: ranks are counted from 0 to 1"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: a port lies between 1 and 65535"),
+    ],
+)
+def test_environment_of_no_launcher_is_refused(changes, words):
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+    ranks.check(environment)
+    with pytest.raises(UserError, match=re.escape(words)):
+        ranks.check(environment | changes)
+
+
+def test_rank_that_is_none_is_refused_by_every_command(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    code, _, err = run(capsys, "train", "--list")
+    assert (code, err.split(" in")[0]) == (1, "error: LOCAL_RANK='x'")
+
+
+@pytest.mark.parametrize(
+    ("words", "redirection", "code"),
+    [
+        ("--list", "| sleep 0", 141),
+        ("--list smollm2", "| sleep 0", 141),
+        ("--list", ">&-", 0),
+        ("--list", "2>&-", 0),
+    ],
+)
+def test_output_that_nobody_reads(words, redirection, code):
+    command = f"{sys.executable} -m megatron.bridge.cli.main train {words}"
+    line = f"(sleep 0.3; exec {command}) {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_full_disk_under_the_output_is_told(capfd, monkeypatch):
+    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=0))
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # the output of this process is still needed
+
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert errors.exit_code(fail) == 1
+    assert capfd.readouterr().err == "error: standard output cannot be written: No space left on device\n"

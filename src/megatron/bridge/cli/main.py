@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.bridge.cli.errors import exit_code, refuse_other_distribution
 from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.ranks import number
 from megatron.bridge.utils.slurm import adopt_step
 from megatron.bridge.utils.start_up import ending_soon
 from megatron.bridge.version import __version__
@@ -40,13 +41,15 @@ SUBCOMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    adopt_step()
     with ending_soon():
         return exit_code(lambda: _run(arguments))
 
 
 def _run(arguments: list[str]) -> int:
     refuse_other_distribution()
+    adopt_step()
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        number(variable, 0)
     name = next((item for item in arguments if not item.startswith("-")), None)
     module = _load(name) if name in SUBCOMMANDS else None
     parser, commands = _parsers(name, module)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.bridge.utils import ranks
 from megatron.bridge.utils.slurm import adopt_step
 
 
@@ -18,17 +19,17 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Global rank: from the process group, else from torchrun's environment, else 0."""
-    return dist.get_rank() if is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if is_initialized() else ranks.number("RANK", 0)
 
 
 def world_size() -> int:
     """Number of processes: from the process group, else from torchrun's environment, else 1."""
-    return dist.get_world_size() if is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if is_initialized() else ranks.number("WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
     """Rank on this machine, from torchrun's environment, else 0."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return ranks.number("LOCAL_RANK", 0)
 
 
 def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store: dist.Store | None = None) -> None:
@@ -38,6 +39,9 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
         backend: ``nccl`` or ``gloo``; None takes NCCL where there is a GPU.
         timeout_minutes: how long a collective may wait for a rank.
         store: where the ranks find each other, instead of at torchrun's address.
+
+    Raises:
+        UserError: the environment holds a part of what torchrun sets, or values that cannot be.
     """
     if is_initialized():
         return
@@ -48,7 +52,9 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
     where: dict[str, Any] = {}
     if "RANK" not in os.environ:  # a process of its own needs neither a port nor a launcher
         where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    elif store is not None:
+    elif store is None:
+        ranks.check()
+    else:
         where = {"store": store, "rank": rank(), "world_size": world_size()}
     dist.init_process_group(
         backend or ("nccl" if cuda else "gloo"),

@@ -5,6 +5,8 @@ import os
 import re
 from collections.abc import MutableMapping
 
+from megatron.bridge.utils import ranks
+
 FIRST_PORT, PORTS = 20_000, 20_000
 
 
@@ -14,7 +16,7 @@ def adopt_step(environment: MutableMapping[str, str] = os.environ) -> None:
     Nothing changes under torchrun, which has set it, nor outside a step: ``sbatch`` sets ``SLURM_NTASKS`` for the
     batch script too, which is one process.
     """
-    if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+    if "RANK" in environment or ranks.number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
         return
     environment["RANK"] = environment["SLURM_PROCID"]
     environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
