@@ -83,9 +83,23 @@ def test_conversational_prompt_and_completion():
             {"messages": [BOT | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
             "the arguments of f are not JSON",
         ),
+        (
+            {"messages": [BOT | {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+            "the arguments of f must be an object, not int",
+        ),
+        (
+            {"messages": [{"role": "user", "contnet": "hi"}]},
+            "message 1: it has no content; its keys are: contn",
+        ),
+        ({"messages": [USER], "chat_template_kwargs": "x"}, "chat_template_kwargs must be an object, not str"),
         ({"messages": [USER], "tools": "{"}, "tools are not JSON"),
         ({"messages": [USER], "tools": [1]}, "tools must be a list of objects"),
         ({"conversations": [{"from": "bott", "value": ""}]}, r"from='bott' is none of .* did you mean bot"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, r"from=\['human'\] is none of"),
+        (
+            {"conversations": [{"from": "human", "text": "a"}]},
+            "it has no value; its keys are: from, text",
+        ),
         ({"prompt": [USER], "completion": "b"}, "so completion must be one too"),
         ({"text": 3}, "text must be a text, not int"),
     ],

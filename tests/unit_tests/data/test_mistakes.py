@@ -46,6 +46,11 @@ MISTAKES = {
     "a key is there twice": (b'{"text": "a", "text": "b"}\n', r"the key 'text' is there twice in one object"),
     "bytes are Latin-1": ('{"text": "Grüße"}'.encode("latin-1"), r"jsonl:1: this line is not UTF-8"),
     "bytes are UTF-16": (json.dumps(GOOD).encode("utf-16"), r"jsonl:1: this line is not UTF-8"),
+    "brackets without end": (b"[" * 100_000, r"jsonl:1: this line cannot be read: it is nested too deeply"),
+    "a number without end": (
+        b'{"text": ' + b"9" * 5000 + b"}",
+        r"cannot be read: a number has thousands of",
+    ),
     "half a character": (b'{"text": "\\uD83D!"}\n', r"\\ud83d is one half of a pair and no character"),
     "a role is misspelt": (
         chat(USER, ANSWER | {"role": "asistant"}),

@@ -147,10 +147,9 @@ class IndexWriter:
     def _earlier(self) -> State | None:
         """Where an interrupted writer of the same dataset stood."""
         try:
-            saved = json.loads(self._progress.read_text())
-        except (FileNotFoundError, ValueError):
+            state = _state(self._progress)
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        state = State(saved["key"], Place(*saved["place"]), Report(**saved["report"]))
         return state if state.key == self.state.key else None
 
     def _finish(self) -> None:
@@ -178,13 +177,17 @@ class IndexWriter:
         )
 
 
+def _state(path: Path) -> State:
+    saved = json.loads(path.read_text())
+    return State(saved["key"], Place(*saved["place"]), Report(**saved["report"]))
+
+
 def made_of(prefix: Path) -> State | None:
     """What the dataset at ``prefix`` was made of; None if there is none, or nobody knows."""
     if not all(_beside(prefix, end).is_file() for end in (".bin", ".idx")):
         return None
     try:
-        saved = json.loads(_beside(prefix, ".source.json").read_text())
-        return State(saved["key"], Place(*saved["place"]), Report(**saved["report"]))
+        return _state(_beside(prefix, ".source.json"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -25,8 +25,12 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: this line is not UTF-8 ({error.reason})") from error
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{where}: this line is not JSON: {error.msg} at column {error.colno} (one whole object a line)"
+            f"{where}: this line is not JSON: {error.msg.removesuffix(' at')} at column {error.colno} "
+            f"(one whole object a line)"
         ) from error
+    except (RecursionError, ValueError) as error:  # what JSON allows and Python does not
+        reason = "a number has thousands of digits" if isinstance(error, ValueError) else "it is nested too deeply"
+        raise UserError(f"{where}: this line cannot be read: {reason}") from error
     if not isinstance(record, dict):
         raise UserError(
             f"{where}: a line must be a JSON object, not {type(record).__name__}: write one object a line"

@@ -29,6 +29,8 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+# what an assistant may say without words
+BESIDE_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 FORMS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "conversations": ("conversations",),
@@ -144,6 +146,8 @@ def _chat(record: Record, messages: Any, where: str, completion: int | None = No
     cleaned = [_message(message, f"{where}: message {number}") for number, message in enumerate(messages, start=1)]
     excluded = frozenset(place for place, message in enumerate(cleaned) if message.pop("weight", 1) == 0)
     options = record.get("chat_template_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise UserError(f"{where}: chat_template_kwargs must be an object, not {type(options).__name__}")
     return Chat(cleaned, _tools(record.get("tools"), where), excluded, completion, dict(options))
 
 
@@ -165,6 +169,9 @@ def _message(message: Any, where: str) -> Message:
         raise UserError(f"{where}: role={role!r} is none of {', '.join(ROLES)}{did_you_mean(str(role), ROLES)}")
     if cleaned.get("weight", 1) not in (0, 1):
         raise UserError(f"{where}: weight={cleaned['weight']} must be 0 (not learnt) or 1")
+    if "content" not in message and not any(cleaned.get(key) for key in BESIDE_CONTENT):
+        keys = ", ".join(sorted(cleaned))
+        raise UserError(f'{where}: it has no content; its keys are: {keys} (empty is "")')
     cleaned["content"] = _content(cleaned.get("content", ""), where)
     if "tool_calls" in cleaned:
         cleaned["tool_calls"] = _tool_calls(cleaned["tool_calls"], where)
@@ -201,8 +208,11 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _json(arguments or "{}", f"{where}: the arguments of {function['name']}")
+    if not isinstance(arguments, Mapping | None):
+        kind = type(arguments).__name__
+        raise UserError(f"{where}: the arguments of {function['name']} must be an object, not {kind}")
     rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
-    return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}}
+    return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments or {}}}
 
 
 def _tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
@@ -239,10 +249,13 @@ def _turn(turn: Any, where: str) -> Any:
     if not isinstance(turn, Mapping) or "from" not in turn:
         return turn
     role = turn["from"]
-    if role not in SHAREGPT_ROLES:
+    if not isinstance(role, str) or role not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
         raise UserError(f"{where}: from={role!r} is none of {known}{did_you_mean(str(role), SHAREGPT_ROLES)}")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if "value" not in turn and not any(rest.get(key) for key in BESIDE_CONTENT):
+        keys = ", ".join(sorted(turn))
+        raise UserError(f'{where}: it has no value; its keys are: {keys} (empty is "")')
     if role == "function_call":
         calls = _json(_content(turn.get("value"), where), f"{where}: the function call")
         calls = calls if isinstance(calls, list) else [calls]
