@@ -49,9 +49,21 @@ def test_wrong_configs_are_named(values, message):
         build_tokenizer(TokenizerConfig(**values))
 
 
-def test_a_directory_without_tokenizer_is_named(tmp_path):
-    with pytest.raises(UserError, match="cannot load a tokenizer from"):
-        build_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path)))
+@pytest.mark.parametrize(
+    ("files", "path", "message"),
+    [
+        ({}, "", "cannot load a tokenizer from .*: its tokenizer files are missing or damaged"),
+        ({"tokenizer.json": "[]", "tokenizer_config.json": "{}"}, "", "missing or damaged"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "[]"}, "", "missing or damaged"),
+        ({"tokenizer.json": "{}"}, "tokenizer.json", "it is a file, give the directory"),
+        ({}, "none", "it is no directory, and as a hub id it cannot be had"),
+    ],
+)
+def test_what_is_no_tokenizer_is_named(tmp_path, files, path, message):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        build_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path / path)))
 
 
 def test_a_tokenizer_without_end_of_sequence_is_named(tokenizer_dir, tmp_path):

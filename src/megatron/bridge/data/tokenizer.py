@@ -5,6 +5,8 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron.bridge.utils.errors import UserError
@@ -201,12 +203,20 @@ def load_hf_tokenizer(path: str, trust_remote_code: bool = False) -> "PreTrained
     """``AutoTokenizer.from_pretrained`` with one sentence for what can go wrong."""
     from transformers import AutoTokenizer
 
+    folder = Path(path).expanduser()
+    place = str(folder) if folder.is_dir() else path
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of damaged files transformers raises nearly anything
+        if folder.is_dir():
+            rule = "its tokenizer files are missing or damaged"
+        elif folder.exists():
+            rule = "it is a file, give the directory"
+        else:
+            rule = "it is no directory, and as a hub id it cannot be had; give a directory with tokenizer files"
+        reason = shorten(str(error).split(". ")[0], 200, placeholder=" ...")
         raise UserError(
-            f"cannot load a tokenizer from {path}: give a directory with tokenizer files or a hub id ({reason})"
+            f"cannot load a tokenizer from {path}: {rule} ({type(error).__name__}: {reason})"
         ) from error
 
 

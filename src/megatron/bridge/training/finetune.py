@@ -66,7 +66,10 @@ def compare_tokenizers(chosen: TokenizerConfig, beside: Path) -> None:
     from megatron.bridge.data.tokenizer import load_hf_tokenizer
 
     theirs = load_hf_tokenizer(str(beside), chosen.trust_remote_code).get_vocab()
-    ours = load_hf_tokenizer(chosen.tokenizer_model, chosen.trust_remote_code).get_vocab()
+    try:
+        ours = load_hf_tokenizer(chosen.tokenizer_model, chosen.trust_remote_code).get_vocab()
+    except UserError as error:
+        raise UserError(f"{error}; that of the weights is there: tokenizer.tokenizer_model={beside}") from error
     moved = [token for token, number in theirs.items() if ours.get(token) != number]
     if moved:
         token = min(moved, key=theirs.__getitem__)
