@@ -11,10 +11,12 @@ from megatron.bridge.cli.summary import parameter_count
 from megatron.bridge.recipes.catalog import catalog, find
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.config.serialize import load_yaml
+from tests.toy_run import save_llama
 from tests.unit_tests.cli.test_main import run
 
 RECIPE = ("train", "--recipe", "llama32_1b_pretrain_config")
 FINETUNE = ("train", "--recipe", "llama32_1b_finetune_config")
+SMALL_MODEL = ("train", "--recipe", "smollm2_135m_finetune_config")
 
 
 def dry_run(capsys, *arguments):
@@ -298,6 +300,21 @@ def test_packed_rows_are_as_long_as_those_of_the_model(capsys, tmp_path):
     config, out = dry_run(capsys, *FINETUNE, *base, "--packed_sequence", "--seq_length", "512")
     assert config.dataset.packed_sequence_specs.packed_sequence_size == 512
     assert "  packed_sequence_specs:" in out
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == (1, 128)
+    _, out = dry_run(capsys, *SMALL_MODEL, *base, "--packed_sequence")
+    assert "train.micro_batch_size=16 -> 1" in out
+
+
+def test_a_model_of_ones_own_takes_the_place_of_the_recipes(capsys, tmp_path):
+    save_llama(tmp_path, max_position_embeddings=4096)
+    config, out = dry_run(capsys, *FINETUNE, "--hf-model", str(tmp_path), "--data", "d", "model.num_layers=3")
+    assert (config.model.hidden_size, config.model.num_layers) == (32, 3)
+    assert f"  pretrained_checkpoint: {tmp_path}  # command line\n" in out
+    code, _, err = run(capsys, *FINETUNE, "--hf-model", str(tmp_path / "none"), "--dry-run")
+    assert (code, err) == (
+        1,
+        f"error: {tmp_path}/none does not exist: give the directory of a model, or a hub id\n",
+    )
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)

@@ -31,6 +31,7 @@ from megatron.bridge.utils.config import origins
 from megatron.bridge.utils.config.overrides import apply_overrides, check_types
 from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.errors import UserError
+from tests.toy_run import save_llama
 from tests.unit_tests.recipes import public_names
 
 ROOT = Path(__file__).parents[3]
@@ -195,7 +196,23 @@ def test_names_that_users_know():
 
 def test_the_options_tested_are_all_there_are():
     for options, kind in ((OPTIONS["pretrain"], PretrainOptions), (OPTIONS["sft"], FinetuneOptions)):
-        assert set(options) | {"embedding_and_loss_are_layers"} == set(kind.__annotations__)
+        assert set(options) | {"embedding_and_loss_are_layers", "hf_model"} == set(kind.__annotations__)
+
+
+def test_another_model_takes_the_place_of_the_recipes(tmp_path):
+    save_llama(tmp_path, tie_word_embeddings=True)
+    config = llama3_8b_finetune_config(
+        hf_model=str(tmp_path), dataset_root="d", seq_length=16, tensor_model_parallel_size=2, recompute="full"
+    )
+    assert (config.model.num_layers, config.model.hidden_size) == (2, 32)
+    assert config.model.share_embeddings_and_output_weights
+    assert (config.model.seq_length, config.model.tensor_model_parallel_size) == (16, 2)
+    assert (config.model.sequence_parallel, config.model.recompute_granularity) == (True, "full")
+    assert config.tokenizer.tokenizer_model == config.checkpoint.pretrained_checkpoint == str(tmp_path)
+    assert config.optimizer == llama3_8b_finetune_config().optimizer
+    config = llama3_8b_pretrain_config(hf_model=str(tmp_path))
+    assert (config.model.num_layers, config.checkpoint.pretrained_checkpoint) == (2, None)
+    assert config.tokenizer.vocab_size == config.model.vocab_size  # made-up data has no other
 
 
 def test_data_is_made_up_only_where_there_is_none():

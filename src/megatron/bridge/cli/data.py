@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.bridge.cli import words
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help="tokenise text into an indexed dataset",
             description="Tokenise JSONL or plain text into Megatron-Core's indexed format (.bin and .idx).",
             epilog=EXAMPLE,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=words.HelpFormatter,
         )
     )
     _add_preview_arguments(
@@ -45,7 +46,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help="show what a run is going to learn from",
             description="Show samples with what is learnt of them, counts, lengths, packing and first batches.",
             epilog=PREVIEW_EXAMPLE,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=words.HelpFormatter,
         )
     )
     _add_config_arguments(
@@ -54,7 +55,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help="tokenise the records of a run once, for later runs",
             description="Tokenise the records of a run into dataset.prepared_dir; an interrupted prepare goes on.",
             epilog=PREPARE_EXAMPLE,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=words.HelpFormatter,
         )
     )
     parser.set_defaults(run=run)
@@ -72,6 +73,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CONFIG", help="YAML file with a whole config, or a recipe's name")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change, in YAML")
     parser.add_argument("--data", metavar="DIR", help="folder of the data, for a recipe")
+    parser.add_argument("--hf-model", metavar="ID", help="model to train instead of the recipe's")
     parser.add_argument(
         "--world-size", type=_count, metavar="N", help="processes of the run (default: the recipe's, or 1)"
     )
@@ -196,7 +198,8 @@ def _as_training(args: argparse.Namespace) -> argparse.Namespace:
     train.add_parser(parser.add_subparsers())
     kind = "--config" if args.source.endswith((".yaml", ".yml")) else "--recipe"
     data = ["--data", args.data] if args.data else []
-    return parser.parse_args(["train", *args.overrides, kind, args.source, *data])
+    model = ["--hf-model", args.hf_model] if args.hf_model else []
+    return parser.parse_args(["train", *args.overrides, kind, args.source, *data, *model])
 
 
 def _run_preprocess(args: argparse.Namespace) -> int:

@@ -82,7 +82,7 @@ def _give_teacher(job: Job) -> None:
 
 
 def _pack(job: Job) -> "list[Change]":
-    """Rows as long as the model's, each of several samples."""
+    """Rows as long as the model's, each of several samples and therefore alone, unless a batch was asked for."""
     from megatron.bridge.data.config import PackedSequenceSpecs, SFTDatasetConfig
     from megatron.bridge.utils.config.overrides import Change
 
@@ -97,7 +97,12 @@ def _pack(job: Job) -> "list[Change]":
     dataset.packed_sequence_specs = specs
     # the size alone: what else the specs hold is filled in later
     key = "dataset.packed_sequence_specs.packed_sequence_size"
-    return [Change(key, old, dataset.seq_length, "command line")]
+    changes = [Change(key, old, dataset.seq_length, "command line")]
+    train = job.config.train
+    if train.micro_batch_size > 1 and "train.micro_batch_size" not in {change.key for change in job.changes}:
+        changes.append(Change("train.micro_batch_size", train.micro_batch_size, 1, "command line"))
+        train.micro_batch_size = 1
+    return changes
 
 
 def _overrides_behind_data(args: argparse.Namespace) -> list[str]:
@@ -161,7 +166,8 @@ def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> Job:
     from megatron.bridge.utils.config.overrides import check_types
     from megatron.bridge.utils.config.serialize import from_plain
 
-    extra = [name for name in ("recipe", "data", "peft_scheme") if getattr(args, name) is not None]
+    of_recipes = {"hf-model": args.hf_model, "data": args.data, "peft_scheme": args.peft_scheme}
+    extra = [name for name, value in {"recipe": args.recipe, **of_recipes}.items() if value is not None]
     if extra:
         raise UserError(f"--{extra[0]} does not go with {args.config}, which is a whole config: leave one out")
     config = from_plain(values)
@@ -182,6 +188,8 @@ def _from_recipe(recipe: "Recipe", args: argparse.Namespace) -> Job:
 
     config = recipe.build()
     options = _data_option(recipe, args.data) | _adapter_option(recipe, args)
+    if args.hf_model is not None:
+        options["hf_model"] = args.hf_model
     if options:
         before = origins.values(config)
         config = recipe.build(**options)

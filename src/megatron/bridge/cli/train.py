@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from megatron.bridge.cli import words
 from megatron.bridge.cli.job import MODES, Job, forward_step, prepare
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.start_up import uncollected
@@ -26,7 +27,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="pretrain or fine-tune a model from a recipe",
         description="Pretrain or fine-tune a model from a recipe.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=words.HelpFormatter,
         allow_abbrev=False,
     )
     add_job_options(parser)
@@ -55,6 +56,11 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", metavar="NAME", help="recipe to run; --list shows all")
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file: settings on top of --recipe, or a whole config"
+    )
+    parser.add_argument(
+        "--hf-model",
+        metavar="ID",
+        help="directory or hub id of a model to train instead of the recipe's: sizes, tokenizer, weights to tune",
     )
     parser.add_argument(
         "--data", nargs="+", metavar="PATH", help="corpora to pretrain on, or the folder to tune on"

@@ -20,7 +20,7 @@ from megatron.bridge.recipes.options import (
     Recompute,
     ScheduleOptions,
 )
-from megatron.bridge.recipes.sizes import Size
+from megatron.bridge.recipes.sizes import Given, Size
 from megatron.bridge.training.config import (
     CheckpointConfig,
     ConfigContainer,
@@ -54,6 +54,7 @@ SCHEDULE: ScheduleOptions = {
     "seed": 1234,
     "dir": None,
     "tokenizer": None,
+    "hf_model": None,
 }
 
 PRETRAIN: PretrainOptions = {
@@ -138,7 +139,7 @@ def sft(size: Size, options: FinetuneOptions, **recommended: Unpack[FinetuneOpti
             seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"], truncation="right"
         )
     config = _assemble(size, chosen, dataset, weight_decay=0.01, mock=root is None)
-    config.checkpoint.pretrained_checkpoint = chosen["pretrained_checkpoint"]
+    config.checkpoint.pretrained_checkpoint = chosen["pretrained_checkpoint"] or chosen["hf_model"]
     if chosen["peft"] is not None:
         config.peft = default_peft_config(chosen["peft"], config.model)
     return config
@@ -161,6 +162,8 @@ def _mock_data(chosen: dict[str, Any]) -> MockGPTDatasetConfig:
 def _assemble(
     size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: float, mock: bool
 ) -> ConfigContainer:
+    if chosen["hf_model"] is not None:
+        size = Given(chosen["hf_model"], numbers={}, published=False)
     model = _model(size, chosen)
     return ConfigContainer(
         model=model,

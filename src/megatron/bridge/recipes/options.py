@@ -69,6 +69,8 @@ class ScheduleOptions(TypedDict, total=False):
         dir: Run folder, for checkpoints and logs; None keeps nothing.
         save_interval: Steps between checkpoints.
         tokenizer: Directory or hub id; None means the model's own with data, and none at all without.
+        hf_model: Directory or hub id of a model to train instead of the recipe's: its sizes and its tokenizer, and
+            when tuning its weights; everything else stays as the recipe recommends it.
     """
 
     seq_length: int
@@ -85,6 +87,7 @@ class ScheduleOptions(TypedDict, total=False):
     dir: str | None
     save_interval: int
     tokenizer: str | None
+    hf_model: str | None
 
 
 class PretrainOptions(LayoutOptions, ScheduleOptions, total=False):

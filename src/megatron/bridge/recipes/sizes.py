@@ -73,6 +73,17 @@ class Unbridged(Size):
         return GPTModelProvider(**self.numbers)
 
 
+@dataclass(frozen=True)
+class Given(Size):
+    """The size of a model that somebody has: ``hub_id`` may be a directory, and has the numbers."""
+
+    def provider(self) -> GPTModelProvider:
+        """A fresh provider of this size."""
+        from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+
+        return AutoBridge.from_hf_pretrained(self.hub_id).to_megatron_provider(load_weights=False)
+
+
 def published_size(hub_id: str) -> Size | None:
     """The size that the hub has under ``hub_id``, if a recipe knows it."""
     modules = [importlib.import_module(name) for name in sorted({recipe.module for recipe in catalog().values()})]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words and numbers as every command writes them."""
+
+import argparse
+
+_UNITS = (1e9, "GB"), (1e6, "MB"), (1e3, "kB")
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps a paragraph to the terminal; lines that were broken by hand, such as examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.splitlines()
+        if len(lines) == 1:
+            return super()._fill_text(text, width, indent)
+        return "\n".join(indent + line for line in lines)
+
+
+def size(count: float) -> str:
+    """Bytes in units of ten.
+
+    Example:
+        >>> size(994_464)
+        '994.5 kB'
+    """
+    return next((f"{count / step:.1f} {unit}" for step, unit in _UNITS if count >= step), f"{count:.0f} B")
+
+
+def many(count: int, what: str, ending: str = "s") -> str:
+    """A number of things.
+
+    Example:
+        >>> many(1, "file"), many(2, "file")
+        ('1 file', '2 files')
+    """
+    return f"{count:,} {what}" + ("" if count == 1 else ending)
