@@ -71,7 +71,7 @@ def test_inspect(root, capsys):
     assert first.startswith(f"{root / 'iter_0000020'}: ")
     assert first.endswith("whole")
     assert weights == "weights: 2 tensors, 14 numbers, 56 B"
-    assert optimizer == "optimizer: 1 tensors, 12 numbers, 48 B"
+    assert optimizer == "optimizer: 1 tensor, 12 numbers, 48 B"
     assert tensor == "optimizer.state.exp_avg.a  4x3 float32"
 
 

@@ -41,6 +41,13 @@ def test_picture_of_two_runs(tmp_path, capsys):
     assert {(31, 119, 180), (255, 127, 14)} <= colours  # the first two of matplotlib's cycle
 
 
+@pytest.mark.parametrize(("output", "picture"), [("", "curves.png"), ("loss", "loss.png"), ("b.svg", "b.svg")])
+def test_picture_is_where_it_is_said_to_be(tmp_path, capsys, output, picture):
+    folder = write(tmp_path / "run", [1, 2], 4.0)
+    assert run(capsys, folder, "-o", tmp_path / output)[1].startswith(f"{tmp_path / picture}: lm loss")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", picture}
+
+
 def test_steps_that_were_done_again_count_once(tmp_path):
     folder = write(tmp_path, [1, 2, 3, 4], 4.0, more='{"step": 5, "ki')
     path = folder / curves.METRICS

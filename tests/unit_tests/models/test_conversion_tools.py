@@ -92,10 +92,10 @@ def test_both_models_are_compared_in_one_precision(tmp_path):
     [
         (
             "--tp 2 --pp 2",
-            "--tp 2 x --pp 2 does not divide the 1 running processes: start it with torchrun --nproc-",
+            "--tp 2 x --pp 2 does not divide the 1 running process: start it with torchrun --nproc-",
         ),
-        ("--ep 2", r"--ep 2 x --tp 1 x --pp 1 does not divide the 1 running processes"),
-        ("--etp 2", r"--ep 1 x --etp 2 x --pp 1 does not divide the 1 running processes"),
+        ("--ep 2", r"--ep 2 x --tp 1 x --pp 1 does not divide the 1 running process"),
+        ("--etp 2", r"--ep 1 x --etp 2 x --pp 1 does not divide the 1 running process"),
         ("--vp 2", "--vp 2 cuts pipeline stages again: give --pp 2 or more"),
         ("--etp 0", "--etp 0: a parallel size is at least 1"),
         ("--tp -1", "--tp -1: a parallel size is at least 1"),

@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.cli import words
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ EXAMPLE = """examples:
   megatron-bridge adapter export --adapter runs/lora --hf-path adapter
   megatron-bridge adapter unmerge --adapter adapter --hf-model merged --hf-path base
 
---adapter is the folder of a run, one of its checkpoints, or a directory that the peft library wrote.
+--adapter is the folder of a run, one of its checkpoints, or a directory that the
+peft library wrote.
 """
 
 
@@ -26,7 +28,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="merge adapters into their base, take them out again, or write them for peft",
         description="Merge adapters into their base, take them out again, or write them for the peft library.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=words.HelpFormatter,
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

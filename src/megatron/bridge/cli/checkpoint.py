@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.checkpoint import layout, lock, manifest
+from megatron.bridge.cli import words
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ EXAMPLES = """examples:
   megatron-bridge checkpoint diff runs/llama/iter_0000100 runs/llama/iter_0000200 --values
   megatron-bridge checkpoint convert megatron_lm/iter_0005000 runs/converted
 """
-STEPS = (1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -30,7 +30,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="list, inspect, verify, compare or convert Megatron checkpoints",
         description="List, inspect, verify, compare or convert Megatron checkpoints.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=words.HelpFormatter,
     )
     commands = parser.add_subparsers(dest="checkpoint_command", required=True, metavar="COMMAND")
     where = "run folder, or one iter_* directory"
@@ -109,7 +109,8 @@ def _inspect(args: argparse.Namespace) -> int:
     _say(f"{directory}: {_size(directory)}, {_state(directory)}")
     for title, belongs in (("weights", is_weight), ("optimizer", lambda name: not is_weight(name))):
         mine = [tensor for name, tensor in found.items() if belongs(name)]
-        _say(f"{title}: {len(mine)} tensors, {sum(map(_numel, mine)):,} numbers, {_bytes(_total(mine))}")
+        numbers = f"{sum(map(_numel, mine)):,} numbers, {words.size(_total(mine))}"
+        _say(f"{title}: {words.many(len(mine), 'tensor')}, {numbers}" if mine else f"{title}: none")
     if args.tensors is not None:
         for name, tensor in found.items():
             if args.tensors in name:
@@ -185,14 +186,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _size(directory: Path) -> str:
-    return _bytes(sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()))
-
-
-def _bytes(count: float) -> str:
-    for step, unit in STEPS:
-        if count >= step:
-            return f"{count / step:.1f} {unit}"
-    return f"{count:.0f} B"
+    return words.size(sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()))
 
 
 def _numel(tensor: "Tensor") -> int:

@@ -5,7 +5,7 @@ import argparse
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron.bridge.cli import convert, export
 
@@ -142,9 +142,13 @@ def reference_activations(bridge: Any, ids: "Tensor") -> "Activations":
     """What transformers computes for the tokens."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from megatron.bridge.models.conversion import verify
+    from megatron.bridge.utils.console import console
 
+    if not console().is_terminal:
+        cast(Any, logging).disable_progress_bar()  # a line for each update in a log
     pretrained = bridge.hf_pretrained
     hf = AutoModelForCausalLM.from_pretrained(
         pretrained.state.directory,

@@ -6,6 +6,8 @@ from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.cli import words
+
 EXAMPLE = """examples:
   megatron-bridge convert --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2
   torchrun --nproc-per-node 2 --module megatron.bridge.cli.main convert --tp 2 \\
@@ -22,7 +24,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Convert a Hugging Face model to a Megatron checkpoint, bit for bit. A few parameters are in "
         "memory at a time, so the model may be larger than the machine's memory.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=words.HelpFormatter,
         allow_abbrev=False,
     )
     add_arguments(parser)
@@ -93,10 +95,10 @@ def _check_sizes(args: argparse.Namespace) -> None:
         for names in (("tp", "pp"), ("ep", "etp" if "etp" in given else "tp", "pp"))
     }
     world = dist.world_size()
-    for words, ranks in groups.items():
+    for named, ranks in groups.items():
         if world % ranks:
             raise UserError(
-                f"{words} does not divide the {world} running processes: start it with "
+                f"{named} does not divide the {words.many(world, 'running process', 'es')}: start it with "
                 f"torchrun --nproc-per-node {lcm(*groups.values())}"
             )
 

@@ -11,10 +11,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.cli import words
+
 LAYOUT = ("tensor", "pipeline", "context", "expert")
 _MEGATRON = ("latest_checkpointed_iteration.txt", "metadata.json")
 _WIDTH = 200  # of what is not a terminal: names stay on one line
-_UNITS = (1e9, "GB"), (1e6, "MB"), (1e3, "kB")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -201,14 +202,10 @@ def _print(contents: Contents, every: bool) -> None:
 
 def _totals(contents: Contents) -> dict[str, str]:
     return {
-        "tensors": f"{len(contents.tensors):,} in {contents.files} files",
+        "tensors": f"{len(contents.tensors):,} in {words.many(contents.files, 'file')}",
         "parameters": _by_dtype(contents.tensors),
-        "size on disk": _readable(contents.bytes),
+        "size on disk": words.size(contents.bytes),
     }
-
-
-def _readable(size: int) -> str:
-    return next((f"{size / step:.2f} {unit}" for step, unit in _UNITS if size >= step), f"{size} bytes")
 
 
 def _by_dtype(tensors: Iterable[Stored]) -> str:

@@ -5,7 +5,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron.bridge.cli import words
 from megatron.bridge.utils.errors import UserError
+
+PICTURE = "curves.png"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -18,7 +21,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("curves.png"), metavar="FILE", help="default: %(default)s"
+        "-o", "--output", type=Path, default=Path(PICTURE), metavar="FILE", help="default: %(default)s"
     )
     parser.add_argument("--metric", action="append", metavar="NAME", help="what to draw (may be repeated)")
     parser.add_argument(
@@ -42,9 +45,16 @@ def run(args: argparse.Namespace) -> int:
     for metric in dict.fromkeys(metrics):
         for place, label, found in zip(args.runs, _labels(args.runs), rows, strict=True):
             panels.setdefault(metric, []).extend(curves.curves(found, metric, label, args.x, str(place)))
-    curves.draw(args.output, panels, curves.AXES[args.x], args.smooth)
-    sys.stdout.write(f"{args.output}: {', '.join(panels)} of {len(args.runs)} run{'s'[: len(args.runs) > 1]}\n")
+    picture = _file(args.output)
+    curves.draw(picture, panels, curves.AXES[args.x], args.smooth)
+    sys.stdout.write(f"{picture}: {', '.join(panels)} of {words.many(len(args.runs), 'run')}\n")
     return 0
+
+
+def _file(output: Path) -> Path:
+    """Where the picture goes; the ending says of which kind it is."""
+    file = output / PICTURE if output.is_dir() else output
+    return file if file.suffix else file.with_suffix(".png")
 
 
 def _labels(places: list[Path]) -> list[str]:

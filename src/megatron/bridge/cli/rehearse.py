@@ -44,8 +44,9 @@ def rehearse(job: Job, steps: int, step_func: str, asked: int | None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="megatron-bridge-rehearsal-"))
     exports = _write_plan(folder, job, small, steps, step_func)
     terminal = console()
-    terminal.print(f"rehearsal of {job.source}: {world_size} processes = {small.original}", markup=False)
-    terminal.print(f"as {small.layout.ranks} processes = {small.layout}, at toy width over gloo", markup=False)
+    terminal.print(f"rehearsal of {job.source}: {_processes(world_size, small.original)}", markup=False)
+    shrunk = _processes(small.layout.ranks, small.layout)
+    terminal.print(f"as {shrunk}, at toy width over gloo", markup=False)
     for change in small.changes:
         terminal.print(f"shrunk: {change}", markup=False)
     for result in _results(folder):
@@ -94,6 +95,10 @@ def _validated(small: toy.Toy) -> None:
         config.model.vocab_size = toy.VOCABULARY  # the tokenizer's; nobody has read it yet
     config.checkpoint.pretrained_checkpoint = config.checkpoint.pretrained_checkpoint or "toy"
     config.validate(small.layout.ranks)
+
+
+def _processes(count: int, layout: Any) -> str:
+    return "one process" if count == 1 else f"{count} processes = {layout}"
 
 
 def _write_plan(folder: Path, job: Job, small: toy.Toy, steps: int, step_func: str) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.bridge.autotune.ranks import parameter_count
-from megatron.bridge.cli import picture
+from megatron.bridge.cli import picture, words
 from megatron.bridge.data.config import MockGPTDatasetConfig
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def describe(config: "ConfigContainer", world_size: int) -> list[str]:
         f"hidden size {model.hidden_size}",
         f"layout: {picture.words(config, world_size)}",
         f"step: {train.global_batch_size} samples x {config.dataset.seq_length} tokens = {tokens:,} tokens, in "
-        f"{microbatches} microbatches of {train.micro_batch_size} on each of {replicas} replicas{first}",
+        f"{words.many(microbatches, 'microbatch', 'es')} of {train.micro_batch_size}"
+        f"{f' on each of {replicas} replicas' if replicas > 1 else ''}{first}",
         f"run: {train.train_iters:,} steps, {whole:,} tokens",
         f"data: {_data(config)}",
     ]

@@ -71,8 +71,7 @@ def prepare(source: Source, tokenizer: Tokenizer, rules: EncodingRules, how: Pre
     if not len(prepared.examples):
         lines = ", ".join(prepared.report.lines()) if prepared.report.records else "it is empty"
         raise UserError(f"{source.name} leaves no example to learn from ({lines})")
-    for line in prepared.report.lines():
-        console().print(f"{source.name}: {line}", markup=False)
+    console().print(f"{source.name}: {'; '.join(prepared.report.lines())}", markup=False)
     return prepared
 
 
