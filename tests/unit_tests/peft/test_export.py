@@ -13,7 +13,8 @@ from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.hf_adapter import peft_for
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.utils.errors import UserError
-from tests.toy_adapters import adapted, batch, exported, make, reference, shake
+from tests.toy_adapters import DECODER, adapted, batch, exported, make, reference, shake
+from tests.toy_models import make_llama
 
 
 def logits(model):
@@ -72,14 +73,23 @@ def test_it_comes_back_bit_for_bit(models, tmp_path, case):
     assert torch.equal(logits(model), logits(again))
 
 
-def test_what_peft_made_is_imported(models, tmp_path):
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {},
+        {
+            "rank_pattern": {"v_proj": 2},
+            "alpha_pattern": {r"layers\.[01]\.self_attn\.q_proj": 9, "^model.*up_proj": 7},
+        },
+    ],
+)
+def test_what_peft_made_is_imported(models, tmp_path, patterns):
     """Projections that Megatron fuses have factors of their own there."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    config = LoraConfig(
-        r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"], init_lora_weights=False
-    )
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, **patterns)
     theirs = get_peft_model(make("llama"), config)
     theirs.save_pretrained(tmp_path)
     bridge, _ = adapted(models("llama"), LoRA(dim=2), ddp=False)
@@ -129,6 +139,13 @@ def test_modules_to_save_are_written_whole(models, tmp_path):
         torch.testing.assert_close(logits(model), theirs(batch()[0]).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_others_may_read_it(models, tmp_path):
+    bridge, model = adapted(models("llama"), LoRA(dim=2), ddp=False)
+    bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
+    (tmp_path / "file").touch()
+    assert {it.stat().st_mode for it in (tmp_path / "adapter").iterdir()} == {(tmp_path / "file").stat().st_mode}
+
+
 def test_without_adapters_there_is_nothing_to_write(models, tmp_path):
     from megatron.bridge import AutoBridge
 
@@ -143,6 +160,47 @@ def test_half_of_an_expert_is_refused(models, tmp_path):
     bridge, model = adapted(models("mixtral"), LoRA(target_modules=["linear_fc1"], dim=4), ddp=False)
     with pytest.raises(UserError, match="the second layer of its expert has none"):
         bridge.save_hf_adapter(model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("kind", [LoRA, DoRA])
+def test_experts_in_one_tensor_are_refused(family_case, tmp_path, kind):
+    """The format has one name for all of them, under which the last one would remain."""
+    bridge, model = adapted(family_case("gpt_oss").checkpoint, kind(dim=4), ddp=False)
+    with pytest.raises(UserError, match=r"as model.layers.0.mlp.experts.gate_up_proj holds all experts in one"):
+        bridge.save_hf_adapter(model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("wider", [{"intermediate_size": 64}, {"num_key_value_heads": 4}])
+def test_an_adapter_of_a_wider_base_is_refused(models, tmp_path, wider):
+    make_llama(tmp_path / "other", **{**DECODER, **wider})
+    bridge, model = adapted(tmp_path / "other", LoRA(dim=4), ddp=False)
+    bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
+    bridge, model = adapted(models("llama"), peft_for(bridge, tmp_path / "adapter"), ddp=False)
+    before = exported(bridge, model)
+    with pytest.raises(UserError, match=r"of shape \[.*\] where this model needs \[.*\]: give the base"):
+        bridge.load_hf_adapter(model, tmp_path / "adapter")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in exported(bridge, model).items())
+
+
+def test_layers_that_peft_takes_for_experts_are_refused(family_case, tmp_path):
+    bridge, model = adapted(family_case("glm4_moe").checkpoint, LoRA(dim=4), ddp=False)
+    with pytest.raises(UserError, match=r"layers of experts are called \w+, too: leave it out"):
+        bridge.save_hf_adapter(model, tmp_path / "adapter")
+
+
+def test_peft_loads_experts_beside_shared_ones(family_case, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    case = family_case("glm4_moe")
+    method = LoRA(target_modules=["*.experts.linear_fc1", "*.experts.linear_fc2", "linear_proj"], dim=4)
+    bridge, model = adapted(case.checkpoint, method, ddp=False)
+    shake(bridge, model, tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(case.checkpoint), tmp_path / "adapter")
+    ids, _, positions = batch()
+    with torch.no_grad():
+        ours = model[0](ids % 101, positions, None)
+        torch.testing.assert_close(ours, theirs.eval()(ids % 101).logits, rtol=1e-5, atol=2e-5)
 
 
 def test_another_description_is_refused(models, tmp_path):
@@ -177,6 +235,40 @@ def test_other_tensors_are_refused(models, tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         bridge.load_hf_adapter(model, tmp_path / "adapter")
     assert all(torch.equal(tensor, before[name]) for name, tensor in exported(bridge, model).items())
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_damaged_adapter_is_refused(models, tmp_path, name):
+    bridge, model = adapted(models("llama"), LoRA(dim=4), ddp=False)
+    bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
+    file = tmp_path / "adapter" / name
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"is damaged: .*; save it again"):
+        bridge.load_hf_adapter(model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bias", "lora_only"),
+        ("init_lora_weights", "pissa"),
+        ("layer_replication", [[0, 2], [1, 2]]),
+        ("alora_invocation_tokens", [7]),
+        ("modules_to_save", ["lm_head"]),
+        ("of_tomorrow", 1),
+    ],
+)
+def test_what_an_adapter_has_that_is_not_read_is_refused(models, tmp_path, key, value):
+    bridge, model = adapted(models("llama"), LoRA(dim=4), ddp=False)
+    bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    for read in (
+        lambda: peft_for(bridge, tmp_path / "adapter"),
+        lambda: bridge.load_hf_adapter(model, file.parent),
+    ):
+        with pytest.raises(UserError, match=f"has {key}=.*, which cannot be read: merge it instead"):
+            read()
 
 
 def test_another_scaling_is_refused(models, tmp_path):

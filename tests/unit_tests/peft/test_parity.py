@@ -8,6 +8,7 @@ from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
 from tests.toy_adapters import (
+    DECODER,
     adapted,
     batch,
     exported,
@@ -21,6 +22,7 @@ from tests.toy_adapters import (
     share_factors,
     train,
 )
+from tests.toy_models import make_llama
 
 METHODS = {
     "lora": LoRA(dim=4, alpha=8),
@@ -59,6 +61,16 @@ def test_ten_steps(models, tmp_path, name):
     losses = train(model, 10)
     assert losses == pytest.approx(reference_train(theirs, 10), abs=TOLERANCE)
     compare(exported(bridge, model), saved_by_peft(theirs))
+
+
+@pytest.mark.parametrize("name", ["lora", "canonical"])
+def test_training_starts_from_the_base_bit_for_bit(tmp_path, name):
+    """In half precision, too, and of layers that add a bias."""
+    make_llama(tmp_path, **DECODER, attention_bias=True, mlp_bias=True, dtype=torch.bfloat16)
+    ids, _, positions = batch()
+    with torch.no_grad():
+        base, adapters = (adapted(tmp_path, it, ddp=False)[1][0] for it in (lambda model: model, METHODS[name]))
+        assert torch.equal(*(model(ids, positions, None) for model in (base, adapters)))
 
 
 @pytest.mark.parametrize(("kind", "method"), EXPERTS, ids=EXPERT_IDS)

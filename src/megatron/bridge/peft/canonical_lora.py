@@ -43,15 +43,29 @@ def _queries_per_group(config: Any) -> int:
     return config.num_attention_heads // config.num_query_groups
 
 
+def _check_queries(site: Site) -> None:
+    if getattr(site.config, "attention_output_gate", False):
+        raise UserError(
+            f"peft: the queries of {site.name} come with gates that CanonicalLoRA cannot tell apart: use LoRA"
+        )
+    groups, ranks = site.config.num_query_groups, site.group.size()
+    if groups < ranks:
+        raise UserError(
+            f"peft: tensor_model_parallel_size={ranks} cuts the {groups} groups of heads of {site.name}, which "
+            "CanonicalLoRA needs whole: use LoRA, or fewer ranks"
+        )
+
+
 class CanonicalAdapter(nn.ModuleDict):
     """Low-rank paths of parts of one layer, by role; parts without one are left as they are."""
+
+    scales_outputs = False
 
     def __init__(self, site: Site, shapes: dict[str, Shape]) -> None:
         self.rows = rows_of(site)
         factors = {role: LowRank(site, shape, role, self.rows[role]) for role, shape in shapes.items()}
         super().__init__(factors)
         self.head_width = None if site.halves == 2 else site.config.kv_channels
-        self.stack = 1 if site.experts is None else site.experts
 
     def forward(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
         """The sum of all paths."""
@@ -114,9 +128,7 @@ class CanonicalLoRA(LowRankPEFT):
         parts = parts_of(site)
         if not parts:
             return LoRAAdapter(site, self.shape_for(site.name))
-        if "q" in parts and getattr(site.config, "attention_output_gate", False):
-            raise UserError(
-                f"peft: the queries of {site.name} come with gates that CanonicalLoRA cannot tell apart: use LoRA"
-            )
+        if "q" in parts:
+            _check_queries(site)
         shapes = {role: self.shape_for(name) for role, name in parts.items() if name in self._chosen}
         return CanonicalAdapter(site, shapes)

@@ -24,6 +24,8 @@ class DoRAAdapter(LoRAAdapter):
         magnitude: [experts?, halves?, outputs of this rank]; starts as the norms of the rows of W.
     """
 
+    scales_outputs = True
+
     def __init__(self, site: Site, shape: Shape) -> None:
         super().__init__(site, shape)
         self.magnitude = self._parameter(site.weights[0], *self.b.shape[:-1])

@@ -18,7 +18,6 @@ from megatron.bridge.peft.lora import LoRA, LowRankPEFT
 from megatron.bridge.utils.errors import UserError
 
 _PARTS = {**QKV, **GATED}
-_UNSUPPORTED = ("target_parameters", "modules_to_save", "lora_bias", "trainable_token_indices")
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
         UserError: an adapter that Megatron's layers cannot hold.
     """
     config, tensors = adapters.read(Path(directory))
-    _refuse_unsupported(config, Path(directory))
     placed = [_place(bridge.mapping_registry, name) for name in _modules(tensors)]
     fused = _can_be_fused(placed, config, tensors)
     if config.get("use_dora") and not fused:
@@ -80,18 +78,6 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
         )
     kind = DoRA if config.get("use_dora") else LoRA if fused else CanonicalLoRA
     return _method(kind, placed, config, fused)
-
-
-def _refuse_unsupported(config: Mapping[str, Any], directory: Path) -> None:
-    for key in _UNSUPPORTED:
-        if config.get(key):
-            raise UserError(
-                f"the adapter {directory} has {key}={config[key]}, which cannot be read: merge it instead"
-            )
-    if config.get("bias", "none") != "none":
-        raise UserError(
-            f"the adapter {directory} has bias={config['bias']}, which cannot be read: merge it instead"
-        )
 
 
 def _modules(tensors: Mapping[str, Tensor]) -> list[str]:

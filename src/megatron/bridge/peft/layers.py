@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol, cast
 
+import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.router import Router
 from torch import Tensor, nn
@@ -21,8 +22,11 @@ from megatron.bridge.peft.targets import Site
 class Adapter(Protocol):
     """What a layer asks of its adapter."""
 
+    scales_outputs: bool
+    """Whether the layer's own outputs are multiplied, so that a bias must be taken out of them before."""
+
     def __call__(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
-        """The layer's outputs, from those without the adapter and without a bias."""
+        """The layer's outputs, from those without the adapter."""
         ...
 
     def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -61,6 +65,14 @@ class _Adapted:
         index = self._index(weight)
         return [] if index is None else self.adapter.parts(index)
 
+    def _outputs(
+        self, base: Tensor, bias: Tensor | None, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]
+    ) -> Tensor:
+        """The adapter's outputs from the layer's own, which include ``bias``."""
+        if bias is None or not self.adapter.scales_outputs:
+            return self.adapter(base, x, counts, weights)
+        return self.adapter(base - bias, x, counts, weights) + bias
+
     def _index(self, parameter: Tensor) -> int | None:
         weights = self.adapted_site.weights
         return next((index for index, weight in enumerate(weights) if weight is parameter), None)
@@ -81,14 +93,11 @@ class _AdaptedLinear(_Adapted):
         base, bias, seen = _unpack(_base(self).forward(self, x, *args, **options), x)  # type: ignore[misc]
         weight = options.get("weight", args[0] if args and isinstance(args[0], Tensor) else None)
         weights = self.adapted_site.weights if weight is None else [weight]
-        included = _included_bias(self, bias)
         gathered = base.shape[-1] != self.adapted_site.weights[0].shape[0] and self.adapted_site.kind == "column"
         if gathered:
-            assert included is None, "a gathered output comes without bias"
             rows = base.shape[-1] // self.adapted_site.group.size()
             base = base.narrow(-1, self.adapted_site.group.rank() * rows, rows)
-        out = self.adapter(base if included is None else base - included, seen, None, weights)
-        out = out if included is None else out + included
+        out = self._outputs(base, _included_bias(self, bias), seen, None, weights)
         return (gather_from_tensor_model_parallel_region(out, self.adapted_site.group) if gathered else out), bias
 
 
@@ -97,18 +106,18 @@ class _AdaptedExperts(_Adapted):
         self, x: Tensor, tokens_per_expert: Sequence[int], *args: Any, **options: Any
     ) -> tuple[Tensor, Any]:
         """(outputs [tokens, out], biases to be added later)."""
-        base, biases = _base(self).forward(self, x, tokens_per_expert, *args, **options)  # type: ignore[misc]
-        return self.adapter(base, x, list(tokens_per_expert), self.adapted_site.weights), biases
+        base, later = _base(self).forward(self, x, tokens_per_expert, *args, **options)  # type: ignore[misc]
+        counts = [int(count) for count in tokens_per_expert]
+        # one for each token, which only some adapters are worth
+        biases = _included_biases(self, later, counts) if self.adapter.scales_outputs else None
+        return self._outputs(base, biases, x, counts, self.adapted_site.weights), later
 
 
 class _AdaptedRouter(_Adapted):
     def gating(self, x: Tensor) -> Tensor:
         """Logits [tokens, experts], in the dtype that the router computes in."""
         base = _base(self).gating(self, x)  # type: ignore[misc]
-        bias = getattr(self, "bias", None)
-        plain = base if bias is None else base - bias
-        out = self.adapter(plain, x.to(base.dtype), None, self.adapted_site.weights)
-        return out if bias is None else out + bias
+        return self._outputs(base, getattr(self, "bias", None), x.to(base.dtype), None, self.adapted_site.weights)
 
 
 def attach(site: Site, adapter: nn.Module) -> None:
@@ -172,3 +181,11 @@ def _unpack(outcome: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
 def _included_bias(module: Any, later: Tensor | None) -> Tensor | None:
     bias = getattr(module, "bias", None)
     return bias if later is None and isinstance(bias, Tensor) and bias.numel() else None
+
+
+def _included_biases(module: Any, later: Any, counts: Sequence[int]) -> Tensor | None:
+    """[tokens, out]: for each token that of its expert."""
+    biases = [getattr(module, f"bias{index}", None) for index in range(len(counts))]
+    if later is not None or not all(isinstance(bias, Tensor) and bias.numel() for bias in biases):
+        return None
+    return torch.cat([bias.expand(count, -1) for bias, count in zip(biases, counts, strict=True)])

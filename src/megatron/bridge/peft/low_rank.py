@@ -66,6 +66,8 @@ class LowRank(nn.Module):
         b: [experts?, halves?, outputs of this rank, rank]; gates and values lie apart, as each is cut by itself.
     """
 
+    scales_outputs = False
+
     def __init__(self, site: Site, shape: Shape, part: str = "", outputs: int | None = None) -> None:
         """Beside ``site``; ``outputs`` of this rank instead of all, for the ``part`` of a fused layer."""
         super().__init__()

@@ -7,6 +7,7 @@ cuts the rows of W cuts those of B, exactly.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,19 @@ from megatron.bridge.utils.errors import UserError
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+
+# keys of the config that are read, that the tensors tell, or that say how they were made
+_READ = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+_READ += ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform")
+_HOW_MADE = ("auto_mapping", "corda_config", "eva_config", "inference_mode", "layers_pattern", "loftq_config")
+_HOW_MADE += ("lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size")
+_HOW_MADE += ("revision", "runtime_config", "task_type")
+# other keys -> the values with which they change nothing
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the base, too
+}
+_UNSET = (None, False, [], {})
 
 
 @dataclass(frozen=True)
@@ -121,7 +135,6 @@ def _split(name: str, tensor: Tensor) -> tuple[str, None, dict[str, Tensor]]:
 
 
 def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTensors]:
-    _refuse_computed(task)
     described = Described(part.a.shape[0], part.alpha, part.use_rslora, part.magnitude is not None, part.dropout)
     tensors = {A: _whole(task, part, part.a, "row"), B: _whole(task, part, part.b, "column")}
     if part.magnitude is not None:
@@ -139,14 +152,23 @@ def _whole(task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: 
         return dict.fromkeys(names, factor)
     shards = exchange.all_gather(factor, exchange.shard_group(task.global_param_name), shard.parts)
     if part.role is None:
-        joined = task.mapping.join(replace(shard, shape=tuple(factor.shape)), shards)
-        return {name: tensor.mT if task.mapping.transposed else tensor for name, tensor in joined.items()}
+        return task.mapping.join(replace(shard, shape=tuple(factor.shape)), shards)
     (name,) = names
-    return {name: torch.cat(shards)[: task.mapping.slice_shapes(shard)[name][0]]}
+    return {name: torch.cat(shards)[: task.mapping.hf_shapes(shard)[name][0]]}
 
 
 def _names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
-    """The Hugging Face tensors that a part is beside."""
+    """The Hugging Face tensors that a part is beside.
+
+    Raises:
+        UserError: the format has no name for it.
+    """
+    if mapping.is_stacked or not mapping.copies:
+        reason = "holds all experts in one tensor" if mapping.is_stacked else "is computed from it"
+        raise UserError(
+            f"the adapter of {mapping.megatron_param} has no form in the peft format, as {mapping.hf_names[0]} "
+            f"{reason}: merge it into the model instead"
+        )
     if part.role is None:
         return mapping.hf_names
     if isinstance(mapping.hf_param, str):
@@ -155,14 +177,6 @@ def _names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
             f"{mapping.hf_param} is one tensor, too: use LoRA instead of CanonicalLoRA"
         )
     return [mapping.hf_param[part.role]]
-
-
-def _refuse_computed(task: WeightConversionTask) -> None:
-    if not task.mapping.copies:
-        raise UserError(
-            f"the adapter of {task.global_param_name} has no form in the peft format, as {task.mapping} computes "
-            "weights: merge it into the model instead"
-        )
 
 
 def _module_of(name: str) -> str:
@@ -209,15 +223,18 @@ def _most_common(described: Iterable[Described]) -> Described:
     return max(found, key=found.count)
 
 
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
 def _briefly(modules: Iterable[str], plan: Plan) -> list[str] | None:
     """Names for ``modules``: the last segment where it means these alone, else whole names."""
     wanted = set(modules)
     names: dict[str, None] = {}
     everywhere = {_module_of(name) for name in plan.hf_names}
     for module in sorted(wanted):
-        leaf = module.rpartition(".")[2]
-        same = {other for other in everywhere if other.rpartition(".")[2] == leaf}
-        names[leaf if same <= wanted else module] = None
+        same = {other for other in everywhere if _leaf(other) == _leaf(module)}
+        names[_leaf(module) if same <= wanted else module] = None
     return list(names) or None
 
 
@@ -236,22 +253,39 @@ def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
     found = [replace(one, tensors={name: it.cpu() for name, it in one.tensors.items()}) for one in stream(plan)]
     if not any(one.described for one in found):
         raise UserError("this model has no adapters to write: save the model itself")
-    _refuse_half_of_experts(plan, {one.module for one in found})
+    _refuse_what_is_dropped(plan, {one.module for one in found if one.described})
     config = adapter_config(found, plan, base)
     if write:
         tensors = {name: tensor.clone() for one in found for name, tensor in one.named().items()}
-        cast(Any, safetensors.torch).save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
+        content = safetensors.torch.save(tensors, metadata={"format": "pt"})
+        (directory / TENSORS).write_bytes(content)  # save_file would let nobody else read it
         (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _refuse_half_of_experts(plan: Plan, modules: set[str]) -> None:
-    """Refuse what ``peft`` would drop in silence: it takes an expert's first layer for the inner one of two."""
-    adapted = {
-        task.global_param_name
+def _refuse_what_is_dropped(plan: Plan, modules: set[str]) -> None:
+    """Refuse what ``peft`` would drop in silence."""
+    experts = {
+        task.global_param_name: {_module_of(name) for name in task.mapping.hf_names}
         for task in plan.tasks
         if ".experts." in task.global_param_name
-        and any(_module_of(name) in modules for name in task.mapping.hf_names)
     }
+    _refuse_namesakes({module for theirs in experts.values() for module in theirs}, modules)
+    _refuse_half_of_experts({name for name, theirs in experts.items() if theirs & modules})
+
+
+def _refuse_namesakes(experts: set[str], modules: set[str]) -> None:
+    """It takes layers of shared experts, and dense ones, for those of experts that are called the same."""
+    leaves = {_leaf(module) for module in experts}
+    other = next((module for module in sorted(modules - experts) if _leaf(module) in leaves), None)
+    if other is not None:
+        raise UserError(
+            f"{other} has an adapter that peft cannot load, as layers of experts are called {_leaf(other)}, too: "
+            "leave it out with peft.exclude_modules, or merge the adapters into the model"
+        )
+
+
+def _refuse_half_of_experts(adapted: set[str]) -> None:
+    """It takes an expert's first layer for the inner one of two."""
     first = (name for name in adapted if ".linear_fc1." in name)
     alone = next((name for name in first if name.replace(".linear_fc1.", ".linear_fc2.") not in adapted), None)
     if alone is not None:
@@ -268,15 +302,22 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of a directory in the peft format.
 
     Raises:
-        UserError: it is none, or of another kind than LoRA.
+        UserError: it is none, damaged, of another kind than LoRA, or computes something else.
     """
     for name in (CONFIG, TENSORS):
         if not (directory / name).is_file():
             raise UserError(f"{directory} has no {name}: give a directory that peft's save_pretrained wrote")
-    config = json.loads((directory / CONFIG).read_text())
+    try:
+        config = json.loads((directory / CONFIG).read_text())
+        tensors = cast(Any, safetensors.torch).load_file(directory / TENSORS)
+    except (ValueError, safetensors.SafetensorError) as error:
+        raise UserError(f"the adapter {directory} is damaged: {error}; save it again") from error
     if config.get("peft_type") != "LORA":
         raise UserError(f"the adapter {directory} is of type {config.get('peft_type')}: only LORA can be read")
-    return config, cast(Any, safetensors.torch).load_file(directory / TENSORS)
+    for key, value in config.items():
+        if key not in (*_READ, *_HOW_MADE) and value not in _HARMLESS.get(key, _UNSET):
+            raise UserError(f"the adapter {directory} has {key}={value!r}, which cannot be read: merge it instead")
+    return config, tensors
 
 
 def load(plan: Plan, directory: Path) -> None:
@@ -336,6 +377,7 @@ def _check(
                 f"the adapter {directory} has rank, alpha and use_rslora {theirs} for {name}, the model's adapter "
                 f"has {ours}: adapt the model with what peft_for gives for it"
             )
+        _check_shapes(task, part, name, tensors, directory)
     shared = task.shard.kind != "row" and part.role is None
     if shared and any(not torch.equal(tensors[_key(names[0], A)], tensors[_key(name, A)]) for name in names[1:]):
         raise UserError(
@@ -344,11 +386,29 @@ def _check(
         )
 
 
+def _check_shapes(
+    task: WeightConversionTask, part: LowRankPart, name: str, tensors: Mapping[str, Tensor], directory: Path
+) -> None:
+    """Refuse factors of another matrix than the base has: of a wider one, a part would fit."""
+    outputs, inputs = task.mapping.hf_shapes(task.shard)[name]
+    rank = part.a.shape[0]
+    wanted = {A: (rank, inputs), B: (outputs, rank)}
+    if part.magnitude is not None:
+        wanted[MAGNITUDE] = (outputs,)
+    for kind, fits in wanted.items():
+        found = tuple(tensors[_key(name, kind)].shape)
+        if found != fits:
+            raise UserError(
+                f"the adapter {directory} has {_key(name, kind)} of shape {list(found)} where this model needs "
+                f"{list(fits)}: give the base that it was made for"
+            )
+
+
 def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Rank and alpha of one module by ``adapter_config.json``."""
+    """Rank and alpha of one module; patterns are regular expressions that match the end of a name."""
 
     def of(patterns: Mapping[str, Any], default: Any) -> Any:
-        found = (value for key, value in patterns.items() if f".{module}".endswith(f".{key}"))
+        found = (value for key, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
         return next(found, default)
 
     return of(config.get("rank_pattern") or {}, config["r"]), of(
@@ -370,8 +430,7 @@ def _fill(task: WeightConversionTask, part: LowRankPart, tensors: Mapping[str, T
         else:
             factor.zero_()
             for piece in task.mapping.pieces(replace(task.shard, shape=tuple(factor.shape))):
-                plain = replace(piece, expert=None, transposed=False)
-                plain.of_shard(factor).copy_(plain.of_hf(found[piece.hf]))
+                piece.of_shard(factor).copy_(piece.of_hf(found[piece.hf]))
 
 
 def _copy_rows(factor: Tensor, whole: Tensor, shard: Shard) -> None:
