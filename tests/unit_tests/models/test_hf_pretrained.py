@@ -60,6 +60,15 @@ def test_misaligned_tensors_are_read(tmp_path):
     assert torch.equal(Checkpoint(tmp_path)["x"], data)
 
 
+@pytest.mark.parametrize(
+    "header", ["[]", '{"x": 5}', '{"x": {"shape": [1]}}', '{"x": {"dtype": "F32", "shape": 1}}', "{"]
+)
+def test_a_damaged_header_is_refused(tmp_path, header):
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(UserError, match=r"model.safetensors has a damaged header: download it again"):
+        Checkpoint(tmp_path).files  # noqa: B018
+
+
 def test_copy_takes_ranges_into_any_target_and_counts_bytes(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)

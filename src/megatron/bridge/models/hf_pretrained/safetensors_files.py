@@ -69,14 +69,14 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             if size < _LENGTH or length > min(_LONGEST_HEADER, size - _LENGTH):
                 raise UserError(f"{file} is not a whole safetensors file: download it again")
             header = json.loads(stream.read(length))
+        metadata = header.pop("__metadata__", {})
+        entries = [_entry(file, name, item, _LENGTH + length) for name, item in header.items()]
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} has a damaged header: download it again") from error
-    metadata = header.pop("__metadata__", {})
-    entries = [_entry(file, name, item, _LENGTH + length) for name, item in header.items()]
     entries.sort(key=lambda entry: entry.begin)
     end = max((entry.end for entry in entries), default=_LENGTH + length)
     if size < end:
@@ -140,7 +140,7 @@ class Checkpoint(Mapping[str, Tensor]):
             return None
         try:
             return json.loads(path.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged: download it again") from error
 
     @property
