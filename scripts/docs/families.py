@@ -114,9 +114,8 @@ def _there(stem: str | None, model: str) -> list[str]:
 
 
 _WITHOUT_RECIPE = """\
-There is no recipe for this family. Any other one trains it: put its model into the config
-(`config.model = AutoBridge.from_hf_pretrained(MODEL).to_megatron_provider(load_weights=False)`), as
-[toy_circle.py](../toy_circle.py) does, and choose the layout. Convert and compare the logits; export:"""
+There is no recipe for this family. Any other one trains it, with `--hf-model` on the command line or `hf_model=`
+in Python; choose the layout. Convert and compare the logits; export:"""
 
 
 def _start(recipe: "Recipe") -> str:
