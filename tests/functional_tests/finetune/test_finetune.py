@@ -130,7 +130,8 @@ def test_a_model_learns_its_answers_and_the_run_tells(model_dir, chats, tmp_path
         "who?",
         "After step 0",
         "gentle rain",
-        "## To export",
+        "run_config.yaml train.train_iters=120 scheduler.override_opt_param_scheduler=true\n",
+        f"## To export\n\n```bash\nmegatron-bridge export --hf-model {model_dir} --megatron-path ",
     ):
         assert text in report
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -111,6 +111,20 @@ def test_a_run_stops_before_it_leaves_out_what_comes_next(tmp_path):
     assert steps_of(tmp_path, "train") == [2, 3]
 
 
+def test_a_run_that_goes_on_logs_what_the_undisturbed_one_does(tmp_path):
+    """Step 3 was saved between two lines: the mean of steps 1 to 4 is no mean of step 4."""
+    losses = []
+    for stops in ([4], [3, 4]):
+        for stop in stops:
+            folder = str(tmp_path / str(len(stops)))
+            blocks = {"checkpoint": CheckpointConfig(save=folder, save_interval=3), "logger": LoggerConfig(4)}
+            pretrain(tiny(train={"train_iters": 5, "exit_interval": stop}, **blocks), forward_step)
+            parallel_state.destroy_model_parallel()
+        lines = map(json.loads, (tmp_path / str(len(stops)) / "metrics.jsonl").read_text().splitlines())
+        losses.append(next(line["lm loss"] for line in lines if (line["step"], line["kind"]) == (4, "train")))
+    assert losses[0] == losses[1]
+
+
 def steps_of(folder, kind):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line["step"] for line in lines if line["kind"] == kind]
@@ -376,6 +390,15 @@ def test_metrics_go_on_behind_the_step_that_is_resumed(tmp_path):
     output.close()
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["step"], row["lm loss"]) for row in found] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+@pytest.mark.parametrize("line", [b'{"step": 1, "ki{"step": 2}\n', b"[]\n", b"\xff\n"])
+def test_damaged_metrics_are_named(tmp_path, line):
+    from megatron.bridge.training.callbacks.outputs import JsonLinesOutput
+
+    (tmp_path / "metrics.jsonl").write_bytes(line)
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged, a line is no JSON of this run"):
+        JsonLinesOutput(tmp_path / "metrics.jsonl").open(2, 10)
 
 
 def test_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):

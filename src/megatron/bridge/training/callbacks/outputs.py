@@ -167,7 +167,10 @@ class JsonLinesOutput:
     def write(self, step: int, kind: str, numbers: Numbers) -> None:
         """One line, flushed."""
         assert self._file is not None, "not open"
-        self._file.write(json.dumps({"step": step, "kind": kind} | numbers) + "\n")
+        try:
+            self._file.write(json.dumps({"step": step, "kind": kind} | numbers) + "\n")
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the file."""
@@ -178,8 +181,11 @@ class JsonLinesOutput:
 def _lines_until(path: Path, step: int) -> list[str]:
     if step == 0 or not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+        return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged, a line is no JSON of this run: mend or remove it") from error
 
 
 class TensorBoardOutput:

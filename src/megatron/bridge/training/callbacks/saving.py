@@ -11,6 +11,7 @@ from megatron.bridge.training import non_persistent
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.checkpointing import forget_between, run_state, save_between, save_run
 from megatron.bridge.training.state import Run
+from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
 
@@ -50,6 +51,9 @@ class Saving(Callback):
             self._background.poll(wait=True)
         if self._name is not None:
             forget_between(context, self._name)
+        if self._saved is not None:
+            place = layout.iteration_dir(Path(str(context.config.checkpoint.save)), self._saved)
+            console().print(f"checkpoint: {place}", markup=False)
 
     def close(self, context: Run) -> None:
         """What the background has not published by now, after an error, never appears."""
