@@ -173,12 +173,14 @@ def test_validation_twice_changes_nothing():
     assert config.to_yaml() == before
 
 
-def test_yaml_round_trip_is_exact():
+def test_yaml_round_trip_is_exact(capfd):
     config = toy_config(mixed_precision="bf16_mixed")
     config.validate(2)
     again = ConfigContainer.from_yaml(config.to_yaml())
     assert again == config
     assert again.to_yaml() == config.to_yaml()
+    config.print_yaml()
+    assert capfd.readouterr().err.strip() == config.to_yaml().strip()
 
 
 def test_yaml_of_something_else_is_refused():

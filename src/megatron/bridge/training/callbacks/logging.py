@@ -2,6 +2,9 @@
 """What a run shows: numbers are gathered once and go to all outputs alike."""
 
 import time
+from typing import Any
+
+import torch
 
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
@@ -34,6 +37,18 @@ class Logging(Callback):
         self._timers = StepTimers(config.logger)
         self._wait = DataWait()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was added up since the last line: a run that goes on shows what the undisturbed one does."""
+        if not self._steps:
+            return {}
+        totals = {name: total.item() for name, total in self._totals.items()}
+        return {"totals": totals, "counts": (self._steps, self._samples, self._seconds)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on adding up."""
+        self._totals = {name: torch.tensor(total, dtype=torch.float64) for name, total in state["totals"].items()}
+        self._steps, self._samples, self._seconds = state["counts"]
+
     def on_train_start(self, context: Run) -> None:
         """Open the outputs, on the first rank; if that fails, all ranks stop."""
         self._speed = Speed(self._config, context)
@@ -62,7 +77,7 @@ class Logging(Callback):
         assert step is not None, "a step ended"
         self._timers.stop_optimizer()
         for name, loss in step.loss_dict.items():
-            self._totals[name] = self._totals[name] + loss if name in self._totals else loss
+            self._totals[name] = self._totals[name].to(loss.device) + loss if name in self._totals else loss
         self._steps += 1
         self._samples += step.samples
         last = context.progress.step == self._config.train.train_iters
@@ -73,8 +88,8 @@ class Logging(Callback):
             self._show(context, numbers)
 
     def on_train_end(self, context: Run) -> None:
-        """Show the steps behind the last interval; tell why the run ends early."""
-        if self._steps:
+        """Show the steps behind the last interval, if the run is over; tell why it ends early."""
+        if self._steps and not context.requeue:
             self._show(context, self._losses())
         if context.stop_reason is not None:
             console().print(f"stopped after step {context.progress.step}: {context.stop_reason}", markup=False)

@@ -23,7 +23,6 @@ Place = tuple[Side, int]
 """A model, and one of its layers, from 1."""
 
 _PAIR = "distillation_pair"
-PROJECTIONS = "distillation"
 
 
 @dataclass
