@@ -65,6 +65,13 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
         layout.resolve(tmp_path)
 
 
+def test_names_that_are_no_folder_are_no_checkpoints(tmp_path):
+    _publish(tmp_path, 10, tracker=10)
+    (tmp_path / "iter_0000020").symlink_to("nowhere")
+    (tmp_path / "iter_0000030").touch()
+    assert layout.published_iterations(tmp_path) == [10]
+
+
 def test_leftovers_are_removed_and_never_counted(tmp_path):
     _publish(tmp_path, 10, tracker=10)
     for name in ("iter_0000020.incomplete", "iter_0000005.removed", "iter_0000010.replaced"):

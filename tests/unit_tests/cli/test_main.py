@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
 
 from megatron.bridge.cli import errors, main
-from megatron.bridge.utils import ranks
+from megatron.bridge.utils import console, ranks
 from megatron.bridge.utils.errors import UserError
 
 
@@ -50,6 +50,8 @@ def test_version(capsys):
     [
         (["trian"], "there is no command trian; did you mean train or trace?"),
         (["train", "--recipee", "x"], "unrecognized arguments: --recipee; did you mean --recipe"),
+        (["checkpoint", "verify", "--fas", "x"], "unrecognized arguments: --fas; did you mean --fast"),
+        (["demo", "--step", "3"], "unrecognized arguments: --step 3; did you mean --steps"),
         (["train", "--mode", "dpo"], "invalid choice: 'dpo'"),
         (["--bogus"], "unrecognized arguments: --bogus"),
     ],
@@ -206,3 +208,9 @@ def test_full_disk_under_the_output_is_told(capfd, monkeypatch):
 
     assert errors.exit_code(fail) == 1
     assert capfd.readouterr().err == "error: standard output cannot be written: No space left on device\n"
+
+
+def test_text_is_shown_where_there_is_no_width(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    console.console.__wrapped__().print("hello")
+    assert capsys.readouterr().err == "hello\n"

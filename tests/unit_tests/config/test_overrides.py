@@ -199,6 +199,7 @@ BAD = [
     ("model.name=run #3", "model.name=run #3: YAML reads this as 'run'; put the value in quotes"),
     ("ddp.bucket=#3", "ddp.bucket=#3: YAML reads this as None; put the value in quotes"),
     ("model.layers=4 # few", "model.layers=4 # few: YAML reads this as 4; put the value in quotes"),
+    ("model.name=\udcff", "the value of model.name is not UTF-8"),
     ("model.name=&run three", "YAML reads this as 'three'"),
     ("stubborn.value=9", "stubborn.value=9 from the command line does not stick: it became 5"),
 ]

@@ -169,5 +169,12 @@ def test_other_processes_are_left_alone(environment):
     assert environment == before
 
 
+def test_a_part_of_a_step_is_refused():
+    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    with pytest.raises(UserError, match="SLURM_LOCALID is missing in the environment, though"):
+        adopt_step(environment)
+    assert "RANK" not in environment
+
+
 def test_first_host_of_plain_names():
     assert first_host("login1,gpu[1-2]") == "login1"

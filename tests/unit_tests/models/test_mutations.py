@@ -159,6 +159,14 @@ MUTATIONS = {
         lambda hf: edit_config(hf, architectures=["LlamaForCausalML"]),
         "architecture LlamaForCausalML is not supported; did you mean LlamaForCausalLM",
     ),
+    "architecture in a string": (
+        lambda hf: edit_config(hf, architectures="LlamaForCausalLM"),
+        "architectures='LlamaForCausalLM' must be a list of names",
+    ),
+    "no heads": (lambda hf: edit_config(hf, num_attention_heads=0), "num_attention_heads=0 must be at least 1"),
+    "no groups": (lambda hf: edit_config(hf, num_key_value_heads=0), "num_key_value_heads=0 must be at least 1"),
+    "no layers": (lambda hf: edit_config(hf, num_hidden_layers=0), "num_hidden_layers=0 must be at least 1"),
+    "width below zero": (lambda hf: edit_config(hf, hidden_size=-48), "hidden_size=-48 must be at least 1"),
     "no architecture": (lambda hf: edit_config(hf, architectures=None), "the config names no architecture"),
 }
 

@@ -58,7 +58,9 @@ def published_iterations(root: str | Path) -> list[int]:
     root = Path(root)
     if not root.is_dir():
         return []
-    return sorted(number for path in root.iterdir() if (number := iteration_of(path)) is not None)
+    return sorted(
+        number for path in root.iterdir() if (number := iteration_of(path)) is not None and path.is_dir()
+    )
 
 
 def latest_iteration(root: str | Path) -> int | None:

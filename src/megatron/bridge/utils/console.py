@@ -8,11 +8,22 @@ from functools import cache
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+_WIDTH = 80
+
 
 @cache
 def console() -> Console:
     """The shared console; ranks above 0 get one that prints nothing."""
-    return Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True)
+    return with_width(
+        Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True)
+    )
+
+
+def with_width(made: Console) -> Console:
+    """``made``; where ``COLUMNS`` is 0, rich would print nothing at all."""
+    if not made.width:
+        made.width = _WIDTH
+    return made
 
 
 def track[T](items: Iterable[T], description: str, total: int | None = None, show: bool = True) -> Iterator[T]:

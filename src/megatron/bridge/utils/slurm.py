@@ -3,11 +3,13 @@
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from megatron.bridge.utils import ranks
+from megatron.bridge.utils.errors import UserError
 
 FIRST_PORT, PORTS = 20_000, 20_000
+_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 
 
 def adopt_step(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -18,13 +20,21 @@ def adopt_step(environment: MutableMapping[str, str] = os.environ) -> None:
     """
     if "RANK" in environment or ranks.number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
         return
-    environment["RANK"] = environment["SLURM_PROCID"]
-    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
-    environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
-    environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
+    given = {name: _given(environment, name) for name in (*_NAMES.values(), "SLURM_STEP_NODELIST", "SLURM_JOB_ID")}
+    environment.update({ours: given[name] for ours, name in _NAMES.items()})
+    environment.setdefault("MASTER_ADDR", first_host(given["SLURM_STEP_NODELIST"]))
     # another port after each restart, for the old one may linger
-    number = 7 * int(environment["SLURM_JOB_ID"]) + int(environment.get("SLURM_RESTART_COUNT", "0"))
+    number = 7 * int(given["SLURM_JOB_ID"]) + int(environment.get("SLURM_RESTART_COUNT", "0"))
     environment.setdefault("MASTER_PORT", str(FIRST_PORT + number % PORTS))
+
+
+def _given(environment: Mapping[str, str], name: str) -> str:
+    if not environment.get(name):
+        raise UserError(
+            f"{name} is missing in the environment, though SLURM_STEP_NUM_TASKS is set as in a step of srun: "
+            f"pass on all that srun sets, or unset SLURM_STEP_NUM_TASKS"
+        )
+    return environment[name]
 
 
 def first_host(nodes: str) -> str:

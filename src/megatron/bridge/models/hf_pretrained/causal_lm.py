@@ -17,6 +17,10 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 # a model_type that transformers does not know -> the one whose architecture the models have
 _ALIASES = {"kimi_k2": "deepseek_v3"}
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("vocab_size", "max_position_embeddings"),
+)
 
 
 class PreTrainedCausalLM:
@@ -65,12 +69,16 @@ class PreTrainedCausalLM:
         """``config.json`` as it is written."""
         path = self.directory / "config.json"
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise UserError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(found, dict):
             raise UserError(f"{path} is not a JSON object")
-        return cast(dict[str, Any], found)
+        raw = cast(dict[str, Any], found)
+        _check(raw, path)
+        return raw
 
     @cached_property
     def config(self) -> Any:
@@ -91,7 +99,7 @@ class PreTrainedCausalLM:
             else:
                 kinds = cast(Any, transformers.CONFIG_MAPPING)
                 config = kinds[alias].from_dict({**raw, "model_type": alias})
-        except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        except Exception as error:  # transformers computes with the numbers before it looks at them
             # the first line of a validation error names the validator, the last one the mistake
             reason = (str(error).strip().splitlines() or [type(error).__name__])[
                 -1 if isinstance(error, StrictDataclassError) else 0
@@ -137,6 +145,16 @@ class PreTrainedCausalLM:
             return None  # a config without weights; reading the weights says what is wrong with them
         found = {entry.dtype for entry in entries.values()}
         return found.pop() if len(found) == 1 else None
+
+
+def _check(raw: dict[str, Any], path: Path) -> None:
+    """Refuse what every model would stumble over, in its own words."""
+    names = raw.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(f"{path}: architectures={names!r} must be a list of names, such as ['LlamaForCausalLM']")
+    for key in _SIZES:
+        if isinstance(raw.get(key), int) and raw[key] < 1:
+            raise UserError(f"{path}: {key}={raw[key]} must be at least 1")
 
 
 def _is_native(config: Mapping[str, Any]) -> bool:

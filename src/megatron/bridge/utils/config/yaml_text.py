@@ -85,3 +85,5 @@ def read(text: str, source: str = "the YAML text") -> Any:
         raise UserError(f"{source} is not valid YAML{where}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{source} is not valid YAML: {error}") from error
+    except UnicodeEncodeError as error:  # bytes of the command line that the locale cannot read
+        raise UserError(f"{source} is not UTF-8: {text!r}") from error
