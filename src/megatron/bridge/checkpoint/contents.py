@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.bridge.checkpoint import distributed, layout, lock, model_io, saving
 from megatron.bridge.checkpoint.distributed import quiet
+from megatron.bridge.checkpoint.reader import Reader
 from megatron.bridge.utils import dist
 
 LAYERS = ("decoder.layers.", "encoder.layers.")
@@ -57,7 +57,7 @@ def read(directory: Path, wanted: Iterable[Tensor]) -> Iterator[tuple[Tensor, to
     for tensor in wanted:
         state: dict[str, Any] = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")}
         with quiet():
-            torch_checkpoint.load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+            torch_checkpoint.load(state, storage_reader=Reader(directory), no_dist=True)
         yield tensor, state[tensor.name]
 
 

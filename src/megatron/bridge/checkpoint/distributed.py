@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint import CheckpointException, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.bridge.checkpoint import manifest
+from megatron.bridge.checkpoint import manifest, reader  # noqa: F401 - Megatron-Core reads with it
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, root_cause
 from megatron.bridge.checkpoint.manifest import DamagedError
 from megatron.bridge.utils import dist
