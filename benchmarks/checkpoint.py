@@ -5,8 +5,8 @@
 One file a process; the folder's disk decides most of it. A save in the background is charged with what it makes
 the next update of all values slower, too: a copy that is put off is not saved. What hashes cost is the median over
 ``--pairs`` of a save with them against one right beside it without, now the one first and now the other; the same
-for two saves without them tells how far to trust it. ``torchrun --nproc-per-node 2`` shares the state out, for the
-pairs alone.
+for two saves without them, and the interval beside it, tell how far to trust it. A load fills memory that is there,
+so its floor is such a read, too. ``torchrun --nproc-per-node 2`` shares the state out, for the pairs alone.
 """
 
 import argparse
@@ -62,10 +62,9 @@ def write_raw(state: dict[str, torch.Tensor], path: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def read_raw(path: Path, size: int) -> None:
-    """All bytes of a file into fresh memory."""
-    buffer = bytearray(size)
-    with path.open("rb", buffering=0) as stream, memoryview(buffer) as view:
+def read_raw(path: Path, memory: bytearray) -> None:
+    """All bytes of a file."""
+    with path.open("rb", buffering=0) as stream, memoryview(memory) as view:
         done = 0
         while count := stream.readinto(view[done:]):
             done += count
@@ -119,15 +118,18 @@ def pairs(state: dict[str, torch.Tensor], folder: Path, count: int) -> str:
             found[name].append(timed(lambda: ways[name](state, folder / "iter_0000004")))  # noqa: B023
         draw.shuffle(names)
     return "\n".join(
-        f"a save {name} hashes takes {_ratio(found[one], found['without'], 'wall'):.3f} of the time and "
-        f"{_ratio(found[one], found['without'], 'cpu'):.3f} of the CPU time of one without"
+        f"a save {name} hashes takes {_ratio(found[one], found['without'], 'wall')} of the time and "
+        f"{_ratio(found[one], found['without'], 'cpu')} of the CPU time of one without"
         for one, name in (("with", "with"), ("again", "without"))
     )
 
 
-def _ratio(some: list[Timing], others: list[Timing], kind: str) -> float:
-    """Median over pairs of the same round."""
-    return statistics.median(getattr(a, kind) / getattr(b, kind) for a, b in zip(some, others, strict=True))
+def _ratio(some: list[Timing], others: list[Timing], kind: str) -> str:
+    """Median over pairs of the same round, and where it would lie in 95 of 100 repetitions (bootstrap)."""
+    ratios = [getattr(a, kind) / getattr(b, kind) for a, b in zip(some, others, strict=True)]
+    draw = random.Random(0)
+    again = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return f"{statistics.median(ratios):.3f} ({again[50]:.3f} to {again[-51]:.3f})"
 
 
 def update(state: dict[str, torch.Tensor]) -> float:
@@ -189,12 +191,14 @@ def report(state: dict[str, torch.Tensor], folder: Path, rounds: int) -> str:
     """The table."""
     size = sum(value.nbytes for value in state.values())
     saved, background = folder / "iter_0000001", InBackground(state, folder / "iter_0000002")
+    memory = bytearray(size)
     cases: dict[str, Callable[[], object]] = {
         "write raw": lambda: write_raw(state, folder / "raw"),
         "save": lambda: with_hashes(state, saved),
         "save in the background, to the end": background,
         "hash": lambda: hash_all(state),
-        "read raw": lambda: read_raw(folder / "raw", size),
+        "read raw": lambda: read_raw(folder / "raw", memory),
+        "read raw into fresh memory": lambda: read_raw(folder / "raw", bytearray(size)),
         "load": lambda: distributed.load(sharded(state), saved),
         "verify": lambda: verification.verify(saved, "full"),
         "verify, fast": lambda: verification.verify(saved, "fast"),
