@@ -185,7 +185,7 @@ def _included_bias(module: Any, later: Tensor | None) -> Tensor | None:
 
 def _included_biases(module: Any, later: Any, counts: Sequence[int]) -> Tensor | None:
     """[tokens, out]: for each token that of its expert."""
-    biases = [getattr(module, f"bias{index}", None) for index in range(len(counts))]
+    biases: list[Any] = [getattr(module, f"bias{index}", None) for index in range(len(counts))]
     if later is not None or not all(isinstance(bias, Tensor) and bias.numel() for bias in biases):
         return None
     return torch.cat([bias.expand(count, -1) for bias, count in zip(biases, counts, strict=True)])

@@ -28,17 +28,19 @@ PREFIX = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 # keys of the config that are read, that the tensors tell, or that say how they were made
-_READ = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
-_READ += ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform")
-_HOW_MADE = ("auto_mapping", "corda_config", "eva_config", "inference_mode", "layers_pattern", "loftq_config")
-_HOW_MADE += ("lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size")
-_HOW_MADE += ("revision", "runtime_config", "task_type")
+_KNOWN = {
+    *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("auto_mapping", "corda_config", "eva_config", "inference_mode", "layers_pattern", "loftq_config"),
+    *("lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size"),
+    *("revision", "runtime_config", "task_type"),
+}
 # other keys -> the values with which they change nothing
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the base, too
 }
-_UNSET = (None, False, [], {})
+_UNSET: tuple[Any, ...] = (None, False, [], {})
 
 
 @dataclass(frozen=True)
@@ -315,7 +317,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if config.get("peft_type") != "LORA":
         raise UserError(f"the adapter {directory} is of type {config.get('peft_type')}: only LORA can be read")
     for key, value in config.items():
-        if key not in (*_READ, *_HOW_MADE) and value not in _HARMLESS.get(key, _UNSET):
+        if key not in _KNOWN and value not in _HARMLESS.get(key, _UNSET):
             raise UserError(f"the adapter {directory} has {key}={value!r}, which cannot be read: merge it instead")
     return config, tensors
 
@@ -392,7 +394,7 @@ def _check_shapes(
     """Refuse factors of another matrix than the base has: of a wider one, a part would fit."""
     outputs, inputs = task.mapping.hf_shapes(task.shard)[name]
     rank = part.a.shape[0]
-    wanted = {A: (rank, inputs), B: (outputs, rank)}
+    wanted: dict[str, tuple[int, ...]] = {A: (rank, inputs), B: (outputs, rank)}
     if part.magnitude is not None:
         wanted[MAGNITUDE] = (outputs,)
     for kind, fits in wanted.items():
