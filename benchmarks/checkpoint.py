@@ -5,8 +5,8 @@
 One file a process; the folder's disk decides most of it. A save in the background is charged with what it makes
 the next update of all values slower, too: a copy that is put off is not saved. What hashes cost is the median over
 ``--pairs`` of a save with them against one right beside it without, now the one first and now the other; the same
-for two saves without them, and the interval beside it, tell how far to trust it. A load fills memory that is there,
-so its floor is such a read, too. ``torchrun --nproc-per-node 2`` shares the state out, for the pairs alone.
+for two saves without them, and the intervals, tell how far to trust it. A load fills memory that is there, so its
+floor is such a read, too. ``torchrun --nproc-per-node 2`` shares the state out, for the pairs alone.
 """
 
 import argparse
