@@ -5,7 +5,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli import words
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="merge adapters into their base, take them out again, or write them for peft",
         description="Merge adapters into their base, take them out again, or write them for the peft library.",
         epilog=EXAMPLE,
-        formatter_class=words.HelpFormatter,
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for action, text in (
@@ -37,7 +34,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         (unmerge, "merged model and adapter -> Hugging Face model of the base, up to rounding"),
         (export, "adapter of a run -> directory for peft.PeftModel.from_pretrained"),
     ):
-        command = commands.add_parser(action.__name__, help=text, description=text, allow_abbrev=False)
+        command = commands.add_parser(action.__name__, help=text, description=text)
         command.add_argument("--adapter", type=Path, required=True, help="run, checkpoint or peft directory")
         command.add_argument(
             "--hf-model",

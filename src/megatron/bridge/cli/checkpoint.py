@@ -30,7 +30,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="list, inspect, verify, compare or convert Megatron checkpoints",
         description="List, inspect, verify, compare or convert Megatron checkpoints.",
         epilog=EXAMPLES,
-        formatter_class=words.HelpFormatter,
     )
     commands = parser.add_subparsers(dest="checkpoint_command", required=True, metavar="COMMAND")
     where = "run folder, or one iter_* directory"

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scripts of ``examples/conversion`` do: proven round trips, and logits side by side."""
 
-import argparse
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron.bridge.cli import convert, export
+from megatron.bridge.cli import convert, export, words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,13 +20,12 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 def convert_checkpoints(argv: Sequence[str]) -> int:
     """``import`` and ``export``; without either, options alone mean ``import``."""
-    parser = argparse.ArgumentParser(
+    parser = words.Parser(
         description="Convert a checkpoint between Hugging Face and Megatron format, bit for bit.",
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in (("import", convert), ("export", export)):
-        subparser = commands.add_parser(name, help=command.__doc__, allow_abbrev=False)
+        subparser = commands.add_parser(name, help=command.__doc__)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     arguments = list(argv)
@@ -39,7 +37,7 @@ def convert_checkpoints(argv: Sequence[str]) -> int:
 
 def roundtrip(argv: Sequence[str]) -> int:
     """Hugging Face -> Megatron -> Hugging Face, every tensor compared bit for bit with the source."""
-    parser = argparse.ArgumentParser(description=roundtrip.__doc__, allow_abbrev=False)
+    parser = words.Parser(description=roundtrip.__doc__)
     convert.add_model_arguments(parser, "--model-name", "--hf-model-id")
     parser.add_argument("--output-dir", type=Path, help="also write the Hugging Face model here")
     args = parser.parse_args(argv)
@@ -77,7 +75,7 @@ def _report_round_trip(bridge: Any, model: Any, name: str) -> int:
 
 def compare_models(argv: Sequence[str]) -> int:
     """Logits of transformers and of Megatron side by side; where they differ, the layer where they part."""
-    parser = argparse.ArgumentParser(description=compare_models.__doc__, allow_abbrev=False)
+    parser = words.Parser(description=compare_models.__doc__)
     convert.add_model_arguments(parser, "--hf-model-path", "--model-name")
     parser.add_argument("--megatron-path", type=Path, help="take Megatron's weights from this checkpoint instead")
     parser.add_argument("--prompt", help="text to run (default: a sentence, or random tokens without a tokenizer)")

@@ -24,8 +24,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Convert a Hugging Face model to a Megatron checkpoint, bit for bit. A few parameters are in "
         "memory at a time, so the model may be larger than the machine's memory.",
         epilog=EXAMPLE,
-        formatter_class=words.HelpFormatter,
-        allow_abbrev=False,
     )
     add_arguments(parser)
     parser.set_defaults(run=run)

@@ -4,7 +4,7 @@
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli import words
 from megatron.bridge.utils.errors import UserError
@@ -37,7 +37,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help="tokenise text into an indexed dataset",
             description="Tokenise JSONL or plain text into Megatron-Core's indexed format (.bin and .idx).",
             epilog=EXAMPLE,
-            formatter_class=words.HelpFormatter,
         )
     )
     _add_preview_arguments(
@@ -46,7 +45,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help="show what a run is going to learn from",
             description="Show samples with what is learnt of them, counts, lengths, packing and first batches.",
             epilog=PREVIEW_EXAMPLE,
-            formatter_class=words.HelpFormatter,
         )
     )
     _add_config_arguments(
@@ -55,7 +53,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help="tokenise the records of a run once, for later runs",
             description="Tokenise the records of a run into dataset.prepared_dir; an interrupted prepare goes on.",
             epilog=PREPARE_EXAMPLE,
-            formatter_class=words.HelpFormatter,
         )
     )
     parser.set_defaults(run=run)
@@ -194,8 +191,9 @@ def _as_training(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments of ``train`` that lead to the same config, from its own parser."""
     from megatron.bridge.cli import train
 
-    parser = argparse.ArgumentParser(prog="megatron-bridge data preview")
-    train.add_parser(parser.add_subparsers())
+    parser = words.Parser(prog="megatron-bridge data preview")
+    commands: Any = parser.add_subparsers()
+    train.add_parser(commands)
     kind = "--config" if args.source.endswith((".yaml", ".yml")) else "--recipe"
     data = ["--data", args.data] if args.data else []
     model = ["--hf-model", args.hf_model] if args.hf_model else []

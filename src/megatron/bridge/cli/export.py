@@ -4,7 +4,7 @@
 import argparse
 from pathlib import Path
 
-from megatron.bridge.cli import convert, words
+from megatron.bridge.cli import convert
 
 EXAMPLE = """example:
   megatron-bridge export --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2 \\
@@ -21,8 +21,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "(tokenizer, chat template, ...) is taken from --hf-model. A few parameters are in memory at a time, so "
         "the model may be larger than the machine's memory.",
         epilog=EXAMPLE,
-        formatter_class=words.HelpFormatter,
-        allow_abbrev=False,
     )
     add_arguments(parser)
     parser.set_defaults(run=run)

@@ -25,7 +25,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="what a Hugging Face or Megatron checkpoint holds",
         description="Parameters, dtypes, files, layout and iteration of a checkpoint in either format. "
         "Only headers are read.",
-        allow_abbrev=False,
     )
     parser.add_argument("path", type=Path, metavar="DIR", help="Hugging Face model, or Megatron checkpoint")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.bridge.cli import words
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="start a recipe here or on a Slurm cluster",
         description="Start a recipe, or a script of your own, here or on a Slurm cluster, through NeMo-Run.",
         epilog=EXAMPLES,
-        formatter_class=words.HelpFormatter,
-        allow_abbrev=False,
     )
     job = parser.add_argument_group("what runs")
     before = len(parser._actions)

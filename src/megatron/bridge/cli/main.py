@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from megatron.bridge.cli import words
 from megatron.bridge.cli.errors import exit_code, refuse_other_distribution
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.ranks import number
@@ -57,8 +58,7 @@ def _run(arguments: list[str]) -> int:
         parser.error(f"there is no command {name}{did_you_mean(name, SUBCOMMANDS) or '; --help lists them'}")
     args, extra = parser.parse_known_args(arguments)
     if extra and not _take_overrides(args, extra):
-        known = re.findall(r"--[\w-]+", commands.get(name, parser).format_help())
-        hint = _without_dashes(extra[0]) or did_you_mean(extra[0], set(known))
+        hint = _without_dashes(extra[0]) or did_you_mean(extra[0], _options(commands.get(name, parser)))
         parser.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
     if module is None:
         parser.print_help()
@@ -80,11 +80,10 @@ def _parsers(
     name: str | None, module: ModuleType | None
 ) -> tuple[argparse.ArgumentParser, dict[str | None, argparse.ArgumentParser]]:
     """The parser of the command, and those of its subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = words.Parser(
         prog="megatron-bridge",
         description="Hugging Face checkpoints in and out of Megatron-Core, trained under any parallel layout.",
         formatter_class=_formatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megatron-bridge {__version__}")
     subparsers: Any = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -94,6 +93,13 @@ def _parsers(
         else:
             subparsers.add_parser(command, help=summary)
     return parser, subparsers.choices
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """Those of a command and of its subcommands."""
+    found = set(parser._option_string_actions)
+    deeper = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return found.union(*(_options(child) for choices in deeper for child in choices.values()))
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:

@@ -23,7 +23,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="which tensor becomes which parameter, without reading weights",
         description="Print the conversion plan of a model: which Hugging Face tensors become which Megatron "
         "parameter, cut how. No weight is read; the model is built without memory.",
-        allow_abbrev=False,
     )
     convert.add_model_arguments(parser)
     parser.add_argument("--full", action="store_true", help="a line for each parameter, not for each kind of them")

@@ -17,7 +17,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "plot",
         help="loss and throughput of one or several runs as a picture",
         description="Draw numbers of one or several runs, by default loss and throughput, from metrics.jsonl.",
-        allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
     parser.add_argument(

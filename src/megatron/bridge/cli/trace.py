@@ -12,14 +12,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "trace",
         help="merge the profiler's traces of all ranks into one for Perfetto",
         description="Work with the traces that profiling.use_pytorch_profiler=true leaves.",
-        allow_abbrev=False,
     )
     merge = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
         "merge",
         help="one trace of all ranks",
         description="Merge the traces of all ranks into one, to be opened at https://ui.perfetto.dev or in "
         "chrome://tracing.",
-        allow_abbrev=False,
     )
     merge.add_argument("folder", type=Path, metavar="RUN_DIR", help="a run's folder, or a folder of traces in it")
     merge.add_argument(

@@ -6,7 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-from megatron.bridge.cli import words
 from megatron.bridge.cli.job import MODES, Job, forward_step, prepare
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.start_up import uncollected
@@ -27,8 +26,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="pretrain or fine-tune a model from a recipe",
         description="Pretrain or fine-tune a model from a recipe.",
         epilog=EXAMPLES,
-        formatter_class=words.HelpFormatter,
-        allow_abbrev=False,
     )
     add_job_options(parser)
     parser.add_argument(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli import convert, words
+from megatron.bridge.cli import convert
 
 if TYPE_CHECKING:
     from megatron.bridge.models.conversion.certificate import Certificate
@@ -26,8 +26,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Compare every tensor bit for bit, and the logits of both models on the same tokens; write "
         "what was found, with a hash for each tensor, as a JSON certificate. Exit code 1 if anything differs.",
         epilog=EXAMPLE,
-        formatter_class=words.HelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("hf_model", metavar="HF_DIR", help="model directory or hub id")
     parser.add_argument(

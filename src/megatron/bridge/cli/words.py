@@ -2,6 +2,7 @@
 """Words and numbers as every command writes them."""
 
 import argparse
+from typing import Any
 
 _UNITS = (1e9, "GB"), (1e6, "MB"), (1e3, "kB")
 
@@ -14,6 +15,13 @@ class HelpFormatter(argparse.HelpFormatter):
         if len(lines) == 1:
             return super()._fill_text(text, width, indent)
         return "\n".join(indent + line for line in lines)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes options by their whole names; the parsers of subcommands are of this kind, too."""
+
+    def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any) -> None:
+        super().__init__(formatter_class=formatter_class, allow_abbrev=False, **options)
 
 
 def size(count: float) -> str:
