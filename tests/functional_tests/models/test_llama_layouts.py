@@ -30,7 +30,12 @@ VP2 = {
     "batch_p2p_comm": False,
 }
 TWO = {"tp2": TP2, "sp2": SP2, "pp2": PP2, "vp2": VP2, "dp2": {}}
-FOUR = {"tp2pp2": {**TP2, **PP2}, "tp2dp2": TP2, "tp4": {"tensor_model_parallel_size": 4}}
+FOUR = {
+    "tp2pp2": {**TP2, **PP2},
+    "tp2dp2": TP2,
+    "tp4": {"tensor_model_parallel_size": 4},
+    "pp4": {"pipeline_model_parallel_size": 4},
+}
 
 
 def build(directory, layout):

@@ -92,6 +92,17 @@ def test_the_config_of_a_model_without_a_source_is_that_of_its_weights(tmp_path)
         assert torch.equal(weight, loaded.state_dict()[name])
 
 
+def test_a_model_that_no_config_can_describe_is_not_written_with_one(hf, tmp_path):
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    provider = bridge.to_megatron_provider()
+    provider.window_size, provider.rotary_interleaved = (7, 0), True
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    with pytest.raises(UserError, match=r"cannot say rotary_interleaved=True, window_size=\(7, 0\), so"):
+        bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+    assert not (tmp_path / "out").exists()
+    bridge.save_hf_weights(model, tmp_path / "out", show_progress=False)
+
+
 def test_weights_alone_can_be_saved(hf, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(hf)
     bridge.save_hf_weights(bridge.to_megatron_model(wrap_with_ddp=False), tmp_path / "out", show_progress=False)

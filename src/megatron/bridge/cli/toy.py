@@ -165,12 +165,13 @@ def _widths(model: Any, layout: Layout) -> None:
     width = WIDTH if WIDTH % heads == 0 else heads * HEAD  # transformers wants a multiple
     # transformers' norm over all heads is as wide as the hidden state
     head = width // heads if model.qk_norm_across_heads else HEAD
+    keeps_heads = model.multi_latent_attention or _has_factors_by_frequency(model)
     values: dict[str, Any] = {
         "hidden_size": width,
         "ffn_hidden_size": model.ffn_hidden_size and 2 * width,
         "num_attention_heads": heads,
         "num_query_groups": model.num_query_groups and (3 if padded else kept),
-        "kv_channels": model.kv_channels if _has_factors_by_frequency(model) else head,
+        "kv_channels": model.kv_channels if keeps_heads else head,
         "make_query_groups_divisible_by": layout.tensor if padded else 1,
         "seq_length": SEQUENCE,
     }

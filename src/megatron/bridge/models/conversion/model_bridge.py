@@ -6,6 +6,7 @@ A user's bridge subclasses ``MegatronModelBridge`` and says everything itself. T
 subclass ``DecoderBridge`` and declare three things: fields, fixed values, weights.
 """
 
+import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
@@ -132,7 +133,7 @@ class MegatronModelBridge:
     def config_of(self, provider: Any, source: Mapping[str, Any]) -> dict[str, Any]:
         """The Hugging Face config ``source`` as it describes ``provider``, which somebody may have changed."""
         known = self.megatron_to_hf_config(provider)
-        lists = {key: value for key, value in known.items() if isinstance(value, list)}
+        lists: dict[str, Any] = {key: value for key, value in known.items() if isinstance(value, list)}
         now: dict[str, Any] = {**source, **self.changed_config(provider, source), **lists}
         return {key: value for key, value in now.items() if key in known or not _is_derived(key, value, source)}
 
@@ -204,8 +205,24 @@ class DecoderBridge(MegatronModelBridge):
         return {**known, **config_fields.write_all(self.fields, provider)}
 
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Compared by meaning, so that a synonym in the source stays as it is."""
+        """Compared by meaning, so that a synonym in the source stays as it is.
+
+        Raises:
+            UserError: the model computes what no config of its architecture can say.
+        """
+        if unsaid := self._unsaid(provider):
+            raise UserError(
+                f"a config of {self._architecture} cannot say {', '.join(unsaid)}, so transformers would compute "
+                "something else: write the weights alone (save_hf_weights)"
+            )
         return config_fields.changed_keys(self.fields, provider, hf_config)
+
+    def _unsaid(self, provider: Any) -> list[str]:
+        """What makes up other architectures and is not as this one implies it, as ``name=value``."""
+        said = {name for field in self.fields for name in field.names}
+        implied = {field.name: field.default for field in dataclasses.fields(self._provider)} | self.fixed
+        names = (name for name in sorted(_distinguishing() - said) if name in implied and hasattr(provider, name))
+        return [f"{name}={value!r}" for name in names if (value := getattr(provider, name)) != implied[name]]
 
     @property
     def _architecture(self) -> str:
@@ -214,6 +231,23 @@ class DecoderBridge(MegatronModelBridge):
     @property
     def _provider(self) -> Any:
         return (self.registration.provider if self.registration else None) or GPTModelProvider
+
+
+# what bridges set and a trained model computes the same with: layout, precision and losses of training
+_OF_TRAINING = {
+    *("params_dtype", "bf16", "fp16", "seq_length", "should_pad_vocab", "make_vocab_size_divisible_by"),
+    *("attention_dropout", "hidden_dropout", "init_method_std", "mtp_num_layers"),
+    *("mamba_first_step_min", "mamba_first_step_max", "mamba_first_step_floor"),
+    *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_router_dtype"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+}
+
+
+def _distinguishing() -> set[str]:
+    """Attributes of providers by which the architectures of this package differ."""
+    bridges = [it.bridge for it in _REGISTRY.values() if issubclass(it.bridge, DecoderBridge)]
+    told = {name for bridge in bridges for field in bridge.fields for name in field.names}
+    return told.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING
 
 
 def _registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:
