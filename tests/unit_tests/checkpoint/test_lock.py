@@ -120,6 +120,13 @@ def test_a_folder_made_for_the_lock_alone_goes_with_it(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "loop"])
+def test_a_name_that_no_folder_can_have_is_refused(tmp_path, name):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match=r"cannot be written: .*; choose a folder that can"):
+        lock.acquire(tmp_path / name)
+
+
 def test_one_of_many_gets_it(tmp_path):
     _write(tmp_path, _dead())
     context = multiprocessing.get_context("fork")

@@ -52,6 +52,7 @@ def test_version(capsys):
         (["train", "--recipee", "x"], "unrecognized arguments: --recipee; did you mean --recipe"),
         (["checkpoint", "verify", "--fas", "x"], "unrecognized arguments: --fas; did you mean --fast"),
         (["demo", "--step", "3"], "unrecognized arguments: --step 3; did you mean --steps"),
+        (["convert", "--hf-model", "x", "--megatron-path", ""], "--megatron-path/--output-dir: the path is empty"),
         (["train", "--mode", "dpo"], "invalid choice: 'dpo'"),
         (["--bogus"], "unrecognized arguments: --bogus"),
     ],

@@ -106,6 +106,13 @@ def test_layout_that_does_not_fit_the_processes(hf, sizes, message):
         roundtrip(["--model-name", str(hf), *sizes.split()])
 
 
+def test_the_model_itself_is_no_folder_for_its_checkpoint(hf):
+    before = {path.name for path in Path(hf).iterdir()}
+    with pytest.raises(UserError, match="is a Hugging Face model: give a folder of its own"):
+        convert_checkpoints(["import", "--hf-model", str(hf), "--megatron-path", str(hf)])
+    assert {path.name for path in Path(hf).iterdir()} == before
+
+
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_help_costs_no_torch(script):
     code = f"import sys, runpy; sys.argv = ['x', '--help']; runpy.run_path({str(script)!r}, run_name='__main__')"

@@ -69,6 +69,32 @@ def test_a_damaged_header_is_refused(tmp_path, header):
         Checkpoint(tmp_path).files  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        (([-8, 4], [4, 16]), "a is not behind the tensor before it"),  # a part of the header would be numbers
+        (([0, 12], [8, 20]), "b is not behind the tensor before it"),
+        (([0, 12], [16, 28]), "b is not behind the tensor before it"),
+        (([0, 12], [12, 24]), "has 4 bytes behind its last tensor"),
+    ],
+)
+def test_every_byte_is_of_one_tensor(tmp_path, places, message):
+    tensors = {
+        name: {"dtype": "F32", "shape": [3], "data_offsets": at} for name, at in zip("ab", places, strict=True)
+    }
+    header = json.dumps(tensors).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(28))
+    with pytest.raises(UserError, match=message):
+        Checkpoint(tmp_path).files  # noqa: B018
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": []}', '{"weight_map": {"a": 5}}', "[]", ""])
+def test_a_damaged_index_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"model.safetensors.index.json is damaged: download it again"):
+        Checkpoint(tmp_path).files  # noqa: B018
+
+
 def test_copy_takes_ranges_into_any_target_and_counts_bytes(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)

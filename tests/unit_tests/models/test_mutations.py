@@ -163,6 +163,15 @@ MUTATIONS = {
         lambda hf: edit_config(hf, architectures="LlamaForCausalLM"),
         "architectures='LlamaForCausalLM' must be a list of names",
     ),
+    "NaN": (lambda hf: edit_config(hf, attention_dropout=float("nan")), "NaN is no number that a model can have"),
+    "theta below zero": (
+        lambda hf: edit_config(hf, rope_parameters={"rope_type": "default", "rope_theta": -1}),
+        "rope_theta=-1 must be a number above 0",
+    ),
+    "theta in words": (
+        lambda hf: edit_config(hf, rope_parameters={"rope_type": "default", "rope_theta": "x"}),
+        "rope_theta='x' must be a number above 0",
+    ),
     "no heads": (lambda hf: edit_config(hf, num_attention_heads=0), "num_attention_heads=0 must be at least 1"),
     "no groups": (lambda hf: edit_config(hf, num_key_value_heads=0), "num_key_value_heads=0 must be at least 1"),
     "no layers": (lambda hf: edit_config(hf, num_hidden_layers=0), "num_hidden_layers=0 must be at least 1"),

@@ -42,15 +42,18 @@ def acquire(root: str | Path) -> bool:
     Raises:
         UserError: another process writes there, or the directory cannot be written.
     """
-    key = _key(root)
-    if key in _held and _held[key].owner == Process.current():
-        return False
-    existed = key.is_dir()
     try:
+        key = _key(root)
+        if key in _held and _held[key].owner == Process.current():
+            return False
+        existed = key.is_dir()
         key.mkdir(parents=True, exist_ok=True)
         _take(key / NAME)
-    except OSError as error:
-        raise UserError(f"{root} cannot be written: {error.strerror}; choose a folder that can") from error
+    except UserError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:  # of names that no folder can have, and of loops of links
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{root} cannot be written: {reason}; choose a folder that can") from error
     _held[key] = _Lock(key / NAME, existed)
     return True
 

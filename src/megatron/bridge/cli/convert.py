@@ -129,8 +129,11 @@ def run(args: argparse.Namespace) -> int:
     """Write the checkpoint."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.utils.console import console
+    from megatron.bridge.utils.errors import UserError
 
     sizes = layout(args)
+    if (args.megatron_path / "config.json").is_file():
+        raise UserError(f"--megatron-path {args.megatron_path} is a Hugging Face model: give a folder of its own")
     bridge = AutoBridge.from_hf_pretrained(
         args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
     )

@@ -134,7 +134,7 @@ def _run_preview(args: argparse.Namespace) -> int:
     from megatron.bridge.data.preview import preview
     from megatron.bridge.data.preview_output import to_console, to_html
     from megatron.bridge.utils.atomic import write_text
-    from megatron.bridge.utils.console import console
+    from megatron.bridge.utils.console import console, with_width
 
     config, tokenizer, ranks = _resolved(args)
     micro, batch = config.train.micro_batch_size, config.train.global_batch_size
@@ -142,7 +142,7 @@ def _run_preview(args: argparse.Namespace) -> int:
     samples = (config.train.train_iters * batch, held_out, held_out)
     data = build_iterators(config.dataset, tokenizer, samples, micro, batch, dp_size=ranks)
     found = preview(config.dataset, data, tokenizer, (micro, batch, ranks), args.samples)
-    to_console(Console(highlight=False, soft_wrap=True), found)
+    to_console(with_width(Console(highlight=False, soft_wrap=True)), found)
     if args.html:
         try:
             write_text(args.html, to_html(found))

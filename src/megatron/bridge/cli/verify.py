@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     sizes = convert.layout(args)
     if args.certificate and not args.certificate.parent.is_dir():
         raise UserError(f"--certificate {args.certificate} cannot be written: its folder does not exist")
+    if args.certificate and args.certificate.is_dir():
+        raise UserError(f"--certificate {args.certificate} is a folder: give the file to write")
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
     model = None
     if args.skip_logits:

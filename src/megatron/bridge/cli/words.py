@@ -2,6 +2,7 @@
 """Words and numbers as every command writes them."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 _UNITS = (1e9, "GB"), (1e6, "MB"), (1e3, "kB")
@@ -22,6 +23,14 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any) -> None:
         super().__init__(formatter_class=formatter_class, allow_abbrev=False, **options)
+        self.register("type", Path, _path)
+
+
+def _path(text: str) -> Path:
+    """``--output "$OUT"`` without such a variable would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty: is a variable of the shell not set?")
+    return Path(text)
 
 
 def size(count: float) -> str:

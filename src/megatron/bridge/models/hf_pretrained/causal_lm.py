@@ -69,7 +69,7 @@ class PreTrainedCausalLM:
         """``config.json`` as it is written."""
         path = self.directory / "config.json"
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_constant)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
@@ -147,11 +147,30 @@ class PreTrainedCausalLM:
         return found.pop() if len(found) == 1 else None
 
 
+def _constant(name: str) -> float:
+    """``Infinity`` is a limit that some models have; ``NaN`` is nothing that a model can compute with."""
+    if name == "NaN":
+        raise ValueError("NaN is no number that a model can have")
+    return float(name)
+
+
+def _thetas(raw: dict[str, Any]) -> Iterator[Any]:
+    """The bases of rotary positions, which may be given for each kind of layer."""
+    if raw.get("rope_theta") is not None:
+        yield raw["rope_theta"]
+    for value in raw.values():
+        if isinstance(value, dict):
+            yield from _thetas(cast(dict[str, Any], value))
+
+
 def _check(raw: dict[str, Any], path: Path) -> None:
     """Refuse what every model would stumble over, in its own words."""
     names = raw.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{path}: architectures={names!r} must be a list of names, such as ['LlamaForCausalLM']")
+    for theta in _thetas(raw):
+        if not isinstance(theta, int | float) or theta <= 0:
+            raise UserError(f"{path}: rope_theta={theta!r} must be a number above 0")
     for key in _SIZES:
         if isinstance(raw.get(key), int) and raw[key] < 1:
             raise UserError(f"{path}: {key}={raw[key]} must be at least 1")

@@ -77,11 +77,24 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} has a damaged header: download it again") from error
-    entries.sort(key=lambda entry: entry.begin)
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
     end = max((entry.end for entry in entries), default=_LENGTH + length)
     if size < end:
         raise UserError(f"{file} is truncated: {size} bytes of {end}; download it again")
+    _check_places(file, entries, _LENGTH + length, size)
     return {entry.name: entry for entry in entries}, metadata
+
+
+def _check_places(file: Path, entries: list[Entry], begin: int, size: int) -> None:
+    """The format wants every byte to be of one tensor: wrong places would be read as other numbers, in silence."""
+    for entry in entries:
+        if entry.begin != begin:
+            raise UserError(
+                f"{file} has a damaged header: {entry.name} is not behind the tensor before it; download it again"
+            )
+        begin = entry.end
+    if begin != size:
+        raise UserError(f"{file} has {size - begin} bytes behind its last tensor: download it again")
 
 
 def _entry(file: Path, name: str, item: dict[str, Any], data: int) -> Entry:
@@ -139,8 +152,11 @@ class Checkpoint(Mapping[str, Tensor]):
         if not path.is_file():
             return None
         try:
-            return json.loads(path.read_text())["weight_map"]
-        except (KeyError, TypeError, ValueError) as error:
+            found = json.loads(path.read_text())["weight_map"]
+            if not all(isinstance(file, str) for file in found.values()):
+                raise TypeError("a file has a name")
+            return found
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged: download it again") from error
 
     @property
