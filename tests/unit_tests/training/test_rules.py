@@ -465,9 +465,9 @@ CASES = {
     ),
     "one_checkpoint_is_kept": ({"checkpoint.most_recent_k": 0}, 1, ["most_recent_k=0", "at least 1, or -1"]),
     "finetuning_has_a_folder_of_its_own": (
-        {"checkpoint.save": "run", "checkpoint.load": "run", "checkpoint.finetune": True},
+        {"checkpoint.save": "run", "checkpoint.load": "./run", "checkpoint.finetune": True},
         1,
-        ["checkpoint.finetune=True", "checkpoint.load=run", "choose another checkpoint.save"],
+        ["checkpoint.finetune=True", "checkpoint.load=./run", "choose another checkpoint.save"],
     ),
     "background_has_a_writer": (
         {"checkpoint.save": "run", "checkpoint.async_save": True, "checkpoint.async_strategy": "nvrx"},

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules on values that must fit each other, whatever the layout."""
 
+from pathlib import Path
+
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.optional import installed, missing
 
@@ -124,7 +126,9 @@ def one_checkpoint_is_kept(config: ConfigContainer, world_size: int) -> str | No
 def finetuning_has_a_folder_of_its_own(config: ConfigContainer, world_size: int) -> str | None:
     """A run goes on from what is in its folder, at the step where that was saved."""
     checkpoint = config.checkpoint
-    if not checkpoint.finetune or checkpoint.load is None or checkpoint.load != checkpoint.save:
+    if not (checkpoint.finetune and checkpoint.load and checkpoint.save):
+        return None
+    if Path(checkpoint.load) != Path(checkpoint.save):
         return None
     return (
         f"checkpoint.finetune=True with checkpoint.load={checkpoint.load}, which is checkpoint.save, too: a run "
