@@ -23,7 +23,7 @@ find_python() {
         return
     fi
     for candidate in $(type -aP python3.12 python3 python 2>/dev/null) \
-        "${PYENV_ROOT:-${HOME:-/root}/.pyenv}"/versions/3.12*/bin/python; do
+        "${PYENV_ROOT:-$(echo ~)/.pyenv}"/versions/3.12*/bin/python; do
         if is_312 "$candidate"; then echo "$candidate"; return; fi
     done
     echo 3.12
