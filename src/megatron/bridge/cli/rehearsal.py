@@ -88,7 +88,7 @@ class Rehearsal:
         adapted = self.plan["mode"] not in ("pretrain", "sft")
         self._fork("exporting", 1, self._merge if adapted else self._export)
         if adapted:
-            return "export to Hugging Face", "adapters merged into the base, and written for peft"
+            return "export to Hugging Face", f"adapters merged into the base, {self._for_peft()}"
         logits = "logits as those of transformers" if self._is_native else "transformers cannot run it"
         return "export to Hugging Face", f"every tensor bitwise equal, {logits}"
 
@@ -136,8 +136,17 @@ class Rehearsal:
         from megatron.bridge.cli.main import main as command
 
         for action in ("merge", "export"):
-            if command(["adapter", action, "--adapter", str(self.first), "--hf-path", str(self.folder / action)]):
-                raise UserError(f"adapter {action} failed")
+            code = command(
+                ["adapter", action, "--adapter", str(self.first), "--hf-path", str(self.folder / action)]
+            )
+            if code and action == "merge":
+                raise UserError("adapter merge failed")
+
+    def _for_peft(self) -> str:
+        """What became of the adapters alone: the format has no form for some."""
+        if (self.folder / "export").exists():
+            return "and written for peft"
+        return f"and not written for peft: {_last_line(self._log('exporting', 0)).removeprefix('error: ')}"
 
     @property
     def _is_native(self) -> bool:
