@@ -34,7 +34,7 @@ unit: setup
 	$(PYTEST) -n 2 -m "not (slow or gpu or network)" tests/unit_tests
 
 functional: setup
-	@for name in resiliency energon; do \
+	@for name in resiliency energon trackers; do \
 	    scripts/extra.sh $$name || echo "tests of $$name will be skipped: scripts/extra.sh $$name failed"; \
 	done
 	$(PYTEST) -m "not (slow or gpu or network)" tests/functional_tests

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Put an optional package into .cache/NAME, for the tests that need it: nvidia-resiliency-ext (resiliency, 15 MB) or
-# Megatron Energon (energon, 30 MB), 2 to 5 s each. They cannot be part of requirements.lock: their files say why.
-# Beside .venv and not in it, because setup.sh would remove them from there.
+# Put optional packages into .cache/NAME, for the tests that need them: nvidia-resiliency-ext (resiliency, 15 MB),
+# Megatron Energon (energon, 30 MB), W&B and MLflow (trackers, 110 MB), 2 to 15 s each. They are not part of
+# requirements.lock: their files say why. Beside .venv and not in it, because setup.sh would remove them from there.
 # usage: scripts/extra.sh NAME   (idempotent)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ name=${1:-}
 lock=scripts/$name.lock
 target=.cache/$name
 if [ ! -f "$lock" ]; then
-    echo "usage: scripts/extra.sh energon|resiliency" >&2
+    echo "usage: scripts/extra.sh energon|resiliency|trackers" >&2
     exit 2
 fi
 wanted=$(sha256sum < "$lock")

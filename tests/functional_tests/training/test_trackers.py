@@ -3,6 +3,7 @@
 
 import json
 import math
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -12,10 +13,17 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.rules.loggers import trackers_are_installed
 from tests.toy_run import toy_config
+from tests.unit_tests.project.tree import ROOT
+
+BESIDE = ROOT / ".cache/trackers"  # where scripts/extra.sh installs them
+if BESIDE.is_dir():
+    sys.path.append(str(BESIDE))
 
 
 def needs(package):
-    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package}, an extra, is not installed")
+    return pytest.mark.skipif(
+        find_spec(package) is None, reason=f"{package} is not installed: run scripts/extra.sh trackers"
+    )
 
 
 def train(folder, steps, **logger):
