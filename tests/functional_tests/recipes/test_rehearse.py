@@ -53,6 +53,7 @@ def test_what_fails_is_named(folder, capfd, monkeypatch):
         ("--recipe", "deepseek_v3_pretrain_config"),
         ("--recipe", "gemma3_12b_finetune_config", "checkpoint.pretrained_checkpoint=x"),
         ("--recipe", "llama3_70b_finetune_config", "--mode", "lora", "checkpoint.pretrained_checkpoint=x"),
+        ("--recipe", "gpt_oss_20b_finetune_config", "--mode", "lora", "checkpoint.pretrained_checkpoint=x"),
     ],
     ids=lambda arguments: arguments[1],
 )
