@@ -450,4 +450,5 @@ def test_a_step_that_ruins_the_weights_ends_the_run(tmp_path):
 def test_announcement():
     config = tiny()
     config.model.tensor_model_parallel_size = 2
-    assert announcement(config, 3).startswith("training from step 3 to 2: 8 x 32 = 256 tokens a step on 1 process")
+    assert announcement(config, 2) == "nothing is left to train: the run is at step 2, train.train_iters=2"
+    assert announcement(config, 1).startswith("training from step 1 to 2: 8 x 32 = 256 tokens a step on 1 process")

@@ -43,6 +43,21 @@ def packed(**specs):
 
 # rule: (what is set, number of processes, what the sentence says)
 CASES = {
+    "numbers_are_finite": (
+        {"optimizer.lr": float("inf"), "model.layernorm_epsilon": float("nan")},
+        1,
+        ["optimizer.lr=inf", "model.layernorm_epsilon=nan", "must be a finite number"],
+    ),
+    "numbers_are_in_range": (
+        {"model.kv_channels": 0, "model.rotary_base": -10, "model.rotary_percent": 2.0, "rng.seed": 10**20},
+        1,
+        [
+            "kv_channels=0: must be at least 1",
+            "rotary_base=-10: must be above 0",
+            "at least 0 and at most 1",
+            "rng.seed=",
+        ],
+    ),
     "sizes_are_positive": ({TP: 0, "train.train_iters": 0}, 1, [f"{TP}=0", "train.train_iters=0", "at least 1"]),
     "world_holds_the_layout": ({TP: 2, PP: 2}, 6, [f"{TP}=2", "needs 4 processes", "there are 6", "start 4 or 8"]),
     "attributes_are_fields": (

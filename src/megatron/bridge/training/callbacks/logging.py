@@ -168,6 +168,8 @@ def _ramp(train: TrainingConfig) -> str:
 def announcement(config: ConfigContainer, step: int) -> str:
     """What is about to happen, in one line."""
     model, train, length = config.model, config.train, config.dataset.seq_length
+    if step >= train.train_iters:
+        return f"nothing is left to train: the run is at step {step}, train.train_iters={train.train_iters}"
     sizes = {
         "tensor": model.tensor_model_parallel_size,
         "pipeline": model.pipeline_model_parallel_size,

@@ -20,6 +20,7 @@ from megatron.bridge.training.rules import (
     optimizers,
     overlap,
     profiling,
+    ranges,
     schedule,
     settings,
     sharding,
@@ -32,6 +33,8 @@ Rule = Callable[[ConfigContainer, int], str | None]
 # Everything after these divides by sizes.
 SIZES: tuple[Rule, ...] = (
     layout.sizes_are_positive,
+    ranges.numbers_are_finite,
+    ranges.numbers_are_in_range,
     layout.world_holds_the_layout,
     values.future_blocks_are_unset,
     schedule.ramp_comes_out_even,
