@@ -133,6 +133,9 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 REPLICATED = {"use_distributed_optimizer": False}
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
 FSDP2 = {"use_torch_fsdp2": True}
+MEGATRON_FSDP = {"use_megatron_fsdp": True}
+STATE_CUT = MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim", "bucket_size": 2000}
+GRADIENTS_CUT = MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 2000}
 
 LAYOUTS = {
     "TP2": Layout(2, TP2),
@@ -190,6 +193,17 @@ LAYOUTS = {
     "CP2, FSDP2": Layout(2, CP2, dist=FSDP2),
     "TP2+SP x DP2, FSDP2": Layout(4, TP2_SP, dist=FSDP2),
     "DP2, FSDP2, full recomputation": Layout(2, FULL, dist=FSDP2),
+    "DP2, Megatron-FSDP": Layout(2, {}, MEGATRON_FSDP),
+    "DP2, Megatron-FSDP, gathered layer by layer": Layout(
+        2, {}, MEGATRON_FSDP | {"suggested_communication_unit_size": 1, "bucket_size": 2000}
+    ),
+    "DP2, Megatron-FSDP of state": Layout(2, {}, STATE_CUT),
+    "DP2, Megatron-FSDP of state and gradients": Layout(2, {}, GRADIENTS_CUT),
+    "DP4, Megatron-FSDP": Layout(4, {}, MEGATRON_FSDP),
+    "CP2, Megatron-FSDP": Layout(2, CP2, MEGATRON_FSDP),
+    "CP2 x DP2, Megatron-FSDP": Layout(4, CP2, MEGATRON_FSDP),
+    "TP2+SP x DP2, Megatron-FSDP": Layout(4, TP2_SP, MEGATRON_FSDP),
+    "DP2, Megatron-FSDP, full recomputation": Layout(2, FULL, MEGATRON_FSDP),
     "DP4, hybrid sharding": Layout(4, {}, {"num_distributed_optimizer_instances": 2}),
     "DP4, EP2+ETP2": Layout(4, EP2 | {"expert_tensor_parallel_size": 2}),
 }
@@ -229,6 +243,15 @@ CELLS = {
         "CP2, FSDP2",
         "TP2+SP x DP2, FSDP2",
         "DP2, FSDP2, full recomputation",
+        "DP2, Megatron-FSDP",
+        "DP2, Megatron-FSDP, gathered layer by layer",
+        "DP2, Megatron-FSDP of state",
+        "DP2, Megatron-FSDP of state and gradients",
+        "DP4, Megatron-FSDP",
+        "CP2, Megatron-FSDP",
+        "CP2 x DP2, Megatron-FSDP",
+        "TP2+SP x DP2, Megatron-FSDP",
+        "DP2, Megatron-FSDP, full recomputation",
     ),
     "dense, tied embeddings": (
         "TP2",
@@ -241,6 +264,9 @@ CELLS = {
         "TP2+SP x PP2",
         "PP4",
         "PP2+VP2 x DP2, distributed optimizer, overlapped",
+        "DP2, Megatron-FSDP",
+        "DP2, Megatron-FSDP of state",
+        "TP2+SP x DP2, Megatron-FSDP",
     ),
     "dense, means of microbatches": (
         "TP2+SP",
@@ -248,6 +274,8 @@ CELLS = {
         "CP2, all-gather",
         "DP2, average in collective",
         "CP2 x DP2",
+        "DP2, Megatron-FSDP",
+        "DP2, Megatron-FSDP of state",
     ),
     "dense, 3 layers": ("PP2, embedding counts as a layer", "PP2, loss counts as a layer"),
     "experts": (
@@ -272,9 +300,9 @@ CELLS = {
         "DP4, EP2+ETP2",
     ),
     "experts, means of microbatches": ("TP2+SP", "PP2", "CP2, all-gather", "EP2"),
-    "norms of heads": ("TP2", "TP2+SP", "CP2, all-gather"),
+    "norms of heads": ("TP2", "TP2+SP", "CP2, all-gather", "TP2+SP x DP2, Megatron-FSDP"),
     "norms across heads": ("TP2", "TP2+SP", "CP2, all-gather"),
-    "latent attention": ("TP2", "TP2+SP", "CP2, all-gather"),
+    "latent attention": ("TP2", "TP2+SP", "CP2, all-gather", "DP2, Megatron-FSDP"),
     "latent attention, experts, 1 further token": (
         "TP2+SP",
         "TP2+SP x EP2, ETP1",
@@ -316,6 +344,7 @@ CELLS = {
         "PP4",
         "PP2 x CP2",
         "PP2+VP2 x DP2, distributed optimizer, overlapped",
+        "DP2, Megatron-FSDP",
     ),
     "padding-free": (
         "TP2",
@@ -328,6 +357,7 @@ CELLS = {
         "TP2+SP x PP2+VP2",
         "PP4",
         "PP2 x CP2",
+        "DP2, Megatron-FSDP",
     ),
     "packed, 2 further tokens": ("TP2+SP", "PP2+VP2", "CP2, all-gather"),
     "packed, experts": ("TP2+SP", "PP2+VP2", "CP2, all-gather", "EP2"),

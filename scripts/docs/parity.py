@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the matrix of ``tests/parity.py`` and write its figures into docs/parity.md: ``make parity``.
 
-``make parity ONLY="packed experts"`` runs the models whose names have one of these words and keeps the other
-figures of the page; a figure beyond its tolerance ends it with an error, after the page is written.
+``make parity ONLY="packed experts"`` runs the models and layouts whose names have one of these words and keeps the
+other figures of the page; a figure beyond its tolerance ends it with an error, after the page is written.
 """
 
 import re
@@ -75,7 +75,7 @@ def measure(words: list[str], rows: dict[Cell, str]) -> list[Cell]:
     singles, pools = parity.Singles(folder), {size: WorkerPool(size) for size in (2, 4)}
     day, beyond = f"{datetime.now(UTC):%Y-%m-%d}", []
     for model, layout in parity.cells():
-        if words and not any(word in model for word in words):
+        if words and not any(word in name for name in (model, layout) for word in words):
             continue
         size = parity.LAYOUTS[layout].processes
         figures = parity.measure(pools[size], singles, model, layout, folder)

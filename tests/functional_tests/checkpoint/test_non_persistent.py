@@ -22,6 +22,7 @@ LAYOUTS = {
 }
 DP2 = LAYOUTS["dp2_bf16"]
 LAYOUTS["fsdp2_bf16"] = {**DP2, "ddp": {}, "dist": DistributedInitConfig(use_torch_fsdp2=True)}
+LAYOUTS["megatron_fsdp_bf16"] = {**DP2, "ddp": {"use_megatron_fsdp": True}}
 
 
 class Fails(Callback):
@@ -78,7 +79,7 @@ def undisturbed(two_workers):
 
 @pytest.mark.parametrize("kind", ["local", "global"])
 @pytest.mark.parametrize(
-    "name", ["dp2_bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2_fp16", "fsdp2_bf16"))]
+    "name", ["dp2_bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])]
 )
 def test_a_run_goes_on_from_it_bit_for_bit(two_workers, tmp_path, undisturbed, name, kind):
     two_workers.run(broken_off, tmp_path, LAYOUTS[name], 5, {"kind": kind})

@@ -13,8 +13,10 @@ from megatron.bridge.training.callbacks import Callback
 from tests.unit_tests.project.tree import ROOT
 
 SHARDED = "rows of weights"
+MEGATRON_SHARDED = "rows of weights, by Megatron-FSDP"
 FORMS = {
     SHARDED: {},
+    MEGATRON_SHARDED: {},
     "dense": {},
     "windows and sinks": {"window_size": (7, 0), "softmax_type": "learnable"},
     "zero-centred norms of queries and keys": {"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
@@ -46,6 +48,7 @@ def train(form, precision):
     settings = {"activation_func": F.silu, "backend": "torch", **FORMS[form]}
     config = toy_config(model=settings, train={"train_iters": 5}, mixed_precision=precision)
     config.dist.use_torch_fsdp2 = form == SHARDED
+    config.ddp.use_megatron_fsdp = form == MEGATRON_SHARDED
     config.model.register_pre_wrap_hook(initialize_by_name)
     losses = Losses()
     pretrain(config, forward_step, [losses])

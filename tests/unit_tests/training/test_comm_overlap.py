@@ -73,6 +73,13 @@ def test_a_fully_sharded_model_has_no_buffers_to_overlap():
     assert switched_on(resolved(2, dist=DistributedInitConfig(use_torch_fsdp2=True))) == set()
 
 
+def test_megatron_fsdp_overlaps_with_and_without_the_block():
+    config = toy_config(ddp=DistributedDataParallelConfig(use_megatron_fsdp=True))
+    config.validate(2)
+    both = {"overlap_grad_reduce", "overlap_param_gather"}
+    assert switched_on(config) == switched_on(resolved(2, ddp=config.ddp)) == both
+
+
 def test_without_the_block_nothing_is_derived():
     config = toy_config()
     config.validate(2)

@@ -429,12 +429,17 @@ CASES = {
         1,
         ["partial_activation_checkpoints=1"],
     ),
-    "no_megatron_fsdp": (
-        {"ddp.use_megatron_fsdp": True},
+    "one_kind_of_sharding": (
+        {"ddp.use_megatron_fsdp": True, "dist.use_torch_fsdp2": True},
         1,
-        ["use_megatron_fsdp=True", "dist.use_torch_fsdp2=true"],
+        ["dist.use_torch_fsdp2=True and ddp.use_megatron_fsdp=True exclude each other"],
     ),
-    "fsdp2_cuts_dense_models": (
+    "strategies_are_megatrons": (
+        {"ddp.data_parallel_sharding_strategy": "optim"},
+        1,
+        ["data_parallel_sharding_strategy=optim has no effect", "ddp.use_megatron_fsdp=true"],
+    ),
+    "fsdp_cuts_dense_models": (
         {"dist.use_torch_fsdp2": True, "model.pipeline_model_parallel_size": 2, "train.frozen": ["embedding.*"]},
         2,
         [
@@ -446,6 +451,21 @@ CASES = {
         {"dist.use_torch_fsdp2": True, "ddp.overlap_grad_reduce": True, "ddp.use_distributed_optimizer": True},
         2,
         ["ddp.overlap_grad_reduce=True has no effect", "ddp.use_distributed_optimizer=True has no effect"],
+    ),
+    "megatron_fsdp_is_as_compared": (
+        {
+            "ddp.use_megatron_fsdp": True,
+            "ddp.data_parallel_sharding_strategy": "no_shard",
+            "ddp.average_in_collective": True,
+            "optimizer.log_num_zeros_in_grad": True,
+        },
+        2,
+        [
+            "ddp.use_megatron_fsdp=True: ddp.average_in_collective=True must be False",
+            "strategy=no_shard must be optim or optim_grads or optim_grads_params",
+            "log_num_zeros_in_grad must be false",
+            "use_distributed_optimizer=true",
+        ],
     ),
     "dropouts_are_probabilities": ({"model.hidden_dropout": 1.0}, 1, ["hidden_dropout=1.0", "[0, 1)"]),
     "intervals_are_positive": (
@@ -580,6 +600,8 @@ def _resolved(config, world_size):
         ({CP: 2}, 4),
         ({PP: 3, "model.num_layers_in_first_pipeline_stage": 2, "model.num_layers_in_last_pipeline_stage": 1}, 3),
         ({"ddp.overlap_grad_reduce": True, "ddp.overlap_param_gather": True}, 2),
+        ({"ddp.use_megatron_fsdp": True, "ddp.bucket_size": 1000}, 4),
+        ({"ddp.use_megatron_fsdp": True, "ddp.data_parallel_sharding_strategy": "optim"}, 1),
         ({"scheduler.lr_decay_style": "WSD", "scheduler.lr_wsd_decay_iters": 3}, 1),
     ],
 )

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from megatron.bridge.autotune import activations, ranks
+from megatron.bridge.backends import megatron_fsdp
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.optimizer import STATE_NAMES
@@ -123,6 +124,8 @@ def _memory(
     weights += copies * sum(map(_quantised, chunks))
     if config.dist.use_torch_fsdp2:
         return _fully_sharded(config, chunks, world_size)
+    if config.ddp.use_megatron_fsdp:
+        return _megatron_fsdp(config, chunks, world_size)
     gradients = optimizer = 0
     for index, chunk in enumerate(chunks):
         parts = _trained(config, chunk, bucketed=stage == index == 0, replicas=replicas)
@@ -154,6 +157,26 @@ def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], world_
         weights=_FP32 * share + outside + 2 * max(layers),
         gradients=_FP32 * share,
         optimizer=share * _optimizer_bytes(config, torch.float32),
+        activations=activations.of_stage(config, chunks, 0, world_size),
+    )
+
+
+def _megatron_fsdp(config: ConfigContainer, chunks: list[MegatronModule], world_size: int) -> RankMemory:
+    """Equal parts of padded buffers, and at the fullest moment those that are gathered or wait to be reduced."""
+    replicas = _Replicas.of(config, world_size).dense
+    ddp = megatron_fsdp.settings(config.ddp, replicas)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    buffers = [buffer for chunk in chunks for buffer in megatron_fsdp.buffers_of(chunk, ddp, replicas)]
+    whole = sum(buffer.size for buffer in buffers)
+    share, most = whole // replicas, megatron_fsdp.in_flight(ddp, buffers)
+    cuts_weights = ddp.data_parallel_sharding_strategy == megatron_fsdp.ALL
+    cuts_gradients = cuts_weights or ddp.data_parallel_sharding_strategy == megatron_fsdp.GRADIENTS
+    return RankMemory(
+        stage=0,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        weights=(share + most.gathered if cuts_weights else whole) * parameters[0].element_size(),
+        gradients=_FP32 * (share + most.reduced if cuts_gradients else whole),
+        optimizer=share * (_FP32 + _optimizer_bytes(config, torch.float32)),
         activations=activations.of_stage(config, chunks, 0, world_size),
     )
 

@@ -14,6 +14,7 @@ import queue
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -266,6 +267,22 @@ def _leave_tensors_where_they_are() -> None:
     torch.Tensor.cuda = itself  # type: ignore[assignment]
     torch.Tensor.pin_memory = itself  # type: ignore[assignment]
     torch.nn.Module.cuda = itself  # type: ignore[assignment]
+
+
+class _Names(ModuleType):
+    """A module with some names of its own; the others are those of ``torch``."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def answer_with_the_cpu_for_an_index(module: Any) -> None:
+    """Megatron-FSDP compares its device with the one named by ``cuda:`` and the current index: here, with the CPU.
+
+    In its own namespace alone: a torch whose ``device`` is a function would break ``isinstance`` elsewhere.
+    """
+    module.torch = _Names("torch")
+    module.torch.device = lambda name: _CPU
 
 
 # ---------------------------------------------------------------------------------- collectives, checkpoints

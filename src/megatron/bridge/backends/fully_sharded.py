@@ -1,95 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""PyTorch's fully sharded data parallelism (FSDP2) for Megatron-Core's models.
+"""Parameters of which each rank keeps some whole rows, whichever wrapper cut them.
 
-Each rank of a replica group keeps some whole rows of every parameter, of its gradient and of its optimizer state.
-Rows of a layer are gathered before it computes, and given back after. Megatron-Core has a wrapper of its own; it
-takes CUDA for granted, leaves gradients without the scale of a loss per token, and describes only even shares to a
-checkpoint.
+The wrappers are `megatron.bridge.backends.torch_fsdp2` and `megatron.bridge.backends.megatron_fsdp`. What ranks
+keep are fp32 master weights; a checkpoint holds whole tensors in the model's own dtype, described by the rows of
+each rank, so that any layout reads what any other wrote.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, cast
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 _STORED = "fully_sharded_as"  # attribute of a parameter: the dtype in which a checkpoint holds it
+_CUTS = "fully_sharded_rows"  # the rows of each rank, in the order of ranks
+_COMPUTED = "fully_sharded_copy"  # this rank's rows of what the model computes with, if that is kept beside
 
 
-class FullyShardedDataParallel(_BaseDataParallel):
-    """A chunk whose parameters are cut over the ranks that would hold the same ones.
+@dataclass(frozen=True)
+class Marks:
+    """What Megatron-Core and this module know of a parameter, which sharding loses.
 
-    Half precision computes in gathered copies: what a rank keeps are the fp32 master weights, so the optimizer
-    needs no others. Gradients of each microbatch are summed over ranks, and over microbatches, in fp32.
-
-    Args:
-        config: The model's.
-        ddp_config: Kept for Megatron-Core, which looks into it.
-        module: The chunk, in half precision where the config says so, with equal weights on all ranks.
+    Attributes:
+        attributes: Megatron-Core's, and the dtype that the parameter has in a checkpoint.
     """
 
-    def __init__(
-        self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module
-    ) -> None:
-        super().__init__(config=config, module=module)
-        self.ddp_config = ddp_config
-        group = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
-        attributes = {name: _kept(parameter) for name, parameter in module.named_parameters()}
-        policy = MixedPrecisionPolicy(
-            param_dtype=config.params_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        device = next(module.parameters()).device.type
-        # torch takes meshes of the same ranks and names for one, also after the groups of the first are gone
-        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(f"replicas_{group.group_name}",))
-        for part in (*_units(module), module):
-            fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-        for name, parameter in module.named_parameters():
-            vars(parameter).update(attributes[name])
-        # as Megatron-Core's own wrapper: the gradient of a loss per token is a sum, scaled when tokens are counted
-        self._reduce_by(1 if config.calculate_per_token_loss else group.size())
+    attributes: dict[str, Any]
 
-    def _reduce_by(self, divisor: int) -> None:
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(float(divisor))
-                part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide
+    @classmethod
+    def of(cls, parameter: Tensor) -> "Marks":
+        """Those of a parameter that is about to be sharded."""
+        return cls({**vars(parameter), _STORED: parameter.dtype})
 
-    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply this rank's rows of all gradients."""
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                local(parameter.grad).mul_(scaling_factor)
+    def put(self, parameter: Tensor, cuts: tuple[range, ...], computed: Tensor | None = None) -> None:
+        """Mark the sharded parameter.
 
-    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Nothing: gradients were reduced in the backward pass of each microbatch."""
-
-
-def _kept(parameter: nn.Parameter) -> dict[str, Any]:
-    """Megatron-Core's marks on a parameter, which sharding loses; the parameter becomes its fp32 master."""
-    marks = {**vars(parameter), _STORED: parameter.dtype}
-    parameter.data = parameter.data.float()
-    return marks
-
-
-def _units(module: nn.Module) -> list[nn.Module]:
-    """What is gathered at a time, beside the rest: a tied embedding is the output layer, too, and stays there."""
-    tied = any(getattr(part, "share_embeddings_and_output_weights", False) for part in module.modules())
-    kinds = (TransformerLayer,) if tied else (TransformerLayer, LanguageModelEmbedding)
-    return [part for part in module.modules() if isinstance(part, kinds)]
+        Args:
+            parameter: Of master weights.
+            cuts: The rows of each rank, in the order of ranks.
+            computed: This rank's rows of what the model computes with, if that is no cast of the master weights
+                in each forward pass but a copy that is kept.
+        """
+        vars(parameter).update(self.attributes)
+        setattr(parameter, _CUTS, cuts)
+        setattr(parameter, _COMPUTED, computed)
+        assert len(rows_of(cast(DTensor, parameter))) == local(parameter).shape[0], "another rank's rows"
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -102,14 +65,28 @@ def whole(parameter: Tensor) -> Tensor:
     """A parameter as a checkpoint holds it, gathered: collective over the ranks that share it."""
     if not isinstance(parameter, DTensor):
         return parameter
-    with torch.no_grad():
-        return parameter.full_tensor().to(stored_dtype(parameter))
+    mine, cuts = local(parameter).to(stored_dtype(parameter)), _cuts(parameter)
+    longest = max(map(len, cuts))
+    padded = mine.new_zeros(longest, *mine.shape[1:])
+    padded[: len(mine)] = mine
+    parts = [torch.empty_like(padded) for _ in cuts]
+    dist.all_gather(parts, padded, parameter.device_mesh.get_group())
+    return torch.cat([part[: len(rows)] for part, rows in zip(parts, cuts, strict=True)])
 
 
 def keep(parameter: DTensor, values: Tensor) -> None:
     """Set this rank's rows of a parameter whose values are given in full."""
     rows = rows_of(parameter)
     local(parameter).copy_(values[rows.start : rows.stop])
+    _follow(parameter)
+
+
+@torch.no_grad()
+def _follow(parameter: DTensor) -> None:
+    """Let the model compute with the master weights as they are now."""
+    computed = cast(Tensor | None, getattr(parameter, _COMPUTED))
+    if computed is not None:
+        computed.copy_(local(parameter))
 
 
 def stored_dtype(parameter: Tensor) -> torch.dtype:
@@ -118,12 +95,12 @@ def stored_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def rows_of(parameter: DTensor) -> range:
-    """Which rows this rank keeps: equal shares, but for the last ranks, which may have fewer or none."""
-    mesh, total = parameter.device_mesh, parameter.shape[0]
-    share = -(-total // mesh.size())
-    rows = range(total)[mesh.get_local_rank() * share :][:share]
-    assert len(rows) == local(parameter).shape[0], f"{tuple(parameter.shape)} is not cut into rows"
-    return rows
+    """Which rows this rank keeps."""
+    return _cuts(parameter)[parameter.device_mesh.get_local_rank()]
+
+
+def _cuts(parameter: DTensor) -> tuple[range, ...]:
+    return getattr(parameter, _CUTS)
 
 
 def names_of(chunk: nn.Module) -> set[str]:
@@ -191,7 +168,7 @@ def _rows(entry: Any, parameters: dict[int, DTensor]) -> Any:
         return entry
     mine, rows, dtype = local(parameter), rows_of(parameter), stored_dtype(parameter)
     whole = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
-    row = max(1, parameter[:1].numel())
+    row = max(1, prod(parameter.shape[1:]))
     found = [_piece(piece, cast(Tensor, piece.data).storage_offset() // row, mine, rows) for piece in whole]
     pieces = [piece for piece in found if piece is not None]
 
@@ -203,6 +180,7 @@ def _rows(entry: Any, parameters: dict[int, DTensor]) -> Any:
             master = cast(Tensor, piece.data)
             # what rounds to the stored weight is its master, which was read with the optimizer's state
             master.copy_(torch.where(master.to(dtype) == stored, master, stored.float()))
+        _follow(parameter)
         return mine
 
     return Rows(entry.key, mine, cast(Any, build), cast(Any, merge), entry.replica_id, pieces=pieces)

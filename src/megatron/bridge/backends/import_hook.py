@@ -20,6 +20,7 @@ _PREPARED = "__prepared_by_megatron_bridge__"
 _AFTER = {
     "megatron.core.tensor_parallel.random": "draw_from_the_cpu_generator",
     "megatron.core.dist_checkpointing.strategies.filesystem_async": "collect_write_results_in_process",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp": "answer_with_the_cpu_for_an_index",
 }
 
 

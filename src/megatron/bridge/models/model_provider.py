@@ -26,8 +26,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import Module
 
-from megatron.bridge.backends import layer_specs
-from megatron.bridge.backends.fully_sharded import FullyShardedDataParallel
+from megatron.bridge.backends import layer_specs, megatron_fsdp, torch_fsdp2
 from megatron.bridge.utils import dist
 from megatron.bridge.utils.errors import UserError
 
@@ -177,7 +176,13 @@ class ModelProvider(TransformerConfig):
         chunks = _place(chunks, config)
         ddp = ddp_config or DistributedDataParallelConfig()
         if wrap_with_ddp and use_torch_fsdp2:
-            chunks = list[MegatronModule](FullyShardedDataParallel(config, ddp, chunk) for chunk in chunks)
+            chunks = list[MegatronModule](
+                torch_fsdp2.FullyShardedDataParallel(config, ddp, chunk) for chunk in chunks
+            )
+        elif wrap_with_ddp and ddp.use_megatron_fsdp:
+            chunks = list[MegatronModule](
+                megatron_fsdp.FullyShardedDataParallel(config, ddp, chunk) for chunk in chunks
+            )
         elif wrap_with_ddp:
             chunks = _wrap_data_parallel(chunks, config, ddp, overlap_param_gather_with_optimizer_step)
             if data_parallel_random_init:

@@ -12,6 +12,7 @@ from megatron.bridge.checkpoint import distributed, layout, model_io, verificati
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.peft.checkpoint import fingerprint, set_trained_state, trained_state
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.optimizer import follow_weights
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -119,7 +120,7 @@ def load_adapters(run: Run, path: Path) -> None:
     check_base(run, common.get("run", {}), directory)
     state = trained_state(run.model, model_io.stored_metadata(common))
     set_trained_state(run.model, distributed.load(state, directory, known=model_io.BESIDE_WEIGHTS))
-    run.optimizer.reload_model_params()
+    follow_weights(run.optimizer)
 
 
 def _tell(chunks: Sequence[MegatronModule]) -> None:

@@ -19,7 +19,7 @@ from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
 from megatron.bridge.checkpoint.manifest import DamagedError
 from megatron.bridge.training import adapters, megatron_lm, non_persistent
 from megatron.bridge.training.config import CheckpointConfig, SchedulerConfig
-from megatron.bridge.training.optimizer import parts, set_step, step_of
+from megatron.bridge.training.optimizer import follow_weights, parts, set_step, step_of
 from megatron.bridge.training.optimizer_state import PREFIX, sharded_optimizer_state
 from megatron.bridge.training.parallel_layout import Layout
 from megatron.bridge.training.param_gather import gathered_params
@@ -242,7 +242,7 @@ def load_weights(run: Run, path: Path) -> None:
         AutoBridge.from_hf_pretrained(str(path)).load_hf_weights(run.model)
     else:
         model_io.load_model(run.model, path)
-    run.optimizer.reload_model_params()
+    follow_weights(run.optimizer)
 
 
 def resume(run: Run, directory: Path) -> None:
@@ -462,7 +462,7 @@ def _scaler(part: Any) -> Any:
 
 def _set_optimizer(run: Run, saved: dict[str, Any] | None) -> None:
     if not run.config.checkpoint.load_optim or saved is None:
-        run.optimizer.reload_model_params()
+        follow_weights(run.optimizer)
         return
     set_step(run.optimizer, saved["step"])
     for part, scaler in zip(parts(run.optimizer), saved["grad_scalers"], strict=False):

@@ -174,10 +174,13 @@ class DistributedDataParallelConfig(CoreDistributedDataParallelConfig):
     Attributes:
         grad_reduce_in_fp32: None follows ``mixed_precision``; a value that contradicts it is refused.
         use_distributed_optimizer: None shards when there is more than one data-parallel rank.
+        data_parallel_sharding_strategy: What ``use_megatron_fsdp`` cuts: ``optim``, ``optim_grads``, or, as with
+            None, weights as well (``optim_grads_params``).
     """
 
     grad_reduce_in_fp32: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     use_distributed_optimizer: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    data_parallel_sharding_strategy: str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 @dataclass

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from megatron.core.optimizer import (
     HAVE_EMERGING_OPTIMIZERS,
+    ChainedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
 )
 from megatron.core.transformer.module import MegatronModule
+from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.fully_sharded import names_of
 from megatron.bridge.training.param_groups import config_overrides
@@ -46,6 +48,8 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
         optimizer = get_megatron_optimizer(
             config, list(chunks), config_overrides=config_overrides(config, chunks), use_gloo_process_groups=False
         )
+    if not isinstance(optimizer, ChainedOptimizer):  # Megatron-FSDP's: alone it says a norm only if it clips
+        optimizer = ChainedOptimizer([optimizer])
     for inner in torch_optimizers(optimizer):
         _use_fused_kernels(inner)
     _share_loss_scale(optimizer)
@@ -56,6 +60,12 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
 def _for_masters(config: OptimizerConfig) -> OptimizerConfig:
     """Fully sharded parameters are fp32 under any precision: the optimizer needs no copies of them."""
     return replace(config, bf16=False, params_dtype=torch.float32)
+
+
+def follow_weights(optimizer: MegatronOptimizer) -> None:
+    """Take over weights that were loaded; fully sharded ones are the optimizer's own."""
+    if not isinstance(next(iter(optimizer.get_parameters()), None), DTensor):
+        optimizer.reload_model_params()
 
 
 def parts(optimizer: MegatronOptimizer) -> Iterator[Any]:

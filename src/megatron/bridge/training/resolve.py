@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
 
-from megatron.bridge.backends import layer_specs
+from megatron.bridge.backends import layer_specs, megatron_fsdp
 from megatron.bridge.training.batch_size import BatchSize
 from megatron.bridge.training.comm_overlap import derive_overlap
 from megatron.bridge.training.config import ConfigContainer
@@ -58,6 +58,7 @@ def resolve(config: ConfigContainer, world_size: int, here: bool) -> Findings:
     _recomputed(config, here, findings)
     _muon(config, here, findings)
     _distributed_optimizer(config, world_size, findings)
+    _megatron_fsdp(config)
     findings.problems += derive_overlap(config, world_size)
     _param_gather(config, findings)
     _engine(config, here, findings)
@@ -209,12 +210,23 @@ def _distributed_optimizer(config: ConfigContainer, world_size: int, findings: F
         chosen = False  # Megatron-Core cuts the state into intervals, which have no shape
     if chosen is None and config.dist.use_torch_fsdp2:
         chosen = False  # the state is cut with the weights
+    if chosen is None and config.ddp.use_megatron_fsdp:
+        chosen = True  # what updates the weights that it cut
     if chosen is None:
         # context-parallel ranks hold the same weights: they share the state like data-parallel ones
         replicas = config.data_parallel_size(world_size) * config.model.context_parallel_size
         chosen = replicas > 1
     _agree(ddp, "ddp", "use_distributed_optimizer", chosen, "optimizer.use_distributed_optimizer", findings)
     _agree(optimizer, "optimizer", "use_distributed_optimizer", chosen, "ddp.use_distributed_optimizer", findings)
+
+
+def _megatron_fsdp(config: ConfigContainer) -> None:
+    """What it cuts; it reduces and gathers beside the computation."""
+    ddp = config.ddp
+    if ddp.use_megatron_fsdp:
+        ddp.overlap_grad_reduce = ddp.overlap_param_gather = True
+    if ddp.data_parallel_sharding_strategy is None:
+        ddp.data_parallel_sharding_strategy = megatron_fsdp.ALL if ddp.use_megatron_fsdp else megatron_fsdp.NOTHING
 
 
 def _param_gather(config: ConfigContainer, findings: Findings) -> None:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from megatron.core import rerun_state_machine as core
 
+from megatron.bridge.backends.fully_sharded import local, names_of
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.preemption import REQUEUE
@@ -226,10 +227,12 @@ def _is_not_finite(value: torch.Tensor) -> bool:
 
 def _gradient_norm(run: Run) -> torch.Tensor:
     """Of what this rank holds: not the norm of the whole gradient, but not finite if that is not."""
-    chunks: list[Any] = list(run.model)
-    norms: list[torch.Tensor] = [
-        buffer.grad_data.float().norm()
-        for chunk in chunks
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    return torch.stack(norms).square().sum().sqrt()
+    norms = [gradient.float().norm() for chunk in run.model for gradient in _gradients(chunk)]
+    return torch.stack([torch.zeros((), device=torch.cuda.current_device()), *norms]).square().sum().sqrt()
+
+
+def _gradients(chunk: Any) -> Iterator[torch.Tensor]:
+    if names_of(chunk):
+        yield from (local(parameter.grad) for parameter in chunk.parameters() if parameter.grad is not None)
+    else:
+        yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))

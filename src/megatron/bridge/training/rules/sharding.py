@@ -4,27 +4,49 @@
 import dataclasses
 from typing import Any
 
+from megatron.bridge.backends import megatron_fsdp
 from megatron.bridge.backends.layer_specs import resolve_backend
 from megatron.bridge.training.config import ConfigContainer
 
-_KEY = "dist.use_torch_fsdp2=True"
-# derived settings of Megatron-Core's own data parallelism that say what this one does
-_HOLDS = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": False}
+# settings of Megatron-Core's own data parallelism that say what PyTorch's does
+_TORCH = {
+    "grad_reduce_in_fp32": (True,),
+    "use_distributed_optimizer": (False,),
+    "data_parallel_sharding_strategy": (megatron_fsdp.NOTHING,),
+}
+# and those of Megatron-FSDP with which it was compared
+_MEGATRON = {
+    "use_megatron_fsdp": (True,),
+    "data_parallel_sharding_strategy": megatron_fsdp.STRATEGIES,
+    "grad_reduce_in_fp32": (True,),
+    "use_distributed_optimizer": (True,),
+    "overlap_grad_reduce": (True,),
+    "overlap_param_gather": (True,),
+}
+_SIZES = ("bucket_size", "suggested_communication_unit_size")
 
 
-def no_megatron_fsdp(config: ConfigContainer, world_size: int) -> str | None:
-    """It makes its device from a CUDA index, and its optimizer is described to one other format only."""
-    names = [name for name in ("use_megatron_fsdp", "use_custom_fsdp") if getattr(config.ddp, name)]
-    if not names:
+def one_kind_of_sharding(config: ConfigContainer, world_size: int) -> str | None:
+    """A parameter is cut once."""
+    if not (config.dist.use_torch_fsdp2 and config.ddp.use_megatron_fsdp):
+        return None
+    return "dist.use_torch_fsdp2=True and ddp.use_megatron_fsdp=True exclude each other: remove one of them"
+
+
+def strategies_are_megatrons(config: ConfigContainer, world_size: int) -> str | None:
+    """Without Megatron-FSDP a strategy, or its old name, would be ignored."""
+    ddp, strategy = config.ddp, config.ddp.data_parallel_sharding_strategy
+    if ddp.use_custom_fsdp:
+        return "ddp.use_custom_fsdp=True is the old name of ddp.use_megatron_fsdp: use that"
+    if ddp.use_megatron_fsdp or strategy in (None, megatron_fsdp.NOTHING):
         return None
     return (
-        f"ddp.{names[0]}=True is not available: it runs on CUDA devices alone, and saves only in a format "
-        "(fsdp_dtensor) that other layouts cannot read: use dist.use_torch_fsdp2=true or "
-        "ddp.use_distributed_optimizer=true"
+        f"ddp.data_parallel_sharding_strategy={strategy} has no effect without ddp.use_megatron_fsdp=true: set "
+        "both, or remove it"
     )
 
 
-def fsdp2_cuts_dense_models(config: ConfigContainer, world_size: int) -> str | None:
+def fsdp_cuts_dense_models(config: ConfigContainer, world_size: int) -> str | None:
     """Pipelines, experts and adapters gather and reduce otherwise; the rest was not compared with one process."""
     model = config.model
     wrong: dict[str, tuple[Any, str]] = {
@@ -53,17 +75,42 @@ def fsdp2_cuts_dense_models(config: ConfigContainer, world_size: int) -> str | N
 
 def fsdp2_replaces_data_parallelism(config: ConfigContainer, world_size: int) -> str | None:
     """Settings of Megatron-Core's own would be ignored; weights, state and gradients are cut already."""
-    wrong = [
-        f"ddp.{field.name}={value} has no effect, set it to {_HOLDS.get(field.name, field.default)}"
-        for field in dataclasses.fields(config.ddp)
-        if (value := getattr(config.ddp, field.name)) not in (field.default, _HOLDS.get(field.name, False))
-    ]
+    if not config.dist.use_torch_fsdp2:
+        return None
+    others = _others(config.ddp, _TORCH)
+    wrong = [f"ddp.{name}={value} has no effect, set it to {usual}" for name, value, usual in others]
     if config.optimizer.optimizer == "muon":
         wrong.append("optimizer.optimizer=muon must be adam or sgd, which need no whole matrices")
     return _refused(config, wrong)
 
 
-def _refused(config: ConfigContainer, why: list[str]) -> str | None:
-    if not (config.dist.use_torch_fsdp2 and why):
+def megatron_fsdp_is_as_compared(config: ConfigContainer, world_size: int) -> str | None:
+    """Some settings would be ignored by it, some stand in the way of a checkpoint, the rest nobody compared."""
+    if not config.ddp.use_megatron_fsdp:
         return None
-    return f"{_KEY}: {'; '.join(why)}; or use ddp.use_distributed_optimizer=true instead"
+    allowed = _MEGATRON | {name: (getattr(config.ddp, name),) for name in _SIZES}
+    wrong = [f"ddp.{name}={value} must be {usual}" for name, value, usual in _others(config.ddp, allowed)]
+    if config.optimizer.log_num_zeros_in_grad:
+        wrong.append("optimizer.log_num_zeros_in_grad must be false (it would count tensor-parallel copies)")
+    for name, usual in (("init_model_with_meta_device", False), ("cuda_graph_impl", "none")):
+        if getattr(config.model, name) != usual:
+            wrong.append(f"model.{name}={getattr(config.model, name)} must be {str(usual).lower()}")
+    return _refused(config, wrong)
+
+
+def _others(ddp: Any, allowed: dict[str, tuple[Any, ...]]) -> list[tuple[str, Any, str]]:
+    """What is neither left alone nor ``allowed``: name, value, and what to set."""
+    usual = {field.name: allowed.get(field.name, (field.default,)) for field in dataclasses.fields(ddp)}
+    return [
+        (name, getattr(ddp, name), " or ".join(map(str, values)))
+        for name, values in usual.items()
+        if getattr(ddp, name) not in values
+    ]
+
+
+def _refused(config: ConfigContainer, why: list[str]) -> str | None:
+    used = config.dist.use_torch_fsdp2, config.ddp.use_megatron_fsdp
+    keys = [key for key, on in zip(("dist.use_torch_fsdp2", "ddp.use_megatron_fsdp"), used, strict=True) if on]
+    if not (keys and why):
+        return None
+    return f"{', '.join(keys)}=True: {'; '.join(why)}; or use ddp.use_distributed_optimizer=true instead"
