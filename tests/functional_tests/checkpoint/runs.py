@@ -101,6 +101,7 @@ def digest(run):
             for inner in torch_optimizers(run.optimizer)
             for group in inner.param_groups
             for parameter in group["params"]
+            if local(parameter).numel()  # without rows nothing is updated, and updates need not be counted
         ],
         "hyper": [[group["lr"], group["weight_decay"]] for group in run.optimizer.param_groups],
         "scale": [float(run.optimizer.get_loss_scale()), step_of(run.optimizer)],

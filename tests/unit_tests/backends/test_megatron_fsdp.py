@@ -36,10 +36,10 @@ def test_every_row_is_kept_by_one_rank(replicas, bucket_size):
 
 
 def test_a_cut_inside_a_row_is_refused_by_name():
-    # both are smaller than a row of the first; the second part begins at 100, in the middle of a row of the last
-    shapes = {"wide": (1, 100), "vector": (95,), "small": (10, 9)}
+    # the last two are smaller than a row of the first; the third part begins at 200, in a row of the last
+    shapes = {"wide": (1, 100), "small": (10, 9), "other": (10, 9)}
     module, config = laid_out(shapes, 4)
-    with pytest.raises(UserError, match=r"would cut small of shape \(10, 9\) inside a row.*use_torch_fsdp2=true"):
+    with pytest.raises(UserError, match=r"would cut other of shape \(10, 9\) inside a row.*use_torch_fsdp2=true"):
         cuts_of(module, config, 4)
 
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer import (
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.tensor import DTensor
 
-from megatron.bridge.backends.fully_sharded import names_of
+from megatron.bridge.backends.fully_sharded import local, names_of
 from megatron.bridge.training.param_groups import config_overrides
 from megatron.bridge.utils.errors import UserError
 
@@ -95,7 +95,7 @@ def kind_of(part: Any) -> str:
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
-    """Updates done so far, as Adam's bias correction counts them."""
+    """Updates done so far, as Adam's bias correction counts them: of parameters of which this rank has rows."""
     for part in parts(optimizer):
         if kind_of(part) != "adam":
             continue
@@ -103,7 +103,8 @@ def step_of(optimizer: MegatronOptimizer) -> int:
             if "step" in group:  # Transformer Engine counts per group
                 return int(group["step"])
             for parameter in group["params"]:
-                return int(part.optimizer.state[parameter].get("step", 0))
+                if local(parameter).numel():
+                    return int(part.optimizer.state[parameter].get("step", 0))
     return 0
 
 
