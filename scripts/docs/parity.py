@@ -2,7 +2,7 @@
 """Run the matrix of ``tests/parity.py`` and write its figures into docs/parity.md: ``make parity``.
 
 ``make parity ONLY="packed experts"`` runs the models and layouts whose names have one of these words and keeps the
-other figures of the page; a figure beyond its tolerance ends it with an error, after the page is written.
+other figures of the page, which is written after each cell; a figure beyond its tolerance ends it with an error.
 """
 
 import re
@@ -66,7 +66,11 @@ def page(text: str, rows: dict[Cell, str]) -> str:
 
 
 def measure(words: list[str], rows: dict[Cell, str]) -> list[Cell]:
-    """Put the figures of the models with these words (all without words) into ``rows``; returns what is beyond."""
+    """Put the figures of cells with these words (of all without words) into ``rows`` and the page.
+
+    Returns:
+        The cells that are beyond their tolerance.
+    """
     from tests import parity
     from tests.toy_samples import write_samples
     from tests.workers import WorkerPool
@@ -80,6 +84,7 @@ def measure(words: list[str], rows: dict[Cell, str]) -> list[Cell]:
         size = parity.LAYOUTS[layout].processes
         figures = parity.measure(pools[size], singles, model, layout, folder)
         rows[model, layout] = row(layout, size, figures, day)
+        PAGE.write_text(page(PAGE.read_text(), rows))  # what was measured outlives a run that is broken off
         sys.stderr.write(f"{model}: {rows[model, layout]}\n")
         if figures.beyond(parity.MODELS[model].tolerance):
             beyond.append((model, layout))
@@ -90,10 +95,8 @@ def measure(words: list[str], rows: dict[Cell, str]) -> list[Cell]:
 
 
 def main() -> None:
-    """Measure, write the page, and say what is beyond its tolerance."""
-    rows = known_rows(PAGE.read_text())
-    beyond = measure(sys.argv[1:], rows)
-    PAGE.write_text(page(PAGE.read_text(), rows))
+    """Measure, and say what is beyond its tolerance."""
+    beyond = measure(sys.argv[1:], known_rows(PAGE.read_text()))
     if beyond:
         sys.exit(f"beyond their tolerance: {beyond}")
 

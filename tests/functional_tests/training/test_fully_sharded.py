@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.autotune.memory import memory_per_rank
@@ -277,3 +278,25 @@ def test_a_wrong_gradient_is_found_and_its_step_repeated(two_workers, cut):
     assert "step 1: the gradient's norm is nan on rank 1" in found[0][1]
     assert "a transient error" in found[0][1]
     assert [losses for losses, _ in found] == [result["losses"] for result in undisturbed]
+
+
+def random_states_of_parts():
+    """Before and after wrapping, of the generator from which a tensor-parallel rank draws for its part."""
+    states = []
+
+    def note(chunks):
+        states.append(get_cuda_rng_tracker().get_states()["model-parallel-rng"].clone())
+
+    provider = toy_config(model=TP2).model
+    provider.initialize_model_parallel(seed=1)
+    provider.register_post_wrap_hook(note)
+    provider.provide_distributed_model(**HOW["Megatron-FSDP"], pre_wrap_hook=note)
+    parallel_state.destroy_model_parallel()
+    return [state.tolist() for state in states]
+
+
+def test_tensor_parallel_ranks_go_on_drawing_for_their_own_parts(two_workers):
+    (first, first_after), (second, second_after) = two_workers.run(random_states_of_parts)
+    assert first == first_after
+    assert second == second_after
+    assert first != second

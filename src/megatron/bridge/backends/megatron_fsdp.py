@@ -80,7 +80,8 @@ class FullyShardedDataParallel(core.FullyShardedDataParallel):
         what it shall cut is what one of these has, as everywhere else. Megatron-Core asks for a dimension all the
         same: the group of this rank alone is that of its pipeline stages.
         """
-        group, alone = _replicas(), parallel_state.get_pipeline_model_parallel_group()
+        group = _replicas()
+        alone = cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
         self.tp_group = alone
         # torch takes meshes of the same ranks and names for one, also after the groups of the first are gone
         names = (f"replicas_{group.group_name}", f"alone_{group.group_name}")
@@ -94,16 +95,18 @@ class FullyShardedDataParallel(core.FullyShardedDataParallel):
 
     def _computed_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's rows of the weights that the model computes with, by name in the chunk."""
-        for parts in self.param_and_grad_buffer.parameter_groups:
-            for index, parameter in enumerate(parts.params):
-                rows = parts.model_weight_buffer.get_item(index, only_shard=True)
-                yield self.param_and_grad_buffer.param_to_name[parameter], rows.view(-1, *parameter.shape[1:])
+        buffer = cast(core_buffers.ParamAndGradBuffer, self.param_and_grad_buffer)
+        for group in buffer.parameter_groups:
+            weights = cast(core_buffers.DataParallelBuffer, group.model_weight_buffer)
+            for index, parameter in enumerate(group.params):
+                rows = weights.get_item(index, only_shard=True)
+                yield buffer.param_to_name[parameter], rows.view(-1, *parameter.shape[1:])
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Compute; without gradients whole weights are given back at once, else after the backward pass."""
         output = super().forward(*inputs, **named)
         if not torch.is_grad_enabled():
-            self.synchronize_param_gather()
+            cast(Any, self).synchronize_param_gather()
         return output
 
     def start_param_sync(self, *unused: Any, **options: Any) -> None:
@@ -174,12 +177,14 @@ class Buffer:
 def buffers_of(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> Iterator[Buffer]:
     """Where Megatron-FSDP will put the parameters of a chunk, on the meta device, too."""
     strategy = ddp_config.data_parallel_sharding_strategy
-    policy = core_buffers.BucketingPolicy(ddp_config.bucket_size, units(ddp_config), strategy)
+    kinds = cast(list[nn.Module], units(ddp_config))  # it says modules, and means their classes
+    policy = core_buffers.BucketingPolicy(ddp_config.bucket_size, kinds, strategy)
     for group in core_buffers._get_parameter_groups(module, policy, {})[0]:
         shapes = [parameter.shape for parameter in group.params]
-        places, whole, _ = core_buffers.build_data_parallel_buffer_index(
+        found = core_buffers.build_data_parallel_buffer_index(
             shapes, 0, replicas, True, ddp_config, chunk_size_factor=group.chunk_size_factor
         )
+        places, whole = cast(Any, found[0]), found[1]
         starts = [places[index].global_data_index for index in range(len(shapes))]
         yield Buffer(group.params, starts, whole.size, group.fsdp_unit_id)
 
@@ -190,7 +195,7 @@ class InFlight:
 
     Attributes:
         gathered: Whole weights: those outside of layers, a layer, and what is gathered ahead of it.
-        reduced: Whole gradients that wait until they are reduced, and of one buffer more.
+        reduced: Whole gradients that wait until they are reduced, and those of a layer, or a buffer, more.
     """
 
     gathered: int
@@ -203,12 +208,13 @@ def in_flight(ddp_config: DistributedDataParallelConfig, buffers: Sequence[Buffe
     for buffer in buffers:
         if buffer.unit is not None:
             layers[buffer.unit] = layers.get(buffer.unit, 0) + buffer.size
-    whole, inside = sum(buffer.size for buffer in buffers), sum(layers.values())
+    outside = [buffer.size for buffer in buffers if buffer.unit is None]
+    inside, layer = sum(layers.values()), max(layers.values(), default=0)
     ahead = ddp_config.suggested_communication_unit_size
     if ahead is None:
         ahead = max(1_000_000_000, 2 * inside // max(len(layers), 1))  # at least so much; its comment says at most
-    gathered = whole - inside + min(inside, max(layers.values(), default=0) + ahead // 2)
-    return InFlight(gathered, min(whole, max(buffer.size for buffer in buffers) + ahead))
+    gathered = sum(outside) + min(inside, layer + ahead // 2)
+    return InFlight(gathered, min(sum(outside) + inside, max(layer, *outside, 0) + ahead))
 
 
 def cuts_of(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> dict[str, Cuts]:

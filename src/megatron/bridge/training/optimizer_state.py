@@ -11,7 +11,7 @@ any layout reads what any other wrote.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -115,7 +115,7 @@ def owned_parameters(optimizer: MegatronOptimizer) -> Iterator[Owned]:
 
 def _parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
     """Model parameter, what the inner optimizer updates in its place, and the interval which that covers."""
-    if isinstance(part, DistributedOptimizer) and not part.ddp_config.use_megatron_fsdp:
+    if isinstance(part, DistributedOptimizer) and not cast(Any, part).ddp_config.use_megatron_fsdp:
         yield from _intervals(part)
     elif isinstance(part, Float16OptimizerWithFloat16Params):
         for half, single in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):

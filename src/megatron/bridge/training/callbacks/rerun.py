@@ -227,7 +227,9 @@ def _is_not_finite(value: torch.Tensor) -> bool:
 
 def _gradient_norm(run: Run) -> torch.Tensor:
     """Of what this rank holds: not the norm of the whole gradient, but not finite if that is not."""
-    norms = [gradient.float().norm() for chunk in run.model for gradient in _gradients(chunk)]
+    norms: list[torch.Tensor] = [
+        cast(Any, gradient).float().norm() for chunk in run.model for gradient in _gradients(chunk)
+    ]
     return torch.stack([torch.zeros((), device=torch.cuda.current_device()), *norms]).square().sum().sqrt()
 
 
