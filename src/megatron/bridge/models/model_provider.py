@@ -174,20 +174,14 @@ class ModelProvider(TransformerConfig):
             config.perform_initialization = False  # not on ``self``: what is declared is reused without the hook
         chunks = _run_hooks(hooks, config.build_chunks())
         chunks = _place(chunks, config)
-        ddp = ddp_config or DistributedDataParallelConfig()
-        if wrap_with_ddp and use_torch_fsdp2:
-            chunks = list[MegatronModule](
-                torch_fsdp2.FullyShardedDataParallel(config, ddp, chunk) for chunk in chunks
-            )
-        elif wrap_with_ddp and ddp.use_megatron_fsdp:
-            chunks = list[MegatronModule](
-                megatron_fsdp.FullyShardedDataParallel(config, ddp, chunk) for chunk in chunks
-            )
-        elif wrap_with_ddp:
-            chunks = _wrap_data_parallel(chunks, config, ddp, overlap_param_gather_with_optimizer_step)
-            if data_parallel_random_init:
-                for chunk in chunks:
-                    cast(DistributedDataParallel, chunk).broadcast_params()
+        if wrap_with_ddp:
+            ddp = ddp_config or DistributedDataParallelConfig()
+            sharded = _kind_of_sharding(ddp, use_torch_fsdp2)
+            if sharded is not None:
+                chunks = [sharded(config, ddp, chunk) for chunk in chunks]
+            else:
+                chunks = _wrap_data_parallel(chunks, config, ddp, overlap_param_gather_with_optimizer_step)
+                _broadcast(chunks if data_parallel_random_init else [])
         return _run_hooks([*self._hooks("post_wrap"), post_wrap_hook], chunks)
 
     def build_chunks(self) -> list[MegatronModule]:
@@ -261,6 +255,20 @@ def in_precision(chunks: list[MegatronModule], config: TransformerConfig) -> lis
 
 def _routers(chunk: MegatronModule) -> Iterator[Module]:
     return (module for module in chunk.modules() if isinstance(module, Router))
+
+
+def _kind_of_sharding(
+    ddp: DistributedDataParallelConfig, torch_fsdp: bool
+) -> Callable[..., MegatronModule] | None:
+    """The wrapper that cuts weights over ranks; None if none shall."""
+    if torch_fsdp:
+        return torch_fsdp2.FullyShardedDataParallel
+    return megatron_fsdp.FullyShardedDataParallel if ddp.use_megatron_fsdp else None
+
+
+def _broadcast(chunks: list[MegatronModule]) -> None:
+    for chunk in chunks:
+        cast(DistributedDataParallel, chunk).broadcast_params()
 
 
 def _wrap_data_parallel(
