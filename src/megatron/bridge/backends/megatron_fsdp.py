@@ -152,9 +152,13 @@ def settings(ddp_config: DistributedDataParallelConfig, replicas: int) -> Distri
     )
 
 
-def units(ddp_config: DistributedDataParallelConfig) -> list[type[nn.Module]]:
-    """What is gathered at a time; the rest of the weights stays gathered from its first use on."""
-    return [TransformerLayer] if ddp_config.data_parallel_sharding_strategy == ALL else []
+def units(ddp_config: DistributedDataParallelConfig) -> list[nn.Module]:
+    """What is gathered at a time; the rest of the weights stays gathered from its first use on.
+
+    Classes of modules: Megatron-Core means these, and says modules.
+    """
+    kinds = [TransformerLayer] if ddp_config.data_parallel_sharding_strategy == ALL else []
+    return cast(list[nn.Module], kinds)
 
 
 @dataclass(frozen=True)
@@ -177,8 +181,7 @@ class Buffer:
 def buffers_of(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> Iterator[Buffer]:
     """Where Megatron-FSDP will put the parameters of a chunk, on the meta device, too."""
     strategy = ddp_config.data_parallel_sharding_strategy
-    kinds = cast(list[nn.Module], units(ddp_config))  # it says modules, and means their classes
-    policy = core_buffers.BucketingPolicy(ddp_config.bucket_size, kinds, strategy)
+    policy = core_buffers.BucketingPolicy(ddp_config.bucket_size, units(ddp_config), strategy)
     for group in core_buffers._get_parameter_groups(module, policy, {})[0]:
         shapes = [parameter.shape for parameter in group.params]
         found = core_buffers.build_data_parallel_buffer_index(
