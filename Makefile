@@ -51,7 +51,7 @@ recipes: setup  ## write memory, lists and table of the recipes (ONLY="words": m
 	$(BIN)/python scripts/docs/recipes.py $(ONLY)
 	$(BIN)/python scripts/docs/families.py
 
-parity: setup  ## compare all layouts with one process and write docs/parity.md (ONLY="words": names with one of these)
+parity: setup  ## compare all layouts with one process and write docs/parity.md (ONLY="words": models with one of these)
 	$(BIN)/python scripts/docs/parity.py $(ONLY)
 
 examples: setup  ## write what follows from the code in examples/models/<family>/README.md

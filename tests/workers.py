@@ -102,12 +102,16 @@ def forget_model_parallel():
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
     from torch.distributed import distributed_c10d
 
-    wrappers = [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel and vars(thing)]
+    kinds = (DistributedDataParallel, MegatronFSDP)
+    wrappers = [thing for thing in gc.get_objects() if type(thing) in kinds and vars(thing)]
     for wrapper in wrappers:
         # Its gradient hooks live in C++, out of the collector's sight, and keep the wrapper and its groups alive.
-        for parameter in wrapper.parameters():
+        for hook in getattr(wrapper, "grad_acc_hooks", {}).values():
+            hook.remove()
+        for parameter in (*wrapper.parameters(), *getattr(wrapper, "raw_param", {}).values()):
             parameter.__dict__.clear()
         wrapper.__dict__.clear()
     parallel_state.destroy_model_parallel()
