@@ -17,6 +17,7 @@ RANGES: dict[str, tuple[float, float]] = {
             *("model.num_query_groups", "model.kv_channels", "model.ffn_hidden_size", "model.vocab_size"),
             *("model.make_vocab_size_divisible_by", "model.recompute_num_layers", "model.moe_layer_freq"),
             *("model.moe_ffn_hidden_size", "model.expert_tensor_parallel_size", "tokenizer.vocab_size"),
+            "ddp.suggested_communication_unit_size",
         ),
         (1, math.inf),
     ),
