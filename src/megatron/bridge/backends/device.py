@@ -270,7 +270,9 @@ def _leave_tensors_where_they_are() -> None:
 
 
 class _Names(ModuleType):
-    """A module with some names of its own; the others are those of ``torch``."""
+    """A module with a function ``device`` of its own; the other names are those of ``torch``."""
+
+    device: Callable[[str], torch.device]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -281,8 +283,9 @@ def answer_with_the_cpu_for_an_index(module: Any) -> None:
 
     In its own namespace alone: a torch whose ``device`` is a function would break ``isinstance`` elsewhere.
     """
-    module.torch = _Names("torch")
-    module.torch.device = lambda name: _CPU
+    names = _Names("torch")
+    names.device = lambda name: _CPU
+    module.torch = names
 
 
 # ---------------------------------------------------------------------------------- collectives, checkpoints

@@ -81,9 +81,15 @@ def keep(parameter: DTensor, values: Tensor) -> None:
     _follow(parameter)
 
 
+def follow(chunk: nn.Module) -> None:
+    """Let a chunk compute with its master weights as they are now."""
+    for parameter in chunk.parameters():
+        if isinstance(parameter, DTensor):
+            _follow(parameter)
+
+
 @torch.no_grad()
 def _follow(parameter: DTensor) -> None:
-    """Let the model compute with the master weights as they are now."""
     computed = cast(Tensor | None, getattr(parameter, _COMPUTED))
     if computed is not None:
         computed.copy_(local(parameter))
@@ -180,7 +186,6 @@ def _rows(entry: Any, parameters: dict[int, DTensor]) -> Any:
             master = cast(Tensor, piece.data)
             # what rounds to the stored weight is its master, which was read with the optimizer's state
             master.copy_(torch.where(master.to(dtype) == stored, master, stored.float()))
-        _follow(parameter)
         return mine
 
     return Rows(entry.key, mine, cast(Any, build), cast(Any, merge), entry.replica_id, pieces=pieces)

@@ -201,6 +201,7 @@ def set_model_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -
         differing = {*outcome.missing_keys, *outcome.unexpected_keys} - in_place
         wrong = [name for name in sorted(differing) if "_extra_state" not in name]
         assert not wrong, f"not loaded after the checkpoint was read: {wrong}"
+        fully_sharded.follow(bare)
 
 
 def stored_metadata(common: dict[str, Any]) -> dict[str, Any]:
