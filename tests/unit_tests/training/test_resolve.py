@@ -58,6 +58,9 @@ def test_contradicting_precisions_are_refused():
     config = toy_config(mixed_precision=MixedPrecisionConfig(bf16=True, params_dtype=torch.float16))
     with pytest.raises(UserError, match=r"mixed_precision.params_dtype=torch.float16 contradicts"):
         config.validate(1)
+    config = toy_config(model={"params_dtype": torch.float16}, mixed_precision="bf16_mixed")
+    with pytest.raises(UserError, match=r"model.params_dtype=torch.float16 contradicts mixed_precision"):
+        config.validate(1)
 
 
 QUANTISED = [name for name, recipe in RECIPES.items() if recipe().scaling]

@@ -248,6 +248,11 @@ CASES = {
         1,
         ["num_attention_heads=4", "hidden_size=30", "use 3 or 5"],
     ),
+    "rotary_width_is_even": (
+        {"model.kv_channels": 7, "model.position_embedding_type": "rope"},
+        1,
+        ["kv_channels=7", "rotary_percent=1.0", "7 numbers of a head", "use model.kv_channels=8"],
+    ),
     "exact_gelu_is_not_fused": (
         {"model.bias_activation_fusion": True, "model.activation_func": F.gelu},
         1,

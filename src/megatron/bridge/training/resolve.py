@@ -86,8 +86,12 @@ def _precision(config: ConfigContainer, findings: Findings) -> None:
     except UserError as error:
         findings.problems.append(str(error))
         return
-    dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
+    dtype = _own_dtype(precision)
     why = "the model's precision" if config.mixed_precision is None else "mixed_precision"
+    if config.model.params_dtype not in (torch.float32, _own_dtype(config.model), dtype):
+        findings.problems.append(
+            f"model.params_dtype={config.model.params_dtype} contradicts {why}, which asks for {dtype}: remove it"
+        )
     _own_model_precision(config, precision, findings)
     for name, value in (("bf16", precision.bf16), ("fp16", precision.fp16), ("params_dtype", dtype)):
         _agree(config.optimizer, "optimizer", name, value, why, findings)
@@ -98,6 +102,11 @@ def _precision(config: ConfigContainer, findings: Findings) -> None:
                 f"which ask for {dtype}: remove it"
             )
     _own_grad_reduce(config, precision, findings)
+
+
+def _own_dtype(flags: Any) -> torch.dtype:
+    """What the precision flags of a model, or of a precision, ask for."""
+    return torch.bfloat16 if flags.bf16 else torch.float16 if flags.fp16 else torch.float32
 
 
 def _chosen_precision(config: ConfigContainer) -> MixedPrecisionConfig:

@@ -71,6 +71,7 @@ RULES: tuple[Rule, ...] = (
     experts.expert_groups_are_even,
     experts.own_layers_know_where_experts_are,
     numbers.heads_divide_width,
+    numbers.rotary_width_is_even,
     numbers.exact_gelu_is_not_fused,
     optimizers.optimizer_is_known,
     optimizers.only_adam_is_sharded,

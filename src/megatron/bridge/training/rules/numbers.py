@@ -28,3 +28,18 @@ def heads_divide_width(config: ConfigContainer, world_size: int) -> str | None:
         f"model.num_attention_heads={heads} does not divide model.hidden_size={model.hidden_size}: use "
         f"{near(heads, divisors(model.hidden_size))}, or set model.kv_channels"
     )
+
+
+def rotary_width_is_even(config: ConfigContainer, world_size: int) -> str | None:
+    """Numbers of a head turn in pairs: an odd one out fails in the first step."""
+    model = config.model
+    if getattr(model, "position_embedding_type", "rope") not in ("rope", "mrope") or model.multi_latent_attention:
+        return None
+    head, percent = model.kv_channels or model.hidden_size // model.unpadded_heads[0], model.rotary_percent
+    turned = int(head * percent)
+    if turned % 2 == 0:
+        return None
+    return (
+        f"model.kv_channels={head} and model.rotary_percent={percent} leave {turned} numbers of a head to turn, "
+        f"which must be even: use model.kv_channels={head + 1}"
+    )

@@ -13,6 +13,7 @@ HF_TOKENIZER = "tokenizer.tokenizer_type=HuggingFaceTokenizer"
 NEEDS = {
     "tokenizer.tokenizer_model": HF_TOKENIZER,
     "tokenizer.trust_remote_code": HF_TOKENIZER,
+    "model.rope_scaling_factor": "model.rope_scaling",
     "scheduler.lr_wsd_decay_style": WSD,
     "scheduler.lr_wsd_decay_iters": WSD,
     "scheduler.lr_wsd_decay_samples": WSD,
