@@ -16,7 +16,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,29 +52,34 @@ def sharded(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: ShardedTensor.from_rank_offsets(name, value, part) for name, value in state.items()}
 
 
+def in_memory(state: dict[str, torch.Tensor]) -> list[memoryview]:
+    """The bytes of all tensors, where they are."""
+    return [memoryview(value.view(torch.uint8).numpy()).cast("B") for value in state.values()]
+
+
 def write_raw(state: dict[str, torch.Tensor], path: Path) -> None:
     """All bytes into one file, and to the disk."""
     with path.open("wb", buffering=0) as stream:
-        for value in state.values():
-            left = memoryview(value.view(torch.uint8).numpy()).cast("B")
-            while left:
-                left = left[stream.write(left) :]
+        for part in in_memory(state):
+            done = 0
+            while done < len(part):
+                done += stream.write(part[done:])
         os.fsync(stream.fileno())
 
 
-def read_raw(path: Path, memory: bytearray) -> None:
-    """All bytes of a file."""
-    with path.open("rb", buffering=0) as stream, memoryview(memory) as view:
-        done = 0
-        while count := stream.readinto(view[done:]):
-            done += count
+def read_raw(path: Path, memory: Iterable[memoryview]) -> None:
+    """All bytes of a file, which fill ``memory``."""
+    with path.open("rb", buffering=0) as stream:
+        for part in memory:
+            done = 0
+            while done < len(part):
+                done += stream.readinto(part[done:])
 
 
 def hash_all(state: dict[str, torch.Tensor]) -> None:
     """Hash as a save does, a piece after the other."""
     digest = xxhash.xxh3_128()
-    for value in state.values():
-        view = memoryview(value.view(torch.uint8).numpy()).cast("B")
+    for view in in_memory(state):
         for start in range(0, len(view), manifest.CHUNK):
             digest.update(view[start : start + manifest.CHUNK])
 
@@ -191,14 +196,13 @@ def report(state: dict[str, torch.Tensor], folder: Path, rounds: int) -> str:
     """The table."""
     size = sum(value.nbytes for value in state.values())
     saved, background = folder / "iter_0000001", InBackground(state, folder / "iter_0000002")
-    memory = bytearray(size)
     cases: dict[str, Callable[[], object]] = {
         "write raw": lambda: write_raw(state, folder / "raw"),
         "save": lambda: with_hashes(state, saved),
         "save in the background, to the end": background,
         "hash": lambda: hash_all(state),
-        "read raw": lambda: read_raw(folder / "raw", memory),
-        "read raw into fresh memory": lambda: read_raw(folder / "raw", bytearray(size)),
+        "read raw": lambda: read_raw(folder / "raw", in_memory(state)),
+        "read raw into fresh memory": lambda: read_raw(folder / "raw", [memoryview(bytearray(size))]),
         "load": lambda: distributed.load(sharded(state), saved),
         "verify": lambda: verification.verify(saved, "full"),
         "verify, fast": lambda: verification.verify(saved, "fast"),
