@@ -28,11 +28,10 @@ class Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all that ``plan`` names into what ``planner`` answers with."""
-        large = [item for item in plan.items if self._is_large(item)]
-        for item in large:
+        for item in filter(self._is_large, plan.items):
             self._read_large(item, planner)
-        known = {id(item) for item in large}
-        return super().read_data(replace(plan, items=[i for i in plan.items if id(i) not in known]), planner)
+        others = [item for item in plan.items if not self._is_large(item)]
+        return super().read_data(replace(plan, items=others), planner)
 
     def _is_large(self, item: ReadItem) -> bool:
         place = self.storage_data[item.storage_index]

@@ -181,7 +181,8 @@ class ModelProvider(TransformerConfig):
                 chunks = [sharded(config, ddp, chunk) for chunk in chunks]
             else:
                 chunks = _wrap_data_parallel(chunks, config, ddp, overlap_param_gather_with_optimizer_step)
-                _broadcast(chunks if data_parallel_random_init else [])
+                if data_parallel_random_init:
+                    _broadcast(chunks)
         return _run_hooks([*self._hooks("post_wrap"), post_wrap_hook], chunks)
 
     def build_chunks(self) -> list[MegatronModule]:
