@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target sets up .venv first if it is missing or out of date. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup launch-setup demo check lint unit functional test docs models recipes parity examples bench lock clean
+.PHONY: help setup launch-setup demo check lint unit functional test docs models recipes parity examples rules pictures bench lock clean
 
 BIN := .venv/bin
 # pyright runs from its wheel; without this it asks a server whether a newer one exists.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# Images often set this; a process then compiles all that it imports, 2 of the 5 seconds that a run takes to start.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -q -o faulthandler_timeout=300
 # What is resolved by `make lock`: packages published before this day.
 LOCK_DATE ?= $(shell date -u +%F)
@@ -20,7 +22,7 @@ launch-setup: setup  ## make or update .venv-launch, which has NeMo-Run too
 	@scripts/setup.sh launch
 
 demo: setup  ## convert, fine-tune and export a real model (ARGS="--steps 100 --out DIR")
-	@$(BIN)/python -m megatron.bridge.cli.main demo $(ARGS)
+	@$(BIN)/python -m scripts.demo $(ARGS)
 
 check: lint unit  ## format, lint, types, import layers, fast tests (before every commit)
 
@@ -37,7 +39,7 @@ functional: setup
 	@for name in resiliency energon trackers; do \
 	    scripts/extra.sh $$name || echo "tests of $$name will be skipped: scripts/extra.sh $$name failed"; \
 	done
-	$(PYTEST) -m "not (slow or gpu or network)" tests/functional_tests
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not (slow or gpu or network)" tests/functional_tests
 
 test: unit functional  ## what CI runs: unit tests, then tests over several processes
 
@@ -45,17 +47,23 @@ docs: setup  ## build the documentation into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 models: setup  ## write the table of docs/models.md from the registry
-	$(BIN)/python scripts/docs/supported_models.py
+	$(BIN)/python -m scripts.docs.supported_models
 
-recipes: setup  ## write memory, lists and table of the recipes (ONLY="words": memory of these; ONLY=-: of none)
-	$(BIN)/python scripts/docs/recipes.py $(ONLY)
-	$(BIN)/python scripts/docs/families.py
+recipes: setup  ## write memory and table of the recipes (ONLY="words": memory of these; ONLY=-: of none)
+	$(BIN)/python -m scripts.docs.recipes $(ONLY)
+	$(BIN)/python -m scripts.docs.family_pages
 
 parity: setup  ## compare all layouts with one process and write docs/parity.md (ONLY="words": models with one of these)
-	$(BIN)/python scripts/docs/parity.py $(ONLY)
+	$(BIN)/python -m scripts.docs.parity $(ONLY)
 
-examples: setup  ## write what follows from the code in examples/models/<family>/README.md
-	$(BIN)/python scripts/docs/families.py
+examples: setup  ## write the generated part of examples/models/<family>/README.md
+	$(BIN)/python -m scripts.docs.family_pages
+
+rules: setup  ## write the table of rules into docs/command-line.md
+	$(BIN)/python -m scripts.docs.rules
+
+pictures: setup  ## draw docs/pictures
+	$(BIN)/python -m scripts.docs.pictures
 
 bench: setup  ## measure conversion and training against their references
 	$(BIN)/python -m benchmarks

@@ -33,21 +33,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer of a process imports it, in 1 s: once here, not in each that is forked
 import torch.nn.functional as F
-from benchmarks.chaos_report import Attempt, read, report
 
 import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
-from megatron.bridge.checkpoint import layout, manifest, verification
-from megatron.bridge.checkpoint.writer import Prepared
+from benchmarks.chaos_report import Attempt, read, report
+from megatron.bridge.checkpoint import manifest, verification
+from megatron.bridge.checkpoint import paths as layout
+from megatron.bridge.checkpoint.hashing_writer import PreparedSave
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training import config as settings
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.callbacks.hangs import HUNG
-from megatron.bridge.training.callbacks.preemption import REQUEUE
+from megatron.bridge.training.callbacks.guard.hang_detection import HANG_EXIT_CODE
+from megatron.bridge.training.callbacks.guard.preemption import REQUEUE_EXIT_CODE
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils import atomic
-from megatron.bridge.utils.processes import started
+from megatron.bridge.utils.processes import start_time
 
 WORLD = 2
 HANG_SECONDS = 4.0
@@ -327,7 +329,7 @@ def rank_main(rank: int, port: int, paths: Paths, steps: int, fault: Fault | Non
         injector = Injector(fault, paths)
         callbacks.append(injector)
         step = partial(_disturbed, injector, step)
-        Prepared.write_files = injector.wrap("write", Prepared.write_files)
+        PreparedSave.write_files = injector.wrap("write", PreparedSave.write_files)
         atomic.publish = injector.wrap("publish", atomic.publish)
         layout.write_tracker = injector.wrap("tracker", layout.write_tracker)
     config = configuration(paths.run, steps, [], bool(fault and fault.background))
@@ -396,7 +398,7 @@ def launch(main: Any, arguments: tuple[Any, ...]) -> None:
     while any(process.is_alive() for process in ranks):
         failed = [process.exitcode for process in ranks if process.exitcode not in (None, 0)]
         if failed:
-            _end(ranks, GRACE if failed[0] in (REQUEUE, HUNG) else 0.0)
+            _end(ranks, GRACE if failed[0] in (REQUEUE_EXIT_CODE, HANG_EXIT_CODE) else 0.0)
         time.sleep(0.01)
     codes = [process.exitcode or 0 for process in ranks]
     sys.exit(next((code if code > 0 else 128 - code for code in codes if code), 0))
@@ -428,9 +430,9 @@ def attempt(context: Any, paths: Paths, main: Any, arguments: tuple[Any, ...]) -
     process.join()
     pids = [event["pid"] for event in events(paths)[mark:] if event["event"] == "started"]
     until = time.monotonic() + (0 if hung else GRACE)
-    while any(started(pid) for pid in pids) and time.monotonic() < until:
+    while any(start_time(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.02)
-    left = [pid for pid in pids if started(pid)]
+    left = [pid for pid in pids if start_time(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     return None if hung or left else process.exitcode

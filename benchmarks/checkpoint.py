@@ -26,10 +26,10 @@ import xxhash
 from measure import Timing, fault_in, interleaved, median, table, timed
 
 import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
-from megatron.bridge.checkpoint import distributed, manifest, saving, verification
-from megatron.bridge.checkpoint.background import Background
+from megatron.bridge.checkpoint import loading, manifest, saving, verification
+from megatron.bridge.checkpoint.async_writer import AsyncSaver
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.utils import dist
+from megatron.bridge.utils import distributed
 
 COLUMNS = 4096
 
@@ -48,7 +48,7 @@ def sharded(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The state as Megatron-Core describes it."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    part = (0, dist.rank(), dist.world_size())
+    part = (0, distributed.rank(), distributed.world_size())
     return {name: ShardedTensor.from_rank_offsets(name, value, part) for name, value in state.items()}
 
 
@@ -119,7 +119,7 @@ def pairs(state: dict[str, torch.Tensor], folder: Path, count: int) -> str:
     for _ in range(count):
         for name in names:
             fault_in(2 * size)
-            dist.barrier()
+            distributed.barrier()
             found[name].append(timed(lambda: ways[name](state, folder / "iter_0000004")))  # noqa: B023
         draw.shuffle(names)
     return "\n".join(
@@ -157,8 +157,8 @@ class InBackground:
         self.stopped: list[float] = []
         self.slowed: list[float] = []
         self._state, self._directory = state, directory
-        self._background = Background()
-        self._background.reserve(saving.memory_for(sharded(state)))
+        self._background = AsyncSaver()
+        self._background.reserve(saving.host_buffer_size(sharded(state)))
 
     def __call__(self) -> None:
         """Save once, with an update before it and one right after it."""
@@ -178,17 +178,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9, help="saves with and without hashes")
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     args = parser.parse_args()
-    dist.initialize("gloo")
+    distributed.initialize("gloo")
     torch.set_num_threads(1)
-    state = tensors(args.parameters / dist.world_size())
+    state = tensors(args.parameters / distributed.world_size())
     folder = on_first_rank(lambda: Path(tempfile.mkdtemp(dir=args.folder)))
     try:
-        lines = [] if dist.world_size() > 1 else [report(state, folder, args.rounds)]
+        lines = [] if distributed.world_size() > 1 else [report(state, folder, args.rounds)]
         lines.append(pairs(state, folder, args.pairs))
-        if dist.rank() == 0:
+        if distributed.rank() == 0:
             print("\n".join(lines))
     finally:
-        dist.barrier()
+        distributed.barrier()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -203,7 +203,7 @@ def report(state: dict[str, torch.Tensor], folder: Path, rounds: int) -> str:
         "hash": lambda: hash_all(state),
         "read raw": lambda: read_raw(folder / "raw", in_memory(state)),
         "read raw into fresh memory": lambda: read_raw(folder / "raw", [memoryview(bytearray(size))]),
-        "load": lambda: distributed.load(sharded(state), saved),
+        "load": lambda: loading.load(sharded(state), saved),
         "verify": lambda: verification.verify(saved, "full"),
         "verify, fast": lambda: verification.verify(saved, "fast"),
     }

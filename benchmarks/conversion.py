@@ -185,7 +185,7 @@ def benchmark(checkpoint: Path, scratch: Path, rounds: int) -> str:
 def benchmark_ranks(checkpoint: Path, scratch: Path, rounds: int, layout: dict[str, int]) -> str:
     """The same on several ranks: each one's seconds and memory, and its share of the bytes."""
     from megatron.bridge import AutoBridge
-    from megatron.bridge.utils import dist
+    from megatron.bridge.utils import distributed
 
     bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
     size, out = weight_bytes(checkpoint), scratch / "export"
@@ -197,19 +197,22 @@ def benchmark_ranks(checkpoint: Path, scratch: Path, rounds: int, layout: dict[s
         return provider.provide_distributed_model(wrap_with_ddp=False)
 
     def clear() -> None:
-        dist.barrier()
-        if dist.rank() == 0:
+        distributed.barrier()
+        if distributed.rank() == 0:
             shutil.rmtree(out, ignore_errors=True)
-        dist.barrier()
+        distributed.barrier()
 
-    fault_in(3 * size // dist.world_size())
+    fault_in(3 * size // distributed.world_size())
     model = load()  # starts the process groups; and the clock of a rank must not wait for another's imports
     shares = bridge.hf_pretrained.state.bytes_read / size
     held = sum(parameter.nbytes for chunk in model for parameter in chunk.parameters())
-    part = size // dist.world_size()
-    loads = {"read a share (floor)": lambda: read_share(checkpoint, dist.rank(), dist.world_size()), "load": load}
+    part = size // distributed.world_size()
+    loads = {
+        "read a share (floor)": lambda: read_share(checkpoint, distributed.rank(), distributed.world_size()),
+        "load": load,
+    }
     exports = {
-        "write a share (floor)": lambda: write_floor(part, scratch / f"floor{dist.rank()}"),
+        "write a share (floor)": lambda: write_floor(part, scratch / f"floor{distributed.rank()}"),
         "export": lambda: bridge.save_hf_pretrained(model, str(out), show_progress=False),
     }
     rows = []
@@ -218,7 +221,7 @@ def benchmark_ranks(checkpoint: Path, scratch: Path, rounds: int, layout: dict[s
         floor = next(iter(timings.values()))
         rows += [report(name, timing, floor, above) for name, timing in timings.items()]
     clear()
-    everyone = dist.all_gather_object((rows, f"{shares:.2f}"))
+    everyone = distributed.all_gather_object((rows, f"{shares:.2f}"))
     lines = [[str(rank), *row, share] for rank, (found, share) in enumerate(everyone) for row in found]
     return table(["rank", "step", "s", "x floor", "CPU s", "MB above the model", "share read"], lines)
 
@@ -283,9 +286,9 @@ def main() -> None:
             result = benchmark_ranks(checkpoint, checkpoint.parent, args.rounds, layout)
         else:
             result = benchmark(checkpoint, scratch, args.rounds)
-    from megatron.bridge.utils import dist
+    from megatron.bridge.utils import distributed
 
-    if dist.rank() == 0:
+    if distributed.rank() == 0:
         print(result)
 
 

@@ -79,7 +79,7 @@ def build_attention(form: Form) -> Any:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.bridge.backends.torch_attention import TorchAttention
+    from megatron.bridge.backends.attention.torch_attention import TorchAttention
 
     config = TransformerConfig(
         num_layers=1,
@@ -98,11 +98,11 @@ def backend_attention(form: Form, length: int, module: Any) -> Function:
     """What a layer calls."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron.bridge.backends.attention_tiles import Segment, Sight, zigzag_runs
+    from megatron.bridge.backends.attention.block_mask import AttentionWindow, PackedSegment, zigzag_spans
 
     if form.ranks > 1:
-        runs = zigzag_runs([Segment(0, length, length)], 0, form.ranks)
-        return lambda q, k, v: module._attend(q, k, v, None, runs, Sight(None, 0), None).flatten(2)
+        runs = zigzag_spans([PackedSegment(0, length, length)], 0, form.ranks)
+        return lambda q, k, v: module._attend(q, k, v, None, runs, AttentionWindow(None, 0), None).flatten(2)
     if form.sequences == 1:
         return lambda q, k, v, *_: module(q, k, v, None)
     part = length // form.sequences
@@ -197,7 +197,7 @@ def build_experts(count: int, grouped: bool) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.bridge.backends.torch_spec import TorchSpecProvider
+    from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 
     config = TransformerConfig(
         num_layers=1,
@@ -314,9 +314,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     from megatron.core import parallel_state, tensor_parallel
 
-    from megatron.bridge.utils import dist
+    from megatron.bridge.utils import distributed
 
-    dist.initialize()
+    distributed.initialize()
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{args.threads} threads"

@@ -71,12 +71,12 @@ def write_chats(path: Path, samples: int) -> int:
 
 def ours(path: Path, tokenizer: Any, template: str, workers: int) -> int:
     """Tokens and masks by this project."""
-    from megatron.bridge.data.encoding import EncodingRules
-    from megatron.bridge.data.prepare import Preparation, prepare
-    from megatron.bridge.data.sources import FileSource
+    from megatron.bridge.data.records.preparation import prepare
+    from megatron.bridge.data.records.record_config import EncodingRules
+    from megatron.bridge.data.records.sources import FileSource
 
     rules = EncodingRules(max_tokens=4097, truncation="right", chat_template=template)
-    return len(prepare(FileSource(path), tokenizer, rules, Preparation(workers=workers)).examples)
+    return len(prepare(FileSource(path), tokenizer, rules, workers=workers).samples)
 
 
 def by_map(path: Path, tokenizer: Any, workers: int) -> int:
@@ -145,21 +145,22 @@ def lengths_of(samples: int) -> np.ndarray:
 
 def samples_of(lengths: np.ndarray) -> Any:
     """Samples of these lengths, the second half of each learnt."""
-    from megatron.bridge.data.examples import Example, Examples
+    from megatron.bridge.data.records.samples import Sample, Samples
 
-    return Examples.of(Example(np.zeros(n + 1, np.int32), np.arange(n + 1) > n // 2) for n in lengths.tolist())
+    return Samples.of(Sample(np.zeros(n + 1, np.int32), np.arange(n + 1) > n // 2) for n in lengths.tolist())
 
 
 def packing(samples: int, rounds: int) -> None:
-    from megatron.bridge.data.packing import fill, pack
+    from megatron.bridge.data.finetuning.packing import pack
 
     lengths = lengths_of(samples)
     for capacity in (4096, 8192, 131072):
         rows = pack(lengths, capacity)
         wall = min(timed(lambda c=capacity: pack(lengths, c))[0] for _ in range(rounds))
         in_order = lengths.sum() / (one_after_the_other(lengths, capacity) * capacity)
+        fill = lengths.sum() / (len(rows) * capacity)
         print(
-            f"packing {samples:,} samples into rows of {capacity:,}: {fill(lengths, rows, capacity):.2%} full in "
+            f"packing {samples:,} samples into rows of {capacity:,}: {fill:.2%} full in "
             f"{wall:.3f} s; one after the other {in_order:.2%}"
         )
 
@@ -174,7 +175,7 @@ def against_trl(folder: Path, samples: int, rounds: int) -> None:
     import trl
     from trl.data_utils import pack_dataset
 
-    from megatron.bridge.data.rows import PackedRows
+    from megatron.bridge.data.finetuning.rows import PackedRows
 
     lengths, capacity = lengths_of(samples), 4096
     examples = samples_of(lengths)
@@ -245,12 +246,12 @@ def step(seconds: float) -> None:
 
 def loading(samples: int, seconds: float, steps: int) -> None:
     """What a step waits for its batch."""
+    from megatron.bridge.data.finetuning.rows import EpochRows, PackedRows
     from megatron.bridge.data.loaders import BatchIterator
-    from megatron.bridge.data.rows import Epochs, PackedRows
     from megatron.bridge.data.samplers import MegatronPretrainingSampler
 
     rows = PackedRows(samples_of(lengths_of(samples)), 4096, padding=0)
-    data = Epochs(rows, len(rows), seed=0)
+    data = EpochRows(rows, len(rows), seed=0)
     ways = {"in the step": (0, False), "a thread ahead": (0, True), "a process ahead": (1, True)}
     print(f"a packed row of 4,096 for steps of {seconds * 1e3:.0f} ms")
     for name, (workers, ahead) in ways.items():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from measure import table
 
-from megatron.bridge.data.preprocess import PreprocessConfig, preprocess
+from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
 from megatron.bridge.data.tokenizer import load_hf_tokenizer
 
 VOCABULARY, DOCUMENT = 16_000, 4_000

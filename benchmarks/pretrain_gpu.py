@@ -59,7 +59,7 @@ def without_sdpa() -> None:
     """Megatron-Core's attention, with scores in memory."""
     from megatron.core.models.backends import LocalSpecProvider
 
-    from megatron.bridge.backends.torch_spec import TorchSpecProvider
+    from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 
     TorchSpecProvider.core_attention = LocalSpecProvider.core_attention  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -68,28 +68,28 @@ def without_compiled_norms() -> None:
     """PyTorch's own kernel."""
     import torch.nn.functional as F
 
-    from megatron.bridge.backends import compiled_kernels
+    from megatron.bridge.backends.kernels import compiled
 
     def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight + 1 if zero_centered else weight, eps)
 
-    compiled_kernels.rms_norm = rms_norm
+    compiled.rms_norm = rms_norm
 
 
 def without_compiled_rotary() -> None:
     """Megatron-Core's, operation by operation."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    from megatron.bridge.backends import compiled_kernels
+    from megatron.bridge.backends.kernels import compiled
 
-    compiled_kernels.rotary = rope_utils._apply_rotary_pos_emb_bshd
+    compiled.rotary = rope_utils._apply_rotary_pos_emb_bshd
 
 
 def without_compiled_loss() -> None:
     """Megatron-Core's, with fp32 logits."""
-    from megatron.bridge.backends import compiled_kernels
+    from megatron.bridge.backends.kernels import compiled
 
-    compiled_kernels.cross_entropy = compiled_kernels.library_cross_entropy
+    compiled.cross_entropy = compiled.core_cross_entropy
 
 
 def without_swiglu(run: Any) -> None:
@@ -102,7 +102,7 @@ def without_swiglu(run: Any) -> None:
 
 def without_fused_adam(run: Any) -> None:
     """The kernels for lists of tensors, which PyTorch takes by itself."""
-    from megatron.bridge.training.optimizer import torch_optimizers
+    from megatron.bridge.training.optim.optimizer import torch_optimizers
 
     for optimizer in torch_optimizers(run.optimizer):
         for group in optimizer.param_groups:
@@ -316,7 +316,7 @@ def rows(
     found: dict[str, dict[str, Any]], args: argparse.Namespace, operations: float, first: str
 ) -> Iterator[list[str]]:
     """Medians over all rounds; speed is relative to ``first``."""
-    from megatron.bridge.backends.peaks import device_tflops
+    from megatron.bridge.backends.hardware.device_flops import device_tflops
 
     peak = device_tflops()
     reference = statistics.median(found[first]["seconds"])

@@ -64,8 +64,8 @@ def load(checkpoint: Path, layout: dict[str, int]) -> tuple[Any, Any]:
 
 def cases(checkpoint: Path, bridge: Any, model: Any, buckets: list[int]) -> dict[str, Callable[[], object]]:
     """What is timed; of one rank also the proofs, whose bytes are in the page cache after the first round."""
-    from megatron.bridge.models.conversion.certificate import prove
-    from megatron.bridge.utils import dist
+    from megatron.bridge.models.conversion.check.certificate import prove
+    from megatron.bridge.utils import distributed
 
     size = weight_bytes(checkpoint)
 
@@ -76,7 +76,7 @@ def cases(checkpoint: Path, bridge: Any, model: Any, buckets: list[int]) -> dict
     found: dict[str, Callable[[], object]] = {"copy the bytes in memory (floor)": lambda: copy_memory(size)}
     for bucket in buckets:
         found[f"export_hf_weights, buckets of {bucket} MB"] = lambda bucket=bucket: stream(bucket)
-    if dist.world_size() == 1:
+    if distributed.world_size() == 1:
         state = bridge.hf_pretrained.state
         found["SHA-256 of the bytes"] = lambda: sha256(size)
         found["verify: stream, compare, SHA-256"] = lambda: prove(
@@ -105,14 +105,14 @@ def report(timings: dict[str, Timing], size: int, rank: int) -> list[list[str]]:
 
 def benchmark(checkpoint: Path, layout: dict[str, int], buckets: list[int], rounds: int) -> str:
     """All ranks in turn with their floors."""
-    from megatron.bridge.utils import dist
+    from megatron.bridge.utils import distributed
 
     size = weight_bytes(checkpoint)
     bridge, model = load(checkpoint, layout)
     fault_in(2 * (max(buckets) << 20))
-    found = interleaved(cases(checkpoint, bridge, model, buckets), rounds, before_each=dist.barrier)
-    rows = report({name: median(timings) for name, timings in found.items()}, size, dist.rank())
-    everyone = dist.all_gather_object(rows)
+    found = interleaved(cases(checkpoint, bridge, model, buckets), rounds, before_each=distributed.barrier)
+    rows = report({name: median(timings) for name, timings in found.items()}, size, distributed.rank())
+    everyone = distributed.all_gather_object(rows)
     headers = ["rank", f"step, {size / 1e9:.2f} GB", "s", "GB/s", "x floor", "CPU s", "MB above the model"]
     return table(headers, [row for rank in everyone for row in rank])
 
@@ -134,9 +134,9 @@ def main() -> None:
         if not args.checkpoint:
             make_checkpoint(args.size, checkpoint)
         result = benchmark(checkpoint, layout, args.buckets, args.rounds)
-    from megatron.bridge.utils import dist
+    from megatron.bridge.utils import distributed
 
-    if dist.rank() == 0:
+    if distributed.rank() == 0:
         print(result)
 
 

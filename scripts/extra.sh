@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Put optional packages into .cache/NAME, for the tests that need them: nvidia-resiliency-ext (resiliency, 15 MB),
-# Megatron Energon (energon, 30 MB), W&B and MLflow (trackers, 110 MB), 2 to 15 s each. They are not part of
-# requirements.lock: their files say why. Beside .venv and not in it, because setup.sh would remove them from there.
+# Install optional packages into .cache/NAME for the tests that need them: nvidia-resiliency-ext (resiliency, 15 MB),
+# Megatron Energon (energon, 30 MB), W&B and MLflow (trackers, 110 MB). Each takes 2 to 15 s. They are not in
+# requirements.lock for the reasons in their lock files, and not in .venv because setup.sh would remove them there.
 # usage: scripts/extra.sh NAME   (idempotent)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,10 +18,10 @@ if [ -f "$target/.stamp" ] && [ "$(cat "$target/.stamp")" = "$wanted" ]; then ex
 platform=()
 if [ "$name" = resiliency ]; then
     if [ "$(uname -sm)" != "Linux x86_64" ]; then
-        echo "resiliency: there is nvidia-resiliency-ext for Linux on x86_64 only" >&2
+        echo "resiliency: nvidia-resiliency-ext exists only for Linux on x86_64" >&2
         exit 1
     fi
-    # its wheels are tagged for this glibc, but work with older ones: there a plain `pip install` refuses them
+    # its wheels are tagged for this glibc but work with older ones, where a plain `pip install` refuses them
     platform=(--python-platform x86_64-manylinux_2_39)
 fi
 rm -rf "$target" "$target.new"

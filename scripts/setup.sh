@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Make .venv with exactly the packages of requirements.lock, and this package in it, editable.
-# With an argument, as in `scripts/setup.sh launch`: .venv-launch from requirements-launch.lock.
-# Idempotent: when nothing changed since the last success it does nothing.
+# Create .venv with exactly the packages of requirements.lock, and install this package in it, editable.
+# With an argument, such as `scripts/setup.sh launch`: create .venv-launch from requirements-launch.lock.
+# Idempotent: if nothing has changed since the last success, it does nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv${1:+-$1}
@@ -13,8 +13,8 @@ fail() { echo "error: $*" >&2; exit 1; }
 
 is_312() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
 
-# A Python 3.12, or the bare version for uv to find or fetch. pyenv's shim is on PATH even when the version
-# that it would run is not selected (it exits 127), so every candidate is run before it is believed.
+# Print a Python 3.12, or the bare version for uv to find or download. pyenv's shim is on PATH even if the version that
+# it would run is not selected (it exits with 127), so every candidate is tried.
 find_python() {
     local candidate
     if [ -n "${PYTHON312:-}" ]; then
@@ -32,24 +32,24 @@ find_python() {
 make_environment() {
     local python
     python=$(find_python)
-    echo "setup: making $venv with Python $python"
+    echo "setup: creating $venv with Python $python"
     rm -rf "$venv"
     scripts/uv.sh venv --quiet --python "$python" "$venv" ||
-        fail "no Python 3.12 was found or could be fetched: install one and set PYTHON312 to its path, then run this again"
+        fail "no Python 3.12 was found or could be downloaded: install one and set PYTHON312 to its path, then run this again"
 }
 
-# uv shows its progress on a terminal only; in a log it would be a line for each of 150 packages.
+# Show uv's progress only on a terminal; in a log it would be one line for each of 150 packages.
 install_packages() {
     local quiet=--quiet
     if [ -t 2 ]; then quiet=; fi
     echo "setup: installing the packages of $lock (about 5 GB on disk the first time)"
     scripts/uv.sh pip sync $quiet --python "$venv/bin/python" --require-hashes "$lock" ||
-        fail "the packages of $lock could not be installed: see uv's message above, mend it, then run this again"
+        fail "the packages of $lock could not be installed: fix the cause in uv's message above, then run this again"
     scripts/uv.sh pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable . ||
-        fail "this package could not be installed into $venv: see uv's message above, mend it, then run this again"
+        fail "this package could not be installed into $venv: fix the cause in uv's message above, then run this again"
 }
 
-# What it was made from; the path too, because an editable install and the scripts in bin/ name it.
+# What the environment was made from, including the path, which an editable install and the scripts in bin/ contain.
 wanted=$({ pwd; cat "$lock" pyproject.toml scripts/setup.sh; } | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && is_312 "$venv/bin/python"; then exit 0; fi
 

@@ -2,9 +2,10 @@
 """A dry run of any command of a page: its own parser reads it, and what it would train is built and validated."""
 
 import argparse
+import contextlib
 import functools
 import importlib
-import os
+import io
 import re
 import runpy
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.unit_tests.project.tree import ROOT
+from tests.workers import WorkerPool
 
 RUN_RECIPE = "scripts/training/run_recipe.py"
 LAUNCH = "scripts/training/launch_with_nemo_run.py"
@@ -60,8 +62,7 @@ def _ours(arguments, processes=None):
 
 def validate(args, processes=None):
     """Build the config that arguments of ``train`` ask for, for so many processes."""
-    from megatron.bridge.cli.job import prepare
-    from megatron.bridge.cli.train import forward_step
+    from megatron.bridge.cli.support.train_job import forward_step, prepare
     from megatron.bridge.utils.config.overrides import check_sticks
 
     forward_step(args.step_func)
@@ -74,13 +75,17 @@ def validate(args, processes=None):
 
 
 def _torchrun(arguments):
+    args = _parsed_by_torchrun(arguments)
+    nodes = int(str(args.nnodes).rpartition(":")[2])
+    _script([args.training_script, *args.training_script_args], nodes * int(args.nproc_per_node))
+
+
+def _parsed_by_torchrun(arguments):
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
     parser.allow_abbrev = False
-    args = parser.parse_args([re.sub(r"(?<==)N$", "0", word) for word in arguments])
-    nodes = int(str(args.nnodes).rpartition(":")[2])
-    _script([args.training_script, *args.training_script_args], nodes * int(args.nproc_per_node))
+    return parser.parse_args([re.sub(r"(?<==)N$", "0", word) for word in arguments])
 
 
 def _script(words, processes=None):
@@ -149,13 +154,17 @@ def _sbatch(arguments):
 def _uv(arguments):
     """uv's options by its own help; files and extras by ours."""
     words = [word for word in arguments if not word.startswith("-")]
-    command = words[:2] if words[0] == "pip" else words[:1]
-    uv = [ROOT / "scripts/uv.sh", *command, "--help"]
-    known = subprocess.run(uv, capture_output=True, text=True, check=True).stdout
+    known = _help_of_uv(*(words[:2] if words[0] == "pip" else words[:1]))
     for word in arguments:
         assert not word.startswith("--") or word.partition("=")[0] in known, f"uv has no {word}"
         assert not word.endswith((".lock", ".txt")) or (ROOT / word).exists(), f"there is no {word}"
     _extras(arguments)
+
+
+@functools.cache
+def _help_of_uv(*command):
+    uv = [ROOT / "scripts/uv.sh", *command, "--help"]
+    return subprocess.run(uv, capture_output=True, text=True, check=True).stdout
 
 
 def _extras(arguments):
@@ -185,8 +194,8 @@ PROGRAMS = {
 }
 
 
-def run(words: list[str], folder: Path) -> None:
-    """Execute a command in a folder, with models and steps of toy size.
+def run(words: list[str], folder: Path, pool: WorkerPool) -> None:
+    """Execute a command in a folder, with models and steps of toy size; torchrun's processes are those of a pool.
 
     Raises:
         AssertionError: it ended with an error.
@@ -198,14 +207,26 @@ def run(words: list[str], folder: Path) -> None:
         code = main(_small(arguments))
         assert code == 0, f"exit code {code}: {words}"
         return
-    assert program in ("torchrun", "python"), f"{program} is not executed: leave the mark out"
-    arguments = _small(arguments)
-    start = [sys.executable, *(["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else [])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*start, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    assert program == "torchrun", f"{program} is not executed: leave the mark out"
+    args = _parsed_by_torchrun(arguments)
+    assert int(args.nproc_per_node) == pool.size
+    for code, said in pool.run(as_script, folder, _small([args.training_script, *args.training_script_args])):
+        assert code == 0, said
+
+
+def as_script(folder: Path, words: list[str]) -> tuple[int, str]:
+    """Execute a Python file in a folder as one rank: its exit code, and what it wrote to standard error."""
+    code = 0
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        mock.patch.object(sys, "argv", [str(word) for word in words]),
+    ):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+    return code, said.getvalue()
 
 
 TOY = {
@@ -228,6 +249,8 @@ def _small(arguments):
     if not trains or {"--list", "--dry-run", "--rehearse"} & set(arguments):
         return arguments
     toy = TOY | ({"tokenizer.tokenizer_model": "MODEL"} if "--data" in arguments else {"tokenizer.vocab_size": 64})
+    if "--seq_length" not in arguments:
+        toy |= {"model.seq_length": 128, "dataset.seq_length": 128}
     given = {word.partition("=")[0] for word in arguments}
     place = arguments.index(RUN_RECIPE if RUN_RECIPE in arguments else "train") + 1
     settings = [f"{key}={value}" for key, value in toy.items() if key not in given]

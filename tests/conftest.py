@@ -12,7 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
-from tests.workers import WorkerPool
+from tests.workers import Processes, WorkerPool
 
 
 def pytest_collection_modifyitems(items):
@@ -48,12 +48,6 @@ def _is_loopback(host):
         return host == "localhost"
 
 
-def _pool(size):
-    pool = WorkerPool(size)
-    yield pool
-    pool.close()
-
-
 @pytest.fixture(scope="session")
 def family_case(tmp_path_factory):
     """Name of a row of ``tests/families`` -> its checkpoint and reference, made once."""
@@ -68,12 +62,36 @@ def family_case(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def two_workers():
-    """Two gloo processes."""
-    yield from _pool(2)
+def processes():
+    """The processes behind the pools of this session."""
+    started = Processes()
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session")
-def four_workers():
-    """Four gloo processes."""
-    yield from _pool(4)
+def two_workers(processes):
+    """Two gloo processes."""
+    return WorkerPool(2, processes)
+
+
+@pytest.fixture(scope="session")
+def four_workers(processes):
+    """Four gloo processes, of which two are those of ``two_workers``."""
+    return WorkerPool(4, processes)
+
+
+@pytest.fixture
+def resolutions(monkeypatch):
+    """The configs that are resolved while a test runs."""
+    from megatron.bridge.training.config import container
+
+    found = []
+    inner = container.resolve
+
+    def counted(config, *arguments):
+        found.append(config)
+        return inner(config, *arguments)
+
+    monkeypatch.setattr(container, "resolve", counted)
+    return found

@@ -4,11 +4,9 @@
 The one table behind ``tests/functional_tests/training/test_parity.py`` and docs/parity.md (``make parity``).
 """
 
-import gc
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 
 from megatron.bridge.training.config import (
     DistributedDataParallelConfig,
@@ -18,7 +16,7 @@ from megatron.bridge.training.config import (
 )
 from tests.toy_run import first_weight, run_toy, whole_weights
 from tests.toy_samples import dataset
-from tests.workers import forget_model_parallel
+from tests.workers import forget_model_parallel, leave
 
 STEPS = 10
 
@@ -418,9 +416,7 @@ class Singles:
 
     def close(self):
         """End the group of one process."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
+        leave()
 
 
 def measure(pool, singles, model, layout, folder, **options):

@@ -25,12 +25,14 @@ def to_fp8(weight, block):
 def from_fp8(packed, scale, block):
     """The numbers of a float8 matrix, one by one."""
     height, width = block or packed.shape
-    scale = scale.float().reshape(-(-packed.shape[0] // height), -(-packed.shape[1] // width))
-    whole = torch.empty(packed.shape)
-    for row in range(packed.shape[0]):
-        for column in range(packed.shape[1]):
-            whole[row, column] = packed[row, column].float() * scale[row // height, column // width]
-    return whole
+    grid = scale.float().reshape(-(-packed.shape[0] // height), -(-packed.shape[1] // width)).tolist()
+    # Python's floats are wide enough for the exact product, which is rounded once, to float32
+    return torch.tensor(
+        [
+            [number * grid[row // height][column // width] for column, number in enumerate(line)]
+            for row, line in enumerate(packed.float().tolist())
+        ]
+    )
 
 
 def random_mxfp4(experts, rows, columns, generator=None):
@@ -43,14 +45,18 @@ def random_mxfp4(experts, rows, columns, generator=None):
 def from_mxfp4(blocks, scales):
     """The numbers of MXFP4 matrices [experts, rows, columns], one by one."""
     experts, columns, groups, _ = blocks.shape
-    whole = torch.empty(experts, 32 * groups, columns)
-    for expert in range(experts):
-        for column in range(columns):
-            for row in range(32 * groups):
-                byte = int(blocks[expert, column, row // 32, row % 32 // 2])
-                number = E2M1[byte >> 4 if row % 2 else byte & 15]
-                whole[expert, row, column] = number * 2.0 ** (int(scales[expert, column, row // 32]) - 127)
-    return whole
+    bytes_, exponents = blocks.tolist(), scales.tolist()
+
+    def number(expert, row, column):
+        byte = bytes_[expert][column][row // 32][row % 32 // 2]
+        return E2M1[byte >> 4 if row % 2 else byte & 15] * 2.0 ** (exponents[expert][column][row // 32] - 127)
+
+    return torch.tensor(
+        [
+            [[number(expert, row, column) for column in range(columns)] for row in range(32 * groups)]
+            for expert in range(experts)
+        ]
+    )
 
 
 def rewrite(directory, change, quantization=None):

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import OptimizerConfig
-from megatron.bridge.training.optimizer import build_optimizer
+from megatron.bridge.training.optim.optimizer import build_optimizer
 from tests.toy_models import make_llama, randomise, tokens
 
 DECODER = {

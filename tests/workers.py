@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of processes joined over gloo, kept for the whole test session.
+"""Pools of processes joined over gloo, kept for the whole test session.
 
 Importing torch and Megatron-Core takes seconds in each process, so the workers are started once and every test
 sends them a function: ``pool.run(function, *args)`` calls it on all ranks and returns the results in rank order.
-The function must be importable (top level of a test module); it finds ``torch.distributed`` initialised and
-Megatron's model parallel groups destroyed.
+The function must be importable (top level of a test module); it finds ``torch.distributed`` initialized and
+Megatron's model parallel groups destroyed. Pools of all sizes are the same processes.
 """
 
 import gc
@@ -13,6 +13,7 @@ import queue
 import socket
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch.multiprocessing as mp
@@ -22,75 +23,101 @@ import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
 _overlooked = {"modules": 0}  # how many were imported when the collector last saw them, and some more
 
 
-class WorkerPool:
-    """``size`` processes in one gloo group on the loopback interface."""
+class Processes:
+    """Processes of all pools, each started when it is first needed."""
 
-    def __init__(self, size: int):
-        self.size = size
-        self._processes = None
+    def __init__(self):
+        self._context = mp.get_context("spawn")
+        self._start_anew()
 
-    def run(self, function, *args, timeout: float = 240):
-        """Results of ``function(*args)`` of every rank; a failure on any rank raises with its traceback."""
-        if self._processes is None:
+    def run(self, size, function, args, timeout):
+        """What the first ``size`` of them, joined in one group, answer: a dict by rank."""
+        if self._group is None or self._group[0] != size:
+            self._group = (size, _free_port())
+        while len(self._processes) < size:
             self._start()
-        for inbox in self._inboxes:
-            inbox.put((function, args))
-        results: dict[int, object] = {}
-        while len(results) < self.size:
+        for inbox in self._inboxes[:size]:
+            inbox.put((self._group, function, args))
+        answers: dict[int, object] = {}
+        while len(answers) < size:
             try:
-                rank, ok, value = self._outbox.get(timeout=timeout)
+                rank, ok, value, joined = self._outbox.get(timeout=timeout)
             except queue.Empty:
                 self.close()
-                raise TimeoutError(f"ranks {set(range(self.size)) - set(results)} did not answer") from None
+                raise TimeoutError(f"ranks {set(range(size)) - set(answers)} did not answer") from None
             if not ok:
                 self.close()  # the other ranks may hang in a collective
-                raise RuntimeError(f"rank {rank} of {self.size} failed:\n{value}")
-            results[rank] = value
-        return [results[rank] for rank in range(self.size)]
+                raise RuntimeError(f"rank {rank} of {size} failed:\n{value}")
+            if not joined:
+                self._group = None
+            answers[rank] = value
+        return answers
 
     def close(self):
         """End the processes; the next ``run`` starts new ones."""
-        for process in self._processes or ():
+        for process in self._processes:
             process.kill()
             process.join()
-        self._processes = None
+        self._start_anew()
+
+    def _start_anew(self):
+        self._processes, self._inboxes, self._group = [], [], None
+        self._outbox = self._context.Queue()
 
     def _start(self):
-        context = mp.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._outbox = context.Queue()
-        self._inboxes = [context.Queue() for _ in range(self.size)]
-        self._processes = [
-            context.Process(target=_serve, args=(rank, self.size, port, inbox, self._outbox), daemon=True)
-            for rank, inbox in enumerate(self._inboxes)
-        ]
-        for process in self._processes:
-            process.start()
+        inbox = self._context.Queue()
+        process = self._context.Process(
+            target=_serve, args=(len(self._processes), inbox, self._outbox), daemon=True
+        )
+        process.start()
+        self._inboxes.append(inbox)
+        self._processes.append(process)
 
 
-def _serve(rank, size, port, inbox, outbox):
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+class WorkerPool:
+    """``size`` processes in one gloo group on the loopback interface."""
+
+    def __init__(self, size: int, processes: Processes):
+        self.size = size
+        self._processes = processes
+
+    def run(self, function, *args, timeout: float = 240):
+        """Results of ``function(*args)`` of every rank; a failure on any rank raises with its traceback."""
+        answers = self._processes.run(self.size, function, args, timeout)
+        return [answers[rank] for rank in range(self.size)]
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(rank, inbox, outbox):
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    group = None
     while True:
-        function, args = inbox.get()
+        asked, function, args = inbox.get()
         forget_model_parallel()  # of the function before, now that every rank has answered
+        if asked != group:
+            _join(rank, *(group := asked))
         try:
             value = function(*args)
-            outbox.put((rank, True, value))
+            outbox.put((rank, True, value, dist.is_initialized()))
         except BaseException:  # carried to the test
-            outbox.put((rank, False, traceback.format_exc()))
+            outbox.put((rank, False, traceback.format_exc(), False))
+
+
+def _join(rank, size, port):
+    import torch.distributed as dist
+
+    leave()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=120))
 
 
 def forget_model_parallel():
@@ -101,9 +128,26 @@ def forget_model_parallel():
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from torch.distributed import distributed_c10d
+
+    if not dist.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    groups = [[group] for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    if not groups:
+        return
+    _clear_wrappers()
+    for (group,) in groups:
+        dist.destroy_process_group(group)
+        del group
+    gc.collect()
+    _let_go(groups)
+    _overlook_modules()
+
+
+def _clear_wrappers():
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
-    from torch.distributed import distributed_c10d
 
     kinds = (DistributedDataParallel, MegatronFSDP)
     wrappers = [thing for thing in gc.get_objects() if type(thing) in kinds and vars(thing)]
@@ -114,12 +158,26 @@ def forget_model_parallel():
         for parameter in (*wrapper.parameters(), *getattr(wrapper, "raw_param", {}).values()):
             parameter.__dict__.clear()
         wrapper.__dict__.clear()
-    parallel_state.destroy_model_parallel()
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()
-    _overlook_modules()
+
+
+def _let_go(references):
+    """Drop the last reference to each group, all at once: each waits 10 ms for a thread of gloo to wake up."""
+    if references:
+        with ThreadPoolExecutor(len(references)) as threads:
+            list(threads.map(list.clear, references))
+
+
+def leave():
+    """Destroy all process groups of this process, the default one too."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if not dist.is_initialized():
+        return
+    forget_model_parallel()
+    group = list(distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    _let_go([group])
 
 
 def _overlook_modules():

@@ -4,10 +4,115 @@
 ``python compare_models.py --hf-model ID [--megatron-path DIR] [--prompt TEXT]``
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli.conversion_tools import compare_models
-from megatron.bridge.cli.errors import exit_code
+from megatron.bridge.cli.support import logits, model_options
+from megatron.bridge.cli.support.exit_code import exit_code
+from megatron.bridge.cli.support.parser import Parser
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.bridge.models.conversion.check.compare_logits import LogitComparison
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare the models; the exit code is 1 if they differ by more than the tolerance."""
+    args = parsed(argv)
+
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.conversion.check import compare_logits
+
+    sizes = model_options.parallel_sizes(args)
+    bridge = AutoBridge.from_hf_pretrained(
+        args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
+    )
+    ids, tokenizer = logits.tokens(bridge, args.prompt)
+    model = megatron_model(bridge, sizes, args)
+    found = compare_logits.run_megatron(model, ids)
+    reference = logits.reference_activations(bridge, ids)
+    report = compare_logits.compare(reference, found)
+    print_next_tokens(reference.logits[0, -1], found.logits[0, -1], tokenizer)
+    tolerance = logits.tolerance_of(args.dtype) if args.tolerance is None else args.tolerance
+    return print_report(report, tolerance, tokenizer)
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the options."""
+    parser = Parser(
+        description="Compare the logits of transformers and of Megatron; where they differ, name the layer from "
+        "which on they do."
+    )
+    model_options.add_model_arguments(parser, "--hf-model-path", "--model-name")
+    parser.add_argument("--megatron-path", type=Path, help="take Megatron's weights from this checkpoint instead")
+    parser.add_argument("--prompt", help="text to run (default: a sentence, or random tokens without a tokenizer)")
+    parser.add_argument("--dtype", choices=model_options.DTYPES, default="float32", help="dtype of both models")
+    parser.add_argument("--tolerance", type=float, help="largest difference over the logits' standard deviation")
+    return parser.parse_args(argv)
+
+
+def megatron_model(bridge: Any, sizes: dict[str, Any], args: argparse.Namespace) -> list[Any]:
+    """The Megatron model, from the Hugging Face weights or from a checkpoint."""
+    if args.megatron_path:
+        precision = {"bf16": args.dtype == "bfloat16", "fp16": args.dtype == "float16"}
+        model = bridge.load_megatron_model(
+            args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False, **precision
+        )
+    else:
+        model = model_options.build_model(bridge, sizes)
+    for chunk in model:
+        chunk.eval()
+    return model
+
+
+def print_next_tokens(reference: "Tensor", found: "Tensor", tokenizer: Any) -> None:
+    """Print the most likely next tokens with both logits."""
+    from rich.table import Table
+
+    from megatron.bridge.utils.console import console
+
+    table = Table("next token", "Hugging Face", "Megatron", "difference", title="logits at the last position")
+    for token in reference.float().topk(5).indices.tolist():
+        values = float(reference[token]), float(found[token])
+        table.add_row(named(token, tokenizer), *(f"{value:.5f}" for value in (*values, values[1] - values[0])))
+    console().print(table)
+
+
+def print_report(report: "LogitComparison", tolerance: float, tokenizer: Any) -> int:
+    """Print the largest difference and, if it is beyond the tolerance, the layers; return the exit code."""
+    from rich.table import Table
+
+    from megatron.bridge.utils.console import console
+
+    terminal = console()
+    row, position, token = report.worst
+    terminal.print(
+        f"largest difference {report.largest:.3g}, {report.relative:.3g} of the standard deviation "
+        f"{report.scale:.3g}: row {row}, position {position}, token {named(token, tokenizer)}, "
+        f"{report.pair[0]:.5f} and {report.pair[1]:.5f}"
+    )
+    terminal.print(
+        f"smallest cosine similarity {report.cosine:.7f}; same next token at {report.same_choice:.1%} of positions"
+    )
+    if report.relative <= tolerance:
+        terminal.print(f"the models agree (tolerance {tolerance:g})")
+        return 0
+    layers = Table("output of", "largest difference / standard deviation", title="differences by layer")
+    for name, value in report.layers.items():
+        layers.add_row(name, f"{value:.3g}")
+    terminal.print(layers)
+    terminal.print(f"the models differ (tolerance {tolerance:g})")
+    return 1
+
+
+def named(token: int, tokenizer: Any) -> str:
+    """A token id with its text."""
+    return f"{token} {tokenizer.decode([token])!r}" if tokenizer else str(token)
+
 
 if __name__ == "__main__":
-    sys.exit(exit_code(lambda: compare_models(sys.argv[1:])))
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenise text into Megatron-Core's indexed format: ``megatron-bridge data preprocess`` as a script.
+"""Tokenize text into Megatron-Core's indexed format: ``megatron-bridge data preprocess`` as a script.
 
 python scripts/data/preprocess_data.py --input corpus.jsonl --tokenizer-model DIR --output-prefix data/corpus
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the demo's conversations: to learn from, and every twentieth question held out.
+"""Write the conversations of the demo; every twentieth question is held out.
 
 usage: prepare_chats.py DIRECTORY_OF_YAML OUTPUT_DIR
 """
@@ -36,7 +36,7 @@ def record(question: str, answer: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Split by question, so that none is held out of which an answer was learnt."""
+    """Split by question, so that no answer to a held-out question is trained on."""
     folder, output = Path(sys.argv[1]), Path(sys.argv[2])
     output.mkdir(parents=True, exist_ok=True)
     files = {name: (output / f"{name}.jsonl").open("w") for name in ("training", "validation")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the demo's text: the plays to train on as JSONL, one document a line, and one play held out.
+"""Write the text of the demo: the plays to train on as JSONL, one document per line, and one held-out play.
 
 usage: prepare_text.py TEXTS_DIR OUTPUT_DIR
 """
@@ -8,11 +8,11 @@ import json
 import sys
 from pathlib import Path
 
-HELD_OUT = "tempest"  # no other work quotes it, so its loss says what was learnt about the style, not the words
+HELD_OUT = "tempest"  # no other work quotes it, so its loss measures style and not memory
 
 
 def main() -> None:
-    """Sort the works into ``train.jsonl`` and ``held_out.txt``."""
+    """Write ``train.jsonl`` and ``held_out.txt``."""
     texts, output = Path(sys.argv[1]), Path(sys.argv[2])
     output.mkdir(parents=True, exist_ok=True)
     with (output / "train.jsonl").open("w") as train:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the matrix of ``tests/parity.py`` and write its figures into docs/parity.md: ``make parity``.
 
-``make parity ONLY="packed experts"`` runs the models and layouts whose names have one of these words and keeps the
-other figures of the page, which is written after each cell; a figure beyond its tolerance ends it with an error.
+``make parity ONLY="packed experts"`` runs the models and layouts whose names contain one of these words and keeps
+the other figures. The page is written after each cell. The exit code is 1 if a figure is beyond its tolerance.
 """
 
 import re
@@ -10,17 +10,14 @@ import sys
 import tempfile
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # of the worker processes, too
+from scripts.docs.generated import ROOT, GeneratedPart
 
 if TYPE_CHECKING:
     from tests.parity import Figures
 
-PAGE = ROOT / "docs" / "parity.md"
-START, END = "<!-- figures: make parity -->\n", "<!-- end of figures -->\n"
+PART = GeneratedPart(ROOT / "docs/parity.md", "<!-- figures: make parity -->\n", "<!-- end of figures -->\n")
 HEAD = "| layout | processes | losses | held-out losses | further losses | gradient norms | weights | measured |"
 Cell = tuple[str, str]
 
@@ -32,7 +29,7 @@ def row(layout: str, processes: int, figures: "Figures", day: str) -> str:
 
 
 def known_rows(text: str) -> dict[Cell, str]:
-    """The rows that the page has, by the names of model and layout."""
+    """The rows of the page, by model and layout."""
     rows: dict[Cell, str] = {}
     for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
         for line in re.findall(r"^\| .* \|$", section, flags=re.MULTILINE):
@@ -42,7 +39,7 @@ def known_rows(text: str) -> dict[Cell, str]:
 
 
 def tables(rows: dict[Cell, str]) -> str:
-    """A section with the tolerance and a table for each model."""
+    """One section per model, with its tolerance and a table."""
     from tests.parity import CELLS, MODELS
 
     lines = [
@@ -59,24 +56,19 @@ def tables(rows: dict[Cell, str]) -> str:
     return "\n".join(lines)
 
 
-def page(text: str, rows: dict[Cell, str]) -> str:
-    """The page with its figures made anew."""
-    before, rest = text.split(START)
-    return before + START + tables(rows) + END + rest.split(END)[1]
-
-
 def measure(words: list[str], rows: dict[Cell, str]) -> list[Cell]:
-    """Put the figures of cells with these words (of all without words) into ``rows`` and the page.
+    """Measure the cells that contain one of the words, or all cells, and write them into ``rows`` and the page.
 
     Returns:
         The cells that are beyond their tolerance.
     """
     from tests import parity
     from tests.toy_samples import write_samples
-    from tests.workers import WorkerPool
+    from tests.workers import Processes, WorkerPool
 
     folder = write_samples(tempfile.mkdtemp())
-    singles, pools = parity.Singles(folder), {size: WorkerPool(size) for size in (2, 4)}
+    singles, processes = parity.Singles(folder), Processes()
+    pools = {size: WorkerPool(size, processes) for size in (2, 4)}
     day, beyond = f"{datetime.now(UTC):%Y-%m-%d}", []
     for model, layout in parity.cells():
         if words and not any(word in name for name in (model, layout) for word in words):
@@ -84,19 +76,18 @@ def measure(words: list[str], rows: dict[Cell, str]) -> list[Cell]:
         size = parity.LAYOUTS[layout].processes
         figures = parity.measure(pools[size], singles, model, layout, folder)
         rows[model, layout] = row(layout, size, figures, day)
-        PAGE.write_text(page(PAGE.read_text(), rows))  # what was measured outlives a run that is broken off
+        PART.write(tables(rows))  # after each cell, so that an interrupted run keeps its figures
         sys.stderr.write(f"{model}: {rows[model, layout]}\n")
         if figures.beyond(parity.MODELS[model].tolerance):
             beyond.append((model, layout))
-    for pool in pools.values():
-        pool.close()
+    processes.close()
     singles.close()
     return beyond
 
 
 def main() -> None:
-    """Measure, and say what is beyond its tolerance."""
-    beyond = measure(sys.argv[1:], known_rows(PAGE.read_text()))
+    """Measure, and report what is beyond its tolerance."""
+    beyond = measure(sys.argv[1:], known_rows(PART.page.read_text()))
     if beyond:
         sys.exit(f"beyond their tolerance: {beyond}")
 

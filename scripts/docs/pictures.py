@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of docs/parallelism.md and docs/concepts.md: ``python scripts/docs/pictures.py``.
+"""Draw the pictures of the documentation: ``make pictures``.
 
-Each is an SVG file whose colours follow the reader's light or dark mode. Schedules are worked out, not drawn by
-hand: every stage works through its order as soon as what it waits for is there.
+Each is an SVG file whose colors follow the reader's light or dark mode. Pipeline schedules are simulated: a stage
+starts the next task of its order as soon as the task that it depends on has ended.
 """
 
 from collections.abc import Iterable, Iterator
 from itertools import product
-from pathlib import Path
 from xml.sax.saxutils import escape
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+from scripts.docs.generated import ROOT
+
+FOLDER = ROOT / "docs" / "pictures"
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #222 } .small { font-size: 11px } .middle { text-anchor: middle }
 rect { stroke: #fff; rx: 3px } .ground { fill: #fff; stroke: none }
@@ -145,7 +146,7 @@ def schedule(stages: int = 4, microbatches: int = 8, unit: float = 20.0) -> str:
         words(
             20,
             22,
-            f"1F1B: {stages} stages, {microbatches} microbatches; forward blue, backward orange, grey waits",
+            f"1F1B: {stages} stages, {microbatches} microbatches; forward blue, backward orange, gray waits",
         )
     ]
     plain = [one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)]
@@ -166,9 +167,9 @@ def _chart(orders: list[list[Task]], parts: int, cost: dict[str, float], top: fl
         yield words(20, top + stage * 30 + 19, f"stage {stage}")
         yield box(80, top + stage * 30, end * unit, 26, "plain")
     for (stage, (kind, number, part)), start in begun.items():
-        colour = ("ae", "bf")[kind == "B"][part]
+        color = ("ae", "bf")[kind == "B"][part]
         label = str(number) if cost[kind] * unit >= 10 else ""
-        yield box(80 + start * unit, top + stage * 30, cost[kind] * unit, 26, colour, label, small=True)
+        yield box(80 + start * unit, top + stage * 30, cost[kind] * unit, 26, color, label, small=True)
 
 
 def context() -> str:
@@ -282,7 +283,39 @@ def layers() -> str:
     return svg(740, 190, "From a Hugging Face checkpoint to a model on many ranks, and back", parts)
 
 
+def overview() -> str:
+    """The way of a model: Hugging Face files, plan, layout, training loop, checkpoint, Hugging Face files."""
+    panels = [
+        ("a", "Hugging Face files", ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]),
+        (
+            "d",
+            "plan",
+            ["q_proj, k_proj, v_proj → linear_qkv", "gate_proj, up_proj → linear_fc1", "every tensor once"],
+        ),
+        ("b", "layout", ["layers 0-13", "", "layers 14-27"]),
+        ("b", "training loop", ["forward, backward, optimizer step", "callbacks: log, evaluate, save"]),
+        (
+            "c",
+            "checkpoint",
+            ["weights, optimizer, random states,", "position in the data; hashed", "loads under any layout"],
+        ),
+        ("a", "Hugging Face files", ["the same names, new weights", "loads in transformers"]),
+    ]
+    parts: list[str] = []
+    for place, (kind, title, lines) in enumerate(panels):
+        x, y = (20 + place * 252, 20) if place < 3 else (524 - (place - 3) * 252, 160)
+        parts += [box(x, y, 216, 100, "plain"), box(x, y, 216, 28, kind, title)]
+        parts += [words(x + 10, y + 48 + line * 20, text, "small") for line, text in enumerate(lines)]
+    for stage, rank in product(range(2), range(2)):
+        label = f"rank {2 * stage + rank}"
+        parts.append(box(612 + rank * 62, 51 + stage * 33, 58, 30, "ef"[rank], label, small=True))
+    parts += [arrow(x, 70, x + 30, 70) for x in (239, 491)] + [arrow(632, 122, 632, 157)]
+    parts += [arrow(x, 210, x - 30, 210) for x in (521, 269)]
+    return svg(760, 280, "From Hugging Face files through plan, layout, loop and checkpoint back to them", parts)
+
+
 PICTURES = {
+    "overview": overview,
     "concepts": layers,
     "tensor": tensor,
     "schedule": schedule,

@@ -3,19 +3,18 @@
 
 import json
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "models.md"
-START, END = "<!-- table: make models -->\n", "<!-- end of table -->\n"
+from scripts.docs.generated import ROOT, table_of
+
+PART = table_of("models.md", "models")
 
 
 def table() -> str:
-    """A Markdown table with a row for each architecture: what it is, and what is tested of it."""
+    """A Markdown table with each architecture, its models, and what is tested."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.conversion.model_bridge import _REGISTRY
 
-    published, layouts = _published(), _layouts()
+    published, layouts = _published(), tested_layouts()
     lines = ["| architecture | models | layouts tested | published configs checked |", "|---|---|---|---|"]
     for name in AutoBridge.list_supported_models():
         about = (sys.modules[_REGISTRY[name].bridge.__module__].__doc__ or "").strip().rstrip(".")
@@ -33,8 +32,8 @@ def _published() -> dict[str, list[str]]:
     return found
 
 
-def _layouts() -> dict[str, list[str]]:
-    """Architecture -> layouts that its rows run under, beside one process."""
+def tested_layouts() -> dict[str, list[str]]:
+    """Architecture -> parallel layouts that its tests run under, besides one process."""
     from tests.families.harness import LAYOUTS
     from tests.families.rows import ROWS
 
@@ -44,17 +43,5 @@ def _layouts() -> dict[str, list[str]]:
     return {name: [layout for layout in LAYOUTS if layout in used] for name, used in found.items()}
 
 
-def page(text: str) -> str:
-    """The page with its table made anew."""
-    before, rest = text.split(START)
-    return before + START + table() + END + rest.split(END)[1]
-
-
-def main() -> None:
-    """Write the page."""
-    sys.path.insert(0, str(ROOT))
-    PAGE.write_text(page(PAGE.read_text()))
-
-
 if __name__ == "__main__":
-    main()
+    PART.write(table())

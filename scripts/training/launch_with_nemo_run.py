@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a recipe here or on a Slurm cluster: ``megatron-bridge launch`` as a script.
+"""Start a recipe on this machine or on a Slurm cluster: ``megatron-bridge launch`` as a script.
 
 python scripts/training/launch_with_nemo_run.py --local --recipe llama32_1b_pretrain_config --devices 2 \
     train.train_iters=10

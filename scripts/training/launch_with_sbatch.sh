@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Train with plain Slurm: one task for each GPU, no launcher between. From the repository's folder:
+# Train with plain Slurm: one task per GPU, without a launcher. From the repository's folder:
 #
 #   sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --partition=gpu --account=A \
 #       scripts/training/launch_with_sbatch.sh --recipe llama3_8b_pretrain_config checkpoint.save=runs/llama
 #
-# Slurm sends SIGTERM 120 seconds before the time limit, or when the job is preempted; the run saves, leaves with
-# exit code 75, and is queued again until it is finished; so is a run that hung (76). Any other failure ends the job.
+# Slurm sends SIGTERM 120 seconds before the time limit, or when the job is preempted. The run then saves and exits with
+# code 75, and the job is requeued until the run has finished. A run that hung (76) is requeued, too. Any other failure
+# ends the job.
 #
-#   PYTHON           interpreter of the job (default: .venv/bin/python, else python)
-#   CONTAINER_IMAGE  image to run in (pyxis);  CONTAINER_MOUNTS  its mounts
-#   MAX_REQUEUES     how often the job may be queued again (default: 100)
+#   PYTHON           Python of the job (default: .venv/bin/python if it exists, else python)
+#   CONTAINER_IMAGE  container image to run in (pyxis);  CONTAINER_MOUNTS  its mounts
+#   MAX_REQUEUES     how often the job may be requeued (default: 100)
 
 #SBATCH --job-name=megatron-bridge
 #SBATCH --output=%x-%j.log
@@ -28,7 +29,7 @@ if [ -z "${PYTHON:-}" ]; then
     if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; else PYTHON=python; fi
 fi
 
-# One rank that leaves first must not have the others killed: they may still be saving.
+# If one rank exits first, the others must not be killed: they may still be saving.
 options=(--kill-on-bad-exit=0 --wait=120)
 if [ -n "${CONTAINER_IMAGE:-}" ]; then
     options+=("--container-image=$CONTAINER_IMAGE" "--container-workdir=$PWD")
@@ -41,10 +42,10 @@ code=$?
 
 if [ "$code" -eq 75 ] || [ "$code" -eq 76 ]; then
     if [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-100}" ]; then
-        echo "exit code $code: queued again"
+        echo "exit code $code: requeued"
         scontrol requeue "$SLURM_JOB_ID"
         exit 0
     fi
-    echo "error: exit code $code, but queued again ${MAX_REQUEUES:-100} times already: submit the job once more" >&2
+    echo "error: exit code $code, but the job was already requeued ${MAX_REQUEUES:-100} times (MAX_REQUEUES): submit it again" >&2
 fi
 exit "$code"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.conversion.fields import IRRELEVANT, Harmless
+from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, HarmlessKeys
 
 # keys that transformers turns into another one, which is the one it computes with
 _SPELLED_OUT = {
@@ -28,12 +28,12 @@ def round_trip(config: Any) -> list[str]:
     return problems + different_providers(provider, again)
 
 
-def harmless(bridge: AutoBridge) -> Harmless:
+def harmless(bridge: AutoBridge) -> HarmlessKeys:
     """Keys that change nothing, and with which values; what is written is never quantised."""
     return {**IRRELEVANT, **getattr(bridge._bridge, "irrelevant", {}), "quantization_config": None}
 
 
-def different_keys(wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: Harmless) -> list[str]:
+def different_keys(wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: HarmlessKeys) -> list[str]:
     """A line for each key of ``wanted`` that has another value in ``found``."""
     return [
         f"{key}={value!r} is {found.get(key)!r} after the round trip"
@@ -42,7 +42,7 @@ def different_keys(wanted: Mapping[str, Any], found: Mapping[str, Any], ignored:
     ]
 
 
-def _means_the_same(key: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: Harmless) -> bool:
+def _means_the_same(key: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: HarmlessKeys) -> bool:
     value, now = wanted[key], found.get(key)
     if key in ignored and ((values := ignored[key]) is None or value in values):
         return True
@@ -65,9 +65,9 @@ def _without_whole(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def different_providers(one: Any, other: Any) -> list[str]:
-    """A line for each attribute in which two providers differ."""
+    """A line for each declared attribute in which two providers differ."""
     return [
         f"provider.{field.name}={getattr(one, field.name)!r} is {getattr(other, field.name)!r} when read again"
         for field in dataclasses.fields(one)
-        if getattr(one, field.name) != getattr(other, field.name)
+        if field.compare and getattr(one, field.name) != getattr(other, field.name)
     ]

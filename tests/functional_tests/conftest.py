@@ -4,18 +4,30 @@
 import pytest
 
 from tests.toy_run import save_llama
+from tests.workers import leave
+
+# Files that take longest, so that they do not begin when the others are done; the first one mostly waits.
+FIRST = ("slurm", "family_layouts", "parity", "chaos", "pages", "restarts", "tutorials", "resume")
+
+
+def pytest_collection_modifyitems(items):
+    """Give long files to the processes of xdist before short ones."""
+    order = [f"test_{name}.py" for name in FIRST]
+    items.sort(key=lambda item: order.index(item.path.name) if item.path.name in order else len(order))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_is_left():
+    """Process groups do not leak from one file into the next, whichever that is."""
+    yield
+    leave()
 
 
 @pytest.fixture
 def run_in_process():
     """Whatever a run initialises in this process is gone after the test."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
     yield
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture

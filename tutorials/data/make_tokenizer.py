@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ``tutorials/data/tokenizer`` was made: a byte-level BPE of 512 tokens, of the text beside it.
+"""Make ``tutorials/data/tokenizer``: a byte-level BPE of 512 tokens, trained on the texts of this folder.
 
 python tutorials/data/make_tokenizer.py NEW_FOLDER
 
-A published model has a tokenizer already. This one exists because a vocabulary of 128,256 tokens, as Llama 3 has
-it, would be nearly all of a model that trains on a laptop in a minute.
+A published model has its own tokenizer. This one exists because the 128,256 tokens of Llama 3 would be nearly all
+of a model that trains on a laptop in a minute.
 """
 
 import json
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 DATA = Path(__file__).parent
 START, END = "<|im_start|>", "<|im_end|>"
 
-# ChatML. It has no {% generation %} marks: what the assistant says is found by rendering each turn twice.
+# ChatML without {% generation %} markers: rendering each turn twice finds the answers of the assistant.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 def texts() -> list[str]:
-    """Everything that the tutorials learn from."""
+    """All texts that the tutorials train on."""
     articles = [json.loads(line)["text"] for line in (DATA / "lighthouses.jsonl").read_text().splitlines()]
     chats = [json.loads(line)["messages"] for line in (DATA / "chats/training.jsonl").read_text().splitlines()]
     turns = [f"{turn['role']}\n{turn['content']}\n" for chat in chats for turn in chat]
@@ -33,7 +33,7 @@ def texts() -> list[str]:
 
 
 def main() -> None:
-    """Train it and write the folder."""
+    """Train the tokenizer and write the folder."""
     folder = Path(sys.argv[1])
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,11 +41,11 @@ def main() -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=512,
         special_tokens=[START, END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # any text can be written, with these 256 alone
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # these 256 bytes can represent any text
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(), trainer)
-    # The end of a turn is also the end of a document: one token that says "stop here", whatever is written.
+    # One token ends a turn and a document.
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,

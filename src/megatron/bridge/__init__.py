@@ -7,7 +7,7 @@ prepares Megatron-Core for a machine without a GPU at the moment when ``megatron
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.backends import import_hook
+from megatron.bridge.backends.cpu import import_hook
 from megatron.bridge.version import __version__
 
 if TYPE_CHECKING:

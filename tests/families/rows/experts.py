@@ -7,8 +7,8 @@ import torch
 from megatron.core.models.backends import LocalSpecProvider
 from safetensors.torch import load_file, save_file
 
-from megatron.bridge.backends import layer_specs
-from megatron.bridge.backends.torch_spec import TorchSpecProvider
+from megatron.bridge.backends.specs import layer_specs
+from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 from tests.families.row import Row
 
 SIZES = {

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bridge.backends.layer_specs import apply_cpu_settings, decoder_block_spec
+from megatron.bridge.backends.specs.layer_specs import apply_backend_settings, decoder_block_spec
 from tests.functional_tests.backends.test_context_parallel import zigzag
 
 TOKENS, BATCH, VOCAB, EXPERTS = 16, 2, 64, 4
@@ -41,7 +41,7 @@ def build(settings):
         qk_layernorm=True,
         **{"normalization": "RMSNorm", "add_bias_linear": False, **settings},
     )
-    apply_cpu_settings(config)
+    apply_backend_settings(config)
     return GPTModel(
         config,
         decoder_block_spec(config, "torch"),

@@ -10,8 +10,10 @@ import socket
 import time
 from dataclasses import dataclass
 
-from megatron.bridge.checkpoint import layout
-from megatron.bridge.checkpoint.writer import Writer
+import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it, in 1 s: once in the server
+
+from megatron.bridge.checkpoint import paths
+from megatron.bridge.checkpoint.hashing_writer import HashingWriter
 from megatron.bridge.utils import atomic
 from tests.functional_tests.checkpoint.runs import STEPS, Series, run_to
 
@@ -31,10 +33,10 @@ class Kill:
 
 # Point -> where the function lies that is about to be called.
 POINTS = {
-    "write shards": (Writer, "write_data"),
-    "write metadata": (Writer, "finish"),
+    "write shards": (HashingWriter, "write_data"),
+    "write metadata": (HashingWriter, "finish"),
     "publish": (atomic, "publish"),
-    "move the tracker": (layout, "write_tracker"),
+    "move the tracker": (paths, "write_tracker"),
     "delete an old one": (shutil, "rmtree"),
 }
 

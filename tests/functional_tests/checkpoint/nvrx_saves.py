@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatron.bridge.checkpoint import distributed, saving, verification
-from megatron.bridge.checkpoint.nvrx import NvrxBackground
-from megatron.bridge.utils import dist
+from megatron.bridge.checkpoint import loading, saving, verification
+from megatron.bridge.checkpoint.nvrx_writer import NvrxAsyncSaver
+from megatron.bridge.utils import distributed
 
 SIZE = 200_000
 
@@ -35,13 +35,13 @@ def attempt(background, directory, value):
         return str(error)
     verification.verify(directory)
     found = sharded(-1)
-    distributed.load(found, directory)
+    loading.load(found, directory)
     return found["weight"].data.unique().tolist()
 
 
 def main(root):
-    dist.initialize("gloo")
-    background, said = NvrxBackground(), {}
+    distributed.initialize("gloo")
+    background, said = NvrxAsyncSaver(), {}
     background.reserve(0)
     said["saved"] = attempt(background, root / "iter_0000001", 1)
     said["saved again"] = attempt(background, root / "iter_0000002", 2)

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from megatron.bridge.backends.fully_sharded import local
+from megatron.bridge.backends.fsdp.sharded_rows import local_rows
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import CheckpointConfig, DistributedDataParallelConfig
 from megatron.bridge.training.gpt_step import forward_step
-from megatron.bridge.training.optimizer import step_of, torch_optimizers
+from megatron.bridge.training.initialize.rng import random_states
+from megatron.bridge.training.optim.optimizer import torch_optimizers, update_count
 from megatron.bridge.training.pretrain import pretrain
-from megatron.bridge.training.random_states import random_states
 from tests.toy_run import initialize_by_name, toy_config
 
 STEPS = 6
@@ -101,10 +101,10 @@ def digest(run):
             for inner in torch_optimizers(run.optimizer)
             for group in inner.param_groups
             for parameter in group["params"]
-            if local(parameter).numel()  # without rows nothing is updated, and updates need not be counted
+            if local_rows(parameter).numel()  # without rows nothing is updated, and updates need not be counted
         ],
         "hyper": [[group["lr"], group["weight_decay"]] for group in run.optimizer.param_groups],
-        "scale": [float(run.optimizer.get_loss_scale()), step_of(run.optimizer)],
+        "scale": [float(run.optimizer.get_loss_scale()), update_count(run.optimizer)],
         "random": list(random_states().items()),
     }
     return {name: _hash(value) for name, value in parts.items()}
@@ -119,7 +119,7 @@ def _hash(value):
 
 def _cloned(value):
     if isinstance(value, torch.Tensor):
-        return local(value).detach().clone()
+        return local_rows(value).detach().clone()
     if isinstance(value, (list, tuple)):
         return [_cloned(entry) for entry in value]
     if isinstance(value, dict):

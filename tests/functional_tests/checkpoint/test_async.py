@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.bridge.checkpoint import layout, lock, verification
-from megatron.bridge.checkpoint.writer import Prepared
+from megatron.bridge.checkpoint import lock, paths, verification
+from megatron.bridge.checkpoint.hashing_writer import PreparedSave
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import OptimizerConfig
 from megatron.bridge.utils.errors import UserError
@@ -29,14 +29,14 @@ LAYOUTS = {
 
 def in_background(root, stop, arguments, write_files=None):
     """``run_to`` with saves in the background."""
-    before = Prepared.write_files
+    before = PreparedSave.write_files
     if write_files is not None:
-        Prepared.write_files = write_files
+        PreparedSave.write_files = write_files
     try:
         options = {"save_interval": 2, "async_save": True, **arguments.get("checkpoint", {})}
         return run_to(root, stop, {**arguments, "checkpoint": options})
     finally:
-        Prepared.write_files = before
+        PreparedSave.write_files = before
 
 
 @pytest.mark.parametrize("name", ["dp2_bf16", pytest.param("tp2_fp16", marks=pytest.mark.slow)])
@@ -46,12 +46,12 @@ def test_it_is_the_same_run_bit_for_bit(two_workers, tmp_path, name):
     undisturbed = two_workers.run(run_to, tmp_path / "plain", STEPS, plain)
     assert two_workers.run(in_background, tmp_path / "run", STEPS, arguments) == undisturbed
     for step in (2, 4, 6):
-        directory = layout.iteration_dir(tmp_path / "run", step)
+        directory = paths.iteration_dir(tmp_path / "run", step)
         verification.verify(directory)
-        expected = tensors_of(layout.iteration_dir(tmp_path / "plain", step))
+        expected = tensors_of(paths.iteration_dir(tmp_path / "plain", step))
         found = tensors_of(directory)
         assert all(torch.equal(found[key], value) for key, value in expected.items())
-    layout.write_tracker(tmp_path / "run", 4)
+    paths.write_tracker(tmp_path / "run", 4)
     assert two_workers.run(in_background, tmp_path / "run", STEPS, arguments) == undisturbed
 
 
@@ -66,7 +66,7 @@ def _full(self):
     return WRITE(self)
 
 
-WRITE = Prepared.write_files
+WRITE = PreparedSave.write_files
 
 
 def _refused(root):
@@ -82,7 +82,7 @@ def test_a_failure_there_keeps_the_checkpoint_before(two_workers, tmp_path):
     messages = two_workers.run(_refused, tmp_path)
     assert all("cannot be written: No space left on device" in message for message in messages), messages
     assert sorted(path.name for path in Path(tmp_path).glob("iter_*")) == ["iter_0000002"]
-    assert layout.latest_iteration(tmp_path) == 2
+    assert paths.latest_iteration(tmp_path) == 2
 
 
 def _watched(root):
@@ -90,7 +90,7 @@ def _watched(root):
 
     class Watch(Callback):
         def on_train_step_start(self, context):
-            published.append(layout.latest_iteration(root))
+            published.append(paths.latest_iteration(root))
 
     in_background(root, 4, {"extra": [Watch()], "checkpoint": {"save_interval": 2}}, _slow)
     return published
@@ -99,7 +99,7 @@ def _watched(root):
 def test_it_appears_when_the_last_rank_is_done(two_workers, tmp_path):
     published = two_workers.run(_watched, tmp_path)[0]
     assert published == [None, None, None, None], "the steps after the save went on before it was published"
-    assert layout.published_iterations(tmp_path) == [2, 4]
+    assert paths.published_iterations(tmp_path) == [2, 4]
 
 
 def _interrupted(root):
@@ -116,4 +116,4 @@ def _interrupted(root):
 def test_a_run_that_fails_meanwhile_gives_the_save_up(two_workers, tmp_path):
     for threads in two_workers.run(_interrupted, tmp_path):
         assert "checkpoint" not in threads
-    assert layout.published_iterations(tmp_path) == []
+    assert paths.published_iterations(tmp_path) == []

@@ -2,6 +2,7 @@
 """A run that is broken at every phase ends as if nothing had happened."""
 
 import pytest
+
 from benchmarks import chaos
 
 

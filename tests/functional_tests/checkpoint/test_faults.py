@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bridge.checkpoint import layout, lock
+from megatron.bridge.checkpoint import lock, paths
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.callbacks.hangs import HUNG
-from megatron.bridge.training.callbacks.preemption import REQUEUE
-from megatron.bridge.training.callbacks.rerun import noted
+from megatron.bridge.training.callbacks.guard.hang_detection import HANG_EXIT_CODE
+from megatron.bridge.training.callbacks.guard.preemption import REQUEUE_EXIT_CODE
+from megatron.bridge.training.callbacks.guard.rerun import steps_to_skip
 from megatron.bridge.training.config import (
     DistributedInitConfig,
     OptimizerConfig,
@@ -64,9 +64,9 @@ def _out_of_time(root):
 def test_a_run_that_must_leave_saves_and_asks_to_be_started_again(two_workers, tmp_path, leave, step):
     undisturbed = two_workers.run(run_to, None, STEPS, {"model": DROPOUT})
     ends = two_workers.run(leave, tmp_path)
-    assert [ended for ended, _ in ends] == [REQUEUE] * 2, "a signal to one rank is for all"
-    assert "exit code 75 asks to be started again" in ends[0][1]
-    assert layout.latest_iteration(tmp_path) == step
+    assert [ended for ended, _ in ends] == [REQUEUE_EXIT_CODE] * 2, "a signal to one rank is for all"
+    assert "exit code 75" in ends[0][1]
+    assert paths.latest_iteration(tmp_path) == step
     assert lock.holder(tmp_path) is None
     assert two_workers.run(run_to, tmp_path, STEPS, {"model": DROPOUT}) == undisturbed
 
@@ -87,7 +87,7 @@ def _nan_once(root):
 def test_a_transient_error_changes_nothing(two_workers):
     undisturbed = two_workers.run(run_to, None, STEPS, {"model": DROPOUT})
     disturbed = two_workers.run(_nan_once, None)
-    assert "step 4: the gradient's norm is nan on rank 1" in disturbed[0][1]
+    assert "step 4: the gradient norm is nan on rank 1" in disturbed[0][1]
     assert "a transient error" in disturbed[0][1]
     for (result, _), expected in zip(disturbed, undisturbed, strict=True):
         # the callback that counts the drawn tokens saw them once: they were kept for the second try
@@ -145,14 +145,14 @@ def _persistent(root, policy):
 
 def test_a_persistent_error_ends_the_run_before_the_update(two_workers, tmp_path):
     ends = two_workers.run(_persistent, tmp_path, "stop")
-    assert all("repeated, it is the same: a persistent error; nothing of it is saved" in end for end, _ in ends)
+    assert all("a persistent error; the step is not saved" in end for end, _ in ends)
     assert "train.iterations_to_skip=[3]" in ends[0][0]
-    assert layout.latest_iteration(tmp_path) == 2
+    assert paths.latest_iteration(tmp_path) == 2
 
 
 def test_a_broken_batch_is_skipped_at_the_next_start(two_workers, tmp_path):
-    assert [end for end, _ in two_workers.run(_persistent, tmp_path, "skip")] == [REQUEUE] * 2
-    assert list(noted(tmp_path)) == [3]
+    assert [end for end, _ in two_workers.run(_persistent, tmp_path, "skip")] == [REQUEUE_EXIT_CODE] * 2
+    assert list(steps_to_skip(tmp_path)) == [3]
     resumed = two_workers.run(_resumed, tmp_path)
     skipping = {"model": DROPOUT, "train": {"iterations_to_skip": [3]}}
     assert resumed == two_workers.run(run_to, None, STEPS, skipping)
@@ -198,8 +198,8 @@ def _stop(context):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("sleeps", "rank 1 is the one the others wait for; it is in <lambda> (test_faults.py:"),
-        pytest.param("stops", "rank 1 gives no sign of life", marks=pytest.mark.slow),
+        ("sleeps", "waiting for rank 1, which is in <lambda> (test_faults.py:"),
+        pytest.param("stops", "rank 1 sends no heartbeat", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_hangs_is_named(tmp_path, how, words):
@@ -218,9 +218,9 @@ def test_a_rank_that_hangs_is_named(tmp_path, how, words):
     _, said = ranks[0].communicate(timeout=120)
     ranks[1].kill()
     ranks[1].communicate()
-    assert ranks[0].returncode == HUNG, said
+    assert ranks[0].returncode == HANG_EXIT_CODE, said
     assert words in said
-    assert "step 3 hangs since" in said
+    assert "step 3 has been hanging for" in said
     assert "most recent call first" in said, "stacks"
 
 

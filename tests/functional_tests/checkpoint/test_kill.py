@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import paths
 from tests.functional_tests.checkpoint.jobs import POINTS, Kill, run_job
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS
 
@@ -45,9 +45,9 @@ def undisturbed(tmp_path_factory):
 def _killed_then_resumed(tmp_path, world, kill, after=None):
     root, results = tmp_path / "run", tmp_path / "results"
     assert run_job(world, root, SAVES, results, kill, after) is None, "the job survived"
-    before = layout.latest_iteration(root)
+    before = paths.latest_iteration(root)
     resumed = run_job(world, root, SAVES, results)
-    assert layout.published_iterations(root) == [STEPS - 2, STEPS]
+    assert paths.published_iterations(root) == [STEPS - 2, STEPS]
     assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
     return before, resumed
 

@@ -10,9 +10,9 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron.bridge.checkpoint import contents, layout, model_io
+from megatron.bridge.checkpoint import inspection, model_io, paths
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.utils import dist
+from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 from tests.functional_tests.checkpoint import toy
 from tests.functional_tests.checkpoint.runs import STEPS, run_to
@@ -24,7 +24,9 @@ def _save_like_megatron_lm(root):
     model = chunk.sharded_state_dict()
     weight = chunk.decoder.final_layernorm.weight
     moment = ShardedTensor.from_rank_offsets(
-        "optimizer.state.exp_avg.decoder.final_layernorm.weight", torch.zeros_like(weight), replica_id=dist.rank()
+        "optimizer.state.exp_avg.decoder.final_layernorm.weight",
+        torch.zeros_like(weight),
+        replica_id=distributed.rank(),
     )
     state = {
         "args": Namespace(num_layers=4, hidden_size=32),
@@ -33,13 +35,13 @@ def _save_like_megatron_lm(root):
         "model": model,
         "optimizer": {"exp_avg": moment, "param_groups": [{"lr": 1e-3}]},
         "opt_param_scheduler": {"num_steps": 56},
-        "rng_state": ShardedObject("rng_state", {"seed": 1}, (1, 2), (0, dist.rank())),
+        "rng_state": ShardedObject("rng_state", {"seed": 1}, (1, 2), (0, distributed.rank())),
     }
     directory = Path(root) / "iter_0000007"
-    if dist.rank() == 0:
+    if distributed.rank() == 0:
         directory.mkdir(parents=True)
-        (Path(root) / layout.TRACKER).write_text("7")
-    dist.barrier()
+        (Path(root) / paths.TRACKER).write_text("7")
+    distributed.barrier()
     dist_checkpointing.save(state, str(directory), async_strategy="mcore")
     return {name: value.detach().clone() for name, value in chunk.state_dict().items() if value is not None}
 
@@ -76,7 +78,7 @@ def test_its_weights_are_loaded_as_they_are(two_workers, megatron_lm):
 def test_converted_it_is_a_checkpoint_of_ours(two_workers, megatron_lm, tmp_path):
     root, expected = megatron_lm
     directory = two_workers.run(_convert_on_first, root, tmp_path / "run")[0]
-    names = contents.tensors(directory)
+    names = inspection.list_tensors(directory)
     assert "decoder.layers.3.mlp.linear_fc1.weight" in names
     assert not any(name.startswith("optimizer") for name in names)
     for (found,), wanted in zip(two_workers.run(_load, tmp_path / "run", {"tp": 2}), expected, strict=True):
@@ -87,7 +89,7 @@ def _convert_on_first(root, target):
     import subprocess
     import sys
 
-    if dist.rank() == 0:  # the command line runs in a process of its own
+    if distributed.rank() == 0:  # the command line runs in a process of its own
         command = [
             sys.executable,
             "-m",
@@ -99,7 +101,7 @@ def _convert_on_first(root, target):
         ]
         environment = {"PATH": "", "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, capture_output=True)
-    dist.barrier()
+    distributed.barrier()
     return target / "iter_0000000"
 
 
@@ -120,11 +122,11 @@ class SavesLikeMegatronLM(Callback):
                 "iteration": 3,
                 "optimizer": context.optimizer.sharded_state_dict(state, metadata=metadata),
                 "opt_param_scheduler": context.scheduler.state_dict(),
-                "rng_state": ShardedObject("rng_state", {}, (1, 2), (0, dist.rank())),
+                "rng_state": ShardedObject("rng_state", {}, (1, 2), (0, distributed.rank())),
             }
-            if dist.rank() == 0:
+            if distributed.rank() == 0:
                 self.root.mkdir()
-            dist.barrier()
+            distributed.barrier()
             dist_checkpointing.save(state, str(self.root), async_strategy="mcore")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron.bridge.checkpoint import distributed, layout, model_io
+from megatron.bridge.checkpoint import loading, model_io, paths
 from megatron.bridge.utils.errors import UserError
 from tests.functional_tests.checkpoint import toy
 from tests.functional_tests.checkpoint.runs import tensors_of
@@ -44,9 +44,9 @@ def test_weights_survive_every_layout(two_workers, tmp_path, tied):
 def test_megatron_reads_what_we_write(two_workers, tmp_path):
     path = two_workers.run(_save, tmp_path / "run", {"tp": 2})[0]
     assert two_workers.run(_read_with_megatron, path) == [True, True]
-    assert layout.latest_iteration(tmp_path / "run") == 0
+    assert paths.latest_iteration(tmp_path / "run") == 0
     assert model_io.read_run_config(tmp_path / "run") == CONFIG
-    _cut(path / layout.RUN_CONFIG, 6)  # still valid YAML, of another model
+    _cut(path / paths.RUN_CONFIG, 6)  # still valid YAML, of another model
     with pytest.raises(UserError, match=r"damaged: run_config.yaml does not end"):
         model_io.read_run_config(path)
 
@@ -108,7 +108,7 @@ def test_an_existing_iteration_is_not_replaced(two_workers, tmp_path):
     messages = two_workers.run(_save_refused, tmp_path / "run")
     assert all("exists" in message for message in messages)
     assert all(
-        torch.equal(value, before[name]) for name, value in tensors_of(layout.resolve(tmp_path / "run")).items()
+        torch.equal(value, before[name]) for name, value in tensors_of(paths.resolve(tmp_path / "run")).items()
     )
 
 
@@ -153,4 +153,4 @@ def _save_on_a_full_disk(root):
 
 
 def test_known_names_are_data(two_workers):
-    assert distributed.compare({}, {"optimizer.state.exp_avg.x": (1,)}, model_io.BESIDE_WEIGHTS).left_over == ()
+    assert loading.compare({}, {"optimizer.state.exp_avg.x": (1,)}, model_io.BESIDE_WEIGHTS).left_over == ()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import DistributedInitConfig, OptimizerConfig
 from megatron.bridge.utils.console import console
@@ -83,13 +83,13 @@ def undisturbed(two_workers):
 )
 def test_a_run_goes_on_from_it_bit_for_bit(two_workers, tmp_path, undisturbed, name, kind):
     two_workers.run(broken_off, tmp_path, LAYOUTS[name], 5, {"kind": kind})
-    assert layout.published_iterations(tmp_path / "run") == [3]
+    assert paths.published_iterations(tmp_path / "run") == [3]
     kept = [path for path in tmp_path.rglob("iter_*") if path.parent != tmp_path / "run"]
     assert {path.name for path in kept} == {"iter_0000005"}, "only the newest is kept"
     results = two_workers.run(went_on, tmp_path, LAYOUTS[name], {"kind": kind})
     assert "iter_0000005 at step 5" in results[0][1]
     assert _same(results, undisturbed(name))
-    assert layout.latest_iteration(tmp_path / "run") == STEPS
+    assert paths.latest_iteration(tmp_path / "run") == STEPS
     assert not [path for path in tmp_path.rglob("iter_*") if path.parent != tmp_path / "run"], "the run has ended"
 
 
@@ -111,7 +111,7 @@ def _swapped(folder):
 
 
 def _of_an_older_one(folder):
-    layout.write_tracker(folder / "run", 2)
+    paths.write_tracker(folder / "run", 2)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def _of_an_older_one(folder):
         (_lost, "rank 1 on", 3, 3),
         (_flipped, "the content of state.pt is not what was written", 3, 3),
         pytest.param(_swapped, "state.pt", 3, 3, marks=pytest.mark.slow),
-        (_of_an_older_one, "it came after iteration 4, and the run goes on from 2", 2, 2),
+        (_of_an_older_one, "it follows iteration 4, but the run resumes from 2", 2, 2),
     ],
 )
 def test_what_does_not_fit_is_left(two_workers, tmp_path, undisturbed, what, words, interval, step):
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_left(two_workers, tmp_path, undisturbed, what, wor
 def test_another_layout_takes_the_persistent_one(two_workers, tmp_path):
     two_workers.run(broken_off, tmp_path, DP2)
     results = two_workers.run(went_on, tmp_path, {**DP2, "model": {**DROPOUT, "tensor_model_parallel_size": 2}})
-    assert "it was made under another layout" in results[0][1]
+    assert "it was saved with other parallel sizes" in results[0][1]
     assert "iter_0000003 at step 3" in results[0][1]
 
 

@@ -16,14 +16,15 @@ import psutil
 import pytest
 import torch
 
-from megatron.bridge.checkpoint import layout, manifest, verification
+from megatron.bridge.checkpoint import manifest, verification
+from megatron.bridge.checkpoint import paths as layout
 from tests.functional_tests.checkpoint.restarts import PLAIN
 from tests.functional_tests.checkpoint.runs import STEPS, run_to, tensors_of
 
 REPOSITORY = Path(__file__).parents[3]
 BESIDE = REPOSITORY / ".cache/resiliency"  # where scripts/extra.sh installs it
 JOB = "tests.functional_tests.checkpoint.restarts"
-TIMEOUTS = ("setup:60", "step:2", "checkpointing:30")
+TIMEOUTS = ("setup:60", "step:10", "checkpointing:30")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nvidia_resiliency_ext") is None and not BESIDE.is_dir(),
@@ -114,7 +115,7 @@ def test_the_launcher_restarts_what_was_killed_or_hangs(tmp_path, undisturbed, k
     command += [f"--ft-rank-section-timeouts={','.join(TIMEOUTS)}", "--ft-workload-check-interval=0.5"]
     command += ["--ft-rank-out-of-section-timeout=60", "-m", JOB, kind, str(tmp_path)]
     done = subprocess.run(
-        command, env=_environment(), capture_output=True, text=True, timeout=150, cwd=tmp_path, check=False
+        command, env=_environment(), capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     _assert_same(_results(tmp_path), undisturbed)

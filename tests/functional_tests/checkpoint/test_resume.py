@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import OptimizerConfig
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to, tensors_of
@@ -78,7 +78,7 @@ def test_an_overlapped_gather_saves_whole_weights(two_workers, tmp_path):
     saved = {}
     for name, ddp in (("overlap", OVERLAP), ("plain", WHOLE)):
         two_workers.run(run_to, tmp_path / name, 2, {"ddp": ddp, "checkpoint": {"save_interval": 2}})
-        saved[name] = tensors_of(layout.resolve(tmp_path / name))
+        saved[name] = tensors_of(paths.resolve(tmp_path / name))
     for key, value in saved["plain"].items():
         if not key.startswith("optimizer."):
             # stale weights would be off by a step: 1e-3
@@ -87,7 +87,7 @@ def test_an_overlapped_gather_saves_whole_weights(two_workers, tmp_path):
 
 def test_ranks_that_hold_the_same_share_the_writing(two_workers, tmp_path):
     two_workers.run(run_to, tmp_path, 2, {"ddp": WHOLE})
-    sizes = [path.stat().st_size for path in sorted(layout.iteration_dir(tmp_path, 2).glob("__*.distcp"))]
+    sizes = [path.stat().st_size for path in sorted(paths.iteration_dir(tmp_path, 2).glob("__*.distcp"))]
     assert len(sizes) == 2
     assert max(sizes) < 1.2 * min(sizes), sizes
 
@@ -95,7 +95,7 @@ def test_ranks_that_hold_the_same_share_the_writing(two_workers, tmp_path):
 def _both(pool, root, before, after):
     """The results of a run that saves at step 3, and of the one that goes on from there."""
     undisturbed = pool.run(run_to, root, STEPS, {**before, "checkpoint": {"save_interval": 3}})
-    layout.write_tracker(root, 3)
+    paths.write_tracker(root, 3)
     return undisturbed, pool.run(run_to, root, STEPS, after)
 
 
@@ -180,8 +180,8 @@ def test_a_run_goes_on_under_every_other_layout(request, tmp_path, matrix, sourc
     layouts = MATRICES[matrix]
     saving = {**layouts[source], "checkpoint": {"save_interval": 3}}
     undisturbed = pool.run(run_to, tmp_path / "run", STEPS, saving)
-    layout.remove(tmp_path / "run", STEPS)
-    layout.write_tracker(tmp_path / "run", 3)
+    paths.remove(tmp_path / "run", STEPS)
+    paths.write_tracker(tmp_path / "run", 3)
     for target in sorted(layouts.keys() - {source}):
         shutil.copytree(tmp_path / "run", tmp_path / target)
         _assert_it_went_on(undisturbed, pool.run(run_to, tmp_path / target, STEPS, layouts[target]), 1e-6)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a run starts: its own folder first, then what it is told to load."""
 
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import paths
 from tests.functional_tests.checkpoint.runs import STEPS, run_to
 
 EVERY_TWO = {"checkpoint": {"save_interval": 2}}
@@ -19,7 +19,7 @@ def test_a_run_goes_on_from_another_folder_and_then_from_its_own(two_workers, tm
     undisturbed = two_workers.run(run_to, tmp_path / "first", STEPS, EVERY_TWO)
     branched = two_workers.run(_loaded, tmp_path / "second", str(tmp_path / "first" / "iter_0000002"))
     assert branched == undisturbed
-    assert layout.published_iterations(tmp_path / "second") == [STEPS]
+    assert paths.published_iterations(tmp_path / "second") == [STEPS]
     again = two_workers.run(_loaded, tmp_path / "second", str(tmp_path / "first" / "iter_0000002"))
     assert again == undisturbed  # nothing was left to do
 

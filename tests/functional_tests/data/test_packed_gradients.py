@@ -8,7 +8,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 from megatron.bridge import AutoBridge
@@ -24,6 +23,7 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.gpt_step import forward_step
 from tests.toy_run import VOCABULARY, run_toy, whole_weights
 from tests.toy_samples import LENGTHS, dataset, write_samples
+from tests.workers import leave
 
 SAMPLES = len(LENGTHS)
 
@@ -122,7 +122,7 @@ def padded_step(folder):
     """The step of one process on padded samples."""
     torch.set_num_threads(1)
     record = one_step(folder, "padded", micro=2)
-    dist.destroy_process_group()
+    leave()
     return record
 
 
@@ -140,7 +140,7 @@ def check(records, expected):
 @pytest.mark.parametrize(("kind", "micro"), [("packed", 1), ("padding-free", 2), ("padding-free", 4)])
 def test_one_process(folder, padded_step, kind, micro):
     record = one_step(folder, kind, micro=micro)
-    dist.destroy_process_group()
+    leave()
     check([record], padded_step)
 
 
@@ -150,7 +150,7 @@ def test_multi_token_prediction_stays_within_samples(folder):
     weights = []
     for kind in ("padded", "padding-free"):
         weights.append(whole_weights([one_step(folder, kind, {"mtp_num_layers": 1}, micro=SAMPLES)]))
-        dist.destroy_process_group()
+        leave()
     assert any("mtp" in name for name in weights[0])
     for name, weight in weights[0].items():
         assert (weights[1][name] - weight).abs().max() < 2e-6, name

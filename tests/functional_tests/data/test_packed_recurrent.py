@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.functional_tests.data.test_packed_gradients import check, one_step, write_samples
+from tests.workers import leave
 
 DELTA_NETS = {
     "experimental_attention_variant": "gated_delta_net",
@@ -50,14 +50,14 @@ def samples(tmp_path_factory):
 def padded(samples, layers):
     """The step of one process on padded samples."""
     record = step(samples, "padded", layers, 2)
-    dist.destroy_process_group()
+    leave()
     return record
 
 
 @pytest.mark.parametrize(("kind", "micro"), [("packed", 1), ("padding-free", 4)])
 def test_one_process(samples, layers, padded, kind, micro):
     record = step(samples, kind, layers, micro)
-    dist.destroy_process_group()
+    leave()
     check([record], padded)
 
 
@@ -72,5 +72,5 @@ def test_tensor_and_context_parallel(four_workers, samples, layers):
     layout = {**LAYOUTS["tp2sp"], **LAYOUTS["cp2"]}
     wider = {**layers, "linear_num_key_heads": 4} if layers is DELTA_NETS else layers
     single = step(samples, "padded", wider, 2)
-    dist.destroy_process_group()
+    leave()
     check(four_workers.run(step, samples, "packed", {**wider, **layout}, 1), single)

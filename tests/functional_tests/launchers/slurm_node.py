@@ -80,7 +80,7 @@ class SlurmNode:
             self._start_munge()
             self._start("slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
             self._start("slurmd", "-D", "-f", str(self.folder / "slurm.conf"))
-            self.wait_for(lambda: self.run("sinfo", "-h", "-o", "%T").strip() == "idle", "an idle node", 30)
+            self.wait_for(lambda: self.run("sinfo", "-h", "-o", "%T").strip() == "idle", "an idle node", 300)
         except BaseException:
             self.__exit__()
             raise
@@ -100,7 +100,7 @@ class SlurmNode:
     def run(self, *command: str, check: bool = True) -> str:
         """Standard output of a command of this cluster."""
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+            command, env=self.environment, capture_output=True, text=True, timeout=600, check=False
         )
         assert not check or done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
@@ -143,7 +143,7 @@ class SlurmNode:
             f"--pid-file={home}/pid",
             f"--seed-file={home}/seed",
         )
-        self.wait_for((self.folder / "munge.socket").exists, "socket of munge", 10)
+        self.wait_for((self.folder / "munge.socket").exists, "socket of munge", 300)
 
     def _logs(self) -> str:
         texts = [

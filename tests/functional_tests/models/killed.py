@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.checkpoint import layout, manifest
-from megatron.bridge.models.conversion import side_files
+from megatron.bridge.checkpoint import manifest, paths
+from megatron.bridge.models.conversion.engine import side_files
 from megatron.bridge.models.hf_pretrained import safetensors_writer
 from megatron.bridge.utils import atomic
 from tests.toy_models import make_llama
@@ -79,7 +79,7 @@ def main(folder):
     found = {"reference": forked(lambda: AutoBridge.import_ckpt(folder / "hf", reference, False)), "import": []}
     for point in IMPORTS:
         ended = forked(lambda: AutoBridge.import_ckpt(folder / "hf", root, False), point)
-        found["import"].append((ended, layout.published_iterations(root), (root / layout.TRACKER).exists()))
+        found["import"].append((ended, paths.published_iterations(root), (root / paths.TRACKER).exists()))
     found["import again"] = forked(lambda: AutoBridge.import_ckpt(folder / "hf", root, False))
     found["import equal"] = hashes(root) == hashes(reference)
     found["export"] = []

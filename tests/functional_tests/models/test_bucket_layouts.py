@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from megatron.bridge.models.conversion.exchange import Arriving
+from megatron.bridge.models.conversion.engine.exchange import Pending
 from tests.families import harness
 from tests.live_tensors import LiveBytes
 
@@ -16,20 +16,20 @@ BUCKET = 90_000  # a third of a model, and more than its largest parameter needs
 def streamed(case, layout, bucket_bytes):
     """Names and bytes as they come, and the peak of live bytes above the model."""
     bridge, model = harness.build(case, layout)
-    wait = Arriving.wait
+    wait = Pending.wait
 
     def patiently(arriving):
         found = wait(arriving)
         time.sleep(0.005 * bool(arriving.works))  # gloo's threads wake who waits before they let go of tensors
         return found
 
-    Arriving.wait = patiently
+    Pending.wait = patiently
     try:
         with LiveBytes() as live:
             stream = bridge.export_hf_weights(model, show_progress=False, bucket_bytes=bucket_bytes)
             found = [(name, weight.numpy().tobytes()) for name, weight in stream]
     finally:
-        Arriving.wait = wait
+        Pending.wait = wait
     return found, live.peak
 
 

@@ -5,9 +5,11 @@ import pytest
 from megatron.core import parallel_state
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.cli.main import main
 from megatron.bridge.models.hf_pretrained.safetensors_writer import Writer
 from tests.families import harness
 from tests.families.rows import ROWS
+from tests.workers import forget_model_parallel
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +115,24 @@ def test_a_stream_gives_every_rank_all_experts(two_workers, cases):
             int(name.split(".")[5]) for name, _ in found if "layers.0" in name and name.endswith("w2.weight")
         ]
         assert numbers == list(range(6))
+
+
+def whole_experts(case, folder):
+    """What differs after a conversion of a model whose user set its tensor-parallel size and nothing else."""
+    bridge = AutoBridge.from_hf_pretrained(case.checkpoint)
+    provider = bridge.to_megatron_provider()
+    provider.tensor_model_parallel_size, provider.sequence_parallel = 2, True
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(model, folder / "out", show_progress=False)
+    words = ["--hf-model", str(case.checkpoint), "--megatron-path", str(folder / "megatron"), "--no-progress"]
+    forget_model_parallel()
+    codes = [main(["convert", "--tp", "2", *words])]
+    codes.append(main(["export", "--tp", "2", *words, "--hf-path", str(folder / "streamed")]))
+    return codes, [harness.different_files(case, folder / name) for name in ("out", "streamed")]
+
+
+def test_experts_with_biases_are_whole_under_tensor_parallelism(two_workers, cases, tmp_path):
+    case = cases("gpt_oss")
+    for codes, problems in two_workers.run(whole_experts, case, tmp_path):
+        assert codes == [0, 0]
+        assert problems == [[], []]

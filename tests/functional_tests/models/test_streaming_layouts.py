@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.checkpoint import distributed
+from megatron.bridge.checkpoint import loading
 from megatron.bridge.checkpoint.manifest import DamagedError
-from megatron.bridge.models.conversion import streaming
-from megatron.bridge.utils import dist
+from megatron.bridge.models.conversion.engine import streaming
+from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
 from tests.functional_tests.models import killed
@@ -37,16 +37,16 @@ def import_both_ways(case, layout, folder):
 
 def export(case, layout, folder, breaks_on=None):
     """Export what was imported; the message of the error, if there is one."""
-    bridge, read = AutoBridge.from_hf_pretrained(case.checkpoint), distributed.read
+    bridge, read = AutoBridge.from_hf_pretrained(case.checkpoint), loading.read
     try:
         streaming.AHEAD = 10_000  # many reads
-        if dist.rank() == breaks_on:
-            distributed.read = broken
+        if distributed.rank() == breaks_on:
+            loading.read = broken
         bridge.export_ckpt(folder / "streamed", folder / "out", show_progress=False, mp_overrides=sizes(layout))
     except UserError as error:
         return str(error)
     finally:
-        streaming.AHEAD, distributed.read = 512 << 20, read
+        streaming.AHEAD, loading.read = 512 << 20, read
     return None
 
 

@@ -47,10 +47,11 @@ def losses(folder):
 
 
 @pytest.mark.parametrize("name", ["llama31_405b_pretrain_config", "smollm2_135m_finetune_config"])
-def test_recipes_train_at_toy_size(name, tmp_path):
+def test_recipes_train_at_toy_size(name, tmp_path, resolutions):
     toy = [*TOY, *ONE_PROCESS, f"logger.log_dir={tmp_path}"]
     assert main(["train", "--recipe", name, "--mode", "pretrain", *toy]) == 0
     assert len(losses(tmp_path)) >= 2
+    assert len(resolutions) == 1
 
 
 REFUSED = ("fp", "_distill_")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.training.config import LoggerConfig, OptimizerConfig, SchedulerConfig, ValidationConfig
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to
 from tests.toy_run import run_toy
@@ -34,7 +34,7 @@ def test_samples_keep_their_order(two_workers):
 def test_a_run_resumes_in_the_midst_of_the_ramp(two_workers, tmp_path, stop):
     arguments = {**RAMP, "model": DROPOUT}
     undisturbed = two_workers.run(run_to, tmp_path, STEPS, {**arguments, "checkpoint": {"save_interval": stop}})
-    layout.write_tracker(tmp_path, stop)
+    paths.write_tracker(tmp_path, stop)
     assert two_workers.run(run_to, tmp_path, STEPS, arguments) == undisturbed
 
 

@@ -5,17 +5,16 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatron.bridge.data.config import DatasetRequest
 from megatron.bridge.data.tokenizer import NullTokenizer
 from megatron.bridge.training.config import ValidationConfig
-from megatron.bridge.training.distillation.precompute import precompute
+from megatron.bridge.training.distillation.cache_teacher import precompute
 from tests.functional_tests.data.test_packed_gradients import LENGTHS, dataset
 from tests.toy_distill import HIDDEN, LEARN, run_student, save_teacher, student_config
 from tests.toy_run import VOCABULARY, whole_weights
-from tests.workers import forget_model_parallel
+from tests.workers import forget_model_parallel, leave
 
 PP2 = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -58,7 +57,7 @@ def alone(teacher):
     """The runs of one process."""
     torch.set_num_threads(1)
     found = {name: run(teacher, learn, {}) for name, learn in (("hidden", HIDDEN), ("top", TOP), ("kl", LEARN))}
-    dist.destroy_process_group()
+    leave()
     return found
 
 
@@ -105,7 +104,7 @@ def test_half_precision_over_stages(teacher, two_workers):
     """What is sent is in half precision anyway: nothing is rounded twice."""
     torch.set_num_threads(1)
     expected = run(teacher, HIDDEN, {}, mixed_precision="bf16_mixed")[1]
-    dist.destroy_process_group()
+    leave()
     assert two_workers.run(in_half_precision, teacher) == [expected] * 2
 
 
@@ -121,7 +120,7 @@ def test_experts_over_ranks(tmp_path, two_workers):
     config = MixtralConfig(**sizes, **attention, initializer_range=0.15, sliding_window=None)
     MixtralForCausalLM(config).save_pretrained(tmp_path)
     expected, train, _ = run(tmp_path, HIDDEN, EXPERTS)
-    dist.destroy_process_group()
+    leave()
     ranks = two_workers.run(share_experts, tmp_path)
     for rank in ranks:
         assert rank[1] == [pytest.approx(step, rel=2e-6) for step in train]
@@ -156,7 +155,7 @@ def packed_run(teacher, samples, kind, layout, learn):
 def test_packed_samples_learn_what_padded_ones_do(teacher, samples, tmp_path, two_workers):
     expected, losses = packed_run(teacher, samples, "padded", {}, HIDDEN)
     alone, top = packed_run(teacher, samples, "padded", {}, TOP)
-    dist.destroy_process_group()
+    leave()
     cached = {**TOP, "cache": str(tmp_path)}
     for learn, layout, reference, wanted in (
         (HIDDEN, CP2, expected, losses),

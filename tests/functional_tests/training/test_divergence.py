@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from megatron.bridge.training.distillation import divergence
 from megatron.bridge.training.distillation.divergence import kl_divergence, top_kl_divergence, top_tokens
-from tests.workers import forget_model_parallel
+from tests.workers import forget_model_parallel, leave
 
 VOCABULARY, TEMPERATURE = 40, 0.7  # below 1, the lowest number of a padded row becomes infinite
 
@@ -79,8 +79,7 @@ def compare(size):
 def one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    forget_model_parallel()
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def test_two_ranks(two_workers):
 
 def test_blocks_change_nothing(group, monkeypatch):
     expected = kl_divergence(logits(2), logits(1), 1.0, group)
-    monkeypatch.setattr(divergence, "BLOCK", 3 * VOCABULARY)
+    monkeypatch.setattr(divergence, "BLOCK_LOGITS", 3 * VOCABULARY)
     torch.testing.assert_close(kl_divergence(logits(2), logits(1), 1.0, group), expected, rtol=0, atol=1e-14)
 
 

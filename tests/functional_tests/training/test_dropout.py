@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bridge.backends.torch_attention import TorchAttention
+from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from tests import parity
 from tests.toy_run import run_toy, whole_weights
 

@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.autotune.memory import memory_per_rank
-from megatron.bridge.backends.fully_sharded import local
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.backends.fsdp.sharded_rows import local_rows
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
     DistributedDataParallelConfig,
@@ -25,7 +25,7 @@ from megatron.bridge.training.config import (
     RerunStateMachineConfig,
     ValidationConfig,
 )
-from megatron.bridge.training.optimizer import torch_optimizers
+from megatron.bridge.training.optim.optimizer import torch_optimizers
 from megatron.bridge.utils.console import console
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to, tensors_of
 from tests.parity import LATENT
@@ -58,7 +58,7 @@ class Held(Callback):
             if name != "step"
         ]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        self.found = [sum(local(tensor).numel() for tensor in kind) for kind in (weights, gradients, state)]
+        self.found = [sum(local_rows(tensor).numel() for tensor in kind) for kind in (weights, gradients, state)]
 
 
 def hold(arguments):
@@ -73,7 +73,7 @@ def test_each_rank_holds_its_share_of_everything(two_workers, run_in_process, pr
     alone = sum(weight.numel() for weight in whole_weights([run_toy({"train": {"train_iters": 1}})]).values())
     assert found == [[alone // 2, alone // 2, alone]] * 2
     config = toy_config(mixed_precision=precision, **FSDP2)
-    config.validate(2)
+    config = config.resolve(2).config
     memory = memory_per_rank(config, 2)[0]  # what a dry run says, in bytes of fp32
     assert [memory.parameters // 2, memory.gradients // 4, memory.optimizer // 4] == found[0]
 
@@ -99,7 +99,7 @@ def hold_buffers(arguments):
 def test_each_rank_holds_an_equal_part_of_megatrons_buffers(two_workers, run_in_process, cut):
     found = two_workers.run(hold_buffers, {**cut, **BF16})
     config = toy_config(mixed_precision="bf16_mixed", ddp=DistributedDataParallelConfig(**cut["ddp"]))
-    config.validate(2)
+    config = config.resolve(2).config
     memory = memory_per_rank(config, 2)[0]
     share = memory.optimizer // 12  # master weights and two moments in fp32
     padded = 2 * share
@@ -143,7 +143,7 @@ def test_a_resumed_run_is_the_undisturbed_one(request, tmp_path, name):
     exact = {**MICRO, **arguments, "model": {**arguments.get("model", {}), **DROPOUT}}
     saving = {**arguments.get("checkpoint", {}), "save_interval": 3}
     undisturbed = pool.run(run_to, tmp_path, STEPS, {**exact, "checkpoint": saving})
-    layout.write_tracker(tmp_path, 3)
+    paths.write_tracker(tmp_path, 3)
     resumed = pool.run(run_to, tmp_path, STEPS, exact)
     for rank in range(size):
         for part in undisturbed[rank]:
@@ -165,7 +165,7 @@ def test_a_checkpoint_is_that_of_one_process(four_workers, run_in_process, tmp_p
     arguments = {**MICRO, "model": model, "mixed_precision": precision, "checkpoint": {"save_interval": 2}}
     four_workers.run(run_to, tmp_path / "sharded", 2, {**arguments, **cut})
     run_to(tmp_path / "whole", 2, arguments)
-    found, expected = (tensors_of(layout.resolve(tmp_path / name)) for name in ("sharded", "whole"))
+    found, expected = (tensors_of(paths.resolve(tmp_path / name)) for name in ("sharded", "whole"))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key].dtype == value.dtype, key
@@ -260,7 +260,7 @@ class Spoiled(Callback):
         if self.left and parallel_state.get_data_parallel_rank():
             self.left = 0
             gradients = (parameter.grad for parameter in context.model[0].parameters())
-            local(next(gradient for gradient in gradients if gradient is not None)).view(-1)[0] = float("nan")
+            local_rows(next(gradient for gradient in gradients if gradient is not None)).view(-1)[0] = float("nan")
 
 
 def spoil(arguments, callbacks):
@@ -275,7 +275,7 @@ def spoil(arguments, callbacks):
 def test_a_wrong_gradient_is_found_and_its_step_repeated(two_workers, cut):
     undisturbed = two_workers.run(run_to, None, 2, cut)
     found = two_workers.run(spoil, cut, [Spoiled()])
-    assert "step 1: the gradient's norm is nan on rank 1" in found[0][1]
+    assert "step 1: the gradient norm is nan on rank 1" in found[0][1]
     assert "a transient error" in found[0][1]
     assert [losses for losses, _ in found] == [result["losses"] for result in undisturbed]
 

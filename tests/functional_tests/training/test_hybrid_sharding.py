@@ -3,7 +3,7 @@
 
 import pytest
 
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.training.config import DistributedDataParallelConfig
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to, tensors_of
 from tests.toy_run import run_toy, whole_weights
@@ -28,7 +28,7 @@ def test_a_resumed_run_is_the_undisturbed_one_and_other_layouts_read_it(four_wor
     arguments = {**MICRO, "ddp": HYBRID, "mixed_precision": precision}
     exact = {**arguments, "model": DROPOUT}
     undisturbed = four_workers.run(run_to, tmp_path, STEPS, {**exact, "checkpoint": {"save_interval": 3}})
-    layout.write_tracker(tmp_path, 3)
+    paths.write_tracker(tmp_path, 3)
     assert four_workers.run(run_to, tmp_path, STEPS, exact) == undisturbed
 
 
@@ -37,7 +37,7 @@ def test_a_checkpoint_is_the_one_of_plain_sharding(four_workers, tmp_path):
     saved = {}
     for name, ddp in (("hybrid", HYBRID), ("plain", {"use_distributed_optimizer": True})):
         four_workers.run(run_to, tmp_path / name, 2, {**MICRO, "ddp": ddp, "checkpoint": {"save_interval": 2}})
-        saved[name] = tensors_of(layout.resolve(tmp_path / name))
+        saved[name] = tensors_of(paths.resolve(tmp_path / name))
     assert saved["hybrid"].keys() == saved["plain"].keys()
     for key, value in saved["plain"].items():
         assert (saved["hybrid"][key] - value).abs().max() <= 1e-6, key
@@ -47,7 +47,7 @@ def test_a_run_goes_on_under_another_layout(four_workers, tmp_path):
     before = {**MICRO, "ddp": HYBRID}
     after = {**MICRO, "model": {"tensor_model_parallel_size": 2}, "ddp": {**HYBRID, **OVERLAP}}
     undisturbed = four_workers.run(run_to, tmp_path, STEPS, {**before, "checkpoint": {"save_interval": 3}})
-    layout.write_tracker(tmp_path, 3)
+    paths.write_tracker(tmp_path, 3)
     resumed = four_workers.run(run_to, tmp_path, STEPS, after)
     for step, loss in undisturbed[0]["losses"].items():
         assert resumed[0]["losses"][step] == pytest.approx(loss, rel=1e-6)

@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS
 
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
     DistributedDataParallelConfig,
@@ -22,6 +22,7 @@ from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils.errors import UserError
 from tests.functional_tests.checkpoint.runs import run_to
 from tests.toy_run import Record, initialize_by_name, run_toy, toy_config
+from tests.workers import leave
 
 muon = pytest.mark.skipif(not HAVE_EMERGING_OPTIMIZERS, reason="emerging-optimizers is not installed")
 SAVING = {"save_interval": 3}
@@ -222,7 +223,7 @@ def alone():
     """Losses of one process with Muon."""
     torch.set_num_threads(1)
     losses = run_toy({"optimizer": OptimizerConfig(**MUON)}).losses
-    torch.distributed.destroy_process_group()
+    leave()
     return losses
 
 
@@ -240,9 +241,9 @@ def test_muon_under_tensor_parallelism_updates_whole_matrices(two_workers, alone
 def test_muon_resumes_and_goes_on_under_another_layout(two_workers, tmp_path):
     arguments = {"optimizer": OptimizerConfig(**MUON), "mixed_precision": "bf16_mixed"}
     undisturbed = two_workers.run(run_to, tmp_path, 6, {**arguments, "model": TP2, "checkpoint": SAVING})
-    layout.write_tracker(tmp_path, 3)
+    paths.write_tracker(tmp_path, 3)
     assert two_workers.run(run_to, tmp_path, 6, {**arguments, "model": TP2}) == undisturbed
-    layout.write_tracker(tmp_path, 3)
+    paths.write_tracker(tmp_path, 3)
     elsewhere = two_workers.run(run_to, tmp_path, 6, arguments)[0]["losses"]
     assert [elsewhere[step] for step in (4, 5, 6)] == pytest.approx(
         [undisturbed[0]["losses"][step] for step in (4, 5, 6)], rel=2e-3
@@ -286,11 +287,11 @@ def test_gradients_are_reduced_in_the_type_that_is_asked_for(two_workers, run_in
     [
         (
             [ParameterOverride(["embeding.*"], lr=1e-3)],
-            "the pattern embeding.* names no parameter that is trained",
+            "the pattern embeding.* matches no trained parameter",
         ),
         (
             [ParameterOverride(["embedding.*"], lr=1e-3), ParameterOverride(["*.weight"], lr=1e-4)],
-            "two entries name embedding.word_embeddings.weight and give max_lr as 0.001 and 0.0001",
+            "two entries match embedding.word_embeddings.weight and set max_lr to 0.001 and 0.0001",
         ),
     ],
 )

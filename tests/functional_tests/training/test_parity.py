@@ -77,6 +77,8 @@ def pools(request):
 
 def as_tests(cells):
     """The cells as parameters; those that are not in CI are slow."""
+    assert IN_CI.keys() == parity.MODELS.keys()
+    assert {(model, layout) for model, layouts in IN_CI.items() for layout in layouts} <= set(cells)
     return [
         pytest.param(model, layout, marks=() if layout in IN_CI.get(model, ()) else pytest.mark.slow)
         for model, layout in cells
@@ -87,7 +89,7 @@ def check(figures, tolerance):
     assert not figures.beyond(tolerance), figures.beyond(tolerance)
 
 
-@pytest.mark.parametrize(("model", "layout"), as_tests(parity.cells()))
+@pytest.mark.parametrize(("model", "layout"), as_tests([*parity.cells()]))
 def test_equals_the_single_process(pools, singles, folder, model, layout):
     figures = parity.measure(pools(parity.LAYOUTS[layout].processes), singles, model, layout, folder)
     check(figures, parity.MODELS[model].tolerance)
@@ -99,11 +101,6 @@ def test_what_is_compared_has_moved(singles, model):
     record = singles(model)
     assert min(parity.moved(record).values()) > 20 * parity.MODELS[model].tolerance.weights
     assert max(record.grad_norms) > 0.1
-
-
-def test_every_choice_for_ci_is_a_cell():
-    assert IN_CI.keys() == parity.MODELS.keys()
-    assert {(model, layout) for model, layouts in IN_CI.items() for layout in layouts} <= set(parity.cells())
 
 
 # Where every rank computes what the single process computes, only the order of sums over ranks differs.

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.bridge.cli import main
 from megatron.bridge.training.config import LoggerConfig, ProfilingConfig, ValidationConfig
-from megatron.bridge.utils import traces
+from megatron.bridge.utils import profiler_traces
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import run_toy
 
@@ -74,7 +74,7 @@ def test_merged_trace_holds_both_ranks(run, capsys):
     assert set(RANKS) <= set(names.values())
     assert len(set(names.values())) == len(names)
     for rank in (0, 1):
-        own = traces.read(run / "traces" / "steps_2-3" / f"rank_{rank}.json.gz")["traceEvents"]
+        own = profiler_traces.read(run / "traces" / "steps_2-3" / f"rank_{rank}.json.gz")["traceEvents"]
         counts = Counter(names[event["pid"]] for event in events if event["ph"] != "M")
         total = sum(count for name, count in counts.items() if name.startswith(f"rank {rank} "))
         assert total == sum(event["ph"] != "M" for event in own)
@@ -121,9 +121,9 @@ def test_ranks_can_be_aligned_at_the_barrier(run, tmp_path, capsys):
     folder = tmp_path / "steps_2-3"
     folder.mkdir()
     for rank in (0, 1):
-        trace = traces.read(run / "traces" / "steps_2-3" / f"rank_{rank}.json.gz")
+        trace = profiler_traces.read(run / "traces" / "steps_2-3" / f"rank_{rank}.json.gz")
         trace["baseTimeNanoseconds"] += rank * 3600 * 10**9
-        trace[traces.METADATA_KEY]["met_ns"] += rank * 3600 * 10**9
+        trace[profiler_traces.METADATA_KEY]["met_ns"] += rank * 3600 * 10**9
         (folder / f"rank_{rank}.json").write_text(json.dumps(trace))
     apart, out = merged(folder, capsys=capsys)
     assert float(re.search(r"within ([\d.]+) ms", out)[1]) == pytest.approx(3600e3, abs=1e3)
@@ -136,9 +136,9 @@ def test_ranks_can_be_aligned_at_the_barrier(run, tmp_path, capsys):
 def test_one_rank_alone(two_workers, tmp_path, capsys):
     """The others meet it before the first of the profiled steps, and once only."""
     two_workers.run(profiled, tmp_path, [1])
-    assert list(traces.find_traces(tmp_path)) == [1]
+    assert list(profiler_traces.find_traces(tmp_path)) == [1]
     trace, out = merged(tmp_path, capsys=capsys)
-    assert "events of rank 1," in out
+    assert "events of rank 1" in out
     assert list(spans(trace, "step 3")) == [RANKS[1]]
 
 
@@ -146,22 +146,22 @@ def test_traces_that_cannot_be_merged_are_named(run, tmp_path):
     (tmp_path / "traces").mkdir()
     source = run / "traces" / "steps_2-3"
     with pytest.raises(UserError, match=r"holds no traces \(rank_0.json.gz\): train with profiling"):
-        traces.find_traces(tmp_path)
+        profiler_traces.find_traces(tmp_path)
     first, second = (tmp_path / "traces" / f"rank_{rank}.json.gz" for rank in (0, 1))
     first.write_bytes((source / "rank_0.json.gz").read_bytes())
     target = tmp_path / "merged.json"
     with pytest.raises(UserError, match="no trace of rank 1, which was profiled"):
-        traces.merge(traces.find_traces(tmp_path), target)
+        profiler_traces.merge(profiler_traces.find_traces(tmp_path), target)
     whole = (source / "rank_1.json.gz").read_bytes()
     for damaged in (whole[: len(whole) // 2], gzip.compress(b'{"traceEvents": []}'), b"x"):
         second.write_bytes(damaged)
         with pytest.raises(UserError, match=r"rank_1.json.gz is no whole trace"):
-            traces.merge(traces.find_traces(tmp_path), target)
+            profiler_traces.merge(profiler_traces.find_traces(tmp_path), target)
     second.write_bytes(first.read_bytes())
     with pytest.raises(UserError, match=r"rank_1.json.gz is the trace of rank 0"):
-        traces.merge(traces.find_traces(tmp_path), target)
+        profiler_traces.merge(profiler_traces.find_traces(tmp_path), target)
     assert [entry.name for entry in tmp_path.iterdir()] == ["traces"]
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "rank_0.json.gz").write_bytes(whole)
     with pytest.raises(UserError, match="several sets of traces: give one of"):
-        traces.find_traces(tmp_path)
+        profiler_traces.find_traces(tmp_path)

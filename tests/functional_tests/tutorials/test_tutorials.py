@@ -18,7 +18,11 @@ import pytest
 from tests.unit_tests.project.tree import ROOT
 
 LLAMA, DATA = ROOT / "tutorials/recipes/llama", ROOT / "tutorials/data"
-IN_A_ROW = ["00_quickstart_pretrain", "01_finetune_lora", "02_convert_and_compare"]
+IN_A_ROW = [
+    *(LLAMA / f"{name}.py" for name in ("00_quickstart_pretrain", "01_finetune_lora", "02_convert_and_compare")),
+    LLAMA / "03_custom_forward_step_and_callback.py",
+    *(DATA / f"{name}.py" for name in ("00_text_to_blend", "01_chats_and_packing", "02_own_records")),
+]
 OUT = Path("runs/tutorials")
 
 RUNNER = """
@@ -46,12 +50,6 @@ def started(*command, folder):
     return ended.stdout
 
 
-def in_a_row(*scripts, folder):
-    """The output of each script, run one after the other in one interpreter."""
-    output = started(sys.executable, "-c", RUNNER, *map(str, scripts), folder=folder)
-    return dict(zip([path.stem for path in scripts], re.split(r"^=== .*\n", output, flags=re.M)[1:], strict=True))
-
-
 def losses(folder, kind="train"):
     """The logged losses of a run."""
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -59,16 +57,18 @@ def losses(folder, kind="train"):
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """(folder, output of each tutorial), after the first three."""
-    folder = tmp_path_factory.mktemp("llama")
-    return folder, in_a_row(*(LLAMA / f"{name}.py" for name in IN_A_ROW), folder=folder)
+def ran(tmp_path_factory):
+    """(folder, output of each script), after all that run one after the other in one interpreter."""
+    folder = tmp_path_factory.mktemp("ran")
+    output = started(sys.executable, "-c", RUNNER, *map(str, IN_A_ROW), folder=folder)
+    shown = re.split(r"^=== .*\n", output, flags=re.M)[1:]
+    return folder, dict(zip([path.stem for path in IN_A_ROW], shown, strict=True))
 
 
 @pytest.fixture
-def pretrained(llama, tmp_path):
+def pretrained(ran, tmp_path):
     """A folder of its own that looks as the first tutorial leaves it."""
-    shutil.copytree(llama[0] / OUT, tmp_path / OUT)
+    shutil.copytree(ran[0] / OUT, tmp_path / OUT)
     return tmp_path
 
 
@@ -86,8 +86,8 @@ def test_every_script_is_run_here():
 # ---- tutorials/recipes/llama ------------------------------------------------------------------------------------
 
 
-def test_pretraining(llama):
-    folder, output = llama
+def test_pretraining(ran):
+    folder, output = ran
     found = losses(folder / OUT / "llama/pretrain")
     assert found[-1] < found[0] / 5
     assert "853,120 parameters\nThe light of Gull Rock is" in output["00_quickstart_pretrain"]
@@ -97,9 +97,9 @@ def test_pretraining(llama):
     assert all((model / name).stat().st_size for name in ("model.safetensors", "tokenizer.json", "README.md"))
 
 
-def test_adapters(llama):
+def test_adapters(ran):
     """Answers got better, held-out ones too, and peft makes the merged model of base and adapter."""
-    folder, output = llama
+    folder, output = ran
     found, held_out = losses(folder / OUT / "llama/lora"), losses(folder / OUT / "llama/lora", "validation")
     assert found[-1] < found[0] / 3
     assert held_out[-1] < found[0]
@@ -123,18 +123,18 @@ def same_logits(folder):
     return difference < 1e-4 * adapted.std() < (before - adapted).abs().max()
 
 
-def test_conversion(llama):
-    output = llama[1]["02_convert_and_compare"]
+def test_conversion(ran):
+    output = ran[1]["02_convert_and_compare"]
     assert float(re.search(r"two logits: (\S+) of their", output)[1]) < 1e-4
     assert (
-        "6 files came back byte for byte: README.md, chat_template.jinja, config.json, model.safetensors" in output
+        "6 files are byte for byte the same: README.md, chat_template.jinja, config.json, model.safetensors"
+        in output
     )
     assert "QKVMapping" in output
 
 
-def test_own_loss_and_callback(tmp_path):
-    script = LLAMA / "03_custom_forward_step_and_callback.py"
-    output = in_a_row(script, folder=tmp_path)[script.stem]
+def test_own_loss_and_callback(ran):
+    output = ran[1]["03_custom_forward_step_and_callback"]
     assert "focal loss" in output
     assert 20 < int(re.search(r"ended after (\d+) of 200 steps", output)[1]) < 200
 
@@ -144,7 +144,7 @@ def test_conversion_over_two_processes(pretrained):
     script = LLAMA / "02_convert_and_compare.py"
     output = started("torchrun", "--standalone", "--nproc-per-node=2", script, folder=pretrained)
     assert "column/2" in output
-    assert "6 files came back byte for byte" in output
+    assert "6 files are byte for byte the same" in output
 
 
 @pytest.mark.slow
@@ -189,40 +189,34 @@ def test_nemo_run_script(tmp_path):
 # ---- tutorials/data ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    names = ("00_text_to_blend", "01_chats_and_packing", "02_own_records")
-    return in_a_row(*(DATA / f"{name}.py" for name in names), folder=tmp_path_factory.mktemp("data"))
+def test_blend(ran):
+    assert "of 200 training samples, 140 are from lighthouses and 60 from logbook" in ran[1]["00_text_to_blend"]
+    assert "24 documents" in ran[1]["00_text_to_blend"]
 
 
-def test_blend(data):
-    assert "of 200 training samples 140 are of lighthouses and 60 of logbook" in data["00_text_to_blend"]
-    assert "24 documents" in data["00_text_to_blend"]
-
-
-def test_chats(data):
-    """What is learnt of the first conversation is exactly its answers; packed rows are nearly full."""
+def test_chats(ran):
+    """The loss covers exactly the answers of the first conversation; packed rows are nearly full."""
     messages = json.loads((DATA / "chats/training.jsonl").read_text().splitlines()[0])["messages"]
     answers = [f"{message['content']}<|im_end|>\n" for message in messages if message["role"] == "assistant"]
-    output = data["01_chats_and_packing"]
+    output = ran[1]["01_chats_and_packing"]
     shown = output[output.index("<|im_start|>user") :].partition("\ntrain_on=")[0]
     assert re.findall(r"\[(.*?)\]", shown, flags=re.S) == answers
-    learnt = [int(number) for number in re.findall(r"train_on=\w+: (\d+) of", output)]
-    assert learnt[1] < learnt[0] < learnt[2]
-    rows, fill = re.search(r"48 conversations are (\d+) packed rows, (\d+)% full", output).groups()
+    trained = [int(number) for number in re.findall(r"train_on=\w+: (\d+) of", output)]
+    assert trained[1] < trained[0] < trained[2]
+    rows, fill = re.search(r"48 conversations fill (\d+) packed rows to (\d+)%", output).groups()
     assert int(rows) < 48 / 2
     assert int(fill) > 80
 
 
-def test_own_records(data):
-    assert "training: 16 examples, 4 dropped by process_example_fn" in data["02_own_records"]
-    assert re.search(r"learnt of it: '(white|red|green)<\|im_end\|>'", data["02_own_records"])
+def test_own_records(ran):
+    assert "training: 16 samples, 4 dropped by process_example_fn" in ran[1]["02_own_records"]
+    assert re.search(r"in the loss: '(white|red|green)<\|im_end\|>'", ran[1]["02_own_records"])
 
 
 def test_preparation_goes_on(tmp_path):
     """By the script's own assertions nothing looks finished after the kill, and the result is the same."""
     output = started(sys.executable, DATA / "03_resumable_preparation.py", folder=tmp_path)
-    killed, behind = (int(number) for number in re.findall(r"(?:killed: |gone on behind )(\d+) parts", output))
+    killed, behind = (int(number) for number in re.findall(r"(?:killed: |resumed after )(\d+) parts", output))
     assert 3 <= killed <= behind < 9
     assert "number for number" in output
 

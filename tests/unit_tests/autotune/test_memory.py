@@ -7,11 +7,11 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron.bridge.autotune import activations, ranks
+from megatron.bridge.autotune import activations, meta_model
 from megatron.bridge.autotune.gpus import GPUS, fits, gpu
-from megatron.bridge.autotune.memory import fullest, memory_per_rank
+from megatron.bridge.autotune.memory import fullest_stage, memory_per_rank
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.training.optimizer import build_optimizer, torch_optimizers
+from megatron.bridge.training.optim.optimizer import build_optimizer, torch_optimizers
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 from tests.unit_tests.autotune.models import FAMILIES, SEQUENCE, provider
@@ -58,7 +58,7 @@ def size(tensors):
 @pytest.mark.parametrize("precision", ["bf16_mixed", "fp32"])
 def test_states_are_those_of_a_real_run(family, precision):
     config = configured(provider(family), precision)
-    config.validate(1)
+    config = config.resolve(1).config
     memory = memory_per_rank(config, 1)
     chunks, optimizer = built(config)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -72,46 +72,11 @@ def test_states_are_those_of_a_real_run(family, precision):
     assert memory[0].optimizer == size(tensor for tensor in state if tensor.data_ptr() not in ours)
 
 
-def _measured(family, layout):
-    config = configured(provider(family, layers=4, **layout))
-    config.validate()
-    chunks, optimizer = built(config)
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    gradients, state = gradient_buffers(chunks), optimizer_state(optimizer)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    return stage, sum(map(torch.numel, parameters)), size(gradients), size(state)
-
-
-LAYOUTS = {
-    "dp2": {},
-    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "ep2": {"expert_model_parallel_size": 2},
-    "vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-}
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [("llama", "dp2"), ("gemma2", "tp2"), ("gemma2", "pp2"), ("qwen3_moe", "ep2"), ("llama", "vp2")],
-)
-def test_states_are_those_of_each_rank(two_workers, family, name):
-    config = configured(provider(family, layers=4, **LAYOUTS[name]))
-    config.validate(2)
-    memory = memory_per_rank(config, 2)
-    for stage, parameters, gradients, state in two_workers.run(_measured, family, LAYOUTS[name]):
-        expected = memory[stage]
-        assert (expected.parameters, expected.gradients) == (parameters, gradients)
-        # a rank's share ends where a parameter's padding may begin
-        assert state <= expected.optimizer <= 1.01 * state
-
-
 def test_adapters_train_next_to_nothing():
     whole = configured(provider("llama"))
     tuned = configured(provider("llama"), peft=LoRA(dim=4))
     tuned.checkpoint = dataclasses.replace(tuned.checkpoint, pretrained_checkpoint="base")
-    for config in (whole, tuned):
-        config.validate(1)
+    whole, tuned = whole.resolve(1).config, tuned.resolve(1).config
     all_weights, adapters = memory_per_rank(whole, 1)[0], memory_per_rank(tuned, 1)[0]
     trained = adapters.parameters - all_weights.parameters
     assert 0 < trained < all_weights.parameters / 20
@@ -153,8 +118,8 @@ def test_layers_keep_what_autograd_keeps(family, bf16):
 
 def estimated(model):
     config = configured(model, "bf16_mixed" if model.bf16 else "fp32")
-    config.validate(1)
-    (chunk,) = ranks.stages(model)[0]
+    config = config.resolve(1).config
+    (chunk,) = meta_model.stage_chunks(model)[0]
     return activations._chunk(model, chunk, activations._sizes(config)).kept
 
 
@@ -191,20 +156,20 @@ def test_microbatches_in_flight(layout, microbatches, expected):
     config = configured(provider("llama", 8, **layout))
     config.train.global_batch_size = microbatches
     stages = layout[PP]
-    assert [activations.in_flight(config, stage, stages) for stage in range(stages)] == expected
+    assert [activations.microbatches_in_flight(config, stage, stages) for stage in range(stages)] == expected
 
 
 def test_fullest_rank_decides():
     config = configured(provider("llama", 8, pipeline_model_parallel_size=4))
-    config.validate(4)
+    config = config.resolve(4).config
     memory = memory_per_rank(config, 4)
-    assert fullest(memory).total == max(rank.total for rank in memory)
+    assert fullest_stage(memory).total == max(rank.total for rank in memory)
     assert memory[1].activations > memory[2].activations, "earlier stages hold more microbatches"
 
 
 def test_nothing_is_left_behind():
     before = {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
-    ranks.stages(provider("llama", 4, pipeline_model_parallel_size=2, tensor_model_parallel_size=2))
+    meta_model.stage_chunks(provider("llama", 4, pipeline_model_parallel_size=2, tensor_model_parallel_size=2))
     assert {name: value for name, value in vars(parallel_state).items() if name.startswith("_")} == before
 
 

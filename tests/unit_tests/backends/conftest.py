@@ -6,6 +6,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from tests.workers import leave
+
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
@@ -15,5 +17,4 @@ def one_rank(tmp_path_factory):
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    leave()

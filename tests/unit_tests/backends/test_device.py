@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random as parallel_random
 
-from megatron.bridge.backends import device, import_hook
+from megatron.bridge.backends.cpu import device, import_hook
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is off where there is CUDA")
 

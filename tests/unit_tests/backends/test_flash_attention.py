@@ -8,8 +8,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.attention import varlen
 
-from megatron.bridge.backends import flash_attention
-from megatron.bridge.backends.attention_tiles import Segment, Sight, whole_sequence, zigzag_runs
+from megatron.bridge.backends.attention import flash_attention
+from megatron.bridge.backends.attention.block_mask import (
+    AttentionWindow,
+    PackedSegment,
+    whole_sequence,
+    zigzag_spans,
+)
 from tests.unit_tests.backends import naive
 from tests.unit_tests.backends.test_torch_attention import build, inputs
 
@@ -63,7 +68,7 @@ class DocumentedKernel:
         grads = (one.unflatten(1, (-1, repeats)).sum(2) for one in grads)
         return torch.einsum("sht,thd->shd", inner, wide), *grads
 
-    def by_head(self, sinks):
+    def expand_sinks(self, sinks):
         return sinks.to(torch.float64)
 
 
@@ -72,9 +77,9 @@ def device(request, monkeypatch):
     """The kernel of the documentation, in fp64; or the GPU's, in bf16."""
     if request.param == "cuda":
         return "cuda"
-    monkeypatch.setattr(flash_attention, "CudaKernel", DocumentedKernel)
+    monkeypatch.setattr(flash_attention, "CudaFlashKernel", DocumentedKernel)
     monkeypatch.setattr(varlen, "varlen_attn", documented_kernel)
-    monkeypatch.setattr(flash_attention, "runs_here", lambda query: True)
+    monkeypatch.setattr(flash_attention, "is_supported", lambda query: True)
     return "cpu"
 
 
@@ -116,12 +121,12 @@ def test_packed_rows(device, window):
 @pytest.mark.parametrize("window", [None, (5, 0)])
 def test_sinks(device, window):
     """Their gradients, too."""
-    sight = Sight(window and window[0], 0)
+    sight = AttentionWindow(window and window[0], 0)
     seen = naive.seen_by_position(40, 40, window=window)
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(2))
 
     def kernel(q, k, v, sinks):
-        return flash_attention.attend_runs(q, k, v, whole_sequence(40, 40), sight, 0.5, sinks)
+        return flash_attention.attend_spans(q, k, v, whole_sequence(40, 40), sight, 0.5, sinks)
 
     def reference(q, k, v, sinks):
         return naive.attention(q, k, v, seen, scale=0.5, sinks=sinks)
@@ -137,7 +142,7 @@ def test_a_layer_with_sinks_uses_the_kernel(device, packed, monkeypatch):
     rows = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=40, max_seqlen_kv=40
     )
-    monkeypatch.delattr(type(module).__module__ + "._Kernel.__call__")
+    monkeypatch.delattr(f"{type(module).__module__}._TileAttention.__call__")
 
     def kernel(q, k, v):
         if packed:
@@ -166,21 +171,21 @@ def test_windows(device, window):
 @pytest.mark.parametrize("window", [None, (5, 0)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_context_parallel_rank_sees_all_keys_before_its_chunks(device, rank, window):
-    parts = [Segment(0, 40, 40)]
+    parts = [PackedSegment(0, 40, 40)]
     rows = torch.cat([torch.arange(10) + 10 * index for index in (rank, 3 - rank)])
     seen = naive.seen_by_position(40, 40, window=window)[rows]
-    sight = Sight(window and window[0], 0)
+    sight = AttentionWindow(window and window[0], 0)
 
     def kernel(q, k, v):
-        return flash_attention.attend_runs(q[rows.to(device)], k, v, zigzag_runs(parts, rank, 2), sight, 0.5)
+        return flash_attention.attend_spans(q[rows.to(device)], k, v, zigzag_spans(parts, rank, 2), sight, 0.5)
 
     compare(device, kernel, lambda q, k, v: naive.attention(q[rows], k, v, seen, scale=0.5), inputs())
 
 
 def test_rows_of_no_run_are_zero(device):
-    runs = zigzag_runs([Segment(0, 17, 20), Segment(20, 20, 20)], 0, 2)
+    runs = zigzag_spans([PackedSegment(0, 17, 20), PackedSegment(20, 20, 20)], 0, 2)
     q, k, v = (tensor.detach().to(device, torch.bfloat16 if device == "cuda" else None) for tensor in inputs())
-    out = flash_attention.attend_runs(q[:20], k, v, runs, Sight(None, 0), 0.5)
+    out = flash_attention.attend_spans(q[:20], k, v, runs, AttentionWindow(None, 0), 0.5)
     covered = torch.zeros(20, dtype=torch.bool)
     for run in runs:
         covered[run.row : run.row + run.rows] = True
@@ -191,10 +196,10 @@ def test_rows_of_no_run_are_zero(device):
 
 
 def test_a_form_that_the_kernel_has_not():
-    assert flash_attention.has_form(Sight(None, 0))
-    assert flash_attention.has_form(Sight())
-    assert not flash_attention.has_form(Sight(3, 4))
-    assert not flash_attention.runs_here(torch.zeros(4, 1, 2, 64, dtype=torch.bfloat16))
+    assert flash_attention.supports_window(AttentionWindow(None, 0))
+    assert flash_attention.supports_window(AttentionWindow())
+    assert not flash_attention.supports_window(AttentionWindow(3, 4))
+    assert not flash_attention.is_supported(torch.zeros(4, 1, 2, 64, dtype=torch.bfloat16))
 
 
 @pytest.mark.gpu

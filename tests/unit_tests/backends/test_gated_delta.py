@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.bridge.backends import gated_delta
+from megatron.bridge.backends.recurrent import gated_delta_net
 
 BOUNDS = torch.tensor([0, 1, 1, 70, 198, 200], dtype=torch.int32)  # an empty sequence; a chunk's worth twice
 LENGTH = 200  # more than three chunks
@@ -54,12 +54,12 @@ def assert_same(found, expected, given, tolerance):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_chunks_equal_the_recurrence(dtype, tolerance):
     given = inputs(2, dtype)
-    assert_same(gated_delta.chunk_gated_delta_rule(*given)[0], recurrence(*given), given, tolerance)
+    assert_same(gated_delta_net.chunk_gated_delta_rule(*given)[0], recurrence(*given), given, tolerance)
 
 
 def test_sequences_of_a_packed_row_do_not_see_each_other():
     given = inputs(1)
-    found = gated_delta.chunk_gated_delta_rule(*given, cu_seqlens=BOUNDS)[0]
+    found = gated_delta_net.chunk_gated_delta_rule(*given, cu_seqlens=BOUNDS)[0]
     assert_same(found, by_sequence(recurrence, BOUNDS, *given), given, 1e-12)
 
 
@@ -67,7 +67,7 @@ def test_decays_that_leave_nothing_have_finite_gradients():
     """The sums of 64 such logarithms are far below what an exponential holds, and their differences far above."""
     given = inputs(1, torch.float32)
     given[3] = torch.full_like(given[3], -40.0).requires_grad_()
-    found = gated_delta.chunk_gated_delta_rule(*given)[0]
+    found = gated_delta_net.chunk_gated_delta_rule(*given)[0]
     assert_same(found, recurrence(*given), given[:3], 1e-5)
     assert all(x.isfinite().all() for x in torch.autograd.grad(found.sum(), given))
 
@@ -84,7 +84,7 @@ def test_convolution_equals_that_of_pytorch(taps, packed):
     layer, reference = convolution(taps)
     x = random(1, LENGTH, 6).requires_grad_()
     bounds = BOUNDS if packed else None
-    found, _ = gated_delta.causal_conv1d(x, layer.weight.squeeze(1), layer.bias, "silu", cu_seqlens=bounds)
+    found, _ = gated_delta_net.causal_conv1d(x, layer.weight.squeeze(1), layer.bias, "silu", cu_seqlens=bounds)
     expected = by_sequence(reference, BOUNDS, x) if packed else reference(x)
     assert_same(found, expected, [x, layer.weight, layer.bias], 1e-12)
 
@@ -92,5 +92,5 @@ def test_convolution_equals_that_of_pytorch(taps, packed):
 def test_norm_of_queries_and_keys():
     x = random(5, 4)
     wanted = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    assert torch.allclose(gated_delta.l2norm(x), wanted, rtol=1e-12)
-    assert gated_delta.l2norm(x.bfloat16()).dtype is torch.bfloat16
+    assert torch.allclose(gated_delta_net.l2norm(x), wanted, rtol=1e-12)
+    assert gated_delta_net.l2norm(x.bfloat16()).dtype is torch.bfloat16

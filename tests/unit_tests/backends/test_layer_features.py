@@ -8,9 +8,9 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bridge.backends import layer_features, layer_specs
-from megatron.bridge.backends.torch_attention import TorchAttention
-from megatron.bridge.backends.torch_norms import AcrossHeadsNorm, TorchNorm
+from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.backends.kernels.norms import AcrossHeadsNorm, TorchNorm
+from megatron.bridge.backends.specs import layer_features, layer_specs
 from megatron.bridge.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -128,8 +128,8 @@ def test_a_norm_fused_into_a_linear_layer_goes_with_it():
 @pytest.mark.parametrize(
     ("features", "changes", "message"),
     [
-        ({"norm_placement": "after"}, {}, "norm_placement='after' is not one of"),
-        ({"qk_norm_across_heads": True}, {"qk_layernorm": True}, "another norm than qk_layernorm"),
+        ({"norm_placement": "after"}, {}, "norm_placement='after'.*pre, post, both"),
+        ({"qk_norm_across_heads": True}, {"qk_layernorm": True}, "qk_norm_across_heads=True.*qk_layernorm"),
         (
             {"qk_norm_across_heads": True},
             {"num_query_groups": 2, "tensor_model_parallel_size": 4},

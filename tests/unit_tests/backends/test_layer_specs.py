@@ -10,9 +10,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.bridge.backends import layer_specs
-from megatron.bridge.backends.torch_attention import TorchAttention
-from megatron.bridge.backends.torch_norms import RMSNorm
+from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.backends.kernels.norms import RMSNorm
+from megatron.bridge.backends.specs import layer_specs
 from megatron.bridge.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -65,14 +65,14 @@ def test_transformer_engine_needs_a_gpu():
 def test_settings_that_cannot_be_honoured_are_listed():
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
     config.gradient_accumulation_fusion = config.bias_dropout_fusion = True
-    changes = {change.field: change for change in layer_specs.apply_cpu_settings(config)}
+    changes = {change.field: change for change in layer_specs.apply_backend_settings(config)}
     assert set(changes) == {"gradient_accumulation_fusion", "bias_dropout_fusion"}
     assert config.use_cpu_initialization
     assert not config.gradient_accumulation_fusion
     assert changes["gradient_accumulation_fusion"].asked is True
     assert changes["gradient_accumulation_fusion"].used is False
     assert "Apex" in changes["gradient_accumulation_fusion"].reason
-    assert layer_specs.apply_cpu_settings(config) == []
+    assert layer_specs.apply_backend_settings(config) == []
 
 
 @pytest.mark.parametrize(("frequency", "pattern"), [(1, [1, 1, 1]), (2, [1, 0, 1]), ([0, 1, 1], [0, 1, 1])])

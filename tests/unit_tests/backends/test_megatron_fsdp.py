@@ -6,8 +6,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig as CoreConfig
 from torch import nn
 
-from megatron.bridge.backends import device
-from megatron.bridge.backends.megatron_fsdp import Buffer, buffers_of, cuts_of, in_flight, settings
+from megatron.bridge.backends.cpu import device
+from megatron.bridge.backends.fsdp.megatron_fsdp import (
+    FlatBuffer,
+    flat_buffers,
+    resolve_ddp_config,
+    row_ranges,
+    temporary_elements,
+)
 from megatron.bridge.utils.errors import UserError
 
 BOTH_WIDTHS = {"fc1": (12, 4), "fc2": (4, 6), "norm": (4,), "bias": (7,)}
@@ -15,7 +21,7 @@ BOTH_WIDTHS = {"fc1": (12, 4), "fc2": (4, 6), "norm": (4,), "bias": (7,)}
 
 def laid_out(shapes, replicas, **options):
     module = nn.ParameterDict({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
-    config = settings(CoreConfig(data_parallel_sharding_strategy="optim", **options), replicas)
+    config = resolve_ddp_config(CoreConfig(data_parallel_sharding_strategy="optim", **options), replicas)
     return module, config
 
 
@@ -23,11 +29,11 @@ def laid_out(shapes, replicas, **options):
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
 def test_every_row_is_kept_by_one_rank(replicas, bucket_size):
     module, config = laid_out(BOTH_WIDTHS, replicas, bucket_size=bucket_size)
-    cuts = cuts_of(module, config, replicas)
+    cuts = row_ranges(module, config, replicas)
     assert {name: [row for rows in cut for row in rows] for name, cut in cuts.items()} == {
         name: list(range(shape[0])) for name, shape in BOTH_WIDTHS.items()
     }
-    buffers = list(buffers_of(module, config, replicas))
+    buffers = list(flat_buffers(module, config, replicas))
     assert len(buffers) == (4 if bucket_size else 1)
     kept = [
         sum(len(cut[rank]) * module[name][:1].numel() for name, cut in cuts.items()) for rank in range(replicas)
@@ -39,13 +45,15 @@ def test_a_cut_inside_a_row_is_refused_by_name():
     # the last two are smaller than a row of the first; the third part begins at 200, in a row of the last
     shapes = {"wide": (1, 100), "first": (10, 9), "second": (10, 9)}
     module, config = laid_out(shapes, 4)
-    with pytest.raises(UserError, match=r"would cut second of shape \(10, 9\) inside a row.*use_torch_fsdp2=true"):
-        cuts_of(module, config, 4)
+    with pytest.raises(
+        UserError, match=r"use_megatron_fsdp=True.* second of shape \(10, 9\).*use_torch_fsdp2=true"
+    ):
+        row_ranges(module, config, 4)
 
 
 def test_nothing_is_cut_without_a_strategy():
-    with pytest.raises(UserError, match=r"strategy=no_shard .* cuts nothing: use one of optim, optim_grads"):
-        settings(CoreConfig(data_parallel_sharding_strategy="no_shard"), 2)
+    with pytest.raises(UserError, match=r"strategy=no_shard .*use one of optim, optim_grads"):
+        resolve_ddp_config(CoreConfig(data_parallel_sharding_strategy="no_shard"), 2)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +65,10 @@ def test_nothing_is_cut_without_a_strategy():
     ],
 )
 def test_what_is_under_way(ahead, gathered, reduced):
-    buffers = [Buffer([], [], 10, None)]
-    buffers += [Buffer([], [], size, unit) for unit in range(3) for size in (20, 10)]
-    buffers.append(Buffer([], [], 0, None))
-    found = in_flight(CoreConfig(suggested_communication_unit_size=ahead), buffers)
+    buffers = [FlatBuffer([], [], 10, None)]
+    buffers += [FlatBuffer([], [], size, unit) for unit in range(3) for size in (20, 10)]
+    buffers.append(FlatBuffer([], [], 0, None))
+    found = temporary_elements(CoreConfig(suggested_communication_unit_size=ahead), buffers)
     assert (found.gathered, found.reduced) == (gathered, reduced)
 
 

@@ -11,8 +11,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.bridge.backends import attention_tiles, torch_attention
-from megatron.bridge.backends.torch_attention import TorchAttention
+from megatron.bridge.backends.attention import block_mask, torch_attention
+from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from tests.unit_tests.backends import naive
 
 HEADS, GROUPS, WIDTH, BATCH = 4, 2, 8, 2
@@ -61,7 +61,7 @@ def assert_same(module, tensors, actual, expected):
 )
 def test_causal_forms(groups, window, softcap, sink, monkeypatch):
     """Groups, windows, soft-capping and sinks, in tiles far smaller than the sequence."""
-    monkeypatch.setattr(attention_tiles, "MASKED_ROWS", 16)
+    monkeypatch.setattr(block_mask, "MASKED_ROWS", 16)
     monkeypatch.setattr(torch_attention, "_SCORES", 16 * HEADS * BATCH * 40)
     module = build(groups=groups, window_size=window, softcap=softcap, softmax_type=sink, softmax_scale=0.7)
     q, k, v = inputs(groups=groups)
@@ -111,7 +111,7 @@ def test_fewer_queries_than_keys(softcap, window):
 @pytest.mark.parametrize("shape", [(BATCH, 1, 40, 40), (1, 1, 40, 40), (BATCH, 1, 1, 40), (BATCH, HEADS, 40, 40)])
 def test_arbitrary_mask(shape, softcap, monkeypatch):
     """A mask hides in addition to causality; a query that sees nothing gets zeros and finite gradients."""
-    monkeypatch.setattr(attention_tiles, "MASKED_ROWS", 16)
+    monkeypatch.setattr(block_mask, "MASKED_ROWS", 16)
     hidden = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.4
     if shape[-2] > 1:
         hidden[0, :, 7] = True
@@ -200,8 +200,8 @@ def test_long_sequences_need_no_square(softcap, dropout, monkeypatch):
 
 def test_tiles_of_a_window_touch_only_what_it_shows():
     """The work is the window's width, not the sequence's length."""
-    sight, run = attention_tiles.Sight(127, 0), attention_tiles.whole_sequence(4096, 4096)[0]
-    work = sum(length(tile.rows) * length(tile.keys) for tile in attention_tiles.tiles(run, sight))
+    sight, run = block_mask.AttentionWindow(127, 0), block_mask.whole_sequence(4096, 4096)[0]
+    work = sum(length(tile.rows) * length(tile.keys) for tile in block_mask.tiles(run, sight))
     assert work <= 4096 * 2 * 128
 
 
@@ -213,10 +213,10 @@ def length(part):
 @pytest.mark.parametrize("limit", [None, 7])
 def test_tiles_partition_what_is_seen(left, right, limit, monkeypatch):
     """Every visible pair lies in exactly one tile, for runs at any place."""
-    monkeypatch.setattr(attention_tiles, "MASKED_ROWS", 8)
-    sight = attention_tiles.Sight(left, right)
+    monkeypatch.setattr(block_mask, "MASKED_ROWS", 8)
+    sight = block_mask.AttentionWindow(left, right)
     for place in ((2, 30, 0, 5, 30), (0, 9, 21, 0, 30), (0, 9, 0, 3, 40)):
-        run = attention_tiles.Run(*place)
+        run = block_mask.QuerySpan(*place)
         q = torch.arange(run.rows)[:, None] + run.position
         k = torch.arange(run.keys)[None]
         expected = torch.ones(run.rows, run.keys, dtype=torch.bool)
@@ -225,23 +225,23 @@ def test_tiles_partition_what_is_seen(left, right, limit, monkeypatch):
         if right is not None:
             expected &= k <= q + right
         actual = torch.zeros(run.row + run.rows, run.key_row + run.keys, dtype=torch.int)
-        for tile in attention_tiles.tiles(run, sight, limit):
+        for tile in block_mask.tiles(run, sight, limit):
             assert limit is None or length(tile.rows) <= limit
-            seen = attention_tiles.visible(tile, sight, torch.device("cpu"))
+            seen = block_mask.visibility_mask(tile, sight, torch.device("cpu"))
             actual[tile.rows, tile.keys] += 1 if seen is None else seen.int()
         assert torch.equal(actual[run.row :, run.key_row :], expected.int())
         assert actual.sum() == expected.sum()
 
 
-@pytest.mark.parametrize("sight", [attention_tiles.Sight(None, 0), attention_tiles.Sight(700, 0)])
+@pytest.mark.parametrize("sight", [block_mask.AttentionWindow(None, 0), block_mask.AttentionWindow(700, 0)])
 def test_masks_of_tiles_share_their_memory(sight):
     """Attention keeps them for the backward pass: together they must not be a mask of the whole sequence."""
-    run = attention_tiles.Run(0, 4096, 4096, 0, 8192)  # the second chunk of a context parallel rank
-    plan = list(attention_tiles.tiles(run, sight))
-    biases = attention_tiles.tile_biases(plan, sight, torch.ones(1, dtype=torch.bfloat16))
+    run = block_mask.QuerySpan(0, 4096, 4096, 0, 8192)  # the second chunk of a context parallel rank
+    plan = list(block_mask.tiles(run, sight))
+    biases = block_mask.tile_biases(plan, sight, torch.ones(1, dtype=torch.bfloat16))
     assert sum(bias is not None for bias in biases) == 8
     for tile, bias in zip(plan, biases, strict=True):
-        assert torch.equal(bias == 0, attention_tiles.visible(tile, sight, torch.device("cpu")))
+        assert torch.equal(bias == 0, block_mask.visibility_mask(tile, sight, torch.device("cpu")))
     storages = {bias.untyped_storage().data_ptr(): bias.untyped_storage().nbytes() for bias in biases}
     assert sum(storages.values()) <= 512 * 8192 * 2
 
@@ -250,14 +250,14 @@ def test_parts_taken_give_back_their_gradients():
     whole = torch.randn(1, 2, 10, 3, generator=torch.Generator().manual_seed(1))
     for parts in ([slice(0, 10)], [slice(0, 4), slice(2, 9)], [slice(0, 10)] * 5, [slice(3, 5), slice(7, 8)]):
         one, other = whole.clone().requires_grad_(), whole.clone().requires_grad_()
-        taken = attention_tiles.take(one, parts)
+        taken = block_mask.slice_sequence(one, parts)
         weights = [torch.randn(part.shape, generator=torch.Generator().manual_seed(2)) for part in taken]
         sum((part * weight).sum() for part, weight in zip(taken, weights, strict=True)).backward()
         slices = [other[:, :, part] for part in parts]
         sum((part * weight).sum() for part, weight in zip(slices, weights, strict=True)).backward()
         assert all(torch.equal(part, plain) for part, plain in zip(taken, slices, strict=True))
         torch.testing.assert_close(one.grad, other.grad)
-    first, _ = attention_tiles.take(one := whole.clone().requires_grad_(), [slice(0, 4), slice(2, 9)])
+    first, _ = block_mask.slice_sequence(one := whole.clone().requires_grad_(), [slice(0, 4), slice(2, 9)])
     first.sum().backward()  # the other part is not used
     assert one.grad[:, :, :4].eq(1).all()
     assert not one.grad[:, :, 4:].any()

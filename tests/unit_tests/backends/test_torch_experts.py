@@ -12,9 +12,9 @@ from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bridge.backends import moe_metrics, torch_experts
-from megatron.bridge.backends.torch_experts import GroupedLinear
-from megatron.bridge.backends.torch_spec import TorchSpecProvider
+from megatron.bridge.backends.moe import aux_loss_metrics, grouped_experts
+from megatron.bridge.backends.moe.grouped_experts import GroupedLinear
+from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 EXPERTS, HIDDEN, FFN = 4, 12, 20
@@ -149,9 +149,9 @@ def test_deeper_models_may_record_metrics():
     """Megatron-Core's tracker is sized by the first model of the process."""
     moe_logging.destroy_moe_metrics_tracker()
     moe_logging.get_moe_metrics_tracker().record("loss", torch.tensor(1.0), 1, 2)
-    moe_metrics.allow_deeper_models()
+    aux_loss_metrics.install_growing_tracker()
     tracker = moe_logging.get_moe_metrics_tracker()
-    moe_metrics.allow_deeper_models()
+    aux_loss_metrics.install_growing_tracker()
     assert moe_logging.get_moe_metrics_tracker() is tracker
     tracker.record("loss", torch.tensor(5.0), 4, 4)
     tracker.ensure_initialized("loss", 5)
@@ -164,7 +164,7 @@ def test_deeper_models_may_record_metrics():
 def grouped_device(request, monkeypatch):
     """One kernel for all experts: PyTorch has it for CPUs too, slowly."""
     if request.param == "cpu":
-        monkeypatch.setattr(torch_experts, "takes_groups", lambda x, weight: True)
+        monkeypatch.setattr(grouped_experts, "can_use_grouped_mm", lambda x, weight: True)
     return request.param
 
 
@@ -176,7 +176,7 @@ def test_all_experts_in_one_kernel(grouped_device, frozen):
     x, *weights = (tensor.requires_grad_() for tensor in tensors)
     for weight in weights:
         weight.requires_grad_(not frozen)
-    found = torch_experts._GroupedMatmul.apply(x, COUNTS, False, *weights)
+    found = grouped_experts._GroupedMatmul.apply(x, COUNTS, False, *weights)
     leaves = [x] if frozen else [x, *weights]
     wide = [tensor.detach().cpu().double().requires_grad_() for tensor in (x, *weights)]
     parts = zip(wide[0].split(COUNTS), wide[1:], strict=True)
@@ -192,11 +192,11 @@ def test_weights_behind_one_another_are_not_copied():
     buffer = torch.arange(60.0)
     weights = [torch.nn.Parameter(part[:12].view(4, 3)) for part in buffer.split(20)]  # 8 of padding behind each
     for some in (weights, weights[:1]):
-        found = torch_experts.together(some)
+        found = grouped_experts.stack_weights(some)
         assert found.data_ptr() == buffer.data_ptr()
         assert torch.equal(found, torch.stack(some))
     for others in (weights[::-1], [weights[0], weights[2], weights[1]], [torch.ones(4, 3) for _ in range(3)]):
-        assert torch.equal(torch_experts.together(others), torch.stack(others))
+        assert torch.equal(grouped_experts.stack_weights(others), torch.stack(others))
 
 
 @pytest.mark.gpu

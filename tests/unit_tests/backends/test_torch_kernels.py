@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bridge.backends import torch_kernels
-from megatron.bridge.backends.torch_kernels import (
+from megatron.bridge.backends.kernels import eager
+from megatron.bridge.backends.kernels.eager import (
     cross_entropy,
     fuses_activation,
     l2_norm,
@@ -78,7 +78,7 @@ def test_swiglu():
 
 @pytest.mark.parametrize("chunk", [1, 40, 1 << 18])
 def test_cross_entropy(one_rank, monkeypatch, chunk):
-    monkeypatch.setattr(torch_kernels, "CHUNK", chunk)
+    monkeypatch.setattr(eager, "CHUNK", chunk)
     target = torch.tensor([[0, 18, 3], [7, 7, 1]])
     logits = (3 * random(2, 3, 19)).requires_grad_()
     assert torch.autograd.gradcheck(lambda logits: cross_entropy(logits, target), (logits,))
@@ -129,7 +129,7 @@ def test_logits_that_are_masked_out_get_no_gradient(one_rank):
 def test_label_smoothing_is_left_to_megatron_core(one_rank):
     logits, target = random(4, 8, dtype=torch.float32), torch.tensor([0, 1, 2, 3])
     smooth = cross_entropy(logits.clone(), target, 0.1)
-    torch.testing.assert_close(smooth, torch_kernels.library_cross_entropy(logits.clone(), target, 0.1))
+    torch.testing.assert_close(smooth, eager.core_cross_entropy(logits.clone(), target, 0.1))
 
 
 def test_scaling_changes_gradients_in_place_or_into_a_target():

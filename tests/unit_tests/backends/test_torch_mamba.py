@@ -10,7 +10,7 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from megatron.bridge.backends import ssd, torch_mamba
+from megatron.bridge.backends.recurrent import mamba, ssd
 from megatron.bridge.models import MambaModelProvider
 from megatron.bridge.utils.errors import UserError
 
@@ -84,7 +84,7 @@ def config(**changes):
     return MambaModelProvider(**{**sizes, **changes}).resolved()
 
 
-def mixer(kind=torch_mamba.TorchMixer, **changes):
+def mixer(kind=mamba.TorchMambaMixer, **changes):
     """One with random numbers, the same for every kind."""
     linears = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
@@ -135,7 +135,7 @@ def test_half_precision_is_near_single(one_rank):
 
 def test_an_outlined_mixer_takes_no_memory(one_rank):
     with torch.device("meta"):
-        outlined = torch_mamba.TorchMixer(
+        outlined = mamba.TorchMambaMixer(
             config(),
             MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
             d_model=12,
@@ -180,12 +180,12 @@ def test_both_mixers_compute_the_same(one_rank, monkeypatch, row):
     monkeypatch.setattr(mamba_mixer, "HAVE_MAMBA_SSM", True)
     monkeypatch.setattr(mamba_mixer, "causal_conv1d_fn", stand_in)
     monkeypatch.setattr(mamba_mixer, "mamba_split_conv1d_scan_combined", stand_in)
-    monkeypatch.setattr(mamba_mixer, "ExtendedRMSNorm", torch_mamba.GroupNorm)
-    monkeypatch.setattr(torch_mamba, "has_cuda", lambda: True)
-    assert torch_mamba.mixer() is torch_mamba.KernelMixer
-    found, _ = mixer(torch_mamba.KernelMixer)(x, packed_seq_params=row)
+    monkeypatch.setattr(mamba_mixer, "ExtendedRMSNorm", mamba.GroupRMSNorm)
+    monkeypatch.setattr(mamba, "has_cuda", lambda: True)
+    assert mamba.mixer_class() is mamba.FusedMambaMixer
+    found, _ = mixer(mamba.FusedMambaMixer)(x, packed_seq_params=row)
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
 def test_without_kernels_the_mixer_is_pytorchs():
-    assert torch_mamba.mixer() is torch_mamba.TorchMixer
+    assert mamba.mixer_class() is mamba.TorchMambaMixer

@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from megatron.bridge.backends.torch_norms import LayerNorm, RMSNorm, TorchNorm
+from megatron.bridge.backends.kernels.norms import LayerNorm, RMSNorm, TorchNorm
 
 SIZE, EPS = 48, 1e-5
 

@@ -10,10 +10,11 @@ import torch
 import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron.bridge.checkpoint import layout, manifest, saving, verification
+from megatron.bridge.checkpoint import manifest, paths, saving, verification
 from megatron.bridge.checkpoint.manifest import DamagedError
-from megatron.bridge.utils import dist
+from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
+from tests.workers import leave
 
 ROUNDS = 40
 
@@ -31,11 +32,11 @@ def _save(directory, seed=0):
 @pytest.fixture(scope="module", autouse=True)
 def process_group():
     """Megatron-Core's planner asks for the rank, even of a process alone."""
-    own = not dist.is_initialized()
-    dist.initialize("gloo")
+    own = not distributed.is_initialized()
+    distributed.initialize("gloo")
     yield
     if own:
-        torch.distributed.destroy_process_group()
+        leave()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_hashes_are_of_the_bytes_on_the_disk(saved):
     assert list(record.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "metadata.json", "run_config.yaml"]
     for name, entry in record.files.items():
         content = (saved / name).read_bytes()
-        assert entry == manifest.Record(len(content), xxhash.xxh3_128_hexdigest(content))
+        assert entry == manifest.FileRecord(len(content), xxhash.xxh3_128_hexdigest(content))
     verification.verify(saved, "fast")
     verification.verify(saved, "full")
 
@@ -124,7 +125,7 @@ def test_the_fast_mode_reads_small_files_only(copy, monkeypatch):
 
 
 def test_a_directory_that_was_renamed(copy):
-    renamed = copy.rename(layout.iteration_dir(copy.parent, 6))
+    renamed = copy.rename(paths.iteration_dir(copy.parent, 6))
     with pytest.raises(DamagedError, match="is of iteration 4"):
         verification.verify(renamed)
 

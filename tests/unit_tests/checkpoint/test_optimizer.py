@@ -5,15 +5,15 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron.bridge.training.optimizer import _use_fused_kernels, build_optimizer
+from megatron.bridge.training.optim.optimizer import _use_fused_kernels, build_optimizer
 from megatron.bridge.utils.errors import UserError
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"optimizer": "lion"}, "optimizer.optimizer='lion' is not supported; use one of adam, sgd, muon"),
-        ({"optimizer": "sgd", "use_distributed_optimizer": True}, "works with adam only"),
+        ({"optimizer": "lion"}, "optimizer.optimizer='lion' is not supported: use one of adam, sgd, muon"),
+        ({"optimizer": "sgd", "use_distributed_optimizer": True}, "only adam, not 'sgd': set ddp.use_distrib"),
         ({"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}, "cannot be saved"),
         ({"optimizer_cpu_offload": True}, "cannot be saved"),
     ],

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bridge.training.optimizer_state import boxes
+from megatron.bridge.training.optim.optimizer_state import tensor_slices
 
 
 @st.composite
@@ -19,7 +19,7 @@ def _intervals(draw):
 def test_boxes_fill_the_interval_in_order(interval):
     shape, start, end = interval
     numbers = np.arange(np.prod(shape)).reshape(shape)
-    found = boxes(shape, start, end)
+    found = tensor_slices(shape, start, end)
     assert len(found) <= 2 * len(shape) - 1
     covered = []
     for box in found:

@@ -3,8 +3,8 @@
 
 import pytest
 
-from megatron.bridge.checkpoint import layout
-from megatron.bridge.training.checkpointing import prune
+from megatron.bridge.checkpoint import paths
+from megatron.bridge.training.checkpointing.save_load import prune
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,6 @@ from megatron.bridge.training.checkpointing import prune
 )
 def test_only_older_ones_are_deleted(tmp_path, newest, keep, left):
     for iteration in (10, 20, 30, 40, 50):
-        layout.iteration_dir(tmp_path, iteration).mkdir()
+        paths.iteration_dir(tmp_path, iteration).mkdir()
     prune(tmp_path, newest, keep)
-    assert layout.published_iterations(tmp_path) == left
+    assert paths.published_iterations(tmp_path) == left

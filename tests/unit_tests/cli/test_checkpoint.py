@@ -7,25 +7,26 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron.bridge.checkpoint import layout, lock, model_io, saving
+from megatron.bridge.checkpoint import lock, model_io, paths, saving
 from megatron.bridge.cli.main import main
-from megatron.bridge.utils import dist
+from megatron.bridge.utils import distributed
+from tests.workers import leave
 
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group():
-    own = not dist.is_initialized()
-    dist.initialize("gloo")
+    own = not distributed.is_initialized()
+    distributed.initialize("gloo")
     yield
     if own:
-        torch.distributed.destroy_process_group()
+        leave()
 
 
 def _save(root, iteration, **tensors):
     state = {name: ShardedTensor.from_rank_offsets(name, value) for name, value in tensors.items()}
     extra = model_io.extra_files({"model": {"_target_": "toy.Model"}})
-    saving.save(state, layout.iteration_dir(root, iteration), extra)
-    layout.write_tracker(root, iteration)
+    saving.save(state, paths.iteration_dir(root, iteration), extra)
+    paths.write_tracker(root, iteration)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,8 @@ def test_inspect(root, capsys):
     first, weights, optimizer, tensor = _lines(capsys)
     assert first.startswith(f"{root / 'iter_0000020'}: ")
     assert first.endswith("whole")
-    assert weights == "weights: 2 tensors, 14 numbers, 56 B"
-    assert optimizer == "optimizer: 1 tensor, 12 numbers, 48 B"
+    assert weights == "weights: 2 tensors, 14 values, 56 B"
+    assert optimizer == "optimizer: 1 tensor, 12 values, 48 B"
     assert tensor == "optimizer.state.exp_avg.a  4x3 float32"
 
 
@@ -90,12 +91,12 @@ def test_verify(root, capsys):
 def test_diff(root, capsys):
     first, second = str(root / "iter_0000010"), str(root / "iter_0000020")
     assert main(["checkpoint", "diff", first, first, "--values"]) == 0
-    assert _lines(capsys) == ["no difference in names, shapes and types and values"]
+    assert _lines(capsys) == ["no difference in names, shapes, dtypes and values"]
     assert main(["checkpoint", "diff", first, second, "--values"]) == 1
     assert _lines(capsys) == [
         f"only in {first}: b",
         f"only in {second}: c",
-        "a: 1 of 12 numbers differ, by 0.5 at most",
+        "a: 1 of 12 values differ, by at most 0.5",
     ]
 
 

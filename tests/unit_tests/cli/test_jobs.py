@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from megatron.bridge.checkpoint import layout
-from megatron.bridge.cli import job, train
+from megatron.bridge.checkpoint import paths
+from megatron.bridge.cli.support import train_job
 from megatron.bridge.training.config import DistillConfig
 from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
@@ -21,14 +21,14 @@ FINETUNE = ("--recipe", "llama32_1b_finetune_config")
 
 def parsed(*arguments):
     parser = argparse.ArgumentParser()
-    train.add_parser(parser.add_subparsers())
-    return parser.parse_args(["train", *arguments])
+    train_job.add_job_options(parser)
+    return parser.parse_args(arguments)
 
 
 def test_packed_rows_stay_as_they_were_asked_for(tmp_path):
     """A run resolves a copy: what is filled in there is no change of what was asked for."""
     base = ("--data", str(tmp_path), "checkpoint.pretrained_checkpoint=base")
-    ready = job.prepare(parsed(*FINETUNE, *base, "--packed_sequence"))
+    ready = train_job.prepare(parsed(*FINETUNE, *base, "--packed_sequence"))
     resolved = copy.deepcopy(ready.config)
     resolved.validate(1)
     check_sticks(resolved, ready.changes)
@@ -36,14 +36,14 @@ def test_packed_rows_stay_as_they_were_asked_for(tmp_path):
 
 def test_any_recipe_can_train_a_student():
     options = ("distill.teacher=big", "distill.temperature=2", "distill.hidden_layers={4: 12}")
-    ready = job.prepare(parsed(*PRETRAIN, "--mode", "distill", *options, "distill.hidden_weight=0.1"))
+    ready = train_job.prepare(parsed(*PRETRAIN, "--mode", "distill", *options, "distill.hidden_weight=0.1"))
     wanted = DistillConfig(teacher="big", temperature=2.0, hidden_layers={4: 12}, hidden_weight=0.1)
     assert (ready.mode, ready.config.distill) == ("distill", wanted)
 
 
 def test_a_step_of_ones_own_is_not_ignored():
-    with pytest.raises(UserError, match=r"--step_func a.b with --mode distill, which has a step of its own"):
-        job.prepare(parsed(*PRETRAIN, "--mode", "distill", "--step_func", "a.b"))
+    with pytest.raises(UserError, match=r"--step_func a.b cannot be used with --mode distill"):
+        train_job.prepare(parsed(*PRETRAIN, "--mode", "distill", "--step_func", "a.b"))
 
 
 def test_a_teacher_is_cached_and_learnt_from(tmp_path, capsys):
@@ -63,4 +63,4 @@ def test_a_teacher_is_cached_and_learnt_from(tmp_path, capsys):
     forget_model_parallel()
     code, _, err = run(capsys, "train", "--config", str(file), f"checkpoint.save={tmp_path / 'run'}")
     assert (code, "kl loss" in err) == (0, True), err
-    assert layout.iteration_dir(tmp_path / "run", 2).is_dir()
+    assert paths.iteration_dir(tmp_path / "run", 2).is_dir()

@@ -12,8 +12,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
 
-from megatron.bridge.cli import errors, main
-from megatron.bridge.utils import console, ranks
+from megatron.bridge.cli import main
+from megatron.bridge.cli.support import exit_code as errors
+from megatron.bridge.utils import console, torchrun_env
 from megatron.bridge.utils.errors import UserError
 
 
@@ -51,7 +52,7 @@ def test_version(capsys):
         (["trian"], "there is no command trian; did you mean train or trace?"),
         (["train", "--recipee", "x"], "unrecognized arguments: --recipee; did you mean --recipe"),
         (["checkpoint", "verify", "--fas", "x"], "unrecognized arguments: --fas; did you mean --fast"),
-        (["demo", "--step", "3"], "unrecognized arguments: --step 3; did you mean --steps"),
+        (["plot", "run", "--smoth", "3"], "--smoth 3; did you mean --smooth"),
         (["convert", "--hf-model", "x", "--megatron-path", ""], "--megatron-path/--output-dir: the path is empty"),
         (["train", "--mode", "dpo"], "invalid choice: 'dpo'"),
         (["--bogus"], "unrecognized arguments: --bogus"),
@@ -75,14 +76,15 @@ def test_subcommand_that_cannot_be_imported_does_not_break_the_others(capsys, mo
     load = importlib.import_module
 
     def failing(name, *rest):
-        if name == "megatron.bridge.cli.demo":
+        if name == "megatron.bridge.cli.plot":
             raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
         return load(name, *rest)
 
     monkeypatch.setattr(importlib, "import_module", failing)
-    code, _, err = run(capsys, "demo")
+    code, _, err = run(capsys, "plot")
     assert code == 1
-    assert err == "error: megatron-bridge demo cannot run here: the module matplotlib is not installed\n"
+    assert err.startswith("error: megatron-bridge plot ")
+    assert "install the missing module matplotlib" in err
     assert run(capsys, "train", "--help")[0] == 0
 
 
@@ -156,7 +158,7 @@ def test_overrides_may_stand_behind_options(monkeypatch):
     seen = ModuleType("seen")
     from megatron.bridge.cli import train
 
-    seen.add_parser = train.add_parser  # pyright: ignore
+    seen.DESCRIPTION, seen.add_arguments = train.DESCRIPTION, train.add_arguments  # pyright: ignore
     seen.run = lambda args: len(args.overrides)  # pyright: ignore
     monkeypatch.setattr(main, "_load", lambda name: seen)
     assert main.main(["train", "a.b=1", "--recipe", "x", "c.d=2", "--dry-run", "e.f=3"]) == 3
@@ -173,9 +175,9 @@ def test_overrides_may_stand_behind_options(monkeypatch):
 )
 def test_environment_of_no_launcher_is_refused(changes, words):
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
-    ranks.check(environment)
+    torchrun_env.check_environment(environment)
     with pytest.raises(UserError, match=re.escape(words)):
-        ranks.check(environment | changes)
+        torchrun_env.check_environment(environment | changes)
 
 
 def test_rank_that_is_none_is_refused_by_every_command(capsys, monkeypatch):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron.bridge.cli import main
-from megatron.bridge.utils import curves
+from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError
 
 
@@ -18,7 +18,7 @@ def write(folder, steps, loss, more=""):
         for step in steps
     ]
     lines.append({"step": steps[-1], "kind": "validation", "lm loss": loss})
-    with (folder / curves.METRICS).open("a") as file:
+    with (folder / loss_curves.METRICS).open("a") as file:
         file.write("".join(json.dumps(line) + "\n" for line in lines) + more)
     return folder
 
@@ -50,23 +50,23 @@ def test_picture_is_where_it_is_said_to_be(tmp_path, capsys, output, picture):
 
 def test_steps_that_were_done_again_count_once(tmp_path):
     folder = write(tmp_path, [1, 2, 3, 4], 4.0, more='{"step": 5, "ki')
-    path = folder / curves.METRICS
+    path = folder / loss_curves.METRICS
     path.write_text(path.read_text().rpartition("\n")[0] + "\n")
     write(tmp_path, [3, 4, 5], 8.0)
-    train, validation = curves.curves(curves.read_metrics(tmp_path), "lm loss", "run")
+    train, validation = loss_curves.curves(loss_curves.read_metrics(tmp_path), "lm loss", "run")
     assert (train.x, train.y) == ([1, 2, 3, 4, 5], [4.0, 2.0, 8 / 3, 2.0, 8 / 5])
     assert (validation.x, validation.y) == ([5], [8.0])
 
 
 def test_a_line_that_was_not_finished_is_left_out(tmp_path):
     write(tmp_path, [1, 2], 4.0, more='{"step": 3, "ki')
-    assert [row["step"] for row in curves.read_metrics(tmp_path)] == [1, 2, 2]
+    assert [row["step"] for row in loss_curves.read_metrics(tmp_path)] == [1, 2, 2]
 
 
 @pytest.mark.parametrize(("axis", "places"), [("tokens", [2.0, 4.0]), ("time", [2 * 1.8 / 3600, 4 * 1.8 / 3600])])
 def test_axes(tmp_path, axis, places):
-    rows = curves.read_metrics(write(tmp_path, [2, 4], 4.0))
-    train, validation = curves.curves(rows, "lm loss", "run", axis)
+    rows = loss_curves.read_metrics(write(tmp_path, [2, 4], 4.0))
+    train, validation = loss_curves.curves(rows, "lm loss", "run", axis)
     assert train.x == pytest.approx(places)
     assert validation.x == pytest.approx(places[1:])
 
@@ -84,10 +84,10 @@ def test_what_cannot_be_drawn_is_named(tmp_path, capsys):
         code, _, err = run(capsys, *arguments)
         assert code == 1
         assert message in err
-    path = folder / curves.METRICS
+    path = folder / loss_curves.METRICS
     path.write_text("{}\n" + path.read_text())
     with pytest.raises(UserError, match=r"metrics.jsonl, line 1 is damaged: '{}'"):
-        curves.read_metrics(folder)
+        loss_curves.read_metrics(folder)
     path.write_text('{"step": 1, "kind": "train", "lm loss": 1.0}\n')
     with pytest.raises(UserError, match=r"does not tell 'consumed tokens', which --x tokens needs"):
-        curves.curves(curves.read_metrics(folder), "lm loss", "", "tokens")
+        loss_curves.curves(loss_curves.read_metrics(folder), "lm loss", "", "tokens")

@@ -3,20 +3,21 @@
 
 import pytest
 
-from megatron.bridge.autotune import ranks
-from megatron.bridge.cli import rehearse, toy
-from megatron.bridge.cli.job import Job
-from megatron.bridge.cli.toy import Layout
+from megatron.bridge.autotune import meta_model
+from megatron.bridge.cli.rehearse import command, toy_config
+from megatron.bridge.cli.rehearse.toy_config import ParallelDimensions
+from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.recipes.catalog import find
+from megatron.bridge.utils.config.origins import Origins
 
 LAYOUTS = [
-    (Layout(2, 2, 1, 2, 1, 2), Layout(2, 2, 1, 2, 1, 2)),  # small enough
-    (Layout(8, 4, 1, 16, 1, 8), Layout(2, 2, 1, 2, 1, 2)),
-    (Layout(8, 8, 4, 4, 1, 8), Layout(2, 2, 2, 1, 1, 2)),  # no room for replicas
-    (Layout(1, 16, 1, 64, 64, 1), Layout(1, 2, 1, 2, 2, 1)),  # experts over replicas
-    (Layout(4, 8, 1, 8, 8, 1), Layout(2, 2, 1, 2, 2, 1)),
-    (Layout(4, 1, 1, 16, 8, 4), Layout(2, 1, 1, 2, 2, 2)),  # experts are cut, too
+    (ParallelDimensions(2, 2, 1, 2, 1, 2), ParallelDimensions(2, 2, 1, 2, 1, 2)),  # small enough
+    (ParallelDimensions(8, 4, 1, 16, 1, 8), ParallelDimensions(2, 2, 1, 2, 1, 2)),
+    (ParallelDimensions(8, 8, 4, 4, 1, 8), ParallelDimensions(2, 2, 2, 1, 1, 2)),  # no room for replicas
+    (ParallelDimensions(1, 16, 1, 64, 64, 1), ParallelDimensions(1, 2, 1, 2, 2, 1)),  # experts over replicas
+    (ParallelDimensions(4, 8, 1, 8, 8, 1), ParallelDimensions(2, 2, 1, 2, 2, 1)),
+    (ParallelDimensions(4, 1, 1, 16, 8, 4), ParallelDimensions(2, 1, 1, 2, 2, 2)),  # experts are cut, too
 ]
 
 
@@ -24,9 +25,9 @@ LAYOUTS = [
 def test_layers_that_are_described_one_by_one_keep_their_kinds(size):
     recipe = find(f"llama_nemotron_{size}_pretrain_config")
     config = recipe.build()
-    config.validate(recipe.gpus)
-    small = toy.shrink(config, recipe.gpus, steps=1)
-    small.config.validate(small.layout.ranks)
+    config = config.resolve(recipe.gpus).config
+    small = toy_config.shrink(config, recipe.gpus, steps=1)
+    small.config.validate(small.dimensions.ranks)
     before, after = (model.per_block_parameters for model in (config.model, small.config.model))
     assert {block.attention.num_query_groups for block in before} == {None, 8}
     assert {block.attention.num_query_groups for block in after} == {None, 4}
@@ -36,14 +37,16 @@ def test_layers_that_are_described_one_by_one_keep_their_kinds(size):
     ]
     assert kinds[0] == kinds[1]
     assert len(kinds[1]) <= small.config.model.num_layers <= len(kinds[1]) + 1
-    assert ranks.parameter_count(small.config.model) < 3_000_000
+    assert meta_model.parameter_count(small.config.model) < 3_000_000
     assert AutoBridge.hf_config_of(small.config.model)["block_configs"] == small.config.model.block_configs
 
 
 def test_a_toy_to_tune_predicts_one_token():
     """Transformers makes it."""
     recipe = find("deepseek_v3_finetune_config")
-    small = rehearse._shrunk(Job(recipe.build(), recipe.name, "sft", recipe.gpus, recipe), recipe.gpus, 1)
+    config = recipe.build()
+    job = Job(config, Origins.of(config), recipe.name, "sft", recipe.gpus, recipe)
+    small = command._toy_of(job, recipe.gpus, 1)
     assert small.config.model.mtp_num_layers is None
     assert AutoBridge.hf_config_of(small.config.model)["num_nextn_predict_layers"] == 0
     assert any("predicts one token" in change for change in small.changes)
@@ -51,16 +54,16 @@ def test_a_toy_to_tune_predicts_one_token():
 
 def test_heads_that_are_normed_together_are_as_wide_as_the_model():
     config = find("olmoe_7b_pretrain_config").build()
-    config.validate(8)
-    model = toy.shrink(config, 8, 1).config.model
+    config = config.resolve(8).config
+    model = toy_config.shrink(config, 8, 1).config.model
     assert model.kv_channels * model.num_attention_heads == model.hidden_size
 
 
 @pytest.mark.parametrize(("layout", "expected"), LAYOUTS)
 def test_layouts_keep_their_dimensions(layout, expected):
-    small = toy.smaller(layout)
+    small = toy_config.shrink_dimensions(layout)
     assert small == expected
-    assert small.ranks <= toy.MOST_RANKS
+    assert small.ranks <= toy_config.MOST_RANKS
     assert small.is_possible
 
 
@@ -83,10 +86,10 @@ RECIPES = [
 def test_toys_keep_what_the_recipe_has(name):
     recipe = find(name)
     config = recipe.build()
-    config.validate(recipe.gpus)
-    small = toy.shrink(config, recipe.gpus, steps=2)
-    small.config.validate(small.layout.ranks)
-    assert ranks.parameter_count(small.config.model) < 1_000_000
+    config = config.resolve(recipe.gpus).config
+    small = toy_config.shrink(config, recipe.gpus, steps=2)
+    small.config.validate(small.dimensions.ranks)
+    assert meta_model.parameter_count(small.config.model) < 1_000_000
     assert recipe.build().model.num_layers == config.model.num_layers, "the real config is left as it is"
     before, after = config.model, small.config.model
     for key in ("tensor_model", "pipeline_model", "context", "expert_model"):
@@ -101,7 +104,7 @@ def test_toys_keep_what_the_recipe_has(name):
 
 
 def kinds(model):
-    return toy._kinds(model)
+    return toy_config._layer_kinds(model)
 
 
 @pytest.mark.parametrize(
@@ -109,4 +112,4 @@ def kinds(model):
     [("AAAA", 2, [0, 1]), ("AAAB", 2, [0, 3]), ("ABC", 6, [0, 0, 1, 1, 2, 2]), ("M-M*", 4, [0, 1, 2, 3])],
 )
 def test_layers_are_sampled(layers, count, expected):
-    assert toy.sample(layers, count) == expected
+    assert toy_config.sample_layers(layers, count) == expected

@@ -7,12 +7,14 @@ import sys
 
 import pytest
 
-from megatron.bridge.cli.summary import parameter_count
+from megatron.bridge.autotune.meta_model import parameter_count
+from megatron.bridge.cli.support.recipe_table import model_and_size
 from megatron.bridge.recipes.catalog import catalog, find
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.config.serialize import load_yaml
 from tests.toy_run import save_llama
 from tests.unit_tests.cli.test_main import run
+from tests.workers import leave
 
 RECIPE = ("train", "--recipe", "llama32_1b_pretrain_config")
 FINETUNE = ("train", "--recipe", "llama32_1b_finetune_config")
@@ -35,6 +37,16 @@ def test_dry_run_prints_a_config_with_origins(capsys):
     assert "  hidden_dropout: 0.0  # recipe\n" in out
 
 
+def test_experts_that_cannot_be_cut_are_whole_unless_a_user_cuts_them(capsys):
+    gpt_oss = ("train", "--recipe", "gpt_oss_20b_pretrain_config", "--world-size", "16")
+    _, out = dry_run(capsys, *gpt_oss, "model.expert_tensor_parallel_size=null")
+    assert "expert groups of 4: 0, 1, 2, 3; 8 of 32 experts on each rank" in out
+    assert "each cut in" not in out
+    code, _, err = run(capsys, *gpt_oss, "--dry-run", "model.expert_tensor_parallel_size=2")
+    assert code == 1
+    assert "expert_tensor_parallel_size=2 cannot cut experts" in err
+
+
 def test_dry_run_says_what_the_config_means(capsys):
     _, out = dry_run(capsys, *RECIPE, "model.tensor_model_parallel_size=2", "--world-size", "16")
     assert [line for line in out.splitlines() if line.startswith("#")] == [
@@ -44,32 +56,32 @@ def test_dry_run_says_what_the_config_means(capsys):
         "# layout: 16 processes = tensor 2 x pipeline 1 x context 1 x data 8",
         "# step: 512 samples x 8192 tokens = 4,194,304 tokens, in 64 microbatches of 1 on each of 8 replicas",
         "# run: 250,000 steps, 1,048,576,000,000 tokens",
-        "# data: made-up samples (MockGPTDatasetConfig)",
+        "# data: mock data (MockGPTDatasetConfig)",
         "#",
         "# ranks     data 0  data 1  data 2  ...  data 7",
         "# stage 0   0-1     2-3     4-5     ...  14-15",
         "# in a cell: tensor groups of 2: 0-1",
-        "# nodes of 8 GPUs: tensor groups stay within one; data groups reach over several",
+        "# nodes of 8 GPUs: tensor groups stay within one node; data groups span several nodes",
         "#",
         *memory_lines(out),
         "#",
-        "# work: 3.79e+16 floating-point operations a step, 9.46e+21 in all (of the model; none done twice)",
-        "# time: 6 s a step, 17.3 days in all, if 16 x H100 80GB reach 40% of their peak in bf16, 989 TFLOP/s",
+        "# compute: 3.79e+16 model FLOPs per step, 9.46e+21 in total, without recomputation",
+        "# time: 6 s per step, 17.3 days in total, if 16 x H100 80GB reach 40% of their bf16 peak of 989 TFLOP/s",
         "#",
-        "# note: no data was given: this run trains on made-up samples (--data PATH for real ones)",
-        "# note: checkpoint.save is not set: this run keeps no checkpoint (checkpoint.save=DIR)",
+        "# note: no data was given: this run trains on mock data (use --data PATH for real data)",
+        "# note: checkpoint.save is not set: this run saves no checkpoint (set checkpoint.save=DIR)",
     ]
 
 
 def memory_lines(out):
     """Four lines, of which the numbers are tested where they are made."""
     lines = out.splitlines()
-    start = lines.index("# memory of a rank: states counted on the sharded model, activations estimated")
+    start = lines.index("# memory per rank: states counted on the sharded model, activations estimated")
     head, row, verdict = lines[start + 1 : start + 4]
-    assert " ".join(head.split()) == "# parameters weights gradients optimizer activations GB in all holds"
+    assert " ".join(head.split()) == "# parameters weights gradients optimizer activations total GB layers"
     assert row.split()[1:4] == ["stage", "0", "617,940,992"]
     assert row.endswith("embedding, layers 0-15, loss")
-    assert verdict.endswith("GB of H100 80GB: fits, a tenth left free")
+    assert verdict.endswith("GB of H100 80GB: fits with 10% left free")
     return lines[start : start + 4]
 
 
@@ -77,7 +89,7 @@ def test_dry_run_names_what_the_recipe_did_not_have(capsys):
     _, out = dry_run(capsys, *FINETUNE, "--mode", "lora", "checkpoint.pretrained_checkpoint=base")
     assert "# not in the recipe: peft.dim=16\n" in out
     assert "# changed: optimizer.lr=1e-05 -> 0.0001\n" in out
-    assert "# no longer there: peft\n" in out
+    assert "# removed: peft\n" in out
 
 
 DISTILL = ("train", "--recipe", "smollm2_50m_distill_config", "train.global_batch_size=64")
@@ -85,7 +97,7 @@ DISTILL = ("train", "--recipe", "smollm2_50m_distill_config", "train.global_batc
 
 def work(out):
     """Floating-point operations of a step."""
-    return float(re.search(r"# work: (\S+) floating-point operations a step", out)[1])
+    return float(re.search(r"# compute: (\S+) model FLOPs per step", out)[1])
 
 
 def test_dry_run_counts_the_teacher(capsys):
@@ -99,9 +111,11 @@ def test_dry_run_counts_the_teacher(capsys):
         )
     )
     assert work(taught) - work(alone) == pytest.approx(work(teacher) / 3, rel=0.02)
-    assert "activations  teacher  GB in all" in taught
-    assert "teacher  GB in all" not in alone
-    note = "# note: distill.teacher=nobody/knows is not on this machine: memory and work are those of the student"
+    assert "activations  teacher  total GB" in taught
+    assert "teacher  total GB" not in alone
+    note = (
+        "# note: distill.teacher=nobody/knows is not on this machine: memory and compute are those of the student"
+    )
     assert note in alone
     assert "is not on this machine" not in taught
 
@@ -123,7 +137,8 @@ def test_ranks_are_drawn(capsys):
     assert lines[start + 8].startswith("# stage 7   896-927   928-959")
     assert lines[start + 9 : start + 11] == [
         "# in a cell: tensor groups of 8: 0-7; context groups of 4: 0, 8, 16, 24",
-        "# nodes of 8 GPUs: tensor groups stay within one; context, data and pipeline groups reach over several",
+        "# nodes of 8 GPUs: tensor groups stay within one node; "
+        "context, data and pipeline groups span several nodes",
     ]
 
 
@@ -131,14 +146,14 @@ def test_picture_is_that_of_megatron():
     """The groups that Megatron-Core makes, of a layout in which every dimension is above one."""
     from megatron.core.parallel_state import RankGenerator
 
-    from megatron.bridge.cli import picture
+    from megatron.bridge.cli.support import rank_diagram
     from tests.toy_run import toy_config
 
     config = toy_config()
     for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
         setattr(config.model, f"{name}_parallel_size", 2)
     config.model.num_moe_experts = 4
-    lines = list(picture.ranks(config, 16))
+    lines = list(rank_diagram.rank_table(config, 16))
     dense = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=2, order="tp-cp-ep-dp-pp")
     expert = RankGenerator(tp=2, ep=2, dp=2, pp=2, cp=1, order="tp-cp-ep-dp-pp")
     cells = [cell.split("-") for line in lines if line.startswith("stage") for cell in line.split()[2:]]
@@ -156,7 +171,7 @@ def test_dry_run_assumes_the_gpus_of_the_recipe(capsys):
         "context 4 x data 4\n" in out
     )
     assert "# model: 405,853,388,800 parameters" in out
-    assert "# (for 1024 processes; --world-size N assumes another number)\n" in out
+    assert "# (for 1024 processes; set another number with --world-size N)\n" in out
 
 
 def test_printed_config_is_read_again(capsys, tmp_path):
@@ -179,6 +194,25 @@ def test_settings_of_a_file_lie_between_recipe_and_command_line(capsys, tmp_path
     assert "  train_iters: 6  # command line\n" in out
 
 
+def test_references_are_resolved_behind_the_command_line(capsys, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("scheduler: {lr_decay_iters: '${train.train_iters}'}\ntrain: {train_iters: 5}\n")
+    config, out = dry_run(
+        capsys,
+        *RECIPE,
+        "--config",
+        str(path),
+        "train.train_iters=6",
+        "rng.seed=${train.train_iters}",
+    )
+    assert (config.scheduler.lr_decay_iters, config.rng.seed) == (6, 6)
+    assert f"  lr_decay_iters: 6  # file {path}\n" in out
+    path.write_text(re.sub(r"lr_decay_iters: .*", "lr_decay_iters: ${train.train_iters}", out))
+    config, out = dry_run(capsys, "train", "--config", str(path), "train.train_iters=7")
+    assert config.scheduler.lr_decay_iters == 7
+    assert f"  lr_decay_iters: 7  # file {path}\n" in out
+
+
 def test_seq_length_sets_data_and_model(capsys):
     config, out = dry_run(capsys, *RECIPE, "--seq_length", "512")
     assert (config.dataset.seq_length, config.model.seq_length) == (512, 512)
@@ -191,7 +225,7 @@ def test_data_replaces_made_up_samples(capsys):
     assert config.tokenizer.tokenizer_model == "meta-llama/Llama-3.2-1B"
     assert "blend: {_tuple_: [[a/text, b/text], null]}  # command line\n" in out
     assert "  blend_per_split: null  # default\n" in out
-    assert "made-up" not in out
+    assert "synthetic" not in out
 
 
 def test_data_of_a_fine_tuning_is_a_folder(capsys):
@@ -231,6 +265,12 @@ def test_list_shows_what_each_recipe_builds(capsys):
         assert cells[-1] == precision, name
 
 
+def test_list_separates_model_and_size():
+    assert all(model_and_size(recipe.what)[1] for recipe in catalog().values())
+    assert model_and_size(find("qwen15_moe_a2p7b_finetune_config").what) == ("Qwen 1.5 MoE", "A2.7B")
+    assert model_and_size(find("kimi_k2_pretrain_config").what) == ("Kimi K2", "1T-A32B")
+
+
 def test_list_imports_no_torch():
     code = "import sys; from megatron.bridge.cli.main import main; main(['train', '--list']); "
     code += "print('torch' in sys.modules)"
@@ -265,12 +305,15 @@ BAD = [
     ([*RECIPE[1:], "comm_overlap=1"], "comm_overlap must be a CommOverlapConfig or null, not 1"),
     (
         [*RECIPE[1:], "--peft_scheme", "lora"],
-        "trains all weights from random ones: adapters need a finetune recipe",
+        "use a finetune recipe",
     ),
     ([*FINETUNE[1:], "--mode", "dora"], "peft is DoRA, but checkpoint.pretrained_checkpoint is not set"),
     ([*FINETUNE[1:], "--mode", "lora", "--peft_scheme", "dora"], "contradict each other: leave one out"),
-    ([*FINETUNE[1:], "--mode", "lora", "peft={_target_: megatron.bridge.peft.dora.DoRA}"], "has peft=DoRA: set"),
-    ([*FINETUNE[1:], "--mode", "dora", "peft=null"], "has no peft: set another there"),
+    (
+        [*FINETUNE[1:], "--mode", "lora", "peft={_target_: megatron.bridge.peft.dora.DoRA}"],
+        "has peft=DoRA: change its peft",
+    ),
+    ([*FINETUNE[1:], "--mode", "dora", "peft=null"], "has no peft: change its peft"),
     ([*FINETUNE[1:], "--peft_scheme", "lroa"], "peft=lroa is not known; did you mean lora or dora?"),
     ([*RECIPE[1:], "--packed_sequence"], "is a MockGPTDatasetConfig: use a finetune recipe, or leave it out"),
     (["--config", "no/such.yaml"], "--config no/such.yaml cannot be read: No such file or directory"),
@@ -388,7 +431,7 @@ def test_wrong_values_in_a_whole_config_are_named(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vlm_stepp", "--step_func vlm_stepp is not known: choose gpt_step"),
+        ("vlm_stepp", "--step_func vlm_stepp does not exist: use gpt_step"),
         ("no_such_module.step", "--step_func no_such_module.step: there is no module named 'no_such_module'"),
         ("math.pi", "--step_func math.pi is not a function"),
     ],
@@ -430,15 +473,11 @@ SHAPES = [
 @pytest.fixture(scope="module")
 def model_parallel():
     """One process with Megatron's groups."""
-    import torch.distributed
-    from megatron.core import parallel_state
-
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
     GPTModelProvider(num_layers=1, hidden_size=8, num_attention_heads=1).initialize_model_parallel(seed=0)
     yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(shape) or "plain")

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from megatron.bridge.data.config import GPTDatasetConfig
 from megatron.bridge.data.energon import EnergonProvider
-from megatron.bridge.data.examples import Report
-from megatron.bridge.data.loaders import BatchSizes
-from megatron.bridge.data.streams import StreamedBatches
-from megatron.bridge.training.rules.data import readers_divide_batches
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.data.loaders import BatchShard
+from megatron.bridge.data.records.samples import EncodingReport
+from megatron.bridge.data.streams import StreamingBatchIterator
+from megatron.bridge.training.config.rules.data import energon_readers_fit_batch
+from tests.refusals import refused, says
 from tests.toy_run import toy_config
 
 
@@ -20,7 +20,7 @@ class Counter:
     """Reader n gives n * 1000, n * 1000 + 1, and so on."""
 
     def __init__(self, number):
-        self.number, self.place, self.report = number, 0, Report()
+        self.number, self.place, self.report = number, 0, EncodingReport()
 
     def __next__(self):
         value = torch.tensor([self.number * 1000 + self.place])
@@ -36,8 +36,8 @@ class Counter:
 
 def streams(readers, micro, ranks, whole, consumed=0, fingerprint=None):
     return [
-        StreamedBatches(
-            "data", Counter, readers, BatchSizes(micro, whole, rank, ranks), fingerprint or {}, consumed
+        StreamingBatchIterator(
+            "data", Counter, readers, BatchShard(micro, whole, rank, ranks), fingerprint or {}, consumed
         )
         for rank in range(ranks)
     ]
@@ -85,10 +85,10 @@ def test_a_run_goes_on_under_another_number_of_ranks(layout, steps):
 
 def test_a_position_of_other_data_and_none_at_all_are_refused():
     (batches,) = streams(2, 1, 1, 4, fingerprint={"dataset.seed": 1})
-    with pytest.raises(UserError, match=r"dataset.seed=2 instead of 1\): use those of the checkpoint"):
+    with refused("dataset.seed=2 instead of 1", "checkpoint.finetune"):
         streams(2, 1, 1, 4, fingerprint={"dataset.seed": 2})[0].load_state_dict(batches.state_dict())
     (lost,) = streams(2, 1, 1, 4, consumed=8)
-    with pytest.raises(UserError, match="goes on behind 8 samples, but its checkpoint does not know where"):
+    with refused("8 samples", "data", "checkpoint.finetune"):
         next(lost)
     assert next(lost.replicate())["tokens"].tolist() == [[0]], "held-out data begins anew"
 
@@ -99,24 +99,25 @@ def energon(**values):
 
 def test_readers_come_out_even():
     def problem(readers, ranks):
-        return readers_divide_batches(toy_config(dataset=energon(readers=readers)), ranks)
+        return energon_readers_fit_batch(toy_config(dataset=energon(readers=readers)), ranks)
 
     assert problem(4, 2) is None
     assert problem(8, 8) is None
-    assert "dataset.readers=3 must be a multiple of the data parallel size 2 and divide" in problem(3, 2)
+    assert says(problem(3, 2), "dataset.readers=3", "data parallel size 2", "train.global_batch_size")
     assert problem(16, 2) is not None, "more readers than samples in a batch of 8"
-    assert readers_divide_batches(toy_config(dataset=GPTDatasetConfig(seq_length=32)), 2) is None
+    assert energon_readers_fit_batch(toy_config(dataset=GPTDatasetConfig(seq_length=32)), 2) is None
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "parts"),
     [
-        ({"readers": 0}, "dataset.readers=0: it must be at least 1"),
-        ({"dataloader_type": "cyclic"}, "dataloader_type='cyclic' has no effect on data that is read forwards"),
-        ({"packing_buffer_size": 5}, "packing_buffer_size=5 has no effect without"),
-        ({"truncation": "cut"}, "truncation='cut' is not known"),
-        ({"path": "a.jsonl"}, "dataset.validation_split='val': a.jsonl has no parts"),
+        ({"readers": 0}, ("dataset.readers=0", "at least 1")),
+        ({"dataloader_type": "cyclic"}, ("dataset.dataloader_type='cyclic'", "dataset.shuffle_buffer_size")),
+        ({"packing_buffer_size": 5}, ("dataset.packing_buffer_size=5", "dataset.packed_sequence_specs")),
+        ({"truncation": "cut"}, ("dataset.truncation='cut'", "keep_answer")),
+        ({"path": "a.jsonl"}, ("dataset.validation_split='val'", "a.jsonl", "null")),
     ],
 )
-def test_wrong_values_are_named(values, message):
-    assert message in energon(**values).problems()[0]
+def test_wrong_values_are_named(values, parts):
+    (problem,) = energon(**values).problems()
+    assert says(problem, *parts)

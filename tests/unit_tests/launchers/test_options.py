@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bridge.launchers import checks, folder
-from megatron.bridge.launchers.checks import Output
+from megatron.bridge.launchers import job_folder, preflight
 from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.launchers.preflight import ShellResult
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.slurm import adopt_step, first_host
+from megatron.bridge.utils.slurm import adopt_slurm_step, first_host
 
 OPTIONS = LaunchOptions(
     local=False,
@@ -91,8 +91,8 @@ def test_all_contradictions_are_told_at_once():
 
 def cluster(limits, refusal=None):
     """A shell that answers as a cluster with these partitions does."""
-    answer = Output(0, "") if refusal is None else Output(1, refusal)
-    return lambda command: Output(0, limits) if command.startswith("sinfo") else answer
+    answer = ShellResult(0, "") if refusal is None else ShellResult(1, refusal)
+    return lambda command: ShellResult(0, limits) if command.startswith("sinfo") else answer
 
 
 @pytest.mark.parametrize(
@@ -105,17 +105,17 @@ def cluster(limits, refusal=None):
 )
 def test_partitions_and_limits_are_checked(fields, limits, sentence):
     with pytest.raises(UserError, match=sentence.replace("?", r"\?")):
-        checks.check_cluster(changed(**fields), cluster(limits))
+        preflight.check_cluster(changed(**fields), cluster(limits))
 
 
 def test_a_partition_without_limit_takes_any_job():
-    checks.check_cluster(changed(time="30-00:00:00"), cluster("gpu* infinite\n"))
+    preflight.check_cluster(changed(time="30-00:00:00"), cluster("gpu* infinite\n"))
 
 
 def test_what_slurm_says_becomes_one_sentence_with_a_way_out():
     text = "sbatch: error: Batch job submission failed\nallocation failure: Invalid account or account/partition\n"
     with pytest.raises(UserError) as error:
-        checks.check_scripts({"a": "#!/bin/bash"}, cluster("", text))
+        preflight.check_scripts({"a": "#!/bin/bash"}, cluster("", text))
     expected = "Slurm refuses the job: Invalid account or account/partition; name yours with --account"
     assert str(error.value) == expected
 
@@ -125,12 +125,12 @@ def test_what_slurm_says_becomes_one_sentence_with_a_way_out():
     [("90", 5400), ("30:15", 1815), ("4:00:00", 14400), ("1-12", 129600), ("2-0:30", 174600)],
 )
 def test_limits_in_every_form_of_slurm(limit, expected):
-    assert checks.seconds(limit) == expected
+    assert preflight.seconds(limit) == expected
 
 
 def test_the_folder_says_how_to_launch_again(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["launch.py", "--env", "A=b c", "a.b=[1, 2]"])
-    folder.write(tmp_path, OPTIONS, ("7",), "train: {}\n")
+    job_folder.write_job_folder(tmp_path, OPTIONS, ("7",), "train: {}\n")
     again = (tmp_path / "launch_again.sh").read_text()
     assert "launch.py --env 'A=b c' 'a.b=[1, 2]' \"$@\"" in again
     assert "jobs:\n- '7'" in (tmp_path / "launch.yaml").read_text()
@@ -145,13 +145,13 @@ def test_a_task_of_srun_is_given_its_rank():
         "SLURM_STEP_NODELIST": "rack[1-2]gpu[03-04]",
         "SLURM_JOB_ID": "77",
     }
-    adopt_step(step)
+    adopt_slurm_step(step)
     assert (step["RANK"], step["LOCAL_RANK"], step["WORLD_SIZE"]) == ("5", "1", "8")
     assert step["MASTER_ADDR"] == "rack1gpu03"
     other = {**step, "SLURM_RESTART_COUNT": "1"}
     for name in ("RANK", "MASTER_PORT"):
         del other[name]
-    adopt_step(other)
+    adopt_slurm_step(other)
     assert other["MASTER_PORT"] != step["MASTER_PORT"]
 
 
@@ -165,14 +165,14 @@ def test_a_task_of_srun_is_given_its_rank():
 )
 def test_other_processes_are_left_alone(environment):
     before = dict(environment)
-    adopt_step(environment)
+    adopt_slurm_step(environment)
     assert environment == before
 
 
 def test_a_part_of_a_step_is_refused():
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
     with pytest.raises(UserError, match="SLURM_LOCALID is missing in the environment, though"):
-        adopt_step(environment)
+        adopt_slurm_step(environment)
     assert "RANK" not in environment
 
 

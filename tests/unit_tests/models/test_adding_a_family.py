@@ -27,6 +27,7 @@ def shown():
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Put a block of the page into a package outside this repository and import that."""
+    model_bridge.architectures()  # the built-in families register once, and not in the copy
     monkeypatch.setattr(model_bridge, "_REGISTRY", dict(model_bridge._REGISTRY))
 
     def package(title):

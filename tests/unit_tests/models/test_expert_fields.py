@@ -5,7 +5,7 @@ import pytest
 import transformers
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.backends.layer_specs import moe_pattern
+from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.model_bridge import bridge_for
 from megatron.bridge.utils.errors import UserError
 

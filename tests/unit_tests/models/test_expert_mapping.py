@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.bridge.models.conversion import buckets, exchange, exporting, loading, plan
 from megatron.bridge.models.conversion import param_mapping as pm
-from megatron.bridge.models.conversion.expert_blocks import expert_names
+from megatron.bridge.models.conversion.declare.moe_blocks import expert_names
+from megatron.bridge.models.conversion.engine import buckets, exchange, export, load, plan
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-from megatron.bridge.models.conversion.param_mapping import Shard
-from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
+from megatron.bridge.models.conversion.param_mapping import ShardSpec
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.utils.errors import UserError
 
 EXPERTS, HIDDEN, WIDTH = 3, 5, 8
@@ -45,7 +45,7 @@ def loaded(mapping, stored, shape, kind, size):
     shards = []
     for rank in range(size):
         shard = torch.full(shape, torch.nan)
-        for piece in mapping.pieces(Shard(shape, kind, rank, size, CONFIG)):
+        for piece in mapping.copy_ranges(ShardSpec(shape, kind, rank, size, CONFIG)):
             stored.copy(piece.hf, piece.hf_index, piece.of_shard(shard))
         shards.append(shard)
     return shards
@@ -61,13 +61,13 @@ def test_gate_and_up_of_one_expert_of_a_stack(tmp_path, kind, transposed, size):
     mapping = of_expert(cls(expert_names("linear_fc1")[0], "h.*.gate_up").stacked(transposed), 1)
     assert mapping.megatron_param == "decoder.layers.0.mlp.experts.linear_fc1.weight1"
     shape = (2 * WIDTH // size, HIDDEN)
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
     shards = loaded(mapping, checkpoint, shape, "column", size)
     assert checkpoint.bytes_read == whole[1].nbytes  # nothing of the other experts
     gate, up = parts(whole[1].T if transposed else whole[1])
     for rank, shard in enumerate(shards):
         assert torch.equal(shard, torch.cat((gate.chunk(size)[rank], up.chunk(size)[rank])))
-    described = Shard(shape, "column", 0, size, CONFIG)
+    described = ShardSpec(shape, "column", 0, size, CONFIG)
     assert mapping.hf_shapes(described) == {"h.0.gate_up": tuple(whole.shape)}
     assert torch.equal(mapping.join(described, shards)["h.0.gate_up"], whole[1])
 
@@ -80,10 +80,10 @@ def test_output_projection_of_one_expert_of_a_stack(tmp_path, transposed, size):
     mapping = of_expert(pm.AutoMapping(expert_names("linear_fc2")[1], "h.*.down").stacked(transposed), 2)
     assert mapping.megatron_param == "decoder.layers.0.mlp.experts.local_experts.2.linear_fc2.weight"
     shape = (HIDDEN, WIDTH // size)
-    shards = loaded(mapping, Checkpoint(tmp_path), shape, "row", size)
+    shards = loaded(mapping, SafetensorsCheckpoint(tmp_path), shape, "row", size)
     expected = (whole[2].T if transposed else whole[2]).chunk(size, dim=1)
     assert all(torch.equal(*pair) for pair in zip(shards, expected, strict=True))
-    assert torch.equal(mapping.join(Shard(shape, "row", 0, size, CONFIG), shards)["h.0.down"], whole[2])
+    assert torch.equal(mapping.join(ShardSpec(shape, "row", 0, size, CONFIG), shards)["h.0.down"], whole[2])
 
 
 def test_interleaved_biases_of_a_stack(tmp_path):
@@ -92,7 +92,7 @@ def test_interleaved_biases_of_a_stack(tmp_path):
     mapping = of_expert(
         pm.InterleavedGatedMLPMapping(expert_names("linear_fc1", "bias")[0], "h.*.bias").stacked(), 0
     )
-    (shard,) = loaded(mapping, Checkpoint(tmp_path), (2 * WIDTH,), "column", 1)
+    (shard,) = loaded(mapping, SafetensorsCheckpoint(tmp_path), (2 * WIDTH,), "column", 1)
     assert torch.equal(shard, torch.cat((whole[0, ::2], whole[0, 1::2])))
 
 
@@ -114,14 +114,17 @@ def test_gate_and_up_together_in_a_dense_layer(size):
     shape = (2 * WIDTH // size, HIDDEN)
     shards = [
         torch.cat(
-            [piece.of_hf(torch.cat((gate, up))) for piece in mapping.pieces(Shard(shape, "column", r, size, None))]
+            [
+                piece.of_hf(torch.cat((gate, up)))
+                for piece in mapping.copy_ranges(ShardSpec(shape, "column", r, size, None))
+            ]
         )
         for r in range(size)
     ]
     for rank, shard in enumerate(shards):
         assert torch.equal(shard, torch.cat((gate.chunk(size)[rank], up.chunk(size)[rank])))
     assert torch.equal(
-        mapping.join(Shard(shape, "column", 0, size, None), shards)["gate_up"], torch.cat((gate, up))
+        mapping.join(ShardSpec(shape, "column", 0, size, None), shards)["gate_up"], torch.cat((gate, up))
     )
 
 
@@ -216,16 +219,16 @@ def test_a_tensor_of_all_experts_is_read_and_written_expert_by_expert(tmp_path):
     source.mkdir()
     whole = torch.randn(EXPERTS, 2, 2)
     save_file({"gate_up": whole}, source / "model.safetensors")
-    checkpoint, bridge = Checkpoint(source), MegatronModelBridge()
+    checkpoint, bridge = SafetensorsCheckpoint(source), MegatronModelBridge()
     made = plan.build_plan(MegatronMappingRegistry(mapping), [chunk], checkpoint.entries)
-    loading.load(bridge, made, checkpoint)
+    load.load(bridge, made, checkpoint)
     assert torch.equal(experts.linear_fc1.weight1, whole[1].T)
     ((name, streamed),) = buckets.stream(bridge, made)
     assert name == "gate_up"
     assert torch.equal(streamed, whole)
     out = tmp_path / "out"
     out.mkdir()
-    exporting.save(bridge, made, out, checkpoint)
+    export.save(bridge, made, out, checkpoint)
     assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     assert torch.equal(load_file(out / "model.safetensors")["gate_up"], whole)
     with pytest.raises(UserError, match="leave out experts of gate_up"):
@@ -239,7 +242,7 @@ def test_a_stack_of_another_number_of_experts_is_refused(tmp_path):
     chunk.experts.linear_fc1 = Linear([f"weight{i}" for i in range(EXPERTS)])
     mapping = pm.AutoMapping("experts.linear_fc1.weight*", "up").stacked()
     save_file({"up": torch.randn(EXPERTS + 1, 2, 2)}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
     made = plan.build_plan(MegatronMappingRegistry(mapping), [chunk], checkpoint.entries)
     with pytest.raises(UserError, match=r"has shape \[4, 2, 2\], the config means \[3, 2, 2\]"):
-        loading.load(MegatronModelBridge(), made, checkpoint)
+        load.load(MegatronModelBridge(), made, checkpoint)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.conversion.engine import side_files
 from megatron.bridge.models.hf_pretrained import safetensors_writer
 from megatron.bridge.utils.errors import UserError
 from tests.toy_models import make_llama
@@ -73,7 +74,7 @@ def test_interrupted_export_leaves_no_model(converted, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bridge, "_save_side_files", interrupt)
+    monkeypatch.setattr(side_files, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         bridge.save_hf_pretrained(model, tmp_path / "out")
     assert leftovers(tmp_path) == []

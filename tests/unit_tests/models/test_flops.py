@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.backends import torch_norms
+from megatron.bridge.backends.kernels import norms
 from megatron.bridge.models.flops import flops_per_token
 from tests.families import harness, published
 from tests.families.rows import ROWS
@@ -48,7 +48,7 @@ def counted(chunk, passes=3):
 def norms_without_matrices(monkeypatch):
     """The package's own norm adds up gradients by a matrix product."""
     norm = torch.nn.functional.rms_norm
-    monkeypatch.setattr(torch_norms, "rms_norm", lambda x, gain, eps: norm(x, (x.shape[-1],), gain, eps))
+    monkeypatch.setattr(norms, "rms_norm", lambda x, gain, eps: norm(x, (x.shape[-1],), gain, eps))
 
 
 @pytest.mark.parametrize("name", ROW)

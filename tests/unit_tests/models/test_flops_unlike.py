@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.bridge.backends.gated_delta import CHUNK
+from megatron.bridge.backends.recurrent.gated_delta_net import CHUNK
 from megatron.bridge.models.flops import flops_per_token
 from tests.unit_tests.models.test_gpt_provider import toy
 from tests.unit_tests.models.test_heterogeneous import provider_of

@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.model_provider import PreWrapHook
+from megatron.bridge.utils.config.serialize import from_plain, to_plain
 from megatron.bridge.utils.errors import UserError
 
 
@@ -91,6 +95,35 @@ def test_hooks_run_in_order_and_may_replace_the_chunks():
     chunks = provider.provide_distributed_model(wrap_with_ddp=True)
     assert calls == ["first", "second"]
     assert len(chunks) == 2
+
+
+@pytest.mark.parametrize(("promise", "initialized"), [(False, True), (True, False)])
+def test_only_a_hook_that_promises_to_fill_the_model_saves_its_initialization(promise, initialized):
+    provider, calls = toy(), []
+    hook = PreWrapHook(lambda chunks: calls.append("filled"), fills_every_parameter=promise)
+    (chunk,) = provider.provide_distributed_model(
+        wrap_with_ddp=False, pre_wrap_hook=hook.then(lambda chunks: calls.append("frozen"))
+    )
+    assert calls == ["filled", "frozen"]
+    assert chunk.config.perform_initialization is initialized
+    assert provider.perform_initialization is True
+
+
+def test_what_a_provider_carries_is_neither_compared_nor_written():
+    provider, plain = toy(), toy()
+    provider.hf_config = object()
+    provider.register_pre_wrap_hook(lambda chunks: None)
+    assert provider == plain
+    assert to_plain(provider) == to_plain(plain)
+    with pytest.raises(UserError, match="hf_config"):
+        from_plain({**to_plain(plain), "hf_config": {}})
+
+
+def test_a_chunk_has_one_record_wrapped_or_not():
+    (wrapped,) = toy(bf16=True).provide_distributed_model()
+    chunk_info(wrapped).filled_from = "somewhere"
+    assert chunk_info(unwrap(wrapped)).filled_from == "somewhere"
+    assert not any("chunk_info" in name for name in wrapped.state_dict())
 
 
 def test_the_vocabulary_is_padded_only_when_asked():

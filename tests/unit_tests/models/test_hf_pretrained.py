@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
-from megatron.bridge.models.hf_pretrained.safetensors_files import INDEX, Checkpoint
+from megatron.bridge.models.hf_pretrained.safetensors_files import INDEX, SafetensorsCheckpoint
 from megatron.bridge.models.hf_pretrained.safetensors_writer import (
     Writer,
     create,
-    layout_like,
-    layout_new,
+    new_output_files,
+    output_files_like,
     write_index,
 )
 from megatron.bridge.utils.errors import UserError
@@ -44,7 +44,7 @@ def written(directory, layouts, tensors):
 
 def test_views_equal_what_safetensors_reads(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
     assert set(checkpoint) == set(TENSORS)
     for name, tensor in TENSORS.items():
         assert torch.equal(checkpoint[name], tensor)
@@ -57,7 +57,7 @@ def test_misaligned_tensors_are_read(tmp_path):
     header += b" " * (1 - len(header) % 2)  # an odd length
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + data.numpy().tobytes())
-    assert torch.equal(Checkpoint(tmp_path)["x"], data)
+    assert torch.equal(SafetensorsCheckpoint(tmp_path)["x"], data)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_misaligned_tensors_are_read(tmp_path):
 def test_a_damaged_header_is_refused(tmp_path, header):
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with pytest.raises(UserError, match=r"model.safetensors has a damaged header: download it again"):
-        Checkpoint(tmp_path).files  # noqa: B018
+        SafetensorsCheckpoint(tmp_path).files  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -85,19 +85,19 @@ def test_every_byte_is_of_one_tensor(tmp_path, places, message):
     header = json.dumps(tensors).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(28))
     with pytest.raises(UserError, match=message):
-        Checkpoint(tmp_path).files  # noqa: B018
+        SafetensorsCheckpoint(tmp_path).files  # noqa: B018
 
 
 @pytest.mark.parametrize("index", ['{"weight_map": []}', '{"weight_map": {"a": 5}}', "[]", ""])
 def test_a_damaged_index_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=r"model.safetensors.index.json is damaged: download it again"):
-        Checkpoint(tmp_path).files  # noqa: B018
+        SafetensorsCheckpoint(tmp_path).files  # noqa: B018
 
 
 def test_copy_takes_ranges_into_any_target_and_counts_bytes(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
     target = torch.zeros(6, 4, dtype=torch.float64).T[:, 1:3]
     checkpoint.copy("a", (slice(None), slice(2, 4)), target)
     assert torch.equal(target.float(), TENSORS["a"][:, 2:4])
@@ -107,7 +107,7 @@ def test_copy_takes_ranges_into_any_target_and_counts_bytes(tmp_path):
 
 
 def test_written_files_are_read_by_safetensors(tmp_path):
-    layouts = layout_new(shapes(TENSORS), shard_bytes=64)
+    layouts = new_output_files(shapes(TENSORS), shard_bytes=64)
     assert len(layouts) > 1
     written(tmp_path, layouts, TENSORS)
     write_index(tmp_path, layouts, None)
@@ -115,11 +115,11 @@ def test_written_files_are_read_by_safetensors(tmp_path):
     for name, tensor in TENSORS.items():
         with safe_open(tmp_path / where[name], "pt") as file:
             assert torch.equal(file.get_tensor(name), tensor)
-    assert set(Checkpoint(tmp_path)) == set(TENSORS)
+    assert set(SafetensorsCheckpoint(tmp_path)) == set(TENSORS)
 
 
 def test_rows_may_come_in_any_order_and_dtype(tmp_path):
-    layouts = layout_new(shapes(TENSORS))
+    layouts = new_output_files(shapes(TENSORS))
     create(tmp_path, layouts)
     with Writer(tmp_path, layouts) as writer:
         writer.write("a", 2, TENSORS["a"][2:].double())
@@ -137,9 +137,9 @@ def test_layout_of_a_source_keeps_its_files_and_headers(tmp_path):
         save_file(part, source / name, metadata={"format": "pt", "note": "kept"})
     weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
     (source / INDEX).write_text(json.dumps({"metadata": {"other": 1}, "weight_map": weight_map}))
-    checkpoint = Checkpoint(source)
+    checkpoint = SafetensorsCheckpoint(source)
 
-    layouts = layout_like(checkpoint, shapes({**parts[0], **parts[1]}))
+    layouts = output_files_like(checkpoint, shapes({**parts[0], **parts[1]}))
     written(out, layouts, {**parts[0], **parts[1]})
     write_index(out, layouts, checkpoint)
 
@@ -150,13 +150,13 @@ def test_layout_of_a_source_keeps_its_files_and_headers(tmp_path):
 def test_layout_of_a_source_takes_other_shapes_and_surplus_tensors(tmp_path):
     save_file({"a": TENSORS["a"]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     wanted = {"a": torch.randn(2, 2), "new": torch.randn(3)}
-    layouts = layout_like(Checkpoint(tmp_path), shapes(wanted))
+    layouts = output_files_like(SafetensorsCheckpoint(tmp_path), shapes(wanted))
     assert [layout.name for layout in layouts] == ["model.safetensors", "extra-model.safetensors"]
     out = tmp_path / "out"
     out.mkdir()
     written(out, layouts, wanted)
-    write_index(out, layouts, Checkpoint(tmp_path))
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in Checkpoint(out).items())
+    write_index(out, layouts, SafetensorsCheckpoint(tmp_path))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in SafetensorsCheckpoint(out).items())
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path):

@@ -11,8 +11,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.activations import gelu_tanh
-from megatron.bridge.models.conversion import verify
+from megatron.bridge.models.conversion.check import compare_logits
+from megatron.bridge.models.features.activations import gelu_tanh
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.config.serialize import dump_yaml, load_yaml
 from megatron.bridge.utils.errors import UserError
@@ -179,7 +179,9 @@ def test_every_layer_is_compared_with_its_own(family_case, name):
     case = family_case(name)
     _, model = harness.build(case, "one")
     hf = AutoModelForCausalLM.from_pretrained(case.checkpoint, attn_implementation="eager")
-    report = verify.compare(verify.run_hf(hf, case.batch[0]), verify.run_megatron(model, case.batch[0]))
+    report = compare_logits.compare(
+        compare_logits.run_hf(hf, case.batch[0]), compare_logits.run_megatron(model, case.batch[0])
+    )
     assert set(report.layers) == {"embedding", *(f"layer {index}" for index in range(4))}
     assert max(report.layers.values()) < 1e-4
 

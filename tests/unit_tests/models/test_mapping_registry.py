@@ -4,8 +4,8 @@
 import pytest
 
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.mappings.patterns import match, substitute
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, QKVMapping
-from megatron.bridge.models.conversion.patterns import match, substitute
 
 REGISTRY = MegatronMappingRegistry(
     AutoMapping("embedding.weight", "embed"),

@@ -143,7 +143,7 @@ def test_verify_compares_the_text(tmp_path, capsys):
     assert main(["convert", "--hf-model", places[0], "--megatron-path", places[1]]) == 0
     assert main(["verify", *places, "--skip-logits"]) == 0
     assert main(["verify", *places]) == 1
-    assert "only its text is converted" in " ".join(capsys.readouterr().err.split())
+    assert "only its text model is converted" in " ".join(capsys.readouterr().err.split())
 
 
 def put(key, value, config):

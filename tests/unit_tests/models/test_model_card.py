@@ -12,8 +12,8 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.hf_pretrained.model_card import History, compose, last_losses, public_name
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.training.callbacks import outputs, report
-from megatron.bridge.utils import curves
+from megatron.bridge.training.callbacks.observe import report
+from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.config.serialize import to_plain
 from tests.toy_models import make_llama
 
@@ -92,20 +92,19 @@ def test_names_tell_no_paths(tmp_path):
 
 
 def test_losses_are_those_of_the_step_that_is_exported(tmp_path):
-    assert curves.METRICS == outputs.METRICS_FILE
     lines = [
         {"step": 10, "kind": "train", report.LOSS: 3.0},
         {"step": 10, "kind": "validation", report.LOSS: 3.5},
         {"step": 20, "kind": "train", report.LOSS: 2.0},
         {"step": 25, "kind": "train", "grad norm": 1.0},
     ]
-    (tmp_path / outputs.METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with (tmp_path / outputs.METRICS_FILE).open("a") as file:
+    (tmp_path / loss_curves.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (tmp_path / loss_curves.METRICS).open("a") as file:
         file.write('{"step": 30, "ki')  # a run that was killed
     assert last_losses(tmp_path, 30) == {"train": 2.0, "validation": 3.5}
     assert last_losses(tmp_path, 15) == {"train": 3.0, "validation": 3.5}
     assert last_losses(tmp_path / "absent", 15) == {}
-    (tmp_path / outputs.METRICS_FILE).write_text('{"step": 1\n')
+    (tmp_path / loss_curves.METRICS).write_text('{"step": 1\n')
     assert last_losses(tmp_path, 15) == {}
 
 

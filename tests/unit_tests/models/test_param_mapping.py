@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.bridge.models.conversion import param_mapping as pm
-from megatron.bridge.models.conversion.param_mapping import Shard
+from megatron.bridge.models.conversion.param_mapping import ShardSpec
 
 
 def heads(queries, groups, width=4, **more):
@@ -31,7 +31,7 @@ def shards_by_pieces(mapping, whole, shape, kind, size, config):
     shards = []
     for rank in range(size):
         local = torch.zeros(shape)
-        for piece in mapping.pieces(Shard(shape, kind, rank, size, config)):
+        for piece in mapping.copy_ranges(ShardSpec(shape, kind, rank, size, config)):
             piece.of_shard(local).copy_(piece.of_hf(whole[piece.hf]))
         shards.append(local)
     return shards
@@ -53,7 +53,7 @@ def test_qkv_is_cut_like_the_fused_tensor(size, queries, groups, columns):
 
     for shard, expected in zip(shards, fused.chunk(size), strict=True):
         assert torch.equal(shard, expected)
-    back = mapping.join(Shard(shape, "column", 0, size, config), shards)
+    back = mapping.join(ShardSpec(shape, "column", 0, size, config), shards)
     for name, tensor in whole.items():
         assert torch.equal(back[name], tensor)
 
@@ -66,7 +66,7 @@ def test_one_concatenated_qkv_tensor(size):
     shape = (40 // size, 12)
     shards = shards_by_pieces(mapping, {"qkv": torch.cat((q, k, v))}, shape, "column", size, config)
     assert torch.equal(torch.cat(shards), fused_by_hand(config, q, k, v))
-    back = mapping.join(Shard(shape, "column", 0, size, config), shards)
+    back = mapping.join(ShardSpec(shape, "column", 0, size, config), shards)
     assert torch.equal(back["qkv"], torch.cat((q, k, v)))
 
 
@@ -88,7 +88,7 @@ def test_column_and_row(kind, dim):
     shape = tuple(expected[0].shape)
     for shard, part in zip(shards_by_pieces(mapping, {"w": whole}, shape, kind, 4, None), expected, strict=True):
         assert torch.equal(shard, part)
-    assert torch.equal(mapping.join(Shard(shape, kind, 0, 4, None), list(expected))["w"], whole)
+    assert torch.equal(mapping.join(ShardSpec(shape, kind, 0, 4, None), list(expected))["w"], whole)
 
 
 def test_a_row_parallel_bias_is_whole_on_every_rank():
@@ -101,7 +101,7 @@ def test_rows_of_vocabulary_padding_are_not_part_of_the_hugging_face_tensor():
     config = SimpleNamespace(vocab_size=10)
     mapping = pm.AutoMapping("embedding.word_embeddings.weight", "embed")
     shards = shards_by_pieces(mapping, {"embed": torch.ones(10, 3)}, (6, 3), "column", 2, config)
-    assert mapping.hf_shapes(Shard((6, 3), "column", 0, 2, config)) == {"embed": (10, 3)}
+    assert mapping.hf_shapes(ShardSpec((6, 3), "column", 0, 2, config)) == {"embed": (10, 3)}
     assert torch.cat(shards).sum() == 30
     assert shards[1][4:].abs().sum() == 0
 
@@ -113,9 +113,9 @@ def test_heads_of_padding_are_left_out():
     shape = (2 * (3 + 2) * 4, 12)
     shards = shards_by_pieces(mapping, {"q": q, "k": k, "v": v}, shape, "column", 2, config)
     assert torch.equal(torch.cat(shards)[:60], fused_by_hand(heads(9, 3), q, k, v))
-    assert torch.equal(mapping.join(Shard(shape, "column", 0, 2, config), shards)["q"], q)
+    assert torch.equal(mapping.join(ShardSpec(shape, "column", 0, 2, config), shards)["q"], q)
     output = pm.RowParallelMapping("decoder.layers.0.self_attention.linear_proj.weight", "o")
-    assert output.hf_shapes(Shard((12, 24), "row", 0, 2, config)) == {"o": (12, 36)}
+    assert output.hf_shapes(ShardSpec((12, 24), "row", 0, 2, config)) == {"o": (12, 36)}
 
 
 def test_merge_and_split_functions_undo_each_other():

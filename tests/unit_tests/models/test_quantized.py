@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.hf_pretrained.quantized import check, open_checkpoint, without_quantization
+from megatron.bridge.models.hf_pretrained.quantized_checkpoint import check, open_checkpoint, without_quantization
 from megatron.bridge.utils.errors import UserError
 from tests.quantize import (
     fp8_config,
@@ -247,7 +247,7 @@ def test_a_static_scheme_has_scales_of_activations(tmp_path):
 def test_shards_of_a_quantised_source(tmp_path, monkeypatch):
     from megatron.bridge.models.hf_pretrained import safetensors_writer
 
-    monkeypatch.setattr(safetensors_writer.layout_new, "__defaults__", (20_000,))
+    monkeypatch.setattr(safetensors_writer.new_output_files, "__defaults__", (20_000,))
     make_llama(tmp_path / "hf", dtype=torch.bfloat16, shard_size="1GB", num_hidden_layers=2)
     store_in_fp8(tmp_path / "hf")
     bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")

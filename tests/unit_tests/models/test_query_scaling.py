@@ -9,7 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.models import query_scaling
+from megatron.bridge.models.features import query_scaling
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
 from tests.families.rows.mistral import SIZE, YARN

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from megatron.bridge.models.conversion import recurrent_mapping as rm
-from megatron.bridge.models.conversion.param_mapping import Shard
+from megatron.bridge.models.conversion.mappings import recurrent as rm
+from megatron.bridge.models.conversion.param_mapping import ShardSpec
 
 MAMBA = SimpleNamespace(hidden_size=10, mamba_num_heads=4, mamba_head_dim=3, mamba_num_groups=2, mamba_state_dim=5)
 GDN = SimpleNamespace(
@@ -25,11 +25,11 @@ def shards_of(mapping, whole, rows, size, config):
     shards = []
     for rank in range(size):
         local = torch.full(shape, torch.nan)
-        for piece in mapping.pieces(Shard(shape, "column", rank, size, config)):
+        for piece in mapping.copy_ranges(ShardSpec(shape, "column", rank, size, config)):
             piece.of_shard(local).copy_(piece.of_hf(whole[piece.hf]))
         assert not local.isnan().any()
         shards.append(local)
-    back = mapping.join(Shard(shape, "column", 0, size, config), shards)
+    back = mapping.join(ShardSpec(shape, "column", 0, size, config), shards)
     assert {name: tensor.shape for name, tensor in back.items()} == {n: t.shape for n, t in whole.items()}
     assert all(torch.equal(back[name], tensor) for name, tensor in whole.items())
     return shards

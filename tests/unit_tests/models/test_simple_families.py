@@ -72,8 +72,19 @@ def test_a_window_that_is_switched_on_or_off_is_exported():
         assert changed == {key: width, "use_sliding_window": width is not None}
 
 
-def test_experts_with_biases_cannot_be_cut():
+def test_experts_with_biases_are_whole_unless_a_user_cuts_them_which_is_refused():
     provider = provider_of("gpt_oss")
-    provider.tensor_model_parallel_size = 2
-    with pytest.raises(UserError, match="expert_tensor_parallel_size=2 cannot cut experts that have biases"):
+    provider.tensor_model_parallel_size, provider.sequence_parallel = 2, True
+    assert (provider.expert_tensor_ranks, provider.expert_tensor_parallel_size) == (1, None)
+    assert provider.resolved().expert_tensor_parallel_size == 1
+    provider.expert_tensor_parallel_size = 2
+    with pytest.raises(UserError, match=r"expert_tensor_parallel_size=2 cannot cut experts .*: leave it unset"):
         provider.finalize()
+
+
+def test_other_experts_are_cut_like_other_layers():
+    provider = provider_of("mixtral")
+    provider.tensor_model_parallel_size, provider.sequence_parallel = 2, True
+    assert provider.resolved().expert_tensor_parallel_size == provider.expert_tensor_ranks == 2
+    provider.expert_tensor_parallel_size = 1
+    assert provider.resolved().expert_tensor_parallel_size == provider.expert_tensor_ranks == 1

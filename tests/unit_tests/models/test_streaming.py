@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.checkpoint import distributed, manifest
+from megatron.bridge.checkpoint import loading, manifest
 from megatron.bridge.checkpoint.manifest import DamagedError, HashingStream
-from megatron.bridge.models.conversion import streaming
+from megatron.bridge.models.conversion.engine import streaming
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
 from tests.toy_models import make_llama
@@ -185,7 +185,7 @@ def test_a_damaged_checkpoint_is_named_and_not_exported(hf, megatron, tmp_path):
 
 def test_what_cannot_be_read_ends_the_export(hf, megatron, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "AHEAD", 1)  # many reads
-    read, reads = distributed.read, []
+    read, reads = loading.read, []
 
     def breaks(state, directory):
         reads.append(1)
@@ -193,7 +193,7 @@ def test_what_cannot_be_read_ends_the_export(hf, megatron, tmp_path, monkeypatch
             raise DamagedError.of(directory, "the disk is gone")
         return read(state, directory)
 
-    monkeypatch.setattr(distributed, "read", breaks)
+    monkeypatch.setattr(loading, "read", breaks)
     with pytest.raises(DamagedError, match="the disk is gone"):
         AutoBridge.from_hf_pretrained(hf).export_ckpt(megatron, tmp_path / "out", show_progress=False)
     assert list(tmp_path.iterdir()) == []
@@ -202,7 +202,7 @@ def test_what_cannot_be_read_ends_the_export(hf, megatron, tmp_path, monkeypatch
 
 def test_a_state_that_is_computed_from_parameters_is_refused(hf, tmp_path, monkeypatch):
     bridge = AutoBridge.from_hf_pretrained(hf)
-    monkeypatch.setattr(streaming, "storage_of", lambda tensor: -1)
+    monkeypatch.setattr(streaming, "storage_id", lambda tensor: -1)
     with pytest.raises(UserError, match="is no view of a parameter"):
         bridge.save_megatron_checkpoint(
             bridge.to_megatron_provider(load_weights=False), tmp_path / "megatron", show_progress=False

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.main import main
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
@@ -79,7 +79,7 @@ def test_only_adapters_train_and_are_saved(models, tuned):
     assert all(weight.abs().sum() > 0 for weight in weights.values())
     from tests.functional_tests.checkpoint.runs import tensors_of
 
-    stored = tensors_of(layout.iteration_dir(save, STEPS))
+    stored = tensors_of(paths.iteration_dir(save, STEPS))
     assert stored
     assert all(is_adapter(name) for name in stored)
     assert sum(one.numel() for name, one in stored.items() if not name.startswith("optimizer")) == sum(
@@ -101,7 +101,7 @@ def other_base(tmp_path):
 
 def test_another_base_is_refused(tuned, tmp_path):
     save, _ = tuned
-    with pytest.raises(UserError, match=r"whose weights are not those of checkpoint\.pretrained_checkpoint"):
+    with pytest.raises(UserError, match=r"whose weights differ from those of checkpoint\.pretrained_checkpoint"):
         tune(other_base(tmp_path), save, LoRA(dim=4, dropout=0.1))
 
 
@@ -188,7 +188,7 @@ def test_command_line_refuses_another_base(tuned, tmp_path, capsys):
     )
     error = capsys.readouterr().err
     assert code == 1
-    assert "whose weights are not those of" in error
+    assert "whose weights differ from those of" in error
     assert len(error.splitlines()) == 1
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.autotune.ranks import as_stage, stages
+from megatron.bridge.autotune.meta_model import as_stage, stage_chunks
 from megatron.bridge.peft.base import PEFT
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
@@ -106,7 +106,7 @@ def test_tied_output_is_refused(tmp_path):
 def test_parts_of_a_cut_group_of_heads_are_refused(models):
     provider = AutoBridge.from_hf_pretrained(models("llama")).to_megatron_provider(load_weights=False)
     provider.tensor_model_parallel_size = 4
-    (chunks,) = stages(provider)
+    (chunks,) = stage_chunks(provider)
     with (
         as_stage(provider, stage=0),
         torch.device("meta"),

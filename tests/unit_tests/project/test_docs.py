@@ -4,7 +4,6 @@
 ``tests/pages.py`` says which; tests/functional_tests/project/test_pages.py executes.
 """
 
-import importlib.util
 import re
 import sys
 import tomllib
@@ -12,6 +11,7 @@ import tomllib
 import pytest
 import yaml
 
+from scripts.docs import pictures
 from tests import commands
 from tests.pages import blocks, pages, undefined_names, wrong_keywords
 from tests.unit_tests.project.tree import ROOT, tracked
@@ -31,21 +31,6 @@ def shell():
                 yield pytest.param(words, id=f"{block.name} {' '.join(words)[:50]}")
 
 
-def test_a_block_that_nothing_would_check_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.pages.ROOT", tmp_path)
-    for fence, complaint in {
-        "```\nx\n```\n": "no language",
-        "```toml\nx = 1\n```\n": "toml",
-        "<!-- check: dry-ruin -->\n```python\nx\n```\n": "dry-ruin",
-        "<!-- check: tests/test_x.py -->\n```bash\nx\n```\n": "does not execute it",
-        "<!-- check: dry-run -->\n\n```python\nx\n```\n": "right above",
-        "```python\nx\n": "not closed",
-    }.items():
-        (tmp_path / "page.md").write_text(f"# Page\n\n{fence}")
-        with pytest.raises(ValueError, match=complaint):
-            _ = [block.way for block in blocks(tmp_path / "page.md")]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_block_is_executed_or_dry_run(page):
     assert [block.way for block in blocks(page)].count("") == 0  # raises with the name of the first that is not
@@ -57,22 +42,6 @@ def test_commands_would_run(words, monkeypatch):
     ours = dict(vars(sys.modules["__main__"]))
     commands.dry_run(words)
     assert vars(sys.modules["__main__"]) == ours, "without its file, torch cannot be imported any further"
-
-
-@pytest.mark.parametrize("words", [
-    ["megatron-bridge", "train", "--recipe", "llama3_8b_pretrain_config", "--dry-rum"],
-    ["megatron-bridge", "train", "--recipe", "llama3_8b_pretrain_config", "train.train_itres=5"],
-    ["torchrun", "--nproc-per-nod=2", commands.RUN_RECIPE, "--recipe", "llama3_8b_pretrain_config"],
-    ["torchrun", "--nproc-per-node=3", commands.RUN_RECIPE, "--recipe", "llama3_8b_pretrain_config"],
-    ["python", "examples/conversion/compare_models.py", "--model", "X"],
-    ["make", "demos"],
-    ["pip", "install", "hf-megatron-bridge[lunch]"],
-    ["rm", "-r", "x"],
-], ids=" ".join)  # fmt: skip
-def test_commands_that_would_not_run_are_found(words, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises((ValueError, SystemExit, AssertionError)):
-        commands.dry_run(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -101,13 +70,12 @@ def apply(file, whole):
     """Settings that need a package or a GPU that is not here are applied, and not validated."""
     import argparse
 
-    from megatron.bridge.cli import train
-    from megatron.bridge.cli.job import prepare
+    from megatron.bridge.cli.support.train_job import add_job_options, prepare
 
     parser = argparse.ArgumentParser()
-    train.add_parser(parser.add_subparsers())
+    add_job_options(parser)
     recipe = [] if whole else ["--recipe", "smollm2_135m_pretrain_config"]
-    job = prepare(parser.parse_args(["train", *recipe, "--config", str(file)]))
+    job = prepare(parser.parse_args([*recipe, "--config", str(file)]))
     assert job.changes or whole
 
 
@@ -128,6 +96,17 @@ def test_files_that_pages_name_exist():
     assert sorted(f"{page.name}: {path}" for page, path in named if not (ROOT / path).exists()) == []
 
 
+def test_where_things_are():
+    """Paths are relative to the repository or to the package; a folder of one name is somewhere in the package."""
+    package = ROOT / "src/megatron/bridge"
+    folders = {path.name for path in package.rglob("*") if path.is_dir()}
+    for name in ("docs/architecture.md", "CONTRIBUTING.md"):
+        named = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9/]*(?:\.py)?)`", (ROOT / name).read_text()))
+        assert named
+        there = {path for path in named if (package / path).exists() or (ROOT / path).exists()}
+        assert [path for path in sorted(named - there) if path.removesuffix("/") not in folders] == []
+
+
 def test_navigation_names_every_page():
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = [str(page.relative_to(ROOT / "docs")) for page in tracked("docs/*.md")]
@@ -140,23 +119,14 @@ def test_version_of_python_is_the_projects():
     assert "Python 3.12" in (ROOT / "README.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def pictures():
-    """The script that draws the pictures."""
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "scripts" / "docs" / "pictures.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_pictures_are_as_drawn(pictures):
+def test_pictures_are_as_drawn():
     for name, draw in pictures.PICTURES.items():
         shown = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
-        assert shown == draw(), "run `python scripts/docs/pictures.py` and commit docs/pictures"
+        assert shown == draw(), "run `make pictures` and commit docs/pictures"
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 8), (4, 16), (8, 8)])
-def test_schedules_wait_as_long_as_the_page_says(pictures, stages, microbatches):
+def test_schedules_wait_as_long_as_the_page_says(stages, microbatches):
     """The formulas of docs/parallelism.md, against the schedules that its picture shows."""
     plain = [pictures.one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)]
     bubble = (stages - 1) / microbatches

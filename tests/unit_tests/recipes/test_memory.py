@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.bridge.autotune.gpus import fits
-from megatron.bridge.autotune.memory import fullest, memory_per_rank
+from megatron.bridge.autotune.memory import fullest_stage, memory_per_rank
 from megatron.bridge.recipes.catalog import catalog, find
 from megatron.bridge.recipes.teachers import teacher_of
 from megatron.bridge.utils.errors import UserError
@@ -41,7 +41,7 @@ def recipes():
 def taught(**options):
     """Memory with and without the teacher, of the stages of a run that distills SmolLM2 135M."""
     config, world_size = find("smollm2_50m_distill_config").build(**options), 2
-    config.validate(world_size)
+    config = config.resolve(world_size).config
     teacher = teacher_of(config, world_size)
     assert teacher.num_layers == 30
     return memory_per_rank(config, world_size, teacher), memory_per_rank(config, world_size)
@@ -66,13 +66,11 @@ def test_a_teacher_has_its_logits_on_the_last_stage():
 
 def test_what_is_known_of_teachers(tmp_path):
     config = find("smollm2_50m_distill_config").build()
-    config.validate(1)
+    config = config.resolve(1).config
     config.distill.teacher = "nobody/knows"
     assert teacher_of(config, 1) is None
     config.distill.teacher = str(save_llama(tmp_path / "teacher", vocab_size=96))
-    with pytest.raises(
-        UserError, match=r"distill.teacher=\S+: it has a vocabulary of 96, the student one of 49152"
-    ):
+    with pytest.raises(UserError, match=r"distill.teacher=\S+: its vocabulary size is 96, the student's is 49152"):
         teacher_of(config, 1)
     config.distill.cache = "there"
     assert teacher_of(config, 1) is None, "its logits are there"
@@ -81,8 +79,8 @@ def test_what_is_known_of_teachers(tmp_path):
 def used(recipe, **options):
     """Bytes of the fullest GPU."""
     config = recipe.build(**options)
-    config.validate(recipe.gpus)
-    return fullest(memory_per_rank(config, recipe.gpus, teacher_of(config, recipe.gpus))).total
+    config = config.resolve(recipe.gpus).config
+    return fullest_stage(memory_per_rank(config, recipe.gpus, teacher_of(config, recipe.gpus))).total
 
 
 @pytest.mark.parametrize("recipe", list(recipes()))
@@ -94,8 +92,7 @@ class TestMemory:
         assert fits(total, recipe.gpu_kind)
 
     def test_half_of_any_size_does_not_fit(self, recipe):
-        if not recipe.why.endswith("the fewest that fit"):
-            assert recipe.why == "nothing is split"
+        if recipe.layout == "no model parallelism":
             return
         for name, size in layout(recipe):
             try:
@@ -107,7 +104,7 @@ class TestMemory:
 
 def layout(recipe):
     """The sizes in the docstring, which are those of the config."""
-    parts = recipe.why.partition(",")[0].split()
+    parts = recipe.layout.split()
     found = [(part[:2], int(part[2:])) for part in parts]
     model = recipe.build().model
     assert dict(found) == {name: getattr(model, key) for name, key in SIZES.items() if getattr(model, key) > 1}

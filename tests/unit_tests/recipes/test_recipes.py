@@ -8,7 +8,6 @@ import importlib
 import inspect
 import operator
 import os
-import runpy
 import socket
 import subprocess
 import sys
@@ -21,26 +20,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.bridge import recipes
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.recipes import core
+from megatron.bridge.recipes import builders
 from megatron.bridge.recipes.catalog import catalog, find, search
 from megatron.bridge.recipes.llama import llama3_8b_finetune_config, llama3_8b_pretrain_config
 from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.resolve import RECOMPUTED_BY_ENGINE
-from megatron.bridge.utils.config import origins
+from megatron.bridge.training.config.resolve.requirements import RECOMPUTED_BY_ENGINE
+from megatron.bridge.utils.config.origins import Origins, annotated_yaml, leaf_values
 from megatron.bridge.utils.config.overrides import apply_overrides, check_types
 from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.errors import UserError
+from scripts.docs import recipes as recipes_page
 from tests.toy_run import save_llama
 from tests.unit_tests.recipes import public_names
 
-ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def text_of(config):
-    origins.start(config)
-    return origins.annotated_yaml(config, defaults=False)
+    return annotated_yaml(config, Origins.of(config), defaults=False)
 
 
 class NoTensors(TorchDispatchMode):
@@ -115,8 +113,8 @@ class TestEveryRecipe:
         assert text == path.read_text(), "the recommendation changed: see the docstring of this file"
 
     def test_validates_on_the_gpus_that_it_names(self, recipe):
-        config = recipe.build()
-        notes = config.validate(recipe.gpus)
+        resolved = recipe.build().resolve(recipe.gpus)
+        config, notes = resolved.config, resolved.notes
         modules = [name for name in config.model.recompute_modules or () if name in RECOMPUTED_BY_ENGINE]
         expected = [f"model.recompute_modules={', '.join(modules)} needs Transformer Engine"] * bool(modules)
         expected += [f"mixed_precision={config.mixed_precision} needs"] * bool(
@@ -150,15 +148,14 @@ class TestEveryRecipe:
         for scheme, kind in (("lora", "LoRA"), ("dora", "DoRA")):
             config = recipe.build(peft=scheme, pretrained_checkpoint="p")
             assert (type(config.peft).__name__, config.optimizer.lr) == (kind, 1e-4)
-            config.validate(recipe.gpus)
+            config = config.resolve(recipe.gpus).config
 
     def test_is_exported_and_documented(self, recipe):
         family = importlib.import_module(recipe.module.rpartition(".")[0])
         function = getattr(family, recipe.name)
-        assert recipe.name in family.__all__
-        assert getattr(recipes, recipe.name) is function
+        assert getattr(recipes, recipe.name) is function is recipe.function()
         assert function.__name__ == recipe.name
-        assert len(inspect.getsource(function.__code__).splitlines()) <= 20
+        assert len(inspect.getsource(function.__code__).splitlines()) <= 15
 
     def test_configs_share_nothing(self, recipe):
         first, second = recipe.build(), recipe.build()
@@ -263,13 +260,17 @@ def test_adapters():
 
 
 def test_defaults_have_only_known_keys_and_complete_ones():
-    assert set(core.FINETUNE) == set(FinetuneOptions.__annotations__) - {"sequence_parallel"}
-    assert set(PretrainOptions.__annotations__) - set(core.PRETRAIN) == {"sequence_parallel", "seq_length", "lr"}
+    assert set(builders.FINETUNE) == set(FinetuneOptions.__annotations__) - {"sequence_parallel"}
+    assert set(PretrainOptions.__annotations__) - set(builders.PRETRAIN) == {
+        "sequence_parallel",
+        "seq_length",
+        "lr",
+    }
 
 
 def test_catalog_finds_by_name_and_words():
     assert find("llama3_8b_pretrain_config").function() is llama3_8b_pretrain_config
-    assert [recipe.gpus for recipe in search("405b weights pretrain")] == [1024]
+    assert [recipe.gpus for recipe in search("405b h100 pretrain 128k")] == [1024]
     with pytest.raises(
         UserError, match=r"there is no recipe llama3_8b_pretrain; did you mean llama3_8b_pretrain_c"
     ):
@@ -285,24 +286,23 @@ def test_listing_imports_no_torch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("call", "accepted"),
+    ("module", "call", "accepted"),
     [
-        ("llama3_8b_pretrain_config(train_iters=5, precision='fp32')", True),
-        ("llama3_8b_pretrain_config(train_itres=5)", False),
-        ("llama3_8b_pretrain_config(precision='fp9')", False),
-        ("llama3_8b_pretrain_config(dataset_root='x')", False),
-        ("llama3_8b_finetune_config(dataset_root='x', peft=None)", True),
-        ("pretrain(LLAMA3_8B, {}, tensor_model_parallel=2)", False),
-        ("pretrain(LLAMA3_8B, {}, tensor_model_parallel_size=2)", True),
+        ("recipes", "llama3_8b_pretrain_config(train_iters=5, precision='fp32')", True),
+        ("recipes", "llama3_8b_pretrain_config(train_itres=5)", False),
+        ("recipes.llama", "llama3_8b_pretrain_config(precision='fp9')", False),
+        ("recipes.llama.llama3", "llama3_8b_pretrain_config(dataset_root='x')", False),
+        ("recipes.llama", "llama3_8b_finetune_config(dataset_root='x', peft=None)", True),
+        ("recipes.builders", "pretrain(LLAMA3_8B, {}, tensor_model_parallel=2)", False),
+        ("recipes.builders", "pretrain(LLAMA3_8B, {}, {'lr': 3e-4}, tensor_model_parallel_size=2)", True),
     ],
 )
-def test_pyright_knows_the_options(call, accepted, tmp_path):
+def test_pyright_knows_the_options(module, call, accepted, tmp_path):
     snippet = Path(__file__).with_name(f"_snippet_{os.getpid()}.py")
-    imports = (
-        "from megatron.bridge.recipes.llama.llama3 import *\nfrom megatron.bridge.recipes.core import pretrain\n"
-    )
+    name = call.partition("(")[0]
+    size = "from megatron.bridge.recipes.llama.llama3 import LLAMA3_8B"
     try:
-        snippet.write_text(f"{imports}from megatron.bridge.recipes.llama.llama3 import LLAMA3_8B\n{call}\n")
+        snippet.write_text(f"from megatron.bridge.{module} import {name}\n{size}\n{call}\n")
         done = subprocess.run(
             [str(Path(sys.executable).with_name("pyright")), str(snippet)],
             capture_output=True,
@@ -318,7 +318,7 @@ def test_pyright_knows_the_options(call, accepted, tmp_path):
 def test_every_value_can_be_typed_on_the_command_line(name):
     """What the dry run prints for a key is also what an override takes for it."""
     config = find(name).build()
-    for key, value in origins.values(config).items():
+    for key, value in leaf_values(config).items():
         text = yaml.safe_dump(to_plain(value), default_flow_style=True, width=10**6).removesuffix("...\n").strip()
         (change,) = apply_overrides(config, [f"{key}={text}"])
         assert change.new == value, key
@@ -326,9 +326,7 @@ def test_every_value_can_be_typed_on_the_command_line(name):
 
 def test_table_of_the_page_is_current():
     """`make recipes` writes it."""
-    script = runpy.run_path(str(ROOT / "scripts" / "docs" / "recipes.py"))
-    text = (ROOT / "docs" / "recipes.md").read_text()
-    assert script["page"](text) == text
+    assert recipes_page.PART.is_current(recipes_page.table())
 
 
 @pytest.mark.parametrize("packed", [True, False])

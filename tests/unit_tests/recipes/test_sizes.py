@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.autotune.ranks import parameter_count
+from megatron.bridge.autotune.meta_model import parameter_count
 from megatron.bridge.recipes.catalog import catalog
-from megatron.bridge.recipes.sizes import Size, Unbridged, hf_config
+from megatron.bridge.recipes.sizes import ProviderSize, Size, hf_config
 from tests.families import configs, published
 
 FILES = Path(published.__path__[0])
@@ -55,9 +55,9 @@ def test_numbers_are_the_published_ones(name, tmp_path):
     assert configs.different_providers(reference, own) == []
 
 
-@pytest.mark.parametrize("name", [name for name in SIZES if not isinstance(SIZES[name], Unbridged)])
+@pytest.mark.parametrize("name", [name for name in SIZES if not isinstance(SIZES[name], ProviderSize)])
 def test_numbers_mean_what_they_mean_to_transformers(name):
-    """Which recipes do not import: sizes are spelt anew by ``recipes.spelling``."""
+    """``recipes.hf_config_compat`` renames keys as transformers does, without importing it."""
     numbers = SIZES[name].numbers
     reference = AutoBridge.from_hf_config(hf_config(numbers)).to_megatron_provider(load_weights=False)
     own = replace(SIZES[name], training={}).provider()
@@ -114,6 +114,6 @@ def test_parameters_are_as_many_as_the_name_says(name):
 
 
 def test_what_no_bridge_reads_is_a_provider():
-    (size,) = (size for size in SIZES.values() if isinstance(size, Unbridged))
+    (size,) = (size for size in SIZES.values() if isinstance(size, ProviderSize))
     assert not size.published
     assert parameter_count(size.provider()) == pytest.approx(175e9, rel=0.01)

@@ -3,8 +3,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
+
+from tests.workers import leave
 
 
 @pytest.fixture
@@ -14,6 +14,4 @@ def one_process():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()

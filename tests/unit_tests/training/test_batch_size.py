@@ -3,8 +3,8 @@
 
 import pytest
 
-from megatron.bridge.training.batch_size import BatchSize, stages
 from megatron.bridge.training.config import TrainingConfig
+from megatron.bridge.training.config.batch_size import BatchSize, stages
 
 RAMPS = [(2, 2, 100, 10), (1, 3, 25, 10), (16, 16, 1000, 64), (4, 4, 3, 16), (8, 56, 1, 64)]
 

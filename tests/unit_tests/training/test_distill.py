@@ -13,20 +13,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.checkpoint import layout
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.checkpoint.model_io import unwrap
-from megatron.bridge.data.mock import MockGPTDataset
+from megatron.bridge.data.pretraining.mock_dataset import MockGPTDataset
 from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.callbacks.measures import Speed
+from megatron.bridge.training.callbacks.observe.metrics import Throughput
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, DistillConfig
-from megatron.bridge.training.distill import checked_config, distill
-from megatron.bridge.training.distillation.pair import pair_of
-from megatron.bridge.training.distillation.precompute import precompute
+from megatron.bridge.training.distill import distill
+from megatron.bridge.training.distillation.cache_teacher import precompute
+from megatron.bridge.training.distillation.student_teacher import pair_of
 from megatron.bridge.training.distillation.teacher import teacher_provider
 from megatron.bridge.training.gpt_step import forward_step
-from megatron.bridge.training.optimizer import parts
+from megatron.bridge.training.optim.optimizer import megatron_optimizers
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils.errors import UserError
 from tests.toy_distill import HIDDEN, LEARN, Losses, run_student, save_teacher, student_config
@@ -185,7 +185,7 @@ def test_speed_counts_the_teachers_forward_pass(tmp_path):
     same = save_llama(tmp_path / "same", num_hidden_layers=4)
     look = first_step(config_from(same, same, LEARN, train={"train_iters": 1}))
     alone = flops_per_token([unwrap(look.run.model[0])], SEQUENCE)
-    taught = Speed(look.run.config, look.run)(tokens_per_second=1e12)
+    taught = Throughput(look.run.config, look.run)(tokens_per_second=1e12)
     assert taught["TFLOP/s per process"] == pytest.approx(alone * 4 / 3)
 
 
@@ -245,12 +245,12 @@ def test_the_teacher_is_neither_trained_nor_saved(teacher, tmp_path):
     assert chunk.training
     optimised = sum(
         parameter.numel()
-        for part in parts(look.run.optimizer)
+        for part in megatron_optimizers(look.run.optimizer)
         for group in part.optimizer.param_groups
         for parameter in group["params"]
     )
     assert optimised == sum(parameter.numel() for parameter in chunk.parameters())
-    saved = tensors_of(layout.iteration_dir(tmp_path / "run", 2))
+    saved = tensors_of(paths.iteration_dir(tmp_path / "run", 2))
     weights = [tensor for name, tensor in saved.items() if not name.startswith("optimizer.")]
     assert sum(tensor.numel() for tensor in weights) == optimised
 
@@ -286,7 +286,7 @@ def test_another_teacher_is_refused(teacher, tmp_path):
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] *= 1.01
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"this run learnt from distill.teacher=\S+teacher, whose weights are not"):
+    with pytest.raises(UserError, match=r"distill.teacher=\S+teacher, whose weights differ.*checkpoint.save"):
         interrupted(other, tmp_path / "run", LEARN, None)
 
 
@@ -358,9 +358,9 @@ def test_a_cache_holds_what_a_growing_batch_draws(teacher, tmp_path):
 
 
 def test_an_interrupted_cache_goes_on(teacher, tmp_path, monkeypatch, capsys):
-    from megatron.bridge.training.distillation import precompute as module
+    from megatron.bridge.training.distillation import cache_teacher as module
 
-    monkeypatch.setattr(module, "ROUND", 4)
+    monkeypatch.setattr(module, "MICROBATCHES_PER_ROUND", 4)
     forward, calls = module._forward, []
 
     def breaks(*arguments):
@@ -373,7 +373,7 @@ def test_an_interrupted_cache_goes_on(teacher, tmp_path, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         write_cache(teacher, tmp_path)
     forget_model_parallel()
-    with pytest.raises(UserError, match=r"has 8 of 24 samples: start --mode cache-teacher again"):
+    with pytest.raises(UserError, match=r"has 8 of 24 samples: run --mode cache-teacher again"):
         learn_from_cache(teacher, tmp_path)
     write_cache(teacher, tmp_path)
     assert len(calls) == 4  # of three rounds the first is not repeated
@@ -384,7 +384,7 @@ def test_an_interrupted_cache_goes_on(teacher, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"temperature": 1.0}, r"is of another run: distill.temperature was 2.0, not 1.0"),
+        ({"temperature": 1.0}, r"distill.temperature was 2.0, not 1.0.*--mode cache-teacher"),
         ({"top_k": 5}, r"distill.top_k was 8, not 5"),
     ],
 )
@@ -396,7 +396,9 @@ def test_a_cache_of_other_settings_is_refused(teacher, tmp_path, changes, senten
 
 def test_a_cache_of_another_teacher_is_refused(teacher, student, tmp_path):
     write_cache(teacher, tmp_path)
-    with pytest.raises(UserError, match=r"the teacher was \S+teacher, whose weights are not those of \S+student"):
+    with pytest.raises(
+        UserError, match=r"the teacher was \S+teacher, whose weights differ from those of \S+student"
+    ):
         learn_from_cache(student, tmp_path)
 
 
@@ -404,13 +406,13 @@ def test_a_cache_of_other_data_is_refused(teacher, tmp_path):
     write_cache(teacher, tmp_path)
     config = student_config(teacher, cached(tmp_path), train={"train_iters": 3})
     config.dataset.random_seed = 5
-    with pytest.raises(UserError, match=r"training sample 0 is not the one that the teacher saw"):
+    with pytest.raises(UserError, match=r"training sample 0 differs from the one that the teacher saw"):
         distill(config)
 
 
 def test_a_cache_of_fewer_samples_is_refused(teacher, tmp_path):
     write_cache(teacher, tmp_path)
-    with pytest.raises(UserError, match=r"has 24 samples, this run draws 32: train less, or make a larger one"):
+    with pytest.raises(UserError, match=r"has 24 samples, this run uses 32.*--mode cache-teacher"):
         run_student(teacher, cached(tmp_path), train={"train_iters": 4})
 
 
@@ -418,7 +420,7 @@ def test_a_cache_of_fewer_samples_is_refused(teacher, tmp_path):
 
 WRONG = {
     "no teacher": ({"teacher": None}, {}, r"distill.teacher is not set"),
-    "nothing learnt": ({"kl_weight": 0.0}, {}, r"learn nothing from the teacher"),
+    "nothing learnt": ({"kl_weight": 0.0}, {}, r"leave nothing to learn: raise one of them"),
     "negative": ({"ce_weight": -1.0}, {}, r"distill.ce_weight=-1.0: must not be negative"),
     "cold": ({"temperature": 0.0}, {}, r"distill.temperature=0.0: must be above 0"),
     "too many": ({"top_k": VOCABULARY}, {}, r"distill.top_k=96: must lie between 1 and the vocabulary"),
@@ -428,8 +430,8 @@ WRONG = {
         {},
         r"the student has layers 1 to 4, not 5",
     ),
-    "cache of all": ({"cache": "x"}, {}, r"distill.cache holds the likeliest tokens only: set distill.top_k"),
-    "more tokens": ({}, {"mtp_num_layers": 1}, r"a teacher says nothing about tokens after the next"),
+    "cache of all": ({"cache": "x"}, {}, r"distill.cache holds only .*: set distill.top_k"),
+    "more tokens": ({}, {"mtp_num_layers": 1}, r"distill with model.mtp_num_layers=1: .* unset it"),
     "recomputed": (
         HIDDEN,
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -458,19 +460,19 @@ def test_hidden_states_exclude_virtual_stages_and_adapters(teacher):
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
     other = save_teacher(tmp_path / "other", vocab_size=97)
-    with pytest.raises(UserError, match=r"distill.teacher=\S+: it has a vocabulary of 97, the student one of 96"):
+    with pytest.raises(UserError, match=r"distill.teacher=\S+: its vocabulary size is 97, the student's is 96"):
         distill(student_config(other))
 
 
 def test_a_teacher_with_fewer_positions_is_refused(tmp_path):
     other = save_teacher(tmp_path / "other", max_position_embeddings=16)
-    with pytest.raises(UserError, match=r"it knows 16 positions, fewer than dataset.seq_length=32"):
+    with pytest.raises(UserError, match=r"it supports 16 positions, fewer than dataset.seq_length=32"):
         distill(student_config(other))
 
 
 def test_a_layer_that_the_teacher_has_not_is_refused(teacher):
     learn = {**LEARN, "hidden_weight": 1.0, "hidden_layers": {1: 9}}
-    with pytest.raises(UserError, match=r"distill.hidden_layers names its layers \[9\], it has 1 to 8"):
+    with pytest.raises(UserError, match=r"distill.hidden_layers contains its layers \[9\]: use layers 1 to 8"):
         distill(student_config(teacher, learn))
 
 
@@ -479,14 +481,14 @@ def test_a_teacher_that_does_not_fit_the_layout_is_refused(tmp_path):
     sizes = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 4}
     config = student_config(other, model=sizes)
     config.model.vocab_size = VOCABULARY
-    config.validate(8)
+    config = config.resolve(8).config
     with pytest.raises(UserError, match=r"does not divide model.ffn_hidden_size=98.*num_layers=3.*cache-teacher"):
         teacher_provider(config, 8)
 
 
 def test_heads_of_the_teacher_are_padded_for_the_layout(teacher):
     config = student_config(teacher, model={"tensor_model_parallel_size": 2})
-    config.validate(2)
+    config = config.resolve(2).config
     assert teacher_provider(config, 2).padded_heads == (8, 4)
 
 
@@ -507,12 +509,12 @@ def test_another_tokenizer_is_refused(teacher, tmp_path):
     config = student_config(other)
     config.tokenizer.tokenizer_type, config.tokenizer.vocab_size = "HuggingFaceTokenizer", None
     config.tokenizer.tokenizer_model = save_tokenizer(tmp_path / "tokenizer", words)
-    with pytest.raises(UserError, match=r"2 tokens have other numbers, among them 'w95'"):
+    with pytest.raises(UserError, match=r"the ids of 2 tokens differ, for example of 'w95'"):
         distill(config)
 
 
 def test_a_teacher_is_not_ignored(teacher):
-    with pytest.raises(UserError, match=r"distill is set, but pretrain and finetune learn from the data alone"):
+    with pytest.raises(UserError, match=r"distill is set.*use `--mode distill`"):
         pretrain(student_config(teacher), forward_step)
 
 
@@ -524,11 +526,16 @@ def test_distill_needs_the_block():
 def test_the_block_is_written_and_read(teacher):
     config = student_config(teacher, HIDDEN)
     assert ConfigContainer.from_yaml(config.to_yaml()).distill == config.distill
-    assert checked_config(config).distill == config.distill
+    assert config.resolve().config.distill == config.distill
     assert isinstance(config.distill, DistillConfig)
 
 
 def test_no_cache_is_one_sentence(teacher, tmp_path):
-    with pytest.raises(UserError, match=re.escape(f"distill.cache={tmp_path} holds no teacher's logits")):
+    with pytest.raises(UserError, match=re.escape(f"distill.cache={tmp_path} is not a cache of a teacher")):
         learn_from_cache(teacher, tmp_path)
     assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_a_distillation_resolves_its_config_once(teacher, resolutions):
+    run_student(teacher, train={"train_iters": 1})
+    assert len(resolutions) == 1

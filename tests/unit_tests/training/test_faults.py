@@ -8,11 +8,11 @@ from megatron.core import parallel_state
 
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.callbacks.hangs import HangDetection
+from megatron.bridge.training.callbacks.guard.hang_detection import HangDetection
 from megatron.bridge.training.config import CheckpointConfig, FaultToleranceConfig, RerunStateMachineConfig
-from megatron.bridge.training.fault_tolerance import FaultTolerance
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+from megatron.bridge.training.resiliency.fault_tolerance import FaultTolerance
 from tests.toy_run import toy_config
 
 EXPERTS = {
@@ -100,7 +100,7 @@ def test_what_moves_on_does_not_hang(event):
     """A test evaluation that takes longer than the timeout would end a run before its last save."""
     detection, run = HangDetection(minutes=1), SimpleNamespace(progress=SimpleNamespace(step=7))
     getattr(detection, f"on_{event}")(run)
-    assert (detection._moves, detection._step) == (1, 7)
+    assert (detection._phases, detection._step) == (1, 7)
 
 
 class Client:

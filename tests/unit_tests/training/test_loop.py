@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.bridge.data.config import Splits
 from megatron.bridge.training.callbacks import Callback, CallbackManager
 from megatron.bridge.training.callbacks.base import EVENTS
-from megatron.bridge.training.callbacks.logging import announcement
+from megatron.bridge.training.callbacks.observe.logging import announcement
 from megatron.bridge.training.config import (
     CheckpointConfig,
     LoggerConfig,
@@ -251,7 +251,7 @@ def test_states_of_callbacks_by_name(capfd):
     CallbackManager(fresh).load_state_dict(states)
     assert [counter.count for counter in fresh] == [2, 7]
     assert "the state of callback a is dropped" in capfd.readouterr().err
-    with pytest.raises(UserError, match="two callbacks with state are called a"):
+    with pytest.raises(UserError, match="two callbacks with state have the name a: override `name`"):
         CallbackManager([Counter("a", 1), Counter("a", 2)]).state_dict()
 
 
@@ -273,7 +273,7 @@ def test_metrics_and_resolved_config_are_on_disk(tmp_path, capfd):
     assert rows[1]["lm loss"] == run.loss_dict["lm loss"].item()
     assert rows[1]["consumed samples"] == 24
     assert rows[0]["tokens per second"] == pytest.approx(8 * 32 / rows[0]["step time"])
-    assert type(config).from_yaml((folder / "run_config.yaml").read_text()) == config
+    assert type(config).from_yaml((folder / "run_config.yaml").read_text()) == run.config
     assert list((tmp_path / "board").glob("events.*"))
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("step", "validation"))]
     assert lines[0].startswith("step 2/3  lm loss 4.")
@@ -334,7 +334,9 @@ def test_manual_garbage_collection_leaves_the_process_as_it_was():
 
 def test_tokenizer_larger_than_the_vocabulary_is_refused():
     config = tiny(model={"vocab_size": 64})
-    with pytest.raises(UserError, match=r"model.vocab_size=64 is smaller than the tokenizer's 96"):
+    with pytest.raises(
+        UserError, match=r"model.vocab_size=64 is smaller than .* 96: .* leave model.vocab_size unset"
+    ):
         pretrain(config, forward_step)
 
 
@@ -379,7 +381,7 @@ def test_training_config_has_no_silent_fields():
 
 
 def test_metrics_go_on_behind_the_step_that_is_resumed(tmp_path):
-    from megatron.bridge.training.callbacks.outputs import JsonLinesOutput
+    from megatron.bridge.training.callbacks.observe.outputs import JsonLinesOutput
 
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": step, "kind": "train", "lm loss": 1.0} for step in (1, 2, 3)]
@@ -394,10 +396,10 @@ def test_metrics_go_on_behind_the_step_that_is_resumed(tmp_path):
 
 @pytest.mark.parametrize("line", [b'{"step": 1, "ki{"step": 2}\n', b"[]\n", b"\xff\n"])
 def test_damaged_metrics_are_named(tmp_path, line):
-    from megatron.bridge.training.callbacks.outputs import JsonLinesOutput
+    from megatron.bridge.training.callbacks.observe.outputs import JsonLinesOutput
 
     (tmp_path / "metrics.jsonl").write_bytes(line)
-    with pytest.raises(UserError, match=r"metrics.jsonl is damaged, a line is no JSON of this run"):
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged, a line is not JSON of this run"):
         JsonLinesOutput(tmp_path / "metrics.jsonl").open(2, 10)
 
 
@@ -415,7 +417,7 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
 
     from rich.console import Console
 
-    from megatron.bridge.training.callbacks import outputs
+    from megatron.bridge.training.callbacks.observe import outputs
 
     screen = io.StringIO()
     monkeypatch.setattr(
@@ -451,4 +453,4 @@ def test_announcement():
     config = tiny()
     config.model.tensor_model_parallel_size = 2
     assert announcement(config, 2) == "nothing is left to train: the run is at step 2, train.train_iters=2"
-    assert announcement(config, 1).startswith("training from step 1 to 2: 8 x 32 = 256 tokens a step on 1 process")
+    assert announcement(config, 1).startswith("training from step 1 to 2: 8 x 32 = 256 tokens per step on 1 pro")

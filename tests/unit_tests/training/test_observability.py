@@ -9,17 +9,17 @@ import psutil
 import pytest
 import torch
 
-from megatron.bridge.backends.energy import EnergyMeter
-from megatron.bridge.backends.peaks import BF16_TFLOPS, bf16_tflops
+from megatron.bridge.backends.hardware.device_flops import BF16_TFLOPS, bf16_tflops
+from megatron.bridge.backends.hardware.energy import EnergyMeter
 from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.callbacks.outputs import _times_line, _train_line
-from megatron.bridge.training.callbacks.timing import PREFIX
+from megatron.bridge.training.callbacks.observe.outputs import _times_line, _train_line
+from megatron.bridge.training.callbacks.observe.timing import PREFIX
 from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, OptimizerConfig, ValidationConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils import environment
-from megatron.bridge.utils.config import origins
+from megatron.bridge.utils.config.origins import non_defaults
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 
@@ -97,7 +97,7 @@ def test_console_shows_what_matters():
     )
     times = {"optimizer": 0.01, "optimizer min": 0.004, "forward-backward": 0.5, "short": 1e-6}
     line = _times_line({f"{PREFIX}{name}": seconds for name, seconds in times.items()})
-    assert line.strip() == "ms a step: forward-backward 500.0, optimizer 4.0 to 10.0"
+    assert line.strip() == "ms per step: forward-backward 500.0, optimizer 4.0 to 10.0"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_energy_is_what_the_driver_counts():
 
 @pytest.mark.gpu
 def test_energy_of_this_gpu():
-    from megatron.bridge.backends.energy import energy_meter
+    from megatron.bridge.backends.hardware.energy import energy_meter
 
     meter = energy_meter()
     before = meter.joules()
@@ -192,7 +192,7 @@ def test_every_start_is_kept(tmp_path):
     assert found[0]["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert {"python", "megatron-core", "transformers", "hf-megatron-bridge"} <= set(found[0]["versions"])
     assert f"torch {found[0]['versions']['torch']}" in texts[0]
-    assert "train.exit_interval" in "".join(origins.non_defaults(config))
+    assert "train.exit_interval" in "".join(non_defaults(config))
 
 
 def git(folder, *words):
@@ -239,7 +239,7 @@ def test_what_a_gpu_is_needed_for_is_asked_of_the_machine_that_runs():
 
     profiling = ProfilingConfig(use_nsys_profiler=True, nvtx_ranges=True)
     config = tiny(train={"train_iters": 20}, profiling=profiling, logger=LoggerConfig(log_energy=True))
-    config.validate(world_size=1)
+    config = config.resolve(world_size=1).config
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match=r"profiling.use_nsys_profiler=True needs a GPU"):
             config.validate()

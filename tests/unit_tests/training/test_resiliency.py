@@ -8,15 +8,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron.bridge.training import fault_tolerance
 from megatron.bridge.training.config import (
     CheckpointConfig,
     FaultToleranceConfig,
     InProcessRestartConfig,
     NVRxStragglerDetectionConfig,
 )
-from megatron.bridge.training.inprocess_restart import restarting
-from megatron.bridge.training.nvrx_straggler import NVRxStragglers
+from megatron.bridge.training.resiliency import fault_tolerance
+from megatron.bridge.training.resiliency.inprocess_restart import run_with_restarts
+from megatron.bridge.training.resiliency.nvrx_straggler import NVRxStragglerDetection
 from megatron.bridge.utils.errors import UserError
 
 PACKAGE = "nvidia_resiliency_ext"
@@ -33,10 +33,10 @@ def _config(**blocks):
     [
         (lambda: fault_tolerance.connect(_config(ft=FaultToleranceConfig())), "ft is set"),
         (
-            lambda: restarting(_config(inprocess_restart=InProcessRestartConfig()), None),
+            lambda: run_with_restarts(_config(inprocess_restart=InProcessRestartConfig()), None),
             "inprocess_restart is set",
         ),
-        (lambda: NVRxStragglers(NVRxStragglerDetectionConfig()), "nvrx_straggler is set"),
+        (lambda: NVRxStragglerDetection(NVRxStragglerDetectionConfig()), "nvrx_straggler is set"),
     ],
 )
 def test_without_the_package_it_is_refused_by_name(monkeypatch, use, key):
@@ -65,12 +65,12 @@ def test_signs_of_life_need_their_launcher(monkeypatch):
 def test_simulated_faults_leave_the_runs_random_numbers_alone(tmp_path):
     before = random.getstate()
     config = FaultToleranceConfig(simulated_fault_type="rank_killed", simulated_fault_base_delay=10)
-    kind, rank, delay = fault_tolerance._draw(config, tmp_path)
+    kind, rank, delay = fault_tolerance._draw_fault(config, tmp_path)
     assert (kind, rank) == ("killed", 0)
     assert 10 <= delay <= 12
     assert random.getstate() == before
-    (tmp_path / fault_tolerance.FAULT).touch()
-    assert fault_tolerance._draw(config, tmp_path) is None, "once in a run"
+    (tmp_path / fault_tolerance.FAULT_FILE).touch()
+    assert fault_tolerance._draw_fault(config, tmp_path) is None, "once in a run"
 
 
 class Detector:
@@ -111,7 +111,9 @@ class Detector:
 
 def test_slow_gpus_are_named_and_can_end_the_run(monkeypatch, capsys):
     _stub(monkeypatch, "attribution.straggler", Detector=Detector)
-    callback = NVRxStragglers(NVRxStragglerDetectionConfig(stop_if_detected=True, calc_individual_gpu_perf=False))
+    callback = NVRxStragglerDetection(
+        NVRxStragglerDetectionConfig(stop_if_detected=True, calc_individual_gpu_perf=False)
+    )
     run = SimpleNamespace(progress=SimpleNamespace(step=0), stop_reason=None, requeue=False)
     callback.on_train_start(run)
     for step in (1, 2):
@@ -122,5 +124,5 @@ def test_slow_gpus_are_named_and_can_end_the_run(monkeypatch, capsys):
     callback.close(run)
     assert Detector.options == {"scores": ["relative_perf_scores"], "seconds": 300.0}
     assert (Detector.sections, Detector.initialized) == (2, False)
-    assert run.stop_reason == "a slow GPU: the GPU of rank 3 on b is slow, compared with the others"
+    assert run.stop_reason == "a slow GPU: the GPU of rank 3 on b is slow compared with the other GPUs"
     assert run.requeue

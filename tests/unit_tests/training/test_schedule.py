@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.bridge.training.config import OptimizerConfig, SchedulerConfig
-from megatron.bridge.training.scheduler import build_scheduler, lengths
+from megatron.bridge.training.config.schedule_lengths import lengths
+from megatron.bridge.training.optim.scheduler import build_scheduler
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 
@@ -46,7 +47,7 @@ def scheduled(groups=({},), train=None, **options):
         optimizer=OptimizerConfig(lr=PEAK, min_lr=END, weight_decay=0.1),
         scheduler=SchedulerConfig(**{"lr_warmup_iters": WARMUP, "lr_warmup_init": START, **options}),
     )
-    config.validate(1)
+    config = config.resolve(1).config
     every = [{"max_lr": PEAK, "min_lr": END, "wd_mult": 1.0, **group} for group in groups]
     return build_scheduler(config, SimpleNamespace(param_groups=every))
 
@@ -119,7 +120,7 @@ def test_the_last_steps_of_wsd_are_as_long_as_the_batch_has_become():
         train={"rampup_batch_size": [2, 6, 10], "micro_batch_size": 1, "train_iters": 12},
         scheduler=SchedulerConfig(lr_decay_style="WSD", lr_wsd_decay_iters=3),
     )
-    config.validate(1)
+    config = config.resolve(1).config
     assert lengths(config) == (0, 5 * 2 + 7 * 8, 3 * 8, 5 * 2 + 7 * 8)
 
 
@@ -169,7 +170,7 @@ def test_the_checkpoints_schedule_is_used_in_all_of_its_parts():
         optimizer=OptimizerConfig(lr=0.5, min_lr=0.25),
         scheduler=SchedulerConfig(use_checkpoint_opt_param_scheduler=True),
     )
-    config.validate(1)
+    config = config.resolve(1).config
     rates = {"max_lr": 0.5, "min_lr": 0.25, "wd_mult": 1.0}
     second = build_scheduler(config, SimpleNamespace(param_groups=[rates, {**rates, "max_lr": 5.0}]))
     second.load_state_dict(first.state_dict())
@@ -180,7 +181,7 @@ def test_the_checkpoints_schedule_is_used_in_all_of_its_parts():
 
 def test_run_length_in_samples_becomes_steps():
     config = toy_config(train={"train_iters": 0, "train_samples": 45, "rampup_batch_size": [4, 4, 10]})
-    config.validate(1)
+    config = config.resolve(1).config
     assert config.train.train_iters == 3 + 4  # 3 x 4 + 4 x 8 = 44
     assert config.validate(1) == []
     config.train.train_iters = 8

@@ -3,8 +3,8 @@
 
 python tutorials/recipes/llama/01_finetune_lora.py
 
-It starts from the model that 00_quickstart_pretrain.py left. Any other will do, for example the real one of
-`make demo`: MODEL=.cache/demo/SmolLM2-135M-Instruct python tutorials/recipes/llama/01_finetune_lora.py
+It starts from the model of 00_quickstart_pretrain.py. Any other model works, for example the one of `make demo`:
+MODEL=.cache/demo/SmolLM2-135M-Instruct python tutorials/recipes/llama/01_finetune_lora.py
 """
 
 import os
@@ -23,41 +23,41 @@ OUT = Path("runs/tutorials/llama")
 MODEL = os.environ.get("MODEL", "runs/tutorials/llama/hf")  # a folder in Hugging Face format, or a hub id
 
 config = llama32_1b_finetune_config(
-    peft="lora",  # "dora" is another method; None trains all weights
-    pretrained_checkpoint=MODEL,  # read as it is: nothing has to be converted before
+    peft="lora",  # or "dora"; None trains all weights
+    pretrained_checkpoint=MODEL,  # no conversion is needed
     tokenizer=MODEL,
     dataset_root=str(DATA / "chats"),  # training.jsonl and validation.jsonl
     seq_length=128,
     train_iters=120,
     global_batch_size=8,
     micro_batch_size=8,
-    lr=1e-2,  # adapters start from zero and bear a higher rate than the weights beside them
+    lr=1e-2,  # adapters start from zero and tolerate a higher rate than pretrained weights
     eval_interval=60,
     eval_iters=1,
     precision="fp32",
     dir=str(OUT / "lora"),
 )
-# The recipe describes Llama 3.2 1B. MODEL is smaller, so its own description is taken instead. With MODEL set to
-# meta-llama/Llama-3.2-1B leave these two lines out.
+# The recipe describes Llama 3.2 1B. MODEL is smaller, so these two lines use its own config. Leave them out if
+# MODEL is meta-llama/Llama-3.2-1B.
 config.model = AutoBridge.from_hf_pretrained(MODEL).to_megatron_provider(load_weights=False)
 config.model.seq_length = config.dataset.seq_length
 
-config.dataset.do_test = False  # there is no test.jsonl: without this line the run would refuse to start
+config.dataset.do_test = False  # there is no test.jsonl; without this line, that is an error
 
-# Adapters beside which layers, and how wide. The recipe's choice is rank 32 beside all of them.
+# The rank of the adapters. The recipe recommends 16, on all linear layers.
 config.peft.dim = 8
 config.peft.alpha = 16
 config.logger.log_interval = 20
 
-# Before the first step it shows what is going to be learnt: how many tokens are answers, how long samples are.
+# Before the first step, the run reports how many tokens are trained on and how long the samples are.
 run = finetune(config, forward_step)
 
-# Two ways to take it away: the adapter alone, a few kilobytes that the peft library loads beside the model ...
+# There are two ways to export it: the adapter alone, a few kilobytes for the peft library ...
 bridge = AutoBridge.from_hf_pretrained(MODEL)
 for folder in (OUT / "adapter", OUT / "merged"):
     shutil.rmtree(folder, ignore_errors=True)  # an export never overwrites
 bridge.save_hf_adapter(run.model, OUT / "adapter")
-# ... or a whole model with the adapter in its weights, that needs no library at all.
+# ... or a complete model with the adapter merged into its weights.
 bridge.save_hf_pretrained(run.model, OUT / "merged")
 
 question = [{"role": "user", "content": "What colour is the light of Gull Rock?"}]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss of your own, and a callback that ends the run when it has learnt enough.
+"""Your own loss, and a callback that stops the run when the loss is low.
 
 python tutorials/recipes/llama/03_custom_forward_step_and_callback.py
 
-Tokens that the model already knows count less than those that it does not (a focal loss). The data is made up, so
+The loss is a focal loss: tokens that the model already predicts well count less. The run trains on mock data, so
 there is nothing to prepare.
 """
 
@@ -20,22 +20,22 @@ from megatron.bridge.training.pretrain import pretrain
 
 
 def focal_loss(loss_mask, token_losses):
-    """Megatron sums over all microbatches and ranks, and divides once: return a sum, a count, and what to report.
+    """Return a sum, a count, and the metrics to report.
 
-    Each entry of the report is a pair of a sum and a count, too, so that the mean that is printed is right on any
-    number of GPUs.
+    Megatron adds up sums and counts over all microbatches and ranks and divides once. Each metric is a pair of a
+    sum and a count, too, so that its mean is right on any number of processes.
     """
-    known = torch.exp(-token_losses.detach())  # the probability that the model gave to the right token
+    known = torch.exp(-token_losses.detach())  # the probability of the correct token
     total, tokens, report = masked_loss(loss_mask, (1 - known) ** 2 * token_losses)
     _, _, plain = masked_loss(loss_mask, token_losses)
     return total, tokens, {"focal loss": report["lm loss"], "lm loss": plain["lm loss"]}
 
 
 def forward_step(data_iterator, model):
-    """What megatron.bridge.training.gpt_step.forward_step does, with another loss.
+    """The same as megatron.bridge.training.gpt_step.forward_step, with another loss.
 
-    It is called for each microbatch on each stage of the pipeline. Only on the last one is the output a loss for
-    each token, and only there is the second result called.
+    Megatron calls it for each microbatch on each pipeline stage. Only on the last stage is the output a loss per
+    token, and only there is the returned function called.
     """
     batch = next_batch(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
@@ -45,14 +45,14 @@ def forward_step(data_iterator, model):
 # ---- the callback ---------------------------------------------------------------------------------------------
 
 
-class StopWhenLearnt(Callback):
-    """Ends the run after some steps in a row with a low loss."""
+class StopWhenLossIsLow(Callback):
+    """Stops the run after several consecutive steps with a low loss."""
 
     def __init__(self, target, patience):
         self.target, self.patience, self.streak = target, patience, 0
 
     def on_train_step_end(self, context):
-        """All ranks see the same losses, so all decide the same: nobody waits for one who has left."""
+        """All ranks see the same loss, so they all stop at the same step."""
         low = context.loss_dict["lm loss"] < self.target
         self.streak = self.streak + 1 if low else 0
         if self.streak == self.patience:
@@ -61,8 +61,7 @@ class StopWhenLearnt(Callback):
     def on_train_end(self, context):
         print(f"ended after {context.progress.step} of {context.config.train.train_iters} steps")
 
-    # What these two exchange is saved with every checkpoint: a run that is killed and started again still knows
-    # it.
+    # Checkpoints contain this state, so a resumed run continues to count.
     def state_dict(self):
         return {"streak": self.streak}
 
@@ -88,9 +87,7 @@ config.model.num_attention_heads = 4
 config.model.num_query_groups = 2
 config.model.kv_channels = 16
 config.model.vocab_size = 128
-config.tokenizer.vocab_size = (
-    128  # without data_paths a recipe makes numbers up, and needs no tokenizer but a size
-)
+config.tokenizer.vocab_size = 128  # mock data needs no tokenizer, only a vocabulary size
 config.logger.log_interval = 25
 
-pretrain(config, forward_step, callbacks=[StopWhenLearnt(target=1.5, patience=3)])
+pretrain(config, forward_step, callbacks=[StopWhenLossIsLow(target=1.5, patience=3)])

@@ -78,7 +78,7 @@ class _Sizes:
     recomputed: tuple[str, ...]  # modules
 
 
-def of_stage(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
+def activation_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
     """Bytes of activations on a rank of pipeline stage ``stage`` at the fullest moment of a step.
 
     Args:
@@ -89,13 +89,13 @@ def of_stage(config: ConfigContainer, chunks: list[Any], stage: int, world_size:
     """
     sizes = _sizes(config)
     kept = [_chunk(config.model, chunk, sizes) for chunk in chunks]
-    times = in_flight(config, stage, world_size)
+    times = microbatches_in_flight(config, stage, world_size)
     held = sum(count * layers.kept for count, layers in zip(times, kept, strict=True))
     ends = sum(_ends(config.model, chunk, sizes) for chunk in chunks)
     return held + max(layers.working for layers in kept) + ends
 
 
-def of_teacher(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
+def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
     """What a teacher adds on a rank of pipeline stage ``stage``: it runs forward only, and keeps nothing of it.
 
     One layer works at a time. A later stage holds what it received of the teacher, beside its own, for each
@@ -109,8 +109,8 @@ def of_teacher(config: ConfigContainer, chunks: list[Any], stage: int, world_siz
         world_size: Number of processes.
     """
     sizes, model = _sizes(config), config.model
-    widest = max((_widest(layer, sizes) for chunk in chunks for layer in _layers(chunk)), default=0)
-    held = sum(in_flight(config, stage, world_size)) if stage else 0
+    widest = max((_working_bytes(layer, sizes) for chunk in chunks for layer in _layers(chunk)), default=0)
+    held = sum(microbatches_in_flight(config, stage, world_size)) if stage else 0
     total = widest + held * sizes.between * sizes.hidden * sizes.number
     if chunks[-1].post_process:
         vocabulary: Any = model
@@ -118,7 +118,7 @@ def of_teacher(config: ConfigContainer, chunks: list[Any], stage: int, world_siz
     return total
 
 
-def in_flight(config: ConfigContainer, stage: int, world_size: int) -> list[int]:
+def microbatches_in_flight(config: ConfigContainer, stage: int, world_size: int) -> list[int]:
     """How many microbatches each chunk of a rank of pipeline stage ``stage`` holds at once."""
     model, train = config.model, config.train
     stages, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
@@ -147,7 +147,7 @@ def _sizes(config: ConfigContainer) -> _Sizes:
         number=number,
         tensor=tensor,
         hidden=model.hidden_size,
-        chosen=between * (model.moe_router_topk or 0) * (model.expert_tensor_parallel_size or tensor),
+        chosen=between * (model.moe_router_topk or 0) * model.expert_tensor_ranks,
         experts=(model.num_moe_experts or 1) // model.expert_model_parallel_size,
         activation=_of_activation(model),
         weighting=0 if _is_fused(model) else 1,
@@ -187,27 +187,27 @@ def _of_activation(model: ModelProvider) -> int:
 
 
 @dataclass(frozen=True)
-class _Layers:
+class _LayerBytes:
     """Of the layers of a chunk: what they keep for one microbatch, and what one holds while it runs backward."""
 
     kept: int
     working: int
 
 
-def _chunk(model: ModelProvider, chunk: Any, sizes: _Sizes) -> _Layers:
+def _chunk(model: ModelProvider, chunk: Any, sizes: _Sizes) -> _LayerBytes:
     layers = list(_layers(chunk))
-    full = [_kept(layer, sizes, recomputed=()) for layer in layers]
-    kept = [_kept(layer, sizes, sizes.recomputed) for layer in layers]
-    gradients = max((_widest(layer, sizes) for layer in layers), default=0)
+    full = [_kept_bytes(layer, sizes, recomputed=()) for layer in layers]
+    kept = [_kept_bytes(layer, sizes, sizes.recomputed) for layer in layers]
+    gradients = max((_working_bytes(layer, sizes) for layer in layers), default=0)
     again = max((before - after for before, after in zip(full, kept, strict=True)), default=0)
     entry = sizes.between * sizes.hidden * sizes.number
     count = model.recompute_num_layers or 1
     if model.recompute_granularity != "full":
-        return _Layers(sum(kept), gradients + again)
+        return _LayerBytes(sum(kept), gradients + again)
     if model.recompute_method == "block":  # the first layers of a chunk
-        return _Layers(len(full[:count]) * entry + sum(full[count:]), gradients + max(full[:count], default=0))
+        return _LayerBytes(len(full[:count]) * entry + sum(full[count:]), gradients + max(full[:count], default=0))
     pieces = [full[start : start + count] for start in range(0, len(full), count)]
-    return _Layers(len(pieces) * entry, gradients + max(map(sum, pieces), default=0))
+    return _LayerBytes(len(pieces) * entry, gradients + max(map(sum, pieces), default=0))
 
 
 def _layers(chunk: Any) -> Iterator[nn.Module]:
@@ -229,7 +229,7 @@ def _ends(model: ModelProvider, chunk: Any, sizes: _Sizes) -> int:
 # --------------------------------------------------------------------------------------------------------- layers
 
 
-def _kept(layer: nn.Module, sizes: _Sizes, recomputed: tuple[str, ...]) -> int:
+def _kept_bytes(layer: nn.Module, sizes: _Sizes, recomputed: tuple[str, ...]) -> int:
     """Bytes that ``layer`` keeps for one microbatch."""
     entry = sizes.between * sizes.hidden * sizes.number
     total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
@@ -238,7 +238,7 @@ def _kept(layer: nn.Module, sizes: _Sizes, recomputed: tuple[str, ...]) -> int:
             total += entry * ("layernorm" not in recomputed)
             total += 0 if _is_recomputed(name, part, recomputed) else _inside(part, sizes, recomputed)
         elif name == "mtp_model_layer":
-            total += _kept(part, sizes, recomputed)
+            total += _kept_bytes(part, sizes, recomputed)
         else:  # a norm, or a linear layer
             total += sum(_of_module(path, module, sizes) for path, module in part.named_modules(prefix=name))
     return total
@@ -342,7 +342,7 @@ _MIXERS = {"core_attention": _attention, "d_inner_local_tp": _mamba, "num_v_head
 """By an attribute that only its modules have."""
 
 
-def _widest(layer: nn.Module, sizes: _Sizes) -> int:
+def _working_bytes(layer: nn.Module, sizes: _Sizes) -> int:
     """The gathered input and the gradient of the widest output of a linear layer."""
     gathered = sizes.tokens * sizes.hidden * sizes.number
     shapes = [(path, _shape(module)) for path, module in layer.named_modules()]

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from megatron.bridge.backends.peaks import BF16_TFLOPS
+from megatron.bridge.backends.hardware.device_flops import BF16_TFLOPS
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 

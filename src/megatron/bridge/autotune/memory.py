@@ -17,12 +17,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
-from megatron.bridge.autotune import activations, ranks
-from megatron.bridge.backends import megatron_fsdp
+from megatron.bridge.autotune import activations, meta_model
+from megatron.bridge.backends.fsdp import megatron_fsdp
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.optimizer import STATE_NAMES
-from megatron.bridge.training.resolve import without_quantisation
+from megatron.bridge.training.config.resolve.precision import without_quantization
+from megatron.bridge.training.optim.optimizer import STATE_NAMES
 
 _FP32 = 4  # bytes
 
@@ -56,7 +56,6 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Everything."""
         return self.states + self.activations + self.teacher
 
 
@@ -71,17 +70,17 @@ def memory_per_rank(
         teacher: What runs beside the model, in its layout.
     """
     # quantised products leave the weights in bf16, and Megatron-Core builds them only where Transformer Engine is
-    plain = replace(config, model=without_quantisation(config.model))
+    plain = replace(config, model=without_quantization(config.model))
     copies = 2 if config.model.fp8 else 1 if config.model.fp4 else 0
     found = [_memory(plain, chunks, stage, world_size, copies) for stage, chunks in enumerate(_stages(plain))]
     if teacher is None:
         return found
-    beside = enumerate(ranks.stages(teacher))
+    beside = enumerate(meta_model.stage_chunks(teacher))
     taught = [_of_teacher(plain, teacher, chunks, stage, world_size) for stage, chunks in beside]
     return [replace(rank, teacher=more) for rank, more in zip(found, taught, strict=True)]
 
 
-def fullest(memory: Sequence[RankMemory]) -> RankMemory:
+def fullest_stage(memory: Sequence[RankMemory]) -> RankMemory:
     """The rank that decides whether a layout fits."""
     return max(memory, key=lambda rank: rank.total)
 
@@ -96,7 +95,7 @@ class _Replicas:
     @classmethod
     def of(cls, config: ConfigContainer, world_size: int) -> "_Replicas":
         model, instances = config.model, config.ddp.num_distributed_optimizer_instances
-        expert_tensor = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+        expert_tensor = model.expert_tensor_ranks
         dense = world_size // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
         expert = world_size // (
             expert_tensor * model.expert_model_parallel_size * model.pipeline_model_parallel_size
@@ -105,9 +104,9 @@ class _Replicas:
 
 
 def _stages(config: ConfigContainer) -> list[list[MegatronModule]]:
-    stages = ranks.stages(config.model)
+    stages = meta_model.stage_chunks(config.model)
     if config.peft is not None:
-        with ranks.as_stage(config.model, stage=0, several=False), torch.device("meta"):
+        with meta_model.as_stage(config.model, stage=0, several=False), torch.device("meta"):
             config.peft([chunk for chunks in stages for chunk in chunks])
     return stages
 
@@ -128,7 +127,7 @@ def _memory(
         return _megatron_fsdp(config, chunks, world_size)
     gradients = optimizer = 0
     for index, chunk in enumerate(chunks):
-        parts = _trained(config, chunk, bucketed=stage == index == 0, replicas=replicas)
+        parts = _trained_memory(config, chunk, bucketed=stage == index == 0, replicas=replicas)
         weights += sum(part.padding for part in parts)
         gradients += sum(part.gradients for part in parts)
         optimizer += sum(part.optimizer for part in parts)
@@ -138,7 +137,7 @@ def _memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activations.of_stage(config, chunks, stage, world_size),
+        activations=activations.activation_bytes(config, chunks, stage, world_size),
     )
 
 
@@ -157,27 +156,27 @@ def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], world_
         weights=_FP32 * share + outside + 2 * max(layers),
         gradients=_FP32 * share,
         optimizer=share * _optimizer_bytes(config, torch.float32),
-        activations=activations.of_stage(config, chunks, 0, world_size),
+        activations=activations.activation_bytes(config, chunks, 0, world_size),
     )
 
 
 def _megatron_fsdp(config: ConfigContainer, chunks: list[MegatronModule], world_size: int) -> RankMemory:
     """Equal parts of padded buffers, and at the fullest moment those that are gathered or wait to be reduced."""
     replicas = _Replicas.of(config, world_size).dense
-    ddp = megatron_fsdp.settings(config.ddp, replicas)
+    ddp = megatron_fsdp.resolve_ddp_config(config.ddp, replicas)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    buffers = [buffer for chunk in chunks for buffer in megatron_fsdp.buffers_of(chunk, ddp, replicas)]
+    buffers = [buffer for chunk in chunks for buffer in megatron_fsdp.flat_buffers(chunk, ddp, replicas)]
     whole = sum(buffer.size for buffer in buffers)
-    share, most = whole // replicas, megatron_fsdp.in_flight(ddp, buffers)
-    cuts_weights = ddp.data_parallel_sharding_strategy == megatron_fsdp.ALL
-    cuts_gradients = cuts_weights or ddp.data_parallel_sharding_strategy == megatron_fsdp.GRADIENTS
+    share, most = whole // replicas, megatron_fsdp.temporary_elements(ddp, buffers)
+    cuts_weights = ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_WEIGHTS
+    cuts_gradients = cuts_weights or ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_GRADIENTS
     return RankMemory(
         stage=0,
         parameters=sum(parameter.numel() for parameter in parameters),
         weights=(share + most.gathered if cuts_weights else whole) * parameters[0].element_size(),
         gradients=_FP32 * (share + most.reduced if cuts_gradients else whole),
         optimizer=share * (_FP32 + _optimizer_bytes(config, torch.float32)),
-        activations=activations.of_stage(config, chunks, 0, world_size),
+        activations=activations.activation_bytes(config, chunks, 0, world_size),
     )
 
 
@@ -187,7 +186,7 @@ def _of_teacher(
     for chunk in chunks:
         chunk.to(teacher.resolved().params_dtype)
     tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
-    beside = activations.of_teacher(replace(config, model=teacher), chunks, stage, world_size)
+    beside = activations.teacher_bytes(replace(config, model=teacher), chunks, stage, world_size)
     return sum(map(_bytes, tensors)) + beside
 
 
@@ -202,7 +201,7 @@ def _quantised(chunk: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class _Trained:
+class _TrainedMemory:
     """Bytes of the trained parameters of one buffer, weights excluded but for the buffer's padding."""
 
     padding: int
@@ -210,7 +209,9 @@ class _Trained:
     optimizer: int
 
 
-def _trained(config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas: _Replicas) -> list[_Trained]:
+def _trained_memory(
+    config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas: _Replicas
+) -> list[_TrainedMemory]:
     parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
     wide = bool(config.ddp.grad_reduce_in_fp32)
     groups = group_params_for_buffers(parameters, wide)
@@ -229,7 +230,7 @@ def _trained(config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas
     else:
         padded = lengths
     return [
-        _Trained(
+        _TrainedMemory(
             padding=(padded[key] - lengths[key]) * key.param_dtype.itemsize,
             gradients=padded[key] * key.grad_dtype.itemsize,
             optimizer=shares[key] * _optimizer_bytes(config, key.param_dtype),
@@ -239,7 +240,6 @@ def _trained(config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas
 
 
 def _bucket_size(config: ConfigContainer, replicas: _Replicas) -> int | None:
-    """As Megatron-Core chooses it."""
     if not config.ddp.overlap_grad_reduce:
         return None
     return config.ddp.bucket_size or max(40_000_000, 1_000_000 * replicas.dense)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hardware offers: the CPU device layer and the layer specs."""
+"""Layer specs, attention, kernels and sharding for the hardware at hand; the CPU device layer."""

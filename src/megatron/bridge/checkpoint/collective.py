@@ -5,16 +5,17 @@ import errno
 import traceback
 from collections.abc import Callable
 
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.bridge.utils import dist
+from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 
 
-def on_first_rank[T](action: Callable[[], T]) -> T:
-    """The result of ``action``, run on rank 0 only; an error there is raised on all ranks."""
-    value, error = _attempt(action) if dist.rank() == 0 else (None, None)
-    value, carried = dist.broadcast_object((value, portable(error)))
+def on_first_rank[T](action: Callable[[], T], group: ProcessGroup | None = None) -> T:
+    """The result of ``action``, run on rank 0 only; an error there is raised on all ranks of ``group``."""
+    value, error = _attempt(action) if distributed.rank() == 0 else (None, None)
+    value, carried = distributed.broadcast_object((value, portable(error)), group=group)
     if carried is not None:
         raise carried from error
     return value  # type: ignore[return-value]
@@ -23,7 +24,7 @@ def on_first_rank[T](action: Callable[[], T]) -> T:
 def on_every_rank[T](action: Callable[[], T]) -> T:
     """The result of ``action`` on this rank; one failure is raised on all ranks."""
     value, error = _attempt(action)
-    failures = [found for found in dist.all_gather_object(portable(error)) if found is not None]
+    failures = [found for found in distributed.all_gather_object(portable(error)) if found is not None]
     if failures:
         raise failures[0] from error  # the same message on all ranks
     return value  # type: ignore[return-value]

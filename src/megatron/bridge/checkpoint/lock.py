@@ -1,26 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run at a time writes to a directory: the second is refused, and told who is there.
+"""One run at a time writes to a directory: a second run is refused, and the message names the first.
 
-``<root>/run.lock`` names the process that holds it (the first rank of a run) and is touched while that lives.
+``<root>/run.lock/`` is a directory with one file, named by a token that is never used again. The file says which
+process holds the lock (the first rank of a run), and the holder touches it while it lives.
 
-* A holder on the same machine is looked up: alive, it is named and the second run refused; gone, its lock is
-  taken.
-* A holder on another machine, or in another container, cannot be looked up. Its lock is watched for ``PATIENCE``
-  seconds, three of its beats: touched in that time, the second run is refused; untouched, the holder is taken for
-  dead, which is said.
+* A holder on the same machine is looked up. If it is alive, the second run is refused; if it is gone, its lock is
+  taken over.
+* A holder on another machine, or in another container, cannot be looked up. Its file is watched for ``PATIENCE``
+  seconds, three of its beats. If it is touched in that time, the second run is refused; if not, the holder is
+  taken for dead.
 
 A holder that was stopped for so long that another run took over is refused at its next save (``check``).
+
+Two steps decide. Both are atomic on network file systems too, with or without ``flock``:
+
+* To claim the lock, a process renames a directory that has its own file inside to ``run.lock``. Of several
+  processes one succeeds, because a directory cannot replace another one that has a file in it.
+* To take a dead holder's lock away, a process deletes the holder's file by its token. This can never delete the
+  lock of another process, no matter how long ago the file was read. Whoever claims next gets the lock.
+
+A process killed between the two leaves an empty ``run.lock``, which is free. What a client of a network file
+system has cached can delay a claim, but it cannot make two.
 """
 
 import atexit
+import errno
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from uuid import uuid4
 
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -30,11 +44,13 @@ NAME = "run.lock"
 BEAT = 10.0
 PATIENCE = 3 * BEAT
 
+_RECORD = ".json"  # a network file system may leave files of its own beside a record
+
 _held: dict[Path, "_Lock"] = {}
 
 
 def acquire(root: str | Path) -> bool:
-    """Take the lock of ``root`` for this process, until ``release`` or its end.
+    """Take the lock of ``root`` for this process, until ``release`` or the end of the process.
 
     Returns:
         Whether it was taken; False if this process holds it already.
@@ -43,18 +59,17 @@ def acquire(root: str | Path) -> bool:
         UserError: another process writes there, or the directory cannot be written.
     """
     try:
-        key = _key(root)
+        key = Path(root).resolve()
         if key in _held and _held[key].owner == Process.current():
             return False
         existed = key.is_dir()
-        key.mkdir(parents=True, exist_ok=True)
-        _take(key / NAME)
+        record = _take(key)
     except UserError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:  # of names that no folder can have, and of loops of links
+    except (OSError, RuntimeError, ValueError) as error:  # names that no folder can have, and loops of links
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{root} cannot be written: {reason}; choose a folder that can") from error
-    _held[key] = _Lock(key / NAME, existed)
+    _held[key] = _Lock(record, existed)
     return True
 
 
@@ -64,14 +79,14 @@ def check(root: str | Path) -> None:
     Raises:
         UserError: naming it.
     """
-    lock = _held.get(_key(root))
-    if lock is not None and (other := holder(root)) != lock.owner:
-        raise _refusal(_key(root) / NAME, other)
+    key = Path(root).resolve()
+    if key in _held and not _held[key].record.exists():
+        raise _refusal(key, holder(root))
 
 
 def release(root: str | Path) -> None:
     """Give the lock of ``root`` back, if this process holds it; a directory made for it alone goes, too."""
-    lock = _held.pop(_key(root), None)
+    lock = _held.pop(Path(root).resolve(), None)
     if lock is not None:
         lock.release()
 
@@ -88,110 +103,142 @@ def held(root: str | Path) -> Iterator[None]:
 
 
 def holder(root: str | Path) -> Process | None:
-    """Who holds the lock of ``root`` by what its file says, dead or alive."""
-    return _read(_key(root) / NAME)
+    """The process that holds the lock of ``root`` by what its file says, dead or alive."""
+    record = _record(Path(root).resolve())
+    return None if record is None else _read(record)
 
 
-def _key(root: str | Path) -> Path:
-    return Path(root).resolve()
+def _take(root: Path) -> Path:
+    """Claim the lock of ``root``; returns the file that says whose it is."""
+    until = time.monotonic() + PATIENCE
+    while (mine := _claim(root)) is None:
+        record = _record(root)
+        if record is not None:
+            _remove_if_dead(record, root)
+        elif time.monotonic() > until:  # something else lies there
+            raise _refusal(root, None)
+        else:
+            time.sleep(0.01)
+    return mine
 
 
-def _take(path: Path) -> None:
-    while not _create(path):
-        other = _read(path)
-        if other is not None and other.is_here:
-            if other.is_alive:
-                raise _refusal(path, other)
-        elif _beats(path):
-            raise _refusal(path, other)
-        gone = _set_aside(path, other)
-        if gone:
-            console().print(f"took over {path} of {other or 'an unknown process'}, which is gone", markup=False)
-
-
-def _refusal(path: Path, other: Process | None) -> UserError:
-    who = other or "another process"
-    return UserError(
-        f"{path.parent} is being written by {who}: stop that run, or give this one another checkpoint.save"
-    )
-
-
-def _create(path: Path) -> bool:
-    """Whether ``path`` is now ours: of several processes, one can create it."""
+def _claim(root: Path) -> Path | None:
+    """Publish a file that names this process as the lock, in one step; None if another process has done so."""
+    token = uuid4().hex
+    aside, name = root / f".{NAME}.{token}", f"{token}{_RECORD}"
+    aside.mkdir(parents=True)
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-    except FileExistsError:
-        return False
-    with os.fdopen(descriptor, "w") as stream:
-        json.dump(asdict(Process.current()), stream)
+        (aside / name).write_text(json.dumps(asdict(Process.current())))
+        return root / NAME / name if _renamed(aside, root / NAME) else None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _renamed(aside: Path, path: Path) -> bool:
+    try:
+        aside.rename(path)
+    except OSError as error:
+        if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:  # a file is in it, or it is one
+            return False
+        raise
     return True
 
 
-def _read(path: Path) -> Process | None:
+def _record(root: Path) -> Path | None:
+    """The file that says who holds the lock of ``root``."""
+    path = root / NAME
     try:
-        return Process(**json.loads(path.read_text()))
+        return next((entry for entry in path.iterdir() if entry.suffix == _RECORD), None)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:  # earlier versions wrote one file
+        return path
+
+
+def _read(record: Path) -> Process | None:
+    try:
+        return Process(**json.loads(record.read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _beats(path: Path) -> bool:
+def _remove_if_dead(record: Path, root: Path) -> None:
+    other = _read(record)
+    if _is_alive(other, record):
+        raise _refusal(root, other)
+    if _remove(record, root):
+        who = other or "an unknown process"
+        console().print(f"removed the lock of {who}, which is gone, from {root}", markup=False)
+
+
+def _is_alive(other: Process | None, record: Path) -> bool:
+    if other is not None and other.is_here:
+        return other.is_alive
+    return record.exists() and _beats(record)
+
+
+def _remove(record: Path, root: Path) -> bool:
+    """Delete one holder's file; False if it was gone."""
+    try:
+        record.unlink()
+    except (FileNotFoundError, IsADirectoryError):  # the latter: one file has become a directory
+        return False
+    with suppress(OSError):  # the next holder may be in it already
+        (root / NAME).rmdir()
+    return True
+
+
+def _refusal(root: Path, other: Process | None) -> UserError:
+    who = other or "another process"
+    return UserError(f"{root} is being written by {who}: stop that run, or give this one another checkpoint.save")
+
+
+def _beats(record: Path) -> bool:
     """Whether a holder on another machine shows that it lives; compares no clocks of two machines."""
-    console().print(f"{path} is of a run elsewhere: waiting up to {PATIENCE:.0f} s for a sign of it", markup=False)
-    before, until = _touched(path), time.monotonic() + PATIENCE
+    console().print(
+        f"{record.parent} is held by a run elsewhere: waiting up to {PATIENCE:.0f} s for a sign of life",
+        markup=False,
+    )
+    before, until = _touched(record), time.monotonic() + PATIENCE
     while time.monotonic() < until:
         time.sleep(min(1.0, PATIENCE / 10))
-        now = _touched(path)
+        now = _touched(record)
         if now != before:
             return now is not None
     return False
 
 
-def _touched(path: Path) -> int | None:
+def _touched(record: Path) -> int | None:
     try:
-        return path.stat().st_mtime_ns
+        return record.stat().st_mtime_ns
     except FileNotFoundError:
         return None
 
 
-def _set_aside(path: Path, other: Process | None) -> bool:
-    """Remove a dead process's lock; False if somebody else was quicker, whose lock must stay."""
-    aside = path.with_name(f".{NAME}.{os.getpid()}.stale")
-    try:
-        path.replace(aside)
-    except FileNotFoundError:
-        return False
-    mine = _read(aside) == other
-    if not mine and not path.exists():
-        aside.replace(path)
-        return False
-    aside.unlink()
-    return True
-
-
 class _Lock:
-    """A lock that is held: touches its file in a thread."""
+    """A lock that is held; a thread touches its file."""
 
-    def __init__(self, path: Path, root_existed: bool) -> None:
+    def __init__(self, record: Path, root_existed: bool) -> None:
         self.owner = Process.current()
-        self._path = path
+        self.record = record
         self._root_existed = root_existed
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="run.lock", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name=NAME, daemon=True)
         self._thread.start()
         atexit.register(self.release)
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT):
-            if _read(self._path) == self.owner:
-                with suppress(OSError):  # a file system that is away for a moment
-                    os.utime(self._path)
+            with suppress(OSError):  # the lock was taken over, or the file system is away for a moment
+                os.utime(self.record)
 
     def release(self) -> None:
-        """Stop and remove the file, unless it was taken over or this is a forked copy."""
+        """Stop and remove the file, unless this is a forked copy."""
         atexit.unregister(self.release)
         self._stop.set()
-        if Process.current() == self.owner and _read(self._path) == self.owner:
-            self._path.unlink(missing_ok=True)
-            root = self._path.parent
-            if not self._root_existed and not any(root.iterdir()):
-                root.rmdir()
+        if Process.current() == self.owner:
+            root = self.record.parent.parent
+            _remove(self.record, root)
+            if not self._root_existed:
+                with suppress(OSError):  # something is in it
+                    root.rmdir()

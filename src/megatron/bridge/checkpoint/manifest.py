@@ -29,7 +29,7 @@ NAME = "manifest.json"
 ALGORITHM = "xxh3_128"
 FORMAT = 1
 
-Mode = Literal["fast", "full"]
+VerifyMode = Literal["fast", "full"]
 
 # Fast mode reads files up to this size, which are all but the shards.
 SMALL = 1 << 20
@@ -51,7 +51,7 @@ class DamagedError(UserError):
 
 
 @dataclass(frozen=True)
-class Record:
+class FileRecord:
     """What one file was when it was written.
 
     Attributes:
@@ -63,7 +63,7 @@ class Record:
     hash: str
 
 
-Records = dict[str, Record]
+FileRecords = dict[str, FileRecord]
 """Path below the checkpoint's directory -> record."""
 
 
@@ -79,11 +79,10 @@ class Manifest:
 
     iteration: int | None
     save_id: str
-    files: Records
+    files: FileRecords
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(record.size for record in self.files.values())
 
 
@@ -137,7 +136,6 @@ class HashingStream:
             raise
 
     def tell(self) -> int:
-        """Bytes written."""
         return self._size
 
     def flush(self) -> None:
@@ -150,13 +148,11 @@ class HashingStream:
         return self._stream.fileno()
 
     def close(self) -> None:
-        """Close the file."""
         self._hasher.shutdown()
         self._stream.close()
 
-    def record(self) -> Record:
-        """Of what was written."""
-        return Record(self._size, self._hash.hexdigest())
+    def record(self) -> FileRecord:
+        return FileRecord(self._size, self._hash.hexdigest())
 
 
 def new_save_id() -> str:
@@ -164,7 +160,7 @@ def new_save_id() -> str:
     return SAVE_ID_PREFIX + uuid.uuid4().hex
 
 
-def hash_file(path: Path) -> Record:
+def hash_file(path: Path) -> FileRecord:
     """Read a file and hash it, at 2 to 10 GB/s once it is in memory."""
     digest, size = xxhash.xxh3_128(), 0
     buffer = bytearray(CHUNK)
@@ -173,7 +169,7 @@ def hash_file(path: Path) -> Record:
             with view[:count] as piece:
                 digest.update(piece)
             size += count
-    return Record(size, digest.hexdigest())
+    return FileRecord(size, digest.hexdigest())
 
 
 def files_of(directory: Path) -> Iterator[str]:
@@ -184,7 +180,7 @@ def files_of(directory: Path) -> Iterator[str]:
             yield name
 
 
-def write(directory: Path, iteration: int | None, save_id: str, known: Mapping[str, Record]) -> Manifest:
+def write(directory: Path, iteration: int | None, save_id: str, known: Mapping[str, FileRecord]) -> Manifest:
     """Write the manifest of ``directory``; the small files that nobody hashed while writing are hashed now."""
     files = {name: known.get(name) or hash_file(directory / name) for name in files_of(directory)}
     lost = sorted(known.keys() - files.keys())
@@ -218,7 +214,7 @@ def read(directory: Path) -> Manifest | None:
             f"{directory / NAME} has the format {content['format']} with {content['algorithm']}, this version "
             f"reads format {FORMAT} with {ALGORITHM}: use a newer version"
         )
-    files = {name: Record(**entry) for name, entry in content["files"].items()}
+    files = {name: FileRecord(**entry) for name, entry in content["files"].items()}
     return Manifest(content["iteration"], content["save_id"], files)
 
 
@@ -239,7 +235,7 @@ def _own_hash(content: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def problem(directory: Path, name: str, record: Record, content: bool) -> str | None:
+def problem(directory: Path, name: str, record: FileRecord, content: bool) -> str | None:
     """What is wrong with one file: that it is missing, its size, or with ``content`` its hash."""
     path = directory / name
     try:
@@ -255,7 +251,7 @@ def problem(directory: Path, name: str, record: Record, content: bool) -> str | 
     return None
 
 
-def problems(directory: Path, manifest: Manifest, names: Iterable[str], mode: Mode) -> list[str]:
+def problems(directory: Path, manifest: Manifest, names: Iterable[str], mode: VerifyMode) -> list[str]:
     """What is wrong with the files ``names``; in fast mode only small files are read."""
     found = []
     for name in names:
@@ -294,7 +290,7 @@ def shares(manifest: Manifest, parts: int) -> list[list[str]]:
 
 @contextmanager
 def hashing(
-    path: Path, records: Records, name: str, cancelled: threading.Event | None = None
+    path: Path, records: FileRecords, name: str, cancelled: threading.Event | None = None
 ) -> Iterator[HashingStream]:
     """Open ``path`` for writing; its record is put into ``records`` once it is closed."""
     with path.open("wb") as stream:

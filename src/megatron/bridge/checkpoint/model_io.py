@@ -11,10 +11,10 @@ import torch
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.bridge.backends import fully_sharded
-from megatron.bridge.checkpoint import distributed, layout, lock, saving, verification
+from megatron.bridge.backends.fsdp import sharded_rows
+from megatron.bridge.checkpoint import loading, lock, paths, saving, verification
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.utils import dist
+from megatron.bridge.utils import distributed
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
@@ -55,14 +55,14 @@ def save_model(
     Raises:
         UserError: the iteration exists already, or the path cannot be written; nothing is left behind.
     """
-    directory = layout.iteration_dir(root, iteration)
+    directory = paths.iteration_dir(root, iteration)
     state = {**model_state(chunks, MODEL_METADATA), CONTENT_METADATA: dict(MODEL_METADATA)}
     with _writing_to(root):
         saving.save(
             state,
             directory,
             extra_files(run_config, tokenizer_files),
-            published=lambda: layout.write_tracker(root, iteration),
+            published=lambda: paths.write_tracker(root, iteration),
             planner=planner,
         )
     return directory
@@ -75,42 +75,46 @@ def _writing_to(root: str | Path) -> Iterator[None]:
     def take() -> bool:
         taken = lock.acquire(root)
         if taken:
-            layout.recover(root)  # a killed save would keep its room on the disk
+            paths.recover(root)  # a killed save would keep its room on the disk
         return taken
 
     taken = on_first_rank(take)
     try:
         yield
     finally:
-        if taken and dist.rank() == 0:
+        if taken and distributed.rank() == 0:
             lock.release(root)
 
 
-def load_model(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
+def load_model(chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool = True) -> None:
     """Load weights into ``chunks``, under any parallel layout; each parameter is filled or it is an error.
 
     Args:
         chunks: This rank's model chunks, wrapped for data parallelism or not.
         path: A checkpoint root (the newest published iteration is taken) or one iteration's directory.
+        verify: Whether to read every file first; False where that was done.
 
     Raises:
         UserError: no checkpoint, a damaged one, or one of another model.
     """
-    directory, metadata = examine(chunks, path)
-    loaded = distributed.load(model_state(chunks, metadata), directory, known=BESIDE_WEIGHTS)
+    directory, metadata = examine(chunks, path, verify)
+    loaded = loading.load(model_state(chunks, metadata), directory, known=BESIDE_WEIGHTS)
     set_model_state(chunks, loaded)
 
 
-def examine(chunks: Sequence[torch.nn.Module], path: str | Path) -> tuple[Path, dict[str, Any]]:
+def examine(
+    chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool = True
+) -> tuple[Path, dict[str, Any]]:
     """The directory of a whole checkpoint for ``chunks``, and how it names its tensors.
 
     Raises:
         UserError: no checkpoint, a damaged one, or one of another vocabulary.
     """
-    directory = on_first_rank(lambda: layout.resolve(path))
-    verification.verify(directory)
+    directory = on_first_rank(lambda: paths.resolve(path))
+    if verify:
+        verification.verify(directory)
     check_vocabulary(chunks, directory)
-    return directory, stored_metadata(distributed.load_common(directory))
+    return directory, stored_metadata(loading.load_common(directory))
 
 
 def read_run_config(path: str | Path) -> dict[str, Any]:
@@ -119,11 +123,11 @@ def read_run_config(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: no checkpoint there, or one without that file.
     """
-    directory = layout.resolve(path)
-    file = directory / layout.RUN_CONFIG
+    directory = paths.resolve(path)
+    file = directory / paths.RUN_CONFIG
     if not file.is_file():
         raise UserError(
-            f"checkpoint {directory} has no {layout.RUN_CONFIG}, so its model is unknown; "
+            f"checkpoint {directory} has no {paths.RUN_CONFIG}, so its model is unknown; "
             "give one that this package saved"
         )
     config = yaml_text.read(_whole_text(file), str(file))
@@ -139,15 +143,15 @@ def _whole_text(file: Path) -> str:
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise distributed.DamagedError.of(file.parent, f"{file.name} cannot be read ({error})") from error
+        raise loading.DamagedError.of(file.parent, f"{file.name} cannot be read ({error})") from error
     if not text.endswith(END):
-        raise distributed.DamagedError.of(file.parent, f"{file.name} does not end with {END.strip()!r}")
+        raise loading.DamagedError.of(file.parent, f"{file.name} does not end with {END.strip()!r}")
     return text
 
 
 def tokenizer_dir(path: str | Path) -> Path | None:
     """The directory of the tokenizer files kept with a checkpoint, or None if it has none."""
-    directory = layout.resolve(path) / layout.TOKENIZER
+    directory = paths.resolve(path) / paths.TOKENIZER
     return directory if directory.is_dir() else None
 
 
@@ -158,10 +162,10 @@ def extra_files(
     text = yaml_text.write(run_config) + END
 
     def write(staging: Path) -> None:
-        (staging / layout.RUN_CONFIG).write_text(text)
+        (staging / paths.RUN_CONFIG).write_text(text)
         for source in map(Path, tokenizer_files or ()):
-            (staging / layout.TOKENIZER).mkdir(exist_ok=True)
-            shutil.copyfile(source, staging / layout.TOKENIZER / source.name)
+            (staging / paths.TOKENIZER).mkdir(exist_ok=True)
+            shutil.copyfile(source, staging / paths.TOKENIZER / source.name)
 
     return write
 
@@ -183,11 +187,11 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> 
     states = {}
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         bare = unwrap(chunk)
-        with fully_sharded.described(bare) as parameters:
+        with sharded_rows.as_whole_parameters(bare) as parameters:
             whole = bare.sharded_state_dict(metadata=dict(metadata))
         forgotten = {name for name, _ in bare.named_parameters()} - whole.keys()
         assert not forgotten, f"modules that do not say how they are sharded: {sorted(forgotten)}"
-        states[key] = fully_sharded.cut(whole, parameters)
+        states[key] = sharded_rows.keep_local_rows(whole, parameters)
     return states
 
 
@@ -195,13 +199,13 @@ def set_model_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -
     """Put what ``distributed.load`` returned into the chunks; most of it is in place already."""
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         bare = unwrap(chunk)
-        in_place = fully_sharded.names_of(bare)
+        in_place = sharded_rows.sharded_names(bare)
         others = {name: value for name, value in loaded[key].items() if name not in in_place}
         outcome = bare.load_state_dict(others, strict=False)
         differing = {*outcome.missing_keys, *outcome.unexpected_keys} - in_place
         wrong = [name for name in sorted(differing) if "_extra_state" not in name]
         assert not wrong, f"not loaded after the checkpoint was read: {wrong}"
-        fully_sharded.follow(bare)
+        sharded_rows.update_compute_weights(bare)
 
 
 def stored_metadata(common: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +221,7 @@ def check_vocabulary(chunks: Sequence[torch.nn.Module], directory: Path) -> None
         UserError: the model's and the checkpoint's vocabulary differ.
     """
     wanted = getattr(getattr(unwrap(chunks[0]), "config", None), "vocab_size", None)
-    file = directory / layout.RUN_CONFIG
+    file = directory / paths.RUN_CONFIG
     if wanted is None or not on_first_rank(file.is_file):
         return
     saved = on_first_rank(lambda: read_run_config(directory))["model"]

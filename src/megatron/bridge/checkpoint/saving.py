@@ -25,25 +25,25 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from megatron.bridge.checkpoint import layout, manifest
-from megatron.bridge.checkpoint.background import Background
+from megatron.bridge.checkpoint import manifest, paths
+from megatron.bridge.checkpoint.async_writer import AsyncSaver
 from megatron.bridge.checkpoint.collective import forget_frames, on_first_rank, out_of_space, root_cause
-from megatron.bridge.checkpoint.distributed import COMMON_STATE, FORMAT, quiet
-from megatron.bridge.checkpoint.host_memory import room
-from megatron.bridge.checkpoint.writer import Prepared, Written, all_ranks, prepare
-from megatron.bridge.utils import atomic, dist
+from megatron.bridge.checkpoint.hashing_writer import PreparedSave, WrittenFiles, collective_steps, prepare_save
+from megatron.bridge.checkpoint.host_buffers import copy_size
+from megatron.bridge.checkpoint.loading import COMMON_STATE, FORMAT, without_torch_warnings
+from megatron.bridge.utils import atomic, distributed
 from megatron.bridge.utils.errors import UserError
 
-Extra = Callable[[Path], None]
+ExtraFiles = Callable[[Path], None]
 
 
 def save(
     state: dict[str, Any],
     directory: Path,
-    write_extra: Extra | None = None,
+    write_extra: ExtraFiles | None = None,
     overwrite: bool = False,
     published: Callable[[], None] = lambda: None,
-    background: Background | None = None,
+    background: AsyncSaver | None = None,
     planner: MCoreSavePlanner | None = None,
 ) -> None:
     """Write ``state`` aside on all ranks, then publish it as ``directory`` with a manifest.
@@ -60,7 +60,7 @@ def save(
     Raises:
         UserError: the directory exists, cannot be written, or the disk is full; nothing is left behind.
     """
-    attempt = _Attempt(directory, write_extra, overwrite, published)
+    attempt = _SaveAttempt(directory, write_extra, overwrite, published)
     attempt.run(lambda: attempt.prepare(state, planner))
     if background is None:
         attempt.run(lambda: attempt.finish(attempt.prepared.write_files))
@@ -68,23 +68,23 @@ def save(
         background.start(attempt.prepared, lambda outcome: attempt.run(lambda: attempt.finish(outcome)))
 
 
-def memory_for(state: dict[str, Any]) -> int:
+def host_buffer_size(state: dict[str, Any]) -> int:
     """Bytes that a copy of what this rank writes of ``state`` takes up; asked on all ranks."""
-    sharded, _ = _shared_out(state)
+    sharded, _ = _distribute_replicas(state)
     return sum(
-        room(entry.data)
+        copy_size(entry.data)
         for entry in nested_values(sharded)
         if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id) and entry.data is not None
     )
 
 
-class _Attempt:
+class _SaveAttempt:
     """One save, from its staging directory to the published one."""
 
-    prepared: Prepared
+    prepared: PreparedSave
 
     def __init__(
-        self, directory: Path, write_extra: Extra | None, overwrite: bool, published: Callable[[], None]
+        self, directory: Path, write_extra: ExtraFiles | None, overwrite: bool, published: Callable[[], None]
     ) -> None:
         self._directory = directory
         self._write_extra = write_extra
@@ -101,9 +101,9 @@ class _Attempt:
         except BaseException as error:
             forget_frames(error)
             # No collective here: an error that only this rank saw must not make it wait for the others.
-            if dist.rank() == 0:
+            if distributed.rank() == 0:
                 self._discard()
-            raise unwritable(error, self._directory) from error
+            raise save_error(error, self._directory) from error
 
     def prepare(self, state: dict[str, Any], planner: MCoreSavePlanner | None) -> None:
         """Make the staging directory and agree on who writes what."""
@@ -112,13 +112,13 @@ class _Attempt:
         planner = planner or MCoreSavePlanner(
             dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
         )
-        with quiet():
-            self.prepared = prepare(_torch_state(state), self._staging, planner, save_id)
+        with without_torch_warnings():
+            self.prepared = prepare_save(_torch_state(state), self._staging, planner, save_id)
 
-    def finish(self, outcome: Callable[[], Written]) -> None:
+    def finish(self, outcome: Callable[[], WrittenFiles]) -> None:
         """Publish what all ranks have written; ``outcome`` tells what this one has."""
-        with quiet():
-            all_ranks().all_reduce("write", outcome, self._publish)
+        with without_torch_warnings():
+            collective_steps().all_reduce("write", outcome, self._publish)
 
     def _create(self) -> None:
         directory = self._directory
@@ -129,12 +129,12 @@ class _Attempt:
             )
         atomic.create_staging(self._staging.with_name(self._staging.name.removesuffix(atomic.STAGING_SUFFIX)))
 
-    def _publish(self, written: list[Written]) -> None:
+    def _publish(self, written: list[WrittenFiles]) -> None:
         records = self.prepared.finish(written)
         if self._write_extra is not None:
             self._write_extra(self._staging)
         save_config(FORMAT, str(self._staging))
-        iteration = layout.iteration_of(self._directory)
+        iteration = paths.iteration_of(self._directory)
         manifest.write(self._staging, iteration, self.prepared.writer.save_id, records)
         atomic.publish(self._staging, self._directory)
         self._published()
@@ -145,27 +145,27 @@ class _Attempt:
 
 def _torch_state(state: dict[str, Any]) -> dict[str, Any]:
     """Megatron's state dict as torch's writer takes it, with the common state as one object."""
-    sharded, common = _shared_out(state)
-    sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=dist.rank())
+    sharded, common = _distribute_replicas(state)
+    sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=distributed.rank())
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     return mcore_to_pyt_state_dict(flat)
 
 
-def _shared_out(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _distribute_replicas(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is sharded of a state, and the rest.
 
     Of what several ranks hold, each writes a like part, instead of the first one all of it. Who writes what
     follows from the sizes alone, and no tensor is sent.
     """
     sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], save_preprocess(state))
-    if dist.world_size() > 1:
+    if distributed.world_size() > 1:
         every: Any = None  # the group of all ranks
         writers = determine_main_replica_uniform_distribution(sharded, every)
         distribute_main_replicas_with_precomputed_distribution(sharded, every, writers)
     return sharded, common
 
 
-def unwritable(error: BaseException, directory: Path) -> BaseException:
+def save_error(error: BaseException, directory: Path) -> BaseException:
     """A failed save as a sentence where the user can do something about it, else the error itself."""
     cause = root_cause(error)
     if isinstance(cause, OSError):

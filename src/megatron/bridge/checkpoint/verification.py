@@ -3,13 +3,13 @@
 
 from pathlib import Path
 
-from megatron.bridge.checkpoint import distributed, layout, manifest
+from megatron.bridge.checkpoint import loading, manifest, paths
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
-from megatron.bridge.checkpoint.manifest import DamagedError, Manifest, Mode
-from megatron.bridge.utils import dist
+from megatron.bridge.checkpoint.manifest import DamagedError, Manifest, VerifyMode
+from megatron.bridge.utils import distributed
 
 
-def verify(directory: Path, mode: Mode = "full") -> None:
+def verify(directory: Path, mode: VerifyMode = "full") -> None:
     """Compare a checkpoint with its manifest, on all ranks; one without a manifest is only looked over.
 
     Args:
@@ -24,12 +24,14 @@ def verify(directory: Path, mode: Mode = "full") -> None:
     found = on_first_rank(lambda: _look_over(directory, mode))
     if found is None or mode == "fast":
         return
-    mine = manifest.shares(found, dist.world_size())[dist.rank()]
+    mine = manifest.shares(found, distributed.world_size())[distributed.rank()]
     sentences = on_every_rank(lambda: manifest.problems(directory, found, mine, "full"))
-    refuse(directory, sorted(sentence for part in dist.all_gather_object(sentences) for sentence in part))
+    raise_if_damaged(
+        directory, sorted(sentence for part in distributed.all_gather_object(sentences) for sentence in part)
+    )
 
 
-def refuse(directory: Path, sentences: list[str]) -> None:
+def raise_if_damaged(directory: Path, sentences: list[str]) -> None:
     """Raise what was found, if anything was.
 
     Raises:
@@ -40,13 +42,13 @@ def refuse(directory: Path, sentences: list[str]) -> None:
         raise DamagedError.of(directory, ", ".join(sentences[:3]) + more)
 
 
-def _look_over(directory: Path, mode: Mode) -> Manifest | None:
+def _look_over(directory: Path, mode: VerifyMode) -> Manifest | None:
     found = manifest.read(directory)
     if found is None:
-        distributed.check_files(directory)
+        loading.check_files(directory)
         return None
-    manifest.check_identity(directory, found, layout.iteration_of(directory))
-    refuse(directory, manifest.problems(directory, found, found.files, "fast"))
+    manifest.check_identity(directory, found, paths.iteration_of(directory))
+    raise_if_damaged(directory, manifest.problems(directory, found, found.files, "fast"))
     if mode == "fast":
-        distributed.check_files(directory)
+        loading.check_files(directory)
     return found

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge inspect``: what a checkpoint holds, read from its headers."""
+"""``megatron-bridge inspect``: the contents of a checkpoint, read from its headers."""
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -11,29 +10,24 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.cli import words
+from megatron.bridge.cli.support import text_format
 
-LAYOUT = ("tensor", "pipeline", "context", "expert")
+DESCRIPTION = (
+    "Show parameters, dtypes, files, parallel layout and iteration of a checkpoint in either format. "
+    "Only headers are read."
+)
+PARALLEL_SIZES = ("tensor", "pipeline", "context", "expert")
 _MEGATRON = ("latest_checkpointed_iteration.txt", "metadata.json")
-_WIDTH = 200  # of what is not a terminal: names stay on one line
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``inspect``."""
-    parser = subparsers.add_parser(
-        "inspect",
-        help="what a Hugging Face or Megatron checkpoint holds",
-        description="Parameters, dtypes, files, layout and iteration of a checkpoint in either format. "
-        "Only headers are read.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="DIR", help="Hugging Face model, or Megatron checkpoint")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a checkpoint."""
 
     name: str
@@ -43,45 +37,43 @@ class Stored:
 
     @property
     def numbers(self) -> int:
-        """How many numbers it has."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds.
-
-    Attributes:
-        format: ``Hugging Face`` or ``Megatron``.
-        facts: what there is to say of the whole, by title.
-        tensors: weights; optimizer state and the like are counted in ``facts`` only.
-        bytes: size of all files.
-        files: how many files hold tensors.
-    """
+    """What a checkpoint contains."""
 
     format: str
+    """``Hugging Face`` or ``Megatron``."""
     facts: dict[str, str]
-    tensors: tuple[Stored, ...]
+    """Properties of the whole checkpoint, by title."""
+    tensors: tuple[StoredTensor, ...]
+    """The weights; optimizer state appears only in ``facts``."""
     bytes: int
+    """Size of all files."""
     files: int
+    """Number of files with tensors."""
 
 
 def read(path: Path) -> Contents:
     """The contents of a checkpoint in either format.
 
     Raises:
-        UserError: neither format, or a damaged checkpoint.
+        UserError: the path is in neither format, or the checkpoint is damaged.
     """
-    from megatron.bridge.checkpoint import layout
+    from megatron.bridge.checkpoint import paths
+    from megatron.bridge.models.hf_pretrained.hub import is_hf_model
     from megatron.bridge.utils.errors import UserError
 
     if not path.exists():
         raise UserError(f"{path} does not exist: give the directory of a model or of a checkpoint")
-    if (path / "config.json").is_file():
+    if is_hf_model(path):
         return _hugging_face(path)
-    if layout.iteration_of(path) is None and not any((path / name).is_file() for name in _MEGATRON):
+    if paths.iteration_of(path) is None and not any((path / name).is_file() for name in _MEGATRON):
         raise UserError(
-            f"{path} is no checkpoint: a Hugging Face model has a config.json, a Megatron one a {layout.TRACKER}"
+            f"{path} is not a checkpoint: give a folder with config.json (Hugging Face) or "
+            f"{paths.TRACKER} (Megatron)"
         )
     return _megatron(path)
 
@@ -92,7 +84,7 @@ def _hugging_face(path: Path) -> Contents:
     pretrained = PreTrainedCausalLM(path)
     config = pretrained.raw_config
     tensors = tuple(
-        Stored(entry.name, entry.shape, str(entry.dtype).removeprefix("torch."), entry.file.name)
+        StoredTensor(entry.name, entry.shape, str(entry.dtype).removeprefix("torch."), entry.file.name)
         for entry in pretrained.state.entries.values()
     )
     facts = {
@@ -102,36 +94,42 @@ def _hugging_face(path: Path) -> Contents:
         "hidden size": str(config.get("hidden_size")),
         "vocabulary": str(config.get("vocab_size")),
     }
-    return Contents("Hugging Face", facts, tensors, _size(path), len({tensor.file for tensor in tensors}))
+    return Contents(
+        "Hugging Face", facts, tensors, text_format.folder_size(path), len({tensor.file for tensor in tensors})
+    )
 
 
 def _megatron(path: Path) -> Contents:
-    from megatron.bridge.checkpoint import contents, layout, model_io
+    from megatron.bridge.checkpoint import inspection, model_io, paths
 
-    directory = layout.resolve(path)
-    found = contents.tensors(directory)
+    directory = paths.resolve(path)
+    found = inspection.list_tensors(directory)
     files = _files_by_tensor(directory)
     weights = tuple(
-        Stored(tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch."), _named(files[tensor.name]))
+        StoredTensor(
+            tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch."), _file_names(files[tensor.name])
+        )
         for tensor in found.values()
-        if contents.is_weight(tensor.name)
+        if inspection.is_weight(tensor.name)
     )
-    published = _listed(layout.published_iterations(directory.parent))
+    published = _listed(paths.published_iterations(directory.parent))
     facts = {
-        "iteration": f"{layout.iteration_of(directory)} (published: {published})",
+        "iteration": f"{paths.iteration_of(directory)} (published: {published})",
         **_facts_of_model(directory),
         "optimizer state": "yes" if any(name.startswith("optimizer.") for name in found) else "no",
         "tokenizer": "yes" if model_io.tokenizer_dir(directory) else "no",
     }
-    return Contents("Megatron", facts, weights, _size(directory), len(list(directory.glob("*.distcp"))))
+    return Contents(
+        "Megatron", facts, weights, text_format.folder_size(directory), len(list(directory.glob("*.distcp")))
+    )
 
 
 def _facts_of_model(directory: Path) -> dict[str, str]:
-    """What the run's config tells; other programs write none, Megatron-LM for one."""
-    from megatron.bridge.checkpoint import layout, model_io
+    """Facts from the run's config, which other programs, such as Megatron-LM, do not write."""
+    from megatron.bridge.checkpoint import model_io, paths
 
-    if not (directory / layout.RUN_CONFIG).is_file():
-        return {"model": f"unknown, there is no {layout.RUN_CONFIG}"}
+    if not (directory / paths.RUN_CONFIG).is_file():
+        return {"model": f"unknown: there is no {paths.RUN_CONFIG}"}
     model = model_io.read_run_config(directory)["model"]
     return {
         "provider": str(model.get("_target_")),
@@ -143,23 +141,23 @@ def _facts_of_model(directory: Path) -> dict[str, str]:
 
 
 def _files_by_tensor(directory: Path) -> dict[str, list[str]]:
-    """Which files hold a part of each tensor."""
-    from megatron.bridge.checkpoint import distributed
+    """The files that contain a part of each tensor."""
+    from megatron.bridge.checkpoint import loading
 
     files: dict[str, set[str]] = {}
-    for index, place in distributed.check_files(directory).storage_data.items():
+    for index, place in loading.check_files(directory).storage_data.items():
         files.setdefault(index.fqn, set()).add(place.relative_path)
     return {name: sorted(found) for name, found in files.items()}
 
 
-def _named(files: list[str]) -> str:
+def _file_names(files: list[str]) -> str:
     return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
 
 
 def _layout(model: dict[str, Any]) -> str:
     sizes = (
         f"{kind} {model.get(f'{kind}_model_parallel_size', model.get(f'{kind}_parallel_size', 1))}"
-        for kind in LAYOUT
+        for kind in PARALLEL_SIZES
     )
     return " x ".join(sizes)
 
@@ -168,46 +166,39 @@ def _listed(iterations: list[int]) -> str:
     return ", ".join(map(str, iterations)) or "none published"
 
 
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
 def run(args: argparse.Namespace) -> int:
-    """Print the contents on standard output."""
     contents = read(args.path)
     if args.json:
-        print(json.dumps(asdict(contents), indent=2))  # noqa: T201 - for pipes
+        text_format.say(json.dumps(asdict(contents), indent=2))
         return 0
     _print(contents, args.tensors)
     return 0
 
 
-def _print(contents: Contents, every: bool) -> None:
-    from rich.console import Console
+def _print(contents: Contents, list_tensors: bool) -> None:
     from rich.table import Column, Table
 
-    output = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    output = text_format.table_console()
     table = Table(show_header=False, title=f"{contents.format} checkpoint")
     for title, value in {**contents.facts, **_totals(contents)}.items():
         table.add_row(title, value)
     output.print(table)
-    if every:
+    if list_tensors:
         listing = Table(Column("tensor", overflow="fold"), "shape", "dtype", "file")
         for tensor in contents.tensors:
-            shape = "x".join(map(str, tensor.shape)) or "scalar"
-            listing.add_row(tensor.name, shape, tensor.dtype, tensor.file)
+            listing.add_row(tensor.name, text_format.shape(tensor.shape), tensor.dtype, tensor.file)
         output.print(listing)
 
 
 def _totals(contents: Contents) -> dict[str, str]:
     return {
-        "tensors": f"{len(contents.tensors):,} in {words.many(contents.files, 'file')}",
+        "tensors": f"{len(contents.tensors):,} in {text_format.many(contents.files, 'file')}",
         "parameters": _by_dtype(contents.tensors),
-        "size on disk": words.size(contents.bytes),
+        "size on disk": text_format.size(contents.bytes),
     }
 
 
-def _by_dtype(tensors: Iterable[Stored]) -> str:
+def _by_dtype(tensors: Iterable[StoredTensor]) -> str:
     numbers: Counter[str] = Counter()
     for tensor in tensors:
         numbers[tensor.dtype] += tensor.numbers

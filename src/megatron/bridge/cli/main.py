@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``megatron-bridge`` command.
 
-Each subcommand is a module of this package with ``add_parser(subparsers)`` and ``run(args) -> int``. It is
-imported only when it is asked for, so that ``--help`` is quick and one that cannot be imported does not break the
-others.
+Each subcommand is a module of this package with ``DESCRIPTION``, ``add_arguments(parser)``, ``run(args) -> int``,
+and ``EXAMPLES`` if it has some. Only the requested module is imported, so ``--help`` is quick, and a module that
+cannot be imported does not break the others.
 """
 
 import argparse
@@ -14,43 +14,42 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from megatron.bridge.cli import words
-from megatron.bridge.cli.errors import exit_code, refuse_other_distribution
+from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distribution
+from megatron.bridge.cli.support.parser import Parser, Subparsers
 from megatron.bridge.utils.errors import UserError, did_you_mean
-from megatron.bridge.utils.ranks import number
-from megatron.bridge.utils.slurm import adopt_step
-from megatron.bridge.utils.start_up import ending_soon
+from megatron.bridge.utils.slurm import adopt_slurm_step
+from megatron.bridge.utils.startup import skip_gc_at_exit
+from megatron.bridge.utils.torchrun_env import read_number
 from megatron.bridge.version import __version__
 
 SUBCOMMANDS = {
     "train": "pretrain or fine-tune a model from a recipe",
-    "launch": "start a recipe here or on a Slurm cluster",
-    "convert": "Hugging Face -> Megatron",
-    "export": "Megatron -> Hugging Face",
-    "plan": "which tensor becomes which parameter, without reading weights",
-    "inspect": "what a Hugging Face or Megatron checkpoint holds",
+    "launch": "start a recipe on this machine or on a Slurm cluster",
+    "convert": "convert a Hugging Face model to a Megatron checkpoint",
+    "export": "convert a Megatron checkpoint to a Hugging Face model",
+    "plan": "show which tensor becomes which parameter, without reading weights",
+    "inspect": "show the contents of a Hugging Face or Megatron checkpoint",
     "verify": "prove that a Megatron checkpoint equals a Hugging Face model",
     "checkpoint": "list, inspect, verify, compare or convert Megatron checkpoints",
-    "adapter": "merge adapters into their base, take them out again, or write them for peft",
-    "data": "prepare training data",
-    "plot": "loss and throughput of one or several runs as a picture",
-    "trace": "merge the profiler's traces of all ranks into one for Perfetto",
-    "demo": "convert, fine-tune and export a small model, start to end",
+    "adapter": "merge adapters, subtract them again, or write them for peft",
+    "data": "prepare training data, and preview it",
+    "plot": "plot loss and throughput of one or several runs",
+    "trace": "merge the profiler traces of all ranks into one",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    with ending_soon():
+    with skip_gc_at_exit():
         return exit_code(lambda: _run(arguments))
 
 
 def _run(arguments: list[str]) -> int:
     refuse_other_distribution()
-    adopt_step()
+    adopt_slurm_step()
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        number(variable, 0)
+        read_number(variable, 0)
     name = next((item for item in arguments if not item.startswith("-")), None)
     module = _load(name) if name in SUBCOMMANDS else None
     parser, commands = _parsers(name, module)
@@ -71,16 +70,14 @@ def _load(name: str) -> ModuleType:
         return importlib.import_module(f"megatron.bridge.cli.{name}")
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
-        raise UserError(
-            f"megatron-bridge {name} cannot run here: the module {missing} is not installed"
-        ) from error
+        raise UserError(f"megatron-bridge {name} cannot run: install the missing module {missing}") from error
 
 
 def _parsers(
     name: str | None, module: ModuleType | None
 ) -> tuple[argparse.ArgumentParser, dict[str | None, argparse.ArgumentParser]]:
-    """The parser of the command, and those of its subcommands."""
-    parser = words.Parser(
+    """The parser of the command, and the parsers of its subcommands."""
+    parser = Parser(
         prog="megatron-bridge",
         description="Hugging Face checkpoints in and out of Megatron-Core, trained under any parallel layout.",
         formatter_class=_formatter,
@@ -89,34 +86,41 @@ def _parsers(
     subparsers: Any = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command, summary in SUBCOMMANDS.items():
         if module is not None and command == name:
-            module.add_parser(subparsers)
+            add_subcommand(subparsers, command, module)
         else:
             subparsers.add_parser(command, help=summary)
     return parser, subparsers.choices
 
 
+def add_subcommand(subparsers: Subparsers, name: str, module: Any) -> None:
+    parser = subparsers.add_parser(
+        name, help=SUBCOMMANDS[name], description=module.DESCRIPTION, epilog=getattr(module, "EXAMPLES", None)
+    )
+    module.add_arguments(parser)
+
+
 def _options(parser: argparse.ArgumentParser) -> set[str]:
-    """Those of a command and of its subcommands."""
+    """All options of a command and of its subcommands."""
     found = set(parser._option_string_actions)
     deeper = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return found.union(*(_options(child) for choices in deeper for child in choices.values()))
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    """One line for each command: argparse forgets that their names are indented when it measures them."""
+    """One line per command: argparse does not count the indentation of their names."""
     formatter = argparse.HelpFormatter(prog)
     formatter._action_max_length = max(map(len, SUBCOMMANDS)) + 4
     return formatter
 
 
 def _without_dashes(word: str) -> str:
-    """A hint for an override that is written like an option."""
+    """A hint for an override that was written like an option."""
     found = re.fullmatch(r"--?([a-z_]\w*(?:\.\w+)+=.*)", word)
-    return f"; an override is written without the dashes: {found[1]}" if found else ""
+    return f"; write an override without dashes: {found[1]}" if found else ""
 
 
 def _take_overrides(args: argparse.Namespace, extra: list[str]) -> bool:
-    """Add ``key=value`` items that stand behind an option; argparse takes only those that stand together."""
+    """Add ``key=value`` items that follow an option; argparse accepts only one uninterrupted group of them."""
     overrides = getattr(args, "overrides", None)
     if overrides is None or any(item.startswith("-") for item in extra):
         return False

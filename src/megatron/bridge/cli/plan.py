@@ -1,87 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge plan``: what becomes what, without reading a weight."""
+"""``megatron-bridge plan``: which tensor becomes which parameter, without reading weights."""
 
 import argparse
 import re
-import sys
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.bridge.cli import convert
+from megatron.bridge.cli.support import model_options, text_format
 
 if TYPE_CHECKING:
-    from megatron.bridge.models.conversion.plan import WeightConversionTask
+    from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")  # of a layer, of an expert
-_WIDTH = 200  # of what is not a terminal: names stay on one line
+DESCRIPTION = (
+    "Print the conversion plan of a model: which Hugging Face tensors become which Megatron parameter, and how it "
+    "is split. No weights are read, and the model is built without memory."
+)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")  # of a layer or an expert
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``plan``."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="which tensor becomes which parameter, without reading weights",
-        description="Print the conversion plan of a model: which Hugging Face tensors become which Megatron "
-        "parameter, cut how. No weight is read; the model is built without memory.",
-    )
-    convert.add_model_arguments(parser)
-    parser.add_argument("--full", action="store_true", help="a line for each parameter, not for each kind of them")
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model_options.add_model_arguments(parser)
+    parser.add_argument("--full", action="store_true", help="one line per parameter, not per kind of parameter")
 
 
 class Kind(NamedTuple):
-    """Parameters that differ in their numbers (layer, expert) only."""
+    """Parameters whose names differ only in the numbers of layers and experts."""
 
     megatron: str
     shard: str
-    cut: str
+    split: str
     mapping: str
     hf: str
 
 
-def fold(tasks: "Iterable[WeightConversionTask]") -> dict[Kind, int]:
-    """How many parameters there are of each kind, numbers in names written as ``*``."""
-    kinds: dict[Kind, int] = {}
-    for task in tasks:
-        kind = Kind(
+def count_kinds(tasks: "Iterable[WeightConversionTask]") -> Counter[Kind]:
+    """The number of parameters of each kind; numbers in names are written as ``*``."""
+    return Counter(
+        Kind(
             _NUMBER.sub("*", task.global_param_name),
-            "x".join(map(str, task.shard.shape)) or "scalar",
+            text_format.shape(task.shard.shape),
             f"{task.shard.kind}/{task.shard.parts}",
             type(task.mapping).__name__ + (" (copy)" if task.is_copy else ""),
             "\n".join(_NUMBER.sub("*", name) for name in task.mapping.hf_names),
         )
-        kinds[kind] = kinds.get(kind, 0) + 1
-    return kinds
+        for task in tasks
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan on standard output."""
-    from rich.console import Console
     from rich.table import Column, Table
 
     from megatron.bridge import AutoBridge
-    from megatron.bridge.utils import dist
+    from megatron.bridge.utils import distributed
 
-    sizes = convert.layout(args)
+    sizes = model_options.parallel_sizes(args)
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
-    compared = any(bridge.hf_pretrained.directory.glob("*.safetensors"))
-    if not compared:
+    has_weights = any(bridge.hf_pretrained.directory.glob("*.safetensors"))
+    if not has_weights:
         bridge = AutoBridge.from_hf_config(bridge.hf_config)
     provider = bridge.to_megatron_provider(load_weights=False)
-    convert.set_layout(provider, sizes)
+    model_options.set_parallel_sizes(provider, sizes)
     plan = bridge.plan(provider.meta_model())
-    if dist.rank() != 0:
+    if distributed.rank() != 0:
         return 0
     if args.full:
-        print(plan)  # noqa: T201 - a plan is for pipes too
+        text_format.say(str(plan))
         return 0
     names = (Column(title, overflow="fold") for title in ("Megatron parameter", "Hugging Face tensors"))
-    table = Table(next(names), "shard", "cut", "mapping", next(names), "how many")
-    for kind, count in fold(plan.tasks).items():
+    table = Table(next(names), "shard", "split", "mapping", next(names), "count")
+    for kind, count in count_kinds(plan.tasks).items():
         table.add_row(*kind, str(count))
-    output = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)
+    output = text_format.table_console()
     output.print(table)
     ties = f", {len(plan.ties)} of them tied" if plan.ties else ""
-    closes = "the plan closes" if compared else "there are no weights to compare the names with"
-    output.print(f"{len(plan.tasks)} parameters, {len(plan.hf_names)} Hugging Face tensors{ties}: {closes}")
+    result = "every one is mapped once" if has_weights else "there are no weights to compare the names with"
+    output.print(f"{len(plan.tasks)} parameters, {len(plan.hf_names)} Hugging Face tensors{ties}: {result}")
     return 0

@@ -4,12 +4,12 @@
 import argparse
 import os
 import sys
-from pathlib import Path
 
-from megatron.bridge.cli.job import MODES, Job, forward_step, prepare
+from megatron.bridge.cli.support.train_job import Job, add_job_options, forward_step, prepare
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.start_up import uncollected
+from megatron.bridge.utils.startup import without_gc
 
+DESCRIPTION = "Pretrain or fine-tune a model from a recipe."
 EXAMPLES = """examples:
   megatron-bridge train --list llama pretrain
   megatron-bridge train --recipe llama32_1b_pretrain_config --dry-run model.tensor_model_parallel_size=2
@@ -19,20 +19,13 @@ EXAMPLES = """examples:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``train``."""
-    parser = subparsers.add_parser(
-        "train",
-        help="pretrain or fine-tune a model from a recipe",
-        description="Pretrain or fine-tune a model from a recipe.",
-        epilog=EXAMPLES,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
     parser.add_argument(
-        "--list", nargs="*", metavar="WORD", help="show the recipes that contain all words, and end"
+        "--list", nargs="*", metavar="WORD", help="list the recipes that contain all words, and exit"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and what it means, and end"
+        "--dry-run", action="store_true", help="print the resolved config with its memory and compute, and exit"
     )
     parser.add_argument(
         "--rehearse",
@@ -40,45 +33,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=int,
         const=2,
         metavar="STEPS",
-        help="run the same layout at toy size here, over gloo: steps, checkpoint, resume, export; and end",
+        help="run the same layout at toy size on this machine (steps, checkpoint, resume, export), and exit",
     )
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="processes to assume in a dry run or a rehearsal"
     )
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says which job to run; the rest of the options say what to do with it."""
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change, in YAML")
-    parser.add_argument("--recipe", metavar="NAME", help="recipe to run; --list shows all")
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML file: settings on top of --recipe, or a whole config"
-    )
-    parser.add_argument(
-        "--hf-model",
-        metavar="ID",
-        help="directory or hub id of a model to train instead of the recipe's: sizes, tokenizer, weights to tune",
-    )
-    parser.add_argument(
-        "--data", nargs="+", metavar="PATH", help="corpora to pretrain on, or the folder to tune on"
-    )
-    parser.add_argument("--mode", choices=MODES, help="what to do (default: as the recipe's name says)")
-    parser.add_argument(
-        "--step_func", default="gpt_step", metavar="NAME", help="gpt_step, or package.module.function of your own"
-    )
-    parser.add_argument("--seq_length", type=int, metavar="N", help="tokens of a sample, for data and model")
-    parser.add_argument("--peft_scheme", metavar="NAME", help="adapter to train, lora or dora, like --mode")
-    parser.add_argument(
-        "--packed_sequence", action="store_true", help="pack several samples of a fine-tuning set into one row"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
-    """List, show, rehearse, or train."""
     if args.list is not None:
         return _list(args)
     _check_options(args)
-    with uncollected():
+    with without_gc():
         job = prepare(args)
         if args.dry_run:
             return _dry_run(job, args)
@@ -93,15 +59,15 @@ def _check_options(args: argparse.Namespace) -> None:
             "--world-size is for --dry-run and --rehearse; torchrun --nproc-per-node starts that many processes"
         )
     if args.world_size is not None and args.world_size < 1:
-        raise UserError(f"--world-size {args.world_size}: there is at least one process")
+        raise UserError(f"--world-size {args.world_size} is not a number of processes: give at least 1")
     if args.rehearse is not None and args.rehearse < 1:
-        raise UserError(f"--rehearse {args.rehearse}: at least one step is needed")
+        raise UserError(f"--rehearse {args.rehearse} is not a number of steps: give at least 1")
     if args.dry_run and args.rehearse is not None:
-        raise UserError("--dry-run and --rehearse are two things: leave one out")
+        raise UserError("--dry-run and --rehearse cannot be used together: leave one out")
 
 
 def _list(args: argparse.Namespace) -> int:
-    from megatron.bridge.cli.recipe_table import table
+    from megatron.bridge.cli.support.recipe_table import table
     from megatron.bridge.recipes.catalog import search
 
     words = " ".join([*args.list, *args.overrides])
@@ -113,13 +79,13 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _print(text: str) -> None:
-    """Write to standard output, once for all ranks."""
+    """Write to standard output on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(text)
 
 
 def _dry_run(job: Job, args: argparse.Namespace) -> int:
-    from megatron.bridge.cli.dry_run import report
+    from megatron.bridge.cli.support.dry_run import report
 
     forward_step(args.step_func)
     _print(report(job, args.world_size))
@@ -127,41 +93,38 @@ def _dry_run(job: Job, args: argparse.Namespace) -> int:
 
 
 def _rehearse(job: Job, args: argparse.Namespace) -> int:
-    from megatron.bridge.cli.rehearse import rehearse
+    from megatron.bridge.cli.rehearse.command import rehearse
 
     return rehearse(job, args.rehearse, args.step_func, args.world_size)
 
 
 def _train(job: Job, args: argparse.Namespace) -> int:
-    import copy
-
-    from megatron.bridge.cli.summary import describe, warnings
+    from megatron.bridge.cli.support.summary import describe, warnings
     from megatron.bridge.training.distill import distill
-    from megatron.bridge.training.distillation.precompute import precompute
+    from megatron.bridge.training.distillation.cache_teacher import precompute
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.pretrain import pretrain
-    from megatron.bridge.utils import dist
+    from megatron.bridge.training.setup import resolve_run
     from megatron.bridge.utils.config.overrides import check_sticks
-    from megatron.bridge.utils.console import console
+    from megatron.bridge.utils.console import print_rank_0
 
     if job.mode == "cache-teacher":
         precompute(job.config)
-        return _leave()
+        return _destroy_process_groups()
     step = forward_step(args.step_func)
-    resolved = copy.deepcopy(job.config)  # the run resolves its own, and tells what it replaced
-    resolved.validate()
-    check_sticks(resolved, job.changes)
-    for line in [*describe(resolved, dist.world_size()), *(f"note: {line}" for line in warnings(resolved))]:
-        console().print(line, markup=False)
+    resolved = resolve_run(job.config, job.origins)
+    config = resolved.config
+    check_sticks(config, job.changes)
+    for line in [*describe(config, resolved.world_size), *(f"note: {line}" for line in warnings(config))]:
+        print_rank_0(line)
     if job.mode == "distill":
-        distill(job.config)
+        distill(resolved)
     else:
-        (pretrain if job.mode == "pretrain" else finetune)(job.config, step)
-    return _leave()
+        (pretrain if job.mode == "pretrain" else finetune)(resolved, step)
+    return _destroy_process_groups()
 
 
-def _leave() -> int:
-    """End the process groups."""
+def _destroy_process_groups() -> int:
     from megatron.core import parallel_state
     from torch import distributed
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a dataset config to iterators over microbatches, positioned where the run stands."""
+"""From a dataset config to iterators over microbatches, at any position of a run."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -8,43 +8,70 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from megatron.bridge.data.blend import get_blend_and_blend_per_split
-from megatron.bridge.data.config import SPLITS, DatasetConfig, DatasetRequest, Splits
+from megatron.bridge.data.dataset_config import (
+    SPLITS,
+    DatasetConfig,
+    DatasetRequest,
+    Splits,
+    StreamingDatasetConfig,
+)
+from megatron.bridge.data.pretraining.blend import get_blend_and_blend_per_split
 from megatron.bridge.data.samplers import (
     MegatronPretrainingBatchSampler,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
 from megatron.bridge.data.tokenizer import Tokenizer
-from megatron.bridge.utils.ahead import OneAhead
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.prefetch import PrefetchIterator
 
-__all__ = ["BatchIterator", "Iterators", "build_iterators", "get_blend_and_blend_per_split"]
+__all__ = ["BatchIterator", "DataIterator", "Iterators", "build_iterators", "get_blend_and_blend_per_split"]
 
 Batch = dict[str, Any]
+LocatedSample = tuple[int, Batch]  # the index of a sample, and the sample
 Sampler = MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
-KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class DataIterator(Protocol):
+    """The microbatches of one data-parallel rank: a ``BatchIterator`` or a ``StreamingBatchIterator``.
+
+    A batch has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (fp32), each of shape
+    [micro_batch_size, seq_length]. Its ``attention_mask`` is None for causal attention, or bool of shape
+    [micro_batch_size, 1, seq_length, seq_length], True where attention is masked. If rows hold several samples,
+    the rows of a microbatch are concatenated to [1, length], and there are two more keys: ``cu_seqlens`` (int32,
+    the start of each sample and the end of the last) and ``max_seqlen`` (int, the length of the longest).
+    """
+
+    sample_ids: list[int]
+    """The positions of the samples of the last batch in the order of the run."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __next__(self) -> Batch: ...
+
+    def replicate(self) -> "DataIterator":
+        """Another iterator over the same microbatches, from the first one."""
+        ...
+
+
+class Iterators(NamedTuple):
+    """One iterator for each split; None where no samples were requested."""
+
+    train: DataIterator | None
+    valid: DataIterator | None
+    test: DataIterator | None
 
 
 class BatchIterator:
-    """Microbatches of one data-parallel rank, of numbered samples.
-
-    A batch has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (fp32), each
-    [micro_batch_size, seq_length], and ``attention_mask``: None for plain causal attention, else bool
-    [micro_batch_size, 1, seq_length, seq_length], True where attention is forbidden. Where rows hold several
-    samples, all of a microbatch are one row, [1, length], and two more keys say where they are: ``cu_seqlens``
-    (int32, where each begins, and the end of the last) and ``max_seqlen`` (int, the longest).
+    """A ``DataIterator`` over a map-style dataset.
 
     Args:
-        dataset: what is drawn from.
-        make_sampler: says which samples, from the first batch on.
-        num_workers: processes that read samples.
-        read_ahead: a thread makes the next batch while this one is used; with workers it always does. Drawing from
-            a ``dataset`` must then touch nothing that the training uses, such as torch's random numbers.
-
-    Attributes:
-        sample_ids: numbers of the samples in the last batch.
-        dataset: what is drawn from.
+        dataset: the dataset.
+        make_sampler: makes a sampler that starts at the first batch.
+        num_workers: number of worker processes that load samples.
+        read_ahead: without workers, a thread makes the next batch while this one is used. The dataset must then
+            not use anything that the training uses, such as torch's random number generator.
     """
 
     def __init__(
@@ -71,93 +98,77 @@ class BatchIterator:
         return batch
 
     def replicate(self) -> "BatchIterator":
-        """Another iterator over the same batches, from the first one: each virtual stage draws for itself."""
         return BatchIterator(self.dataset, self._make_sampler, self._num_workers, self._read_ahead)
 
     def _start(self) -> Iterator[tuple[list[int], Batch]]:
         if self._num_workers:
-            batches: Any = iter(self._loader())  # its processes start here, not in the thread
-            return OneAhead(batches)
-        numbered = _Numbered(self.dataset)
-        batches = (collate([numbered[index] for index in ids]) for ids in self._make_sampler())
-        return OneAhead(map(_pinned, batches)) if self._read_ahead else batches
+            batches: Any = iter(self._loader())  # starts the workers here, not in the thread
+            return PrefetchIterator(batches)
+        located = _LocatedSamples(self.dataset)
+        batches = (collate([located[index] for index in ids]) for ids in self._make_sampler())
+        return PrefetchIterator(map(_pinned, batches)) if self._read_ahead else batches
 
     def _loader(self) -> DataLoader[Any]:
         return DataLoader(
-            _Numbered(self.dataset),
+            _LocatedSamples(self.dataset),
             batch_sampler=self._make_sampler(),  # pyright: ignore[reportArgumentType] - any iterable of lists
             num_workers=self._num_workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # else each loader draws a seed from the run's own random numbers
+            generator=torch.Generator(),  # without it, each loader draws a seed from the run's own generator
         )
 
 
-class _Numbered(Dataset[tuple[int, Batch]]):
-    """Samples with their numbers."""
-
+class _LocatedSamples(Dataset[LocatedSample]):
     def __init__(self, dataset: Dataset[Batch]) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, index: int) -> tuple[int, Batch]:
+    def __getitem__(self, index: int) -> LocatedSample:
         return index, self._dataset[index]
 
 
-def collate(samples: list[tuple[int, Batch]]) -> tuple[list[int], Batch]:
-    """Sample numbers and one batch; a key that is not ours (``dataset_id`` of a blend) is left out."""
-    if "cu_seqlens" in samples[0][1]:
-        return [number for number, _ in samples], _one_row([sample for _, sample in samples])
-    batch: Batch = {key: torch.stack([sample[key] for _, sample in samples]) for key in KEYS}
-    masks = [sample.get("attention_mask") for _, sample in samples]
+def collate(samples: list[LocatedSample]) -> tuple[list[int], Batch]:
+    """The indices of the samples, and one batch. Other keys, such as ``dataset_id`` of a blend, are dropped."""
+    ids, rows = [index for index, _ in samples], [row for _, row in samples]
+    if "cu_seqlens" in rows[0]:
+        return ids, _concatenate(rows)
+    batch: Batch = {key: torch.stack([row[key] for row in rows]) for key in BATCH_KEYS}
+    masks = [row.get("attention_mask") for row in rows]
     batch["attention_mask"] = None if masks[0] is None else default_collate(masks)
-    return [number for number, _ in samples], batch
+    return ids, batch
 
 
 def _pinned(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
-    """The batch where a GPU can copy it from while the training goes on."""
+    """The batch in pinned memory, from which a GPU copies asynchronously."""
     if not torch.cuda.is_available():
         return drawn
-    numbers, batch = drawn
-    return numbers, {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    ids, batch = drawn
+    return ids, {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
-def _one_row(rows: list[Batch]) -> Batch:
-    """Rows of several samples one behind the other."""
-    batch: Batch = {key: torch.cat([row[key] for row in rows])[None] for key in KEYS}
+def _concatenate(rows: list[Batch]) -> Batch:
+    batch: Batch = {key: torch.cat([row[key] for row in rows])[None] for key in BATCH_KEYS}
     lengths = np.concatenate([np.diff(row["cu_seqlens"].numpy()) for row in rows])
     bounds = np.concatenate((np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)))
-    # the longest as it is: with the length of the row, Megatron-Core would count positions on through all samples
     return batch | {
         "attention_mask": None,
         "cu_seqlens": torch.from_numpy(bounds),
+        # not the length of the row: Megatron-Core would then not restart positions at each sample
         "max_seqlen": int(lengths.max()),
     }
 
 
-class Batches(Protocol):
-    """Microbatches of one data-parallel rank, of numbered samples (``BatchIterator``) or of a stream.
+class BatchShard(NamedTuple):
+    """The part of each batch that one data-parallel rank draws."""
 
-    Attributes:
-        sample_ids: places of the samples of the last batch in the order of the run.
-    """
-
-    sample_ids: list[int]
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def __next__(self) -> Batch: ...
-
-    def replicate(self) -> "Batches":
-        """Another iterator over the same microbatches, from the first one."""
-        ...
-
-
-class Iterators(NamedTuple):
-    """One iterator for each purpose; None where no samples were asked for."""
-
-    train: Batches | None
-    valid: Batches | None
-    test: Batches | None
+    micro_batch_size: int
+    """Samples that a rank draws at a time."""
+    global_batch_size: int
+    """Samples of one optimizer step."""
+    dp_rank: int = 0
+    """This data-parallel rank."""
+    dp_size: int = 1
+    """Number of data-parallel ranks."""
 
 
 def build_iterators(
@@ -171,19 +182,20 @@ def build_iterators(
     consumed_train: int = 0,
     consumed_valid: int = 0,
 ) -> Iterators:
-    """Iterators over the microbatches of one data-parallel rank; to be called on all ranks.
+    """Build the iterators of one data-parallel rank. All ranks must call this.
 
-    Global batch ``k`` is the samples ``[k * global_batch_size, (k + 1) * global_batch_size)`` in every layout.
+    In every layout, global batch ``k`` consists of the samples
+    ``[k * global_batch_size, (k + 1) * global_batch_size)``.
 
     Args:
-        dataset_config: what to read.
+        dataset_config: the dataset.
         tokenizer: the tokenizer of the run.
-        sizes: samples for training, for all evaluations of the run, and for the test.
+        sizes: number of samples for training, for all validation runs together, and for testing.
         micro_batch_size: samples that a rank draws at a time.
         global_batch_size: samples of one optimizer step.
         dp_rank: this data-parallel rank.
         dp_size: number of data-parallel ranks.
-        consumed_train: training samples that all ranks together drew before.
+        consumed_train: training samples that all ranks together have already drawn.
         consumed_valid: the same for validation.
 
     Raises:
@@ -191,82 +203,47 @@ def build_iterators(
     """
     assert global_batch_size % (micro_batch_size * dp_size) == 0, (global_batch_size, micro_batch_size, dp_size)
     request = DatasetRequest(sizes, tokenizer)
-    batch_sizes = BatchSizes(micro_batch_size, global_batch_size, dp_rank, dp_size)
-    return dataset_config.iterators(request, batch_sizes, (consumed_train, consumed_valid))
+    shard = BatchShard(micro_batch_size, global_batch_size, dp_rank, dp_size)
+    if isinstance(dataset_config, StreamingDatasetConfig):
+        return dataset_config.iterators(request, shard, (consumed_train, consumed_valid))
+    splits: Splits = dataset_config.build(request)
 
-
-def numbered_iterators(
-    config: DatasetConfig, request: DatasetRequest, sizes: "BatchSizes", consumed: tuple[int, int]
-) -> Iterators:
-    """Iterators over datasets whose samples have numbers: ``DatasetConfig.iterators`` of most configs."""
-    splits: Splits = config.build(request)
-
-    def iterator(name: str, size: int, dataset: Any, consumed: int) -> BatchIterator | None:
+    def iterator(split: str, size: int, dataset: Any, consumed: int) -> BatchIterator | None:
         if dataset is None:
             return None
-        _check_enough(name, len(dataset), sizes.whole)
-        if config.dataloader_type != "cyclic":
-            _check_all(name, len(dataset), size)
-        return iterate(dataset, config, sizes, consumed)
+        _check_length(split, len(dataset), size, dataset_config, global_batch_size)
+        return make_iterator(dataset, dataset_config, shard, consumed)
 
-    return Iterators(*map(iterator, SPLITS, request.sizes, splits, (*consumed, 0)))
+    return Iterators(*map(iterator, SPLITS, sizes, splits, (consumed_train, consumed_valid, 0)))
 
 
-class BatchSizes(NamedTuple):
-    """Which part of a batch a data-parallel rank draws.
-
-    Attributes:
-        micro: samples that a rank draws at a time.
-        whole: samples of one optimizer step.
-        rank: this data-parallel rank.
-        ranks: number of data-parallel ranks.
-    """
-
-    micro: int
-    whole: int
-    rank: int
-    ranks: int
-
-
-def iterate(
-    dataset: Any, config: DatasetConfig, sizes: BatchSizes, consumed: int = 0, ahead: bool = True
+def make_iterator(
+    dataset: Any, config: DatasetConfig, shard: BatchShard, consumed: int = 0, prefetch: bool = True
 ) -> BatchIterator:
-    """The microbatches of a data-parallel rank, behind the first ``consumed`` samples of all ranks.
-
-    Whether they are made ahead, ``config`` says, unless not ``ahead``: for a look at a few.
-    """
-    common = (len(dataset), consumed, sizes.micro, sizes.rank, sizes.ranks)
+    """The microbatches of a rank after the first ``consumed`` samples; ``prefetch=False`` reads nothing ahead."""
+    micro, whole, rank, ranks = shard
+    common = (len(dataset), consumed, micro, rank, ranks)
 
     def make_sampler() -> Sampler:
         if config.dataloader_type == "single":
             return MegatronPretrainingSampler(*common)
         if config.dataloader_type == "batch":
-            return MegatronPretrainingBatchSampler(
-                len(dataset), consumed, sizes.micro, sizes.whole, sizes.rank, sizes.ranks
-            )
+            return MegatronPretrainingBatchSampler(len(dataset), consumed, micro, whole, rank, ranks)
         return MegatronPretrainingRandomSampler(
-            dataset,
-            *common,
-            data_sharding=config.data_sharding,
-            seed=config.shuffle_seed,
-            global_batch_size=sizes.whole,
+            dataset, *common, data_sharding=config.data_sharding, seed=config.shuffle_seed, global_batch_size=whole
         )
 
-    return BatchIterator(dataset, make_sampler, config.num_workers * ahead, config.read_ahead and ahead)
+    return BatchIterator(dataset, make_sampler, config.num_workers * prefetch, config.read_ahead and prefetch)
 
 
-def _check_enough(name: str, length: int, global_batch_size: int) -> None:
+def _check_length(split: str, length: int, needed: int, config: DatasetConfig, global_batch_size: int) -> None:
     if length < global_batch_size:
         raise UserError(
-            f"the {name} data has {length} samples, less than train.global_batch_size={global_batch_size}: use a "
+            f"the {split} data has {length} samples, less than train.global_batch_size={global_batch_size}: use a "
             f"smaller batch, or more data"
         )
-
-
-def _check_all(name: str, length: int, wanted: int) -> None:
-    """Data that is drawn once would end in the middle of the run."""
-    if length < wanted:
+    if length < needed and config.dataloader_type != "cyclic":
         raise UserError(
-            f"the run needs {wanted} samples for {name}, but the data has {length}: train for fewer steps, set "
-            f"dataset.dataloader_type=cyclic, or give a blend weights, which repeats its corpora"
+            f"the run needs {needed} samples for {split}, but the data has {length}: train for fewer steps, set "
+            f"dataset.dataloader_type=cyclic, or give the blend weights, which repeats its corpora"
         )

@@ -1,33 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples a data-parallel rank takes, in which order.
+"""Which samples a data-parallel rank draws, in which order.
 
-The samplers yield one microbatch of sample ids at a time. Global batch ``k`` is samples
-``[k * global_batch_size, (k + 1) * global_batch_size)`` of the order, whatever the layout.
+A sampler yields the sample ids of one microbatch at a time. Whatever the layout, global batch ``k`` consists of
+the samples ``[k * global_batch_size, (k + 1) * global_batch_size)`` of the order.
 """
 
 from collections.abc import Iterator, Sized
+from dataclasses import dataclass
 
 import numpy as np
 
 
+@dataclass(eq=False)
 class _Sampler:
-    def __init__(
-        self,
-        total_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-    ) -> None:
-        assert total_samples > 0, f"no sample to draw from: {total_samples}"
-        assert consumed_samples >= 0, consumed_samples
-        assert micro_batch_size > 0, micro_batch_size
-        assert 0 <= data_parallel_rank < data_parallel_size, (data_parallel_rank, data_parallel_size)
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = data_parallel_size
+    total_samples: int
+    """Length of the dataset."""
+    consumed_samples: int
+    """Samples that all ranks together have already drawn."""
+    micro_batch_size: int
+    """Samples that one rank draws at a time."""
+    data_parallel_rank: int
+    """This rank."""
+    data_parallel_size: int
+    """Number of ranks."""
+
+    def __post_init__(self) -> None:
+        assert self.total_samples > 0, f"no sample to draw from: {self.total_samples}"
+        assert self.consumed_samples >= 0, self.consumed_samples
+        assert self.micro_batch_size > 0, self.micro_batch_size
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size, (self.data_parallel_rank, self)
 
     def __len__(self) -> int:
         return self.total_samples
@@ -42,29 +43,12 @@ class _Sampler:
         return list(ids[start : start + self.micro_batch_size])
 
 
+@dataclass(eq=False)
 class MegatronPretrainingSampler(_Sampler):
-    """Samples in order, once.
+    """Samples in order, once."""
 
-    Args:
-        total_samples: length of the dataset.
-        consumed_samples: samples that all ranks together have drawn before: the first one to draw.
-        micro_batch_size: samples that one rank draws at a time.
-        data_parallel_rank: this rank.
-        data_parallel_size: number of ranks.
-        drop_last: leave out an incomplete last draw; without it, ranks may get short or empty microbatches.
-    """
-
-    def __init__(
-        self,
-        total_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        drop_last: bool = True,
-    ) -> None:
-        super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
-        self.drop_last = drop_last
+    drop_last: bool = True
+    """Drop an incomplete last draw; otherwise ranks may get short or empty microbatches."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for first in range(self.consumed_samples, self.total_samples, self._stride):
@@ -74,18 +58,14 @@ class MegatronPretrainingSampler(_Sampler):
 
 
 class MegatronPretrainingBatchSampler(_Sampler):
-    """Samples in order, once; those of a global batch are dealt out one by one.
+    """Samples in order, once; the samples of a global batch are dealt out one by one.
 
     Global batch ``k`` holds the same samples as with ``MegatronPretrainingSampler``, but each rank gets every
-    ``data_parallel_size``-th of them: where neighbours are alike (files sorted by length), ranks get equal work.
+    ``data_parallel_size``-th of them. If neighbors are alike (files sorted by length), all ranks get equal work.
+    Further parameters are those of ``MegatronPretrainingSampler``.
 
     Args:
-        total_samples: length of the dataset.
-        consumed_samples: samples that all ranks together have drawn before: the first one to draw.
-        micro_batch_size: samples that one rank draws at a time.
         global_batch_size: samples of one optimizer step.
-        data_parallel_rank: this rank.
-        data_parallel_size: number of ranks.
     """
 
     def __init__(
@@ -113,19 +93,15 @@ class MegatronPretrainingRandomSampler(_Sampler):
     """Samples in a new order each epoch, without end.
 
     The order depends on ``seed`` and the epoch only. An epoch leaves out the samples that do not fill a global
-    batch, so that it ends at the same sample in every layout.
+    batch, so it ends at the same sample in every layout. Further parameters are those of
+    ``MegatronPretrainingSampler``.
 
     Args:
-        dataset: what is drawn from; only for symmetry with Megatron's constructor.
-        total_samples: length of the dataset.
-        consumed_samples: samples that all ranks together have drawn before, over all epochs.
-        micro_batch_size: samples that one rank draws at a time.
-        data_parallel_rank: this rank.
-        data_parallel_size: number of ranks.
-        data_sharding: each rank shuffles a part of the dataset of its own. Reads stay local, but the order then
-            depends on the number of ranks.
+        dataset: the dataset, which Megatron's constructor also takes; only its length is used.
+        data_sharding: each rank shuffles its own part of the dataset. Reads stay local, but the order then depends
+            on the number of ranks.
         seed: seed of the order.
-        global_batch_size: samples of one optimizer step; by default one draw of all ranks.
+        global_batch_size: samples of one optimizer step; None: what all ranks draw at a time.
     """
 
     def __init__(
@@ -157,7 +133,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
             position = (epoch + 1) * self.samples_per_epoch
 
     def _shared(self, epoch: int, offset: int) -> Iterator[list[int]]:
-        """One order for all ranks, dealt out in turn."""
+        """One order for all ranks, which take turns."""
         order = self._permutation(epoch, self.total_samples)
         for first in range(offset, self.samples_per_epoch - self._stride + 1, self._stride):
             yield order[self._mine(range(first, first + self._stride))].tolist()

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches from data that is read forwards only: its samples have no numbers to go back to.
+"""Microbatches of a stream: data that is read from beginning to end, with samples that have no indices.
 
-The data is shared out among a fixed number of readers. Sample p of the run's order is the next one of reader
-p % readers, whichever rank that reader belongs to, so the order does not depend on the number of ranks.
+The data is divided among a fixed number of readers. Sample ``p`` of the run is the next one of reader
+``p % readers``, whichever rank has that reader, so the order does not depend on the number of ranks.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from megatron.bridge.data.examples import Report
-from megatron.bridge.data.loaders import Batch, BatchSizes, collate
-from megatron.bridge.data.rows import Row
+from megatron.bridge.data.finetuning.rows import Row
+from megatron.bridge.data.loaders import Batch, BatchShard, collate
+from megatron.bridge.data.records.samples import EncodingReport
 from megatron.bridge.utils.errors import UserError
 
 
-class Reader(Protocol):
-    """One share of the data, without end."""
+class StreamReader(Protocol):
+    """An endless part of the data."""
 
-    report: Report
+    report: EncodingReport
 
     def __next__(self) -> Row:
         """The next row.
@@ -29,47 +29,44 @@ class Reader(Protocol):
         ...
 
     def state(self) -> bytes:
-        """Where it stands."""
+        """The position, for ``restore``."""
         ...
 
     def restore(self, state: bytes) -> None:
-        """Go on where ``state`` was taken, before anything was read."""
+        """Continue at a saved position; must be called before reading."""
         ...
 
 
-class StreamedBatches:
-    """Microbatches of one data-parallel rank: rank r has the readers r, r + ranks, ... and reads them in turn.
+class StreamingBatchIterator:
+    """A ``DataIterator`` over a stream. Rank ``r`` has the readers ``r``, ``r + dp_size``, ... and takes turns.
 
     Args:
-        name: what people call the data.
-        open_reader: opens a reader by its number.
-        readers: how many there are for all ranks; a multiple of the ranks that divides a global batch.
-        sizes: which part of a batch this rank draws.
-        fingerprint: what a position in the data is only good for, by key.
-        consumed: samples that all ranks together drew before; where the readers stood then must be restored.
-
-    Attributes:
-        sample_ids: places of the samples of the last batch in the order of the run.
+        name: name of the data in messages.
+        open_reader: opens the reader with the given index.
+        readers: number of readers of all ranks; a multiple of the number of ranks that divides a global batch.
+        shard: the part of each batch that this rank draws.
+        fingerprint: everything that must be unchanged for a saved position to be valid, by key.
+        consumed: samples that all ranks together have already drawn; the state of the readers must be loaded.
     """
 
     def __init__(
         self,
         name: str,
-        open_reader: Callable[[int], Reader],
+        open_reader: Callable[[int], StreamReader],
         readers: int,
-        sizes: BatchSizes,
+        shard: BatchShard,
         fingerprint: dict[str, Any],
         consumed: int = 0,
     ) -> None:
-        assert readers % sizes.ranks == 0, (readers, sizes.ranks)
-        assert sizes.whole % readers == 0, (sizes.whole, readers)
+        assert readers % shard.dp_size == 0, (readers, shard.dp_size)
+        assert shard.global_batch_size % readers == 0, (shard.global_batch_size, readers)
         self.name = name
         self.sample_ids: list[int] = []
         self._open = open_reader
         self._count = readers
-        self._sizes = sizes
+        self._shard = shard
         self._fingerprint = fingerprint
-        self._mine: dict[int, Reader] = {}
+        self._mine: dict[int, StreamReader] = {}
         self._consumed = consumed
         self._drawn = 0  # by all ranks together
 
@@ -77,33 +74,33 @@ class StreamedBatches:
         return self
 
     def __next__(self) -> Batch:
-        sizes = self._sizes
+        micro, _, rank, ranks = self._shard
         if self._drawn < self._consumed:
             raise UserError(
-                f"the run goes on behind {self._consumed:,} samples, but its checkpoint does not know where "
-                f"{self.name} was read: go on with the data of the checkpoint, or take its weights only "
+                f"the run resumes after {self._consumed:,} samples, but its checkpoint has no position in "
+                f"{self.name}: resume with the dataset of the checkpoint, or load only its weights "
                 f"(checkpoint.load with checkpoint.finetune)"
             )
-        self.sample_ids = [self._drawn + sizes.rank + place * sizes.ranks for place in range(sizes.micro)]
-        self._drawn += sizes.micro * sizes.ranks
+        self.sample_ids = [self._drawn + rank + place * ranks for place in range(micro)]
+        self._drawn += micro * ranks
         readers = self._readers()
         _, batch = collate([(place, next(readers[place % self._count])) for place in self.sample_ids])
         return batch
 
-    def replicate(self, sizes: BatchSizes | None = None) -> "StreamedBatches":
+    def replicate(self, shard: BatchShard | None = None) -> "StreamingBatchIterator":
         """Another iterator over the same batches, or those of another rank, from the first one."""
-        return StreamedBatches(self.name, self._open, self._count, sizes or self._sizes, self._fingerprint)
+        return StreamingBatchIterator(self.name, self._open, self._count, shard or self._shard, self._fingerprint)
 
     @property
-    def report(self) -> Report:
+    def report(self) -> EncodingReport:
         """What became of the records that this rank has read."""
-        report = Report()
+        report = EncodingReport()
         for reader in self._mine.values():
             report.add(reader.report)
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's readers stand."""
+        """The positions of this rank's readers."""
         return {
             "fingerprint": self._fingerprint,
             "drawn": self._drawn,
@@ -111,20 +108,20 @@ class StreamedBatches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; ``readers`` must hold this rank's at least.
+        """Continue at a saved position; ``readers`` must include this rank's.
 
         Raises:
-            UserError: the state is that of other data, or of other readers.
+            UserError: the state belongs to other data, or to other readers.
         """
-        assert not self._drawn, "some samples were drawn"
+        assert not self._drawn, "load the state before drawing samples"
         self._check(state["fingerprint"])
         for number, reader in self._readers().items():
             reader.restore(state["readers"][number])
         self._drawn = state["drawn"]
 
-    def _readers(self) -> dict[int, Reader]:
+    def _readers(self) -> dict[int, StreamReader]:
         if not self._mine:
-            self._mine = {n: self._open(n) for n in range(self._sizes.rank, self._count, self._sizes.ranks)}
+            self._mine = {n: self._open(n) for n in range(self._shard.dp_rank, self._count, self._shard.dp_size)}
         return self._mine
 
     def _check(self, saved: dict[str, Any]) -> None:
@@ -135,6 +132,7 @@ class StreamedBatches:
         ]
         if differing:
             raise UserError(
-                f"the checkpoint knows where {self.name} was read with other settings ({', '.join(differing)}): "
-                f"use those of the checkpoint, or take its weights only (checkpoint.load with checkpoint.finetune)"
+                f"the checkpoint has a position in {self.name} with other settings ({', '.join(differing)}): use "
+                f"the settings of the checkpoint, or load only its weights (checkpoint.load with "
+                f"checkpoint.finetune)"
             )

@@ -23,8 +23,8 @@ from nemo_run.core.packaging.base import Packager
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 
 import megatron.bridge
-from megatron.bridge.launchers.checks import Output, Shell, check_host
 from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.launchers.preflight import Shell, ShellResult, check_host
 from megatron.bridge.utils.errors import UserError
 
 # this command says itself what it did
@@ -36,7 +36,7 @@ CODE = f"/{RUNDIR_NAME}/code"
 
 FT_PORT, FT_RESTARTS = 29500, 5
 
-PERFORMANCE = {
+PERFORMANCE_ENV = {
     # Megatron-Core overlaps communication of tensor and context parallelism only if kernels start in order
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # long runs with changing shapes fragment the caching allocator otherwise
@@ -49,8 +49,7 @@ class PerfEnvPlugin(run.Plugin):
     """Environment variables that GPU runs are faster with; what the user set wins."""
 
     def setup(self, task: Any, executor: run.Executor) -> None:
-        """Add them to the executor."""
-        executor.env_vars = {**PERFORMANCE, **executor.env_vars}
+        executor.env_vars = {**PERFORMANCE_ENV, **executor.env_vars}
 
 
 @dataclass(kw_only=True)
@@ -74,12 +73,11 @@ class NsysPlugin(run.Plugin):
     """Nsight Systems around every process, for the steps of ``profiling`` in the run's config."""
 
     def setup(self, task: Any, executor: run.Executor) -> None:
-        """Switch the launcher's profiling on."""
         executor.get_launcher().nsys_profile = True
 
 
 @dataclass(kw_only=True)
-class WorkingTree(Packager):
+class WorkingTreePackager(Packager):
     """This package as it is installed here, and the script: ``src/megatron/bridge`` and the script's name.
 
     Attributes:
@@ -101,7 +99,7 @@ class WorkingTree(Packager):
 
 
 @dataclass(frozen=True)
-class Submitted:
+class LaunchResult:
     """What became of a launch.
 
     Attributes:
@@ -141,14 +139,14 @@ def remote_shell(options: LaunchOptions) -> Shell:
             f"--host {options.host} does not let {options.user} in: check --user and --identity"
         ) from error
 
-    def remote(command: str) -> Output:
+    def remote(command: str) -> ShellResult:
         done = tunnel.run(command, hide=True, warn=True)
-        return Output(done.return_code, done.stdout + done.stderr)
+        return ShellResult(done.return_code, done.stdout + done.stderr)
 
     return remote
 
 
-def launch(options: LaunchOptions) -> Submitted:
+def launch(options: LaunchOptions) -> LaunchResult:
     """Submit the jobs, or run here until the end; Ctrl-C and SIGTERM then reach the processes."""
     started: list[Any] = []
     with _signals_to(started), _experiment(options) as experiment:
@@ -156,7 +154,7 @@ def launch(options: LaunchOptions) -> Submitted:
         experiment.run(detach=options.detach and not options.local, tail_logs=options.tail_logs or options.local)
         jobs = tuple(_slurm_id(job.handle) for job in experiment.jobs if not options.local)
     states = () if options.detach and not options.local else tuple(str(job.state) for job in experiment.jobs)
-    return Submitted(Path(experiment._exp_dir), jobs, states)
+    return LaunchResult(Path(experiment._exp_dir), jobs, states)
 
 
 @contextmanager
@@ -243,7 +241,7 @@ def _packager(options: LaunchOptions) -> Packager:
     if options.packager == "none":
         return Packager()
     if options.packager == "pattern":
-        return WorkingTree(script=str(options.script.absolute()))
+        return WorkingTreePackager(script=str(options.script.absolute()))
     return run.GitArchivePackager(basepath=str(_git_root(options.script)), include_submodules=False)
 
 

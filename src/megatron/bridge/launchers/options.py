@@ -96,7 +96,6 @@ class LaunchOptions:
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
         return self.nodes * self.devices
 
     def validate(self) -> None:

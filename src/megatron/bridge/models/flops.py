@@ -10,7 +10,7 @@ attention             2 x (head width of keys + of values) x keys seen; of a seq
 Mamba-2               2 x tokens seen of a chunk x (state size x groups / heads + head width), and for the state
                       4 x head width x state size (see ``backends.ssd``)
 gated delta net       6 x K x V for the state of key width K and value width V, and within chunks of 64 tokens
-                      64 x (3K + 2V): scores, outputs and a triangular system (see ``backends.gated_delta``)
+                      64 x (3K + 2V): scores, outputs and a triangular system (see ``gated_delta_net``)
 ====================  =================================================================================
 
 The backward pass costs twice as much, of frozen weights once as much; a teacher has none. What is recomputed to
@@ -83,9 +83,8 @@ def _share(weight: torch.Tensor, name: str, config: Any) -> float:
     ranks = config.tensor_model_parallel_size
     if ".experts." in name:
         experts = config.num_moe_experts // config.expert_model_parallel_size
-        cut = config.expert_tensor_parallel_size or ranks
         # a rank's experts are chosen by the tokens of all ranks that share the experts out
-        return config.moe_router_topk / experts * cut / ranks
+        return config.moe_router_topk / experts * config.expert_tensor_ranks / ranks
     return 1.0 if getattr(weight, "tensor_model_parallel", False) else 1.0 / ranks
 
 

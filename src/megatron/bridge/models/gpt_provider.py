@@ -10,9 +10,11 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron.bridge.backends import further_tokens, layer_specs
-from megatron.bridge.models import biases, linear_attention, multipliers, padding, query_scaling, rope
-from megatron.bridge.models.model_provider import ModelProvider, without_warnings_of
+from megatron.bridge.backends.kernels import mtp_loss
+from megatron.bridge.backends.specs import layer_specs
+from megatron.bridge.backends.specs.layer_features import NormPlacement
+from megatron.bridge.models.features import biases, gated_delta_net, multipliers, padding, query_scaling, rope
+from megatron.bridge.models.model_provider import ModelProvider, silenced
 from megatron.bridge.utils.errors import UserError
 
 
@@ -21,71 +23,67 @@ class GPTModelProvider(ModelProvider):
     """A ``TransformerConfig`` plus what ``GPTModel`` takes beside it.
 
     Attributes:
-        vocab_size: the true vocabulary; rows of padding are added by ``padded_vocab_size`` only.
-        seq_length: the longest sequence that the model is trained on, in tokens.
-        max_position_embeddings: positions that the architecture claims, which some rope scalings are relative to;
-            None is ``seq_length``.
-        short_conv_layers: 1 for each layer with a gated short convolution in the place of attention, over
-            ``linear_conv_kernel_dim`` tokens; None has none.
-        make_query_groups_divisible_by: append groups of attention heads that are all zero until the number of
-            groups divides by this, so that tensor parallelism fits a model whose heads do not split evenly. Such
-            heads output zero and get zero gradients: the function that is trained is the same, and an export
-            leaves them out.
-        should_pad_vocab: pad the vocabulary to a multiple of ``make_vocab_size_divisible_by`` x TP; the rows
-            of padding take no part in the softmax.
-        rope_parameters: Hugging Face's own description of a scaled rotary embedding (``rope_type``, ``factor``,
-            ...); None is the plain one of ``rotary_base``.
-        local_rope_parameters: the same, ``rope_theta`` included, for the layers with an attention window; None is
-            the one of the other layers.
-        query_scaling_beta: how much queries grow beyond the original_max_position_embeddings of
-            ``rope_parameters``; None leaves them as they are.
-        norm_placement: norms before attention and MLP (``pre``), after them (``post``), or ``both``.
-        qk_norm_across_heads: norm queries and keys over the width of all heads together; ``qk_layernorm`` norms
-            each head.
-        embedding_multiplier: multiplies the embeddings; ``sqrt_hidden_size`` is rounded to their precision, as
-            Gemma was trained.
-        residual_multiplier: multiplies what attention and MLP add to the residual stream.
-        logits_scaling: divides the logits.
-        final_logit_softcapping: bounds the logits (after scaling) to +-cap by ``cap * tanh(logits / cap)``.
-        attn_logit_softcapping: bounds the scores of attention in the same way.
-        attention_bias: False removes the attention's biases where ``add_bias_linear`` is on; None leaves them.
-        mlp_bias: the same for the feed-forward layers.
-        transformer_layer_spec: a spec, or a function from this config to one; None takes ``backend``'s.
         backend: layer implementation: ``torch``, ``transformer_engine``, or ``auto`` for the best available.
     """
 
     vocab_size: int | None = None
+    """The true vocabulary; rows of padding are added by ``padded_vocab_size`` only."""
     seq_length: int = 1024
+    """The longest sequence that the model is trained on, in tokens."""
     max_position_embeddings: int | None = None
+    """Positions that the architecture claims, which some rope scalings are relative to; None is ``seq_length``."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "rope"
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
     rope_parameters: dict[str, Any] | None = None
+    """Hugging Face's own description of a scaled rotary embedding (``rope_type``, ``factor``, ...); None is the
+    plain one of ``rotary_base``."""
     local_rope_parameters: dict[str, Any] | None = None
+    """The same, ``rope_theta`` included, for the layers with an attention window; None is the one of the other
+    layers."""
     query_scaling_beta: float | None = None
+    """How much queries grow beyond the original_max_position_embeddings of ``rope_parameters``; None leaves them
+    as they are."""
     seq_len_interpolation_factor: float | None = None
     share_embeddings_and_output_weights: bool = True
     make_vocab_size_divisible_by: int = 128
     should_pad_vocab: bool = False
+    """Pad the vocabulary to a multiple of ``make_vocab_size_divisible_by`` x TP; the rows of padding take no part
+    in the softmax."""
     parallel_output: bool = True
     fp16_lm_cross_entropy: bool = False
     scatter_embedding_sequence_parallel: bool = True
-    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_placement: NormPlacement = "pre"
+    """Norms before attention and MLP (``pre``), after them (``post``), or ``both``."""
     qk_norm_across_heads: bool = False
+    """Norm queries and keys over the width of all heads together; ``qk_layernorm`` norms each head."""
     embedding_multiplier: float | Literal["sqrt_hidden_size"] = 1.0
+    """Multiplies the embeddings; ``sqrt_hidden_size`` is rounded to their precision, as Gemma was trained."""
     residual_multiplier: float = 1.0
+    """Multiplies what attention and MLP add to the residual stream."""
     logits_scaling: float = 1.0
+    """Divides the logits."""
     attn_logit_softcapping: float | None = None
+    """Bounds the scores of attention in the same way."""
     final_logit_softcapping: float | None = None
+    """Bounds the logits (after scaling) to +-cap by ``cap * tanh(logits / cap)``."""
     attention_bias: bool | None = None
+    """False removes the attention's biases where ``add_bias_linear`` is on; None leaves them."""
     mlp_bias: bool | None = None
+    """The same for the feed-forward layers."""
     short_conv_layers: list[int] | None = None
+    """1 for each layer with a gated short convolution in the place of attention, over ``linear_conv_kernel_dim``
+    tokens; None has none."""
     make_query_groups_divisible_by: int = 1
+    """Append groups of attention heads that are all zero until the number of groups divides by this, so that
+    tensor parallelism fits a model whose heads do not split evenly. Such heads output zero and get zero gradients:
+    the function that is trained is the same, and an export leaves them out."""
     cuda_graph_modules: Any = field(default_factory=list)  # Megatron-Core's own default is deprecated
     transformer_layer_spec: ModuleSpec | Callable[..., ModuleSpec] | None = None
-    backend: str = "auto"
+    """A spec, or a function from this config to one; None takes ``backend``'s."""
+    _unpadded_heads: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -101,7 +99,7 @@ class GPTModelProvider(ModelProvider):
     def unpadded_heads(self) -> tuple[int, int]:
         """(attention heads, query groups) as declared, without padding."""
         declared = (self.num_attention_heads, self.num_query_groups or self.num_attention_heads)
-        return self.__dict__.get("_unpadded_heads", declared)
+        return self._unpadded_heads or declared
 
     @property
     def padded_heads(self) -> tuple[int, int]:
@@ -117,10 +115,10 @@ class GPTModelProvider(ModelProvider):
         rope.check_parameters(self.local_rope_parameters or {})
         self._check_layer_lists()
         self._check_expert_biases()
-        linear_attention.check(self)
+        gated_delta_net.check(self)
         # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
         self.hetereogenous_dist_checkpoint |= self.short_conv_layers is not None
-        self.__dict__["_unpadded_heads"] = self.unpadded_heads
+        self._unpadded_heads = self.unpadded_heads
         if self.make_query_groups_divisible_by > 1:
             self.kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
             self.num_attention_heads, self.num_query_groups = self.padded_heads
@@ -138,7 +136,7 @@ class GPTModelProvider(ModelProvider):
         config = self.resolved()
         decoder = config._decoder_spec(vp_stage)
         # Megatron-Core 0.19 says at every chunk that HybridModel succeeds GPTModel: users cannot act on that here
-        with without_warnings_of(gpt_model):
+        with silenced(gpt_model):
             model = GPTModel(
                 transformer_layer_spec=decoder,
                 rope_scaling=config.rope_scaling,
@@ -146,7 +144,7 @@ class GPTModelProvider(ModelProvider):
                 mtp_block_spec=config._mtp_spec(decoder, vp_stage),
                 **config._model_arguments(pre_process, post_process, vp_stage),
             )
-        further_tokens.share_output_weight(model)
+        mtp_loss.share_output_weight(model)
         config._finish(model)
         return model
 
@@ -193,11 +191,10 @@ class GPTModelProvider(ModelProvider):
                 )
 
     def _check_expert_biases(self) -> None:
-        cut = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-        if self.num_moe_experts and self.add_bias_linear and cut > 1:
+        if self._has_expert_biases and self.expert_tensor_ranks > 1:
             raise UserError(
-                f"expert_tensor_parallel_size={cut} cannot cut experts that have biases: set it to 1 and share "
-                "the experts out by expert_model_parallel_size"
+                f"expert_tensor_parallel_size={self.expert_tensor_ranks} cannot cut experts that have biases: "
+                "leave it unset and share the experts out by expert_model_parallel_size"
             )
 
     def _decoder_spec(self, vp_stage: int | None) -> Any:
@@ -210,6 +207,13 @@ class GPTModelProvider(ModelProvider):
         if not self.mtp_num_layers:
             return None
         return layer_specs.mtp_block_spec(self, decoder, self.backend, vp_stage)
+
+
+def drop_mtp_layers(provider: Any) -> None:
+    """Leave out the layers of multi-token prediction, also from the layout of the pipeline's stages."""
+    provider.mtp_num_layers = None
+    if isinstance(provider.pipeline_model_parallel_layout, str):
+        provider.pipeline_model_parallel_layout = provider.pipeline_model_parallel_layout.replace("m", "")
 
 
 def _round_up(value: int, multiple: int) -> int:

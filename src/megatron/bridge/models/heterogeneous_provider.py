@@ -34,16 +34,13 @@ _KINDS = ("no_op", "replace_with_linear")
 
 @dataclass
 class HeterogeneousModelProvider(GPTModelProvider):
-    """A ``GPTModelProvider`` whose layers are described one by one.
-
-    Attributes:
-        block_configs: for each layer a dict as in ``config.json`` of Llama-Nemotron models: ``attention`` with
-            ``n_heads_in_group`` (query heads that share a key and a value), ``ffn`` with ``ffn_mult`` (the
-            feed-forward layer's width is 2/3 of this times the hidden size, rounded up to a multiple of 256), and
-            in either ``no_op`` (it is left out) and ``replace_with_linear`` (it is one linear layer).
-    """
+    """A ``GPTModelProvider`` whose layers are described one by one."""
 
     block_configs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """For each layer a dict as in ``config.json`` of Llama-Nemotron models: ``attention`` with
+    ``n_heads_in_group`` (query heads that share a key and a value), ``ffn`` with ``ffn_mult`` (the feed-forward
+    layer's width is 2/3 of this times the hidden size, rounded up to a multiple of 256), and in either ``no_op``
+    (it is left out) and ``replace_with_linear`` (it is one linear layer)."""
     heterogeneous_block_specs: bool = True
 
     @property
@@ -58,7 +55,7 @@ class HeterogeneousModelProvider(GPTModelProvider):
         config = copy.copy(self)
         if block.attention.num_query_groups is not None:
             config.num_query_groups = block.attention.num_query_groups
-            config.__dict__["_unpadded_heads"] = (self.num_attention_heads, config.num_query_groups)
+            config._unpadded_heads = (self.num_attention_heads, config.num_query_groups)
         if block.mlp.ffn_hidden_size is not None:
             config.ffn_hidden_size = int(block.mlp.ffn_hidden_size)
         return config

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron.bridge.backends.hybrid_specs import hybrid_stack_spec
+from megatron.bridge.backends.specs.hybrid_specs import hybrid_stack_spec
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
 
@@ -33,31 +33,28 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 
 @dataclass
 class MambaModelProvider(GPTModelProvider):
-    """A ``GPTModelProvider`` whose layers have one job each, as ``hybrid_override_pattern`` says.
-
-    Attributes:
-        hybrid_override_pattern: a symbol for each of ``num_layers``: ``M`` Mamba-2, ``*`` attention, ``-``
-            feed-forward, ``E`` experts. ``|`` between them cuts the stack into (virtual) pipeline stages, in
-            order; without it, stages have equally many layers.
-        mamba_conv_kernel: tokens that the convolution of a Mamba layer sees, its own included.
-        mamba_chunk_size: tokens that are computed as one matrix; changes speed and memory, not numbers.
-        mamba_smallest_step: lower bound of the step by which a token moves a state.
-        mamba_first_step_min: a new model's steps are spread from here, evenly in their logarithm,
-        mamba_first_step_max: to here,
-        mamba_first_step_floor: and never below this.
-    """
+    """A ``GPTModelProvider`` whose layers have one job each, as ``hybrid_override_pattern`` says."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "none"
     normalization: str = "RMSNorm"
     add_bias_linear: bool = False
     hidden_dropout: float = 0.0
     hybrid_override_pattern: str | None = None
+    """A symbol for each of ``num_layers``: ``M`` Mamba-2, ``*`` attention, ``-`` feed-forward, ``E`` experts.
+    ``|`` between them cuts the stack into (virtual) pipeline stages, in order; without it, stages have equally
+    many layers."""
     mamba_conv_kernel: int = 4
+    """Tokens that the convolution of a Mamba layer sees, its own included."""
     mamba_chunk_size: int = 128
+    """Tokens that are computed as one matrix; changes speed and memory, not numbers."""
     mamba_smallest_step: float = 0.0
+    """Lower bound of the step by which a token moves a state."""
     mamba_first_step_min: float = 0.001
+    """A new model's steps are spread from here, evenly in their logarithm."""
     mamba_first_step_max: float = 0.1
+    """To here."""
     mamba_first_step_floor: float = 1e-4
+    """And never below this."""
 
     @property
     def layer_kinds(self) -> str:

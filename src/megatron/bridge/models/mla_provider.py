@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron.bridge.models import expert_groups, latent_rope
+from megatron.bridge.models.features import group_routing, mla_rope
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
 
@@ -28,18 +28,18 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
     """A ``MLATransformerConfig`` with all that ``GPTModelProvider`` adds.
 
     Attributes:
-        q_lora_rank: rank of the queries' latent; None projects the hidden states to queries directly.
         rope_type: ``rope`` or ``yarn``, Megatron-Core's own rules; ``rope_parameters`` replaces them.
-        latent_layernorm_epsilon: epsilon of the norms of both latents; None is ``layernorm_epsilon``.
-        moe_router_group_score: what ranks the groups of experts: the ``sum`` of the best scores in a group, or its
-            best score alone (``max``), as DeepSeek-V2 was trained.
     """
 
     multi_latent_attention: bool = True
     normalization: str = "RMSNorm"
     q_lora_rank: int | None = 512  # type: ignore[assignment] - Megatron-Core takes None and does not say so
+    """Rank of the queries' latent; None projects the hidden states to queries directly."""
     latent_layernorm_epsilon: float | None = None
+    """Epsilon of the norms of both latents; None is ``layernorm_epsilon``."""
     moe_router_group_score: Literal["sum", "max"] = "sum"
+    """What ranks the groups of experts: the ``sum`` of the best scores in a group, or its best score alone
+    (``max``), as DeepSeek-V2 was trained."""
 
     def derive(self) -> None:
         """Refuse what has no effect on latent attention, and fill in what Megatron-Core reads."""
@@ -51,8 +51,8 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
                     f"model.{name}={harmless!r}"
                 )
         self.kv_channels = self.v_head_dim  # what a head gives to the output projection
-        expert_groups.check(self)
-        latent_rope.derive(self)
+        group_routing.check(self)
+        mla_rope.derive(self)
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -71,8 +71,8 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
         """Build the ``GPTModel`` chunk of one pipeline stage; see ``GPTModelProvider.provide``."""
         config = self.resolved()
         model = super(MLAModelProvider, config).provide(pre_process, post_process, vp_stage)
-        latent_rope.apply(model, config)
-        expert_groups.apply(model, config)
+        mla_rope.apply(model, config)
+        group_routing.apply(model, config)
         _set_latent_epsilon(model, config.latent_layernorm_epsilon)
         return model
 

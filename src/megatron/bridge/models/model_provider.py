@@ -9,8 +9,9 @@ derives the rest; the declared values stay as they were, and that is what is wri
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Self, cast
 
@@ -26,13 +27,15 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import Module
 
-from megatron.bridge.backends import layer_specs, megatron_fsdp, torch_fsdp2
-from megatron.bridge.utils import dist
+from megatron.bridge.backends.fsdp import megatron_fsdp, torch_fsdp2
+from megatron.bridge.backends.specs import layer_specs
+from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 ModelHook = Callable[[list[MegatronModule]], list[MegatronModule] | None]
+"""Changes the chunks of a new model in place, or returns the chunks to use instead."""
 
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -45,11 +48,34 @@ PARALLEL_SIZES = (
 )
 
 
+@dataclass(frozen=True)
+class PreWrapHook:
+    """A hook for the bare chunks of a new model, with what it promises; a plain function promises nothing."""
+
+    function: ModelHook
+    fills_every_parameter: bool = False
+    """The function sets every parameter, so the model is built without initializing them."""
+
+    def __call__(self, chunks: list[MegatronModule]) -> list[MegatronModule] | None:
+        return self.function(chunks)
+
+    def then(self, function: ModelHook) -> "PreWrapHook":
+        """This hook followed by ``function``, with the same promise."""
+        return replace(self, function=lambda chunks: run_hooks((self, function), chunks))
+
+
+@dataclass
 class ModelProvider(TransformerConfig):
     """What every provider can do; a family of models adds its fields and ``provide``."""
 
-    backend: str
+    backend: str = "auto"
     """Layer implementation: ``torch``, ``transformer_engine``, or ``auto`` for the best available."""
+    hf_config: Any = field(default=None, init=False, repr=False, compare=False)
+    """The Hugging Face config that a bridge made this provider from; None for other providers."""
+    # neither declared nor written to a file
+    _declared: Self | None = field(default=None, init=False, repr=False, compare=False)
+    _pre_wrap_hooks: list[ModelHook] = field(default_factory=list, init=False, repr=False, compare=False)
+    _post_wrap_hooks: list[ModelHook] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Nothing yet: Megatron-Core's derivations run in ``resolved``, when the values are final."""
@@ -59,6 +85,20 @@ class ModelProvider(TransformerConfig):
     ) -> MegatronModule:
         """Build the chunk of one (virtual) pipeline stage."""
         raise TypeError(f"{type(self).__name__} is abstract: use a provider of a model family")
+
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """Ranks that share each expert's matrices.
+
+        As many as share those of other layers, unless ``expert_tensor_parallel_size`` says otherwise. Experts that
+        have biases cannot be cut.
+        """
+        default = 1 if self._has_expert_biases else self.tensor_model_parallel_size
+        return self.expert_tensor_parallel_size or default
+
+    @property
+    def _has_expert_biases(self) -> bool:
+        return bool(self.num_moe_experts) and self.add_bias_linear
 
     def finalize(self) -> None:
         """Check that the values fit together and change nothing.
@@ -75,17 +115,18 @@ class ModelProvider(TransformerConfig):
         config = copy.copy(self)
         config.derive()
         if config.backend == "torch":
-            _report(config, layer_specs.apply_cpu_settings(config))
+            _report(config, layer_specs.apply_backend_settings(config))
         try:
             super(ModelProvider, config).__post_init__()  # that of the Megatron config behind the provider
         except (ValueError, NotImplementedError) as error:
             raise UserError(f"Megatron-Core refuses the model's config: {error}") from error
-        config.__dict__["_declared"] = self
+        config._declared = self
         return config
 
     def derive(self) -> None:
         """Fill in, on the copy that ``resolved`` makes, what Megatron-Core does not derive itself."""
         self.backend = layer_specs.resolve_backend(self.backend)
+        self.expert_tensor_parallel_size = self.expert_tensor_ranks
         if self.bf16 or self.fp16:
             self.params_dtype = torch.bfloat16 if self.bf16 else torch.float16
         self.pipeline_dtype = self.params_dtype
@@ -93,23 +134,23 @@ class ModelProvider(TransformerConfig):
     @property
     def is_resolved(self) -> bool:
         """Whether this is the copy that a model was built from."""
-        return "_declared" in self.__dict__
+        return self._declared is not None
 
     @property
     def declared(self) -> Self:
         """The provider as the user declared it, also when asked of the copy that a model was built from."""
-        return self.__dict__.get("_declared", self)
+        return self if self._declared is None else self._declared
 
     def register_pre_wrap_hook(self, hook: ModelHook, prepend: bool = False) -> None:
         """Call ``hook(chunks)`` on the bare model, before precision and data-parallel wrappers.
 
         A hook changes the chunks in place, or returns the chunks to go on with.
         """
-        _add_hook(self._hooks("pre_wrap"), hook, prepend)
+        _add_hook(self._pre_wrap_hooks, hook, prepend)
 
     def register_post_wrap_hook(self, hook: ModelHook, prepend: bool = False) -> None:
         """Call ``hook(chunks)`` on the wrapped model."""
-        _add_hook(self._hooks("post_wrap"), hook, prepend)
+        _add_hook(self._post_wrap_hooks, hook, prepend)
 
     def initialize_model_parallel(
         self, seed: int | None = None, seed_kwargs: dict[str, Any] | None = None, **groups: Any
@@ -121,8 +162,9 @@ class ModelProvider(TransformerConfig):
             seed_kwargs: passed on to ``model_parallel_cuda_manual_seed``.
             **groups: passed on to ``parallel_state.initialize_model_parallel``.
         """
-        dist.initialize()
+        distributed.initialize()
         sizes = {name: getattr(self, name) for name in PARALLEL_SIZES}
+        sizes["expert_tensor_parallel_size"] = self.expert_tensor_ranks
         parallel_state.initialize_model_parallel(**sizes, **groups)
         if seed is not None:
             torch.manual_seed(seed)
@@ -169,10 +211,10 @@ class ModelProvider(TransformerConfig):
         if not parallel_state.model_parallel_is_initialized():
             self.initialize_model_parallel(seed=0)
         config = self.resolved()
-        hooks = [*self._hooks("pre_wrap"), pre_wrap_hook]
-        if any(getattr(hook, "fills_every_parameter", False) for hook in hooks):
+        hooks = [*self._pre_wrap_hooks, pre_wrap_hook]
+        if any(isinstance(hook, PreWrapHook) and hook.fills_every_parameter for hook in hooks):
             config.perform_initialization = False  # not on ``self``: what is declared is reused without the hook
-        chunks = _run_hooks(hooks, config.build_chunks())
+        chunks = run_hooks(hooks, config.build_chunks())
         chunks = _place(chunks, config)
         if wrap_with_ddp:
             ddp = ddp_config or DistributedDataParallelConfig()
@@ -183,7 +225,7 @@ class ModelProvider(TransformerConfig):
                 chunks = _wrap_data_parallel(chunks, config, ddp, overlap_param_gather_with_optimizer_step)
                 if data_parallel_random_init:
                     _broadcast(chunks)
-        return _run_hooks([*self._hooks("post_wrap"), post_wrap_hook], chunks)
+        return run_hooks([*self._post_wrap_hooks, post_wrap_hook], chunks)
 
     def build_chunks(self) -> list[MegatronModule]:
         """The bare chunks of this rank, sharing one resolved config."""
@@ -204,20 +246,16 @@ class ModelProvider(TransformerConfig):
         plain.backend, plain.use_cpu_initialization = "torch", True
         config = plain.resolved()
         config.perform_initialization = False  # there is nothing to fill, and it took most of the time
-        config.__dict__["_declared"] = self.declared
+        config._declared = self.declared
         with torch.device("meta"):
             return config.build_chunks()
 
-    def _hooks(self, kind: str) -> list[ModelHook]:
-        # kept beside the fields: hooks are not part of what is declared and never written to a checkpoint
-        return self.__dict__.setdefault(f"_{kind}_hooks", [])
 
-
-def _report(config: ModelProvider, changes: list[layer_specs.Change]) -> None:
+def _report(config: ModelProvider, changes: list[layer_specs.DisabledSetting]) -> None:
     """Say which settings this machine cannot honour; those that nobody asked for are not worth a line."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for change in changes:
-        if change.asked != defaults[change.field] and dist.rank() == 0:
+        if change.asked != defaults[change.field] and distributed.rank() == 0:
             logger.warning(
                 "model.%s=%r is %r on this machine: %s", change.field, change.asked, change.used, change.reason
             )
@@ -227,7 +265,8 @@ def _add_hook(hooks: list[ModelHook], hook: ModelHook, prepend: bool) -> None:
     hooks.insert(0 if prepend else len(hooks), hook)
 
 
-def _run_hooks(hooks: list[ModelHook | None], chunks: list[MegatronModule]) -> list[MegatronModule]:
+def run_hooks(hooks: Iterable[ModelHook | None], chunks: list[MegatronModule]) -> list[MegatronModule]:
+    """The chunks after all hooks, in order."""
     for hook in hooks:
         if hook is not None:
             chunks = hook(chunks) or chunks
@@ -238,10 +277,10 @@ def _place(chunks: list[MegatronModule], config: ModelProvider) -> list[Megatron
     """Move the chunks to this rank's device, in half precision where asked."""
     for chunk in chunks:
         chunk.cuda(torch.cuda.current_device())  # the identity on a machine without a GPU
-    return in_precision(chunks, config)
+    return to_half_precision(chunks, config)
 
 
-def in_precision(chunks: list[MegatronModule], config: TransformerConfig) -> list[MegatronModule]:
+def to_half_precision(chunks: list[MegatronModule], config: TransformerConfig) -> list[MegatronModule]:
     """The chunks in half precision where ``config`` asks for it, but for what needs to be exact."""
     if not (config.fp16 or config.bf16):
         return chunks
@@ -263,8 +302,8 @@ def _kind_of_sharding(
 ) -> Callable[..., MegatronModule] | None:
     """The wrapper that cuts weights over ranks; None if none shall."""
     if torch_fsdp:
-        return torch_fsdp2.FullyShardedDataParallel
-    return megatron_fsdp.FullyShardedDataParallel if ddp.use_megatron_fsdp else None
+        return torch_fsdp2.TorchFSDP2Wrapper
+    return megatron_fsdp.MegatronFSDPWrapper if ddp.use_megatron_fsdp else None
 
 
 def _broadcast(chunks: list[MegatronModule]) -> None:
@@ -279,7 +318,7 @@ def _wrap_data_parallel(
     disable_later_buckets: bool,
 ) -> list[MegatronModule]:
     # it says that the layout of a sharded optimizer's buffers was not given, and computes the same one
-    with without_warnings_of(distributed_data_parallel):
+    with silenced(distributed_data_parallel):
         return [
             DistributedDataParallel(
                 config=config,
@@ -293,7 +332,7 @@ def _wrap_data_parallel(
 
 
 @contextmanager
-def without_warnings_of(module: ModuleType) -> Iterator[None]:
+def silenced(module: ModuleType) -> Iterator[None]:
     """Silence a module of Megatron-Core while it warns of what is as it should be."""
     source = logging.getLogger(module.__name__)
     level = source.level

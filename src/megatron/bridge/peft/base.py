@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 from torch import nn
 
 from megatron.bridge.checkpoint import model_io
-from megatron.bridge.models.conversion import exchange
-from megatron.bridge.models.conversion.adapted import MADE_WITH, mark_whole
-from megatron.bridge.models.conversion.plan import global_name
+from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.models.conversion.adapters.adapted_layers import mark_whole
+from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.engine.plan import global_name
 from megatron.bridge.peft import targets
 from megatron.bridge.peft.recompute import let_gradients_start
 from megatron.bridge.peft.targets import Site
 from megatron.bridge.utils.errors import UserError
 
-_TRAINED = "trained_by_peft"
 _TIED = ("embedding.word_embeddings", "output_layer")
 
 
@@ -25,10 +25,6 @@ class PEFT:
     """A method of parameter-efficient fine-tuning; subclasses define ``transform``, or ``adapt``.
 
     Whatever they add is trained, as are ``modules_to_save``; everything else is frozen.
-
-    Attributes:
-        modules_to_save: Modules to train whole and save beside the adapters, by name or pattern.
-        seed: Seed of the adapters' first values; None is ``rng.seed`` of a run, and 0 outside of one.
 
     Example:
         A user's own method::
@@ -44,7 +40,9 @@ class PEFT:
     __one_of_several__: ClassVar[bool] = True  # a method is chosen by name, not by setting a member
 
     modules_to_save: list[str] = field(default_factory=list)
+    """Modules to train whole and save beside the adapters, by name or pattern."""
     seed: int | None = None
+    """Seed of the adapters' first values; None is ``rng.seed`` of a run, and 0 outside of one."""
 
     def problems(self) -> list[str]:
         """A sentence for each value that cannot be."""
@@ -82,7 +80,7 @@ class PEFT:
         chunks = bare_chunks(model)
         if problems := self.problems():
             raise UserError("\n".join(problems))
-        if any(MADE_WITH in chunk.__dict__ for chunk in chunks):
+        if any(chunk_info(chunk).peft is not None for chunk in chunks):
             raise UserError("this model has adapters already: merge them with LoRAMerge, or build it anew")
         self.prepare(chunks)
         whole = self._modules_to_save(chunks)
@@ -97,8 +95,8 @@ class PEFT:
                 mark_whole(parameter)
         self._refuse_nothing(chunks)
         for chunk in chunks:
-            chunk.__dict__[MADE_WITH] = self
-            chunk.__dict__[_TRAINED] = frozenset(name for name, _ in _trainable(chunk))
+            info = chunk_info(chunk)
+            info.peft, info.trained = self, frozenset(name for name, _ in _trainable(chunk))
             let_gradients_start(chunk)
             if not training:
                 chunk.requires_grad_(False)
@@ -111,7 +109,7 @@ class PEFT:
             for path, module in chunk.named_modules()
             if path and next(module.parameters(), None) is not None
         ]
-        names = [name for stage in exchange.all_stages([name for name, _ in named]) for name in stage]
+        names = [name for stage in exchange.all_gather_stages([name for name, _ in named]) for name in stage]
         targets.refuse_unmatched("peft.modules_to_save", self.modules_to_save, names)
         wanted = {name for name in names if any(targets.matches(key, name) for key in self.modules_to_save)}
         _refuse_half_of_a_tie(chunks, wanted)
@@ -119,7 +117,7 @@ class PEFT:
 
     def _refuse_nothing(self, chunks: Sequence[nn.Module]) -> None:
         trained = any(True for chunk in chunks for _ in _trainable(chunk))
-        if not any(exchange.all_stages(trained)):
+        if not any(exchange.all_gather_stages(trained)):
             raise UserError(f"peft: {type(self).__name__} adds nothing to this model that could be trained")
 
 
@@ -154,14 +152,3 @@ def bare_chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """The chunks without wrappers of data parallelism and precision."""
     chunks = [model] if isinstance(model, nn.Module) else model
     return [model_io.unwrap(chunk) for chunk in chunks]
-
-
-def trained_names(chunk: nn.Module) -> frozenset[str]:
-    """The parameters of a bare chunk that its method trains, by their names in the chunk."""
-    return chunk.__dict__.get(_TRAINED, frozenset())
-
-
-def forget(chunk: nn.Module) -> None:
-    """Note that a bare chunk has no adapters any more."""
-    for key in (MADE_WITH, _TRAINED):
-        chunk.__dict__.pop(key, None)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megatron.bridge.models.conversion.adapted import LowRankPart
+from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
 from megatron.bridge.peft.lora import LoRAAdapter, LowRankPEFT
 from megatron.bridge.peft.low_rank import LowRank, Shape
 from megatron.bridge.peft.targets import Site
@@ -68,7 +68,6 @@ class CanonicalAdapter(nn.ModuleDict):
         self.head_width = None if site.halves == 2 else site.config.kv_channels
 
     def forward(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
-        """The sum of all paths."""
         parts = {role: adapter(x, counts) for role, adapter in self._paths()}
         return base + self._fused(parts, base)
 
@@ -79,7 +78,6 @@ class CanonicalAdapter(nn.ModuleDict):
         return list(whole + self._fused(parts, whole.mT).mT)
 
     def parts(self, expert: int) -> list[LowRankPart]:
-        """The factors of each role."""
         return [adapter.part(expert, role) for role, adapter in self._paths()]
 
     def _paths(self) -> Iterable[tuple[str, LowRank]]:
@@ -100,7 +98,6 @@ class CanonicalAdapter(nn.ModuleDict):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The factors of all roles."""
         state: dict[str, Any] = {}
         for role, adapter in self._paths():
             state |= adapter.sharded_state_dict(f"{prefix}{role}.", sharded_offsets, metadata)

@@ -10,9 +10,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor, nn
 
 from megatron.bridge.checkpoint import model_io
-from megatron.bridge.models.conversion.adapted import in_adapter
-from megatron.bridge.peft.base import bare_chunks, trained_names
-from megatron.bridge.utils import dist
+from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
+from megatron.bridge.peft.base import bare_chunks
+from megatron.bridge.utils import distributed
 
 _MODULUS = 1 << 61
 _MULTIPLIER = 0x9E3779B1  # odd, so that no position loses a bit
@@ -26,17 +27,21 @@ def trained_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict
         metadata: How tensors are named, as ``model_io.MODEL_METADATA``.
     """
     whole = model_io.model_state(chunks, metadata)
-    trained = zip(model_io.chunk_keys(chunks), bare_chunks(chunks), strict=True)
-    return {key: {name: whole[key][name] for name in sorted(trained_names(chunk))} for key, chunk in trained}
+    trained = {key: sorted(chunk_info(chunk).trained) for key, chunk in _keyed(chunks)}
+    return {key: {name: whole[key][name] for name in names} for key, names in trained.items()}
 
 
 def set_trained_state(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:
     """Put what was loaded into the parameters that are trained."""
-    for key, chunk in zip(model_io.chunk_keys(chunks), bare_chunks(chunks), strict=True):
+    for key, chunk in _keyed(chunks):
         outcome = chunk.load_state_dict(loaded[key], strict=False)
-        missing = trained_names(chunk).intersection(outcome.missing_keys)
+        missing = chunk_info(chunk).trained.intersection(outcome.missing_keys)
         assert not missing, f"not loaded after the checkpoint was read: {missing}"
         assert not outcome.unexpected_keys, f"loaded without a place: {outcome.unexpected_keys}"
+
+
+def _keyed(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    return zip(model_io.chunk_keys(chunks), bare_chunks(chunks), strict=True)
 
 
 @torch.no_grad()
@@ -47,7 +52,7 @@ def fingerprint(chunks: Sequence[nn.Module]) -> str:
     count as rounded to bf16: the same base in another precision is the same base. All ranks call this.
     """
     total = sum(_share(shard) for shard in _shards(chunks)) % _MODULUS
-    return f"{sum(dist.all_gather_object(total)) % _MODULUS:016x}"
+    return f"{sum(distributed.all_gather_object(total)) % _MODULUS:016x}"
 
 
 def _shards(chunks: Sequence[nn.Module]) -> Iterator[ShardedTensor]:
@@ -57,8 +62,8 @@ def _shards(chunks: Sequence[nn.Module]) -> Iterator[ShardedTensor]:
         for name, entry in state.items():
             if in_adapter(name):
                 continue
-            pieces = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
-            for piece in nested_values([pieces]):
+            copy_ranges = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+            for piece in nested_values([copy_ranges]):
                 if isinstance(piece, ShardedTensor) and is_main_replica(piece.replica_id):
                     yield piece
 

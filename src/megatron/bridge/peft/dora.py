@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.bridge.models.conversion.adapted import LowRankPart
+from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
 from megatron.bridge.peft.lora import LoRAAdapter, LowRankPEFT
 from megatron.bridge.peft.low_rank import Shape
 from megatron.bridge.peft.targets import Site
@@ -54,7 +54,6 @@ class DoRAAdapter(LoRAAdapter):
         return list(torch.stack(super().merged_weights(weights)) * factor[..., None])
 
     def parts(self, expert: int) -> list[LowRankPart]:
-        """All outputs at once."""
         return [self.part(expert, magnitude=self._rows_of_magnitude()[expert])]
 
     def _rows_of_magnitude(self) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.bridge.models.conversion import adapters
+from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.peft.canonical_lora import GATED, QKV, CanonicalLoRA
@@ -32,7 +32,7 @@ class _Placed:
 
 def base_name(directory: Path) -> str | None:
     """Where the adapter says that its base is."""
-    return adapters.read(directory)[0].get("base_model_name_or_path")
+    return peft_format.read(directory)[0].get("base_model_name_or_path")
 
 
 def adapted_model(
@@ -68,7 +68,7 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
     Raises:
         UserError: an adapter that Megatron's layers cannot hold.
     """
-    config, tensors = adapters.read(Path(directory))
+    config, tensors = peft_format.read(Path(directory))
     placed = [_place(bridge.mapping_registry, name) for name in _modules(tensors)]
     fused = _can_be_fused(placed, config, tensors)
     if config.get("use_dora") and not fused:
@@ -81,13 +81,13 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
 
 
 def _modules(tensors: Mapping[str, Tensor]) -> list[str]:
-    ends = tuple(f".{kind}" for kind in (adapters.A, adapters.B, adapters.MAGNITUDE))
+    ends = tuple(f".{kind}" for kind in (peft_format.A, peft_format.B, peft_format.MAGNITUDE))
     found: dict[str, None] = {}
     for name in tensors:
         end = next((end for end in ends if name.endswith(end)), None)
-        if end is None or not name.startswith(adapters.PREFIX):
+        if end is None or not name.startswith(peft_format.PREFIX):
             raise UserError(f"the adapter holds {name}, which is no factor of LoRA or DoRA: merge it instead")
-        found[name[len(adapters.PREFIX) : -len(end)]] = None
+        found[name[len(peft_format.PREFIX) : -len(end)]] = None
     return list(found)
 
 
@@ -112,8 +112,8 @@ def _can_be_fused(placed: list[_Placed], config: Mapping[str, Any], tensors: Map
         first = group[0]
         if first.role is None:
             continue
-        values = {adapters.rank_and_alpha(config, one.module) for one in group}
-        factors = [tensors[f"{adapters.PREFIX}{one.module}.{adapters.A}"] for one in group]
+        values = {peft_format.rank_and_alpha(config, one.module) for one in group}
+        factors = [tensors[f"{peft_format.PREFIX}{one.module}.{peft_format.A}"] for one in group]
         whole = {one.role for one in group} == first.roles
         if not whole or len(values) > 1 or any(not torch.equal(factors[0], other) for other in factors[1:]):
             return False
@@ -121,7 +121,7 @@ def _can_be_fused(placed: list[_Placed], config: Mapping[str, Any], tensors: Map
 
 
 def _method(kind: type[LowRankPEFT], placed: list[_Placed], config: Mapping[str, Any], fused: bool) -> LowRankPEFT:
-    values = {_target(one, fused): adapters.rank_and_alpha(config, one.module) for one in placed}
+    values = {_target(one, fused): peft_format.rank_and_alpha(config, one.module) for one in placed}
     rank, alpha = config["r"], config["lora_alpha"]
     return kind(
         target_modules=list(values),

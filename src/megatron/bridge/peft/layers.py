@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer.moe.router import Router
 from torch import Tensor, nn
 
-from megatron.bridge.models.conversion.adapted import ADAPTER, AdaptedModule, LowRankPart
+from megatron.bridge.models.conversion.adapters.adapted_layers import ADAPTER, AdaptedModule, LowRankPart
 from megatron.bridge.peft.targets import Site
 
 

@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megatron.bridge.models.conversion.adapted import LowRankPart
+from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
 from megatron.bridge.peft import layers, targets
-from megatron.bridge.peft.base import PEFT, bare_chunks, forget
+from megatron.bridge.peft.base import PEFT, bare_chunks
 from megatron.bridge.peft.low_rank import Init, LowRank, Shape
 from megatron.bridge.peft.targets import Site
 
@@ -21,7 +22,6 @@ class LoRAAdapter(LowRank):
     def forward(  # type: ignore[override]
         self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]
     ) -> Tensor:
-        """The sum of both paths."""
         return base + self.path(x, counts)
 
     def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -29,7 +29,6 @@ class LoRAAdapter(LowRank):
         return list(torch.stack([weight.float() for weight in weights]) + self.stacked_delta())
 
     def parts(self, expert: int) -> list[LowRankPart]:
-        """All outputs at once."""
         return [self.part(expert)]
 
 
@@ -38,14 +37,6 @@ class LowRankPEFT(PEFT):
     """What the low-rank methods share.
 
     Attributes:
-        target_modules: Layers to adapt: names (``linear_qkv``) or patterns of whole names
-            (``*.layers.0.*.linear_qkv``). One that matches nothing is refused.
-        exclude_modules: Targets to leave out after all, in the same form.
-        dim: Rank.
-        alpha: Numerator of the scaling, ``alpha / dim``.
-        use_rslora: Scale by ``alpha / sqrt(dim)``.
-        dropout: Probability.
-        dropout_position: Drop inputs of the low-rank path (``pre``) or its outputs (``post``).
         lora_A_init_method, lora_B_init_method: How the factors start; one of them must be zero, so that training
             starts from the base model.
         dim_by_module, alpha_by_module: Pattern -> another value; the first that matches counts.
@@ -54,12 +45,20 @@ class LowRankPEFT(PEFT):
     target_modules: list[str] = field(
         default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     )
+    """Layers to adapt: names (``linear_qkv``) or patterns of whole names (``*.layers.0.*.linear_qkv``). One that
+    matches nothing is refused."""
     exclude_modules: list[str] = field(default_factory=list)
+    """Targets to leave out after all, in the same form."""
     dim: int = 32
+    """Rank."""
     alpha: float = 32
+    """Numerator of the scaling, ``alpha / dim``."""
     use_rslora: bool = False
+    """Scale by ``alpha / sqrt(dim)``."""
     dropout: float = 0.0
+    """Probability."""
     dropout_position: Literal["pre", "post"] = "pre"
+    """Drop inputs of the low-rank path (``pre``) or its outputs (``post``)."""
     lora_A_init_method: Init = "xavier"  # noqa: N815 - a public name
     lora_B_init_method: Init = "zero"  # noqa: N815
     dim_by_module: dict[str, int] = field(default_factory=dict)
@@ -97,7 +96,7 @@ class LowRankPEFT(PEFT):
         """
         names = [name for chunk in chunks for site in targets.sites(chunk) for name in self.names_of(site)]
         self._chosen = targets.chosen(names, self.target_modules, self.exclude_modules)
-        targeted = [name for stage in targets.exchange.all_stages(sorted(self._chosen)) for name in stage]
+        targeted = [name for stage in targets.exchange.all_gather_stages(sorted(self._chosen)) for name in stage]
         for key in ("dim_by_module", "alpha_by_module"):
             targets.refuse_unmatched(f"peft.{key}", getattr(self, key), targeted)
 
@@ -163,6 +162,7 @@ class LoRAMerge:
                 for weight, value in zip(module.adapted_site.weights, merged, strict=True):
                     weight.copy_(value)
                 layers.detach(module)
-            forget(chunk)
+            info = chunk_info(chunk)
+            info.peft, info.trained = None, frozenset()
             chunk.requires_grad_(training)
         return model

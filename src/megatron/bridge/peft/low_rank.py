@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
-from megatron.bridge.models.conversion.adapted import LowRankPart
+from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
 from megatron.bridge.peft.targets import Site
 
 Init = Literal["xavier", "kaiming", "normal", "zero"]
@@ -30,27 +30,24 @@ Init = Literal["xavier", "kaiming", "normal", "zero"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What an adapter of one layer is like.
-
-    Attributes:
-        rank: Width of the middle.
-        alpha: Numerator of the scaling.
-        use_rslora: Divide by the square root of the rank (https://arxiv.org/abs/2312.03732) instead of the rank.
-        dropout: Probability, on the inputs or on the outputs of the path.
-        dropout_position: ``pre`` is on the inputs, as in the LoRA paper; ``post`` on the outputs.
-        init_a: How A starts.
-        init_b: How B starts.
-        seed: Seed of all adapters; each draws from a generator of its own.
-    """
+    """What an adapter of one layer is like."""
 
     rank: int
+    """Width of the middle."""
     alpha: float
+    """Numerator of the scaling."""
     use_rslora: bool = False
+    """Divide by the square root of the rank (https://arxiv.org/abs/2312.03732) instead of the rank."""
     dropout: float = 0.0
+    """Probability, on the inputs or on the outputs of the path."""
     dropout_position: Literal["pre", "post"] = "pre"
+    """``pre`` is on the inputs, as in the LoRA paper; ``post`` on the outputs."""
     init_a: Init = "xavier"
+    """How A starts."""
     init_b: Init = "zero"
+    """How B starts."""
     seed: int = 0
+    """Seed of all adapters; each draws from a generator of its own."""
 
     @property
     def scaling(self) -> float:

@@ -12,10 +12,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.moe.router import Router
 from torch import nn
 
-from megatron.bridge.backends.torch_experts import GroupedLinear
-from megatron.bridge.models.conversion import exchange
-from megatron.bridge.models.conversion.param_mapping import Kind, parallel_kind
-from megatron.bridge.models.conversion.plan import global_name
+from megatron.bridge.backends.moe.grouped_experts import GroupedLinear
+from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.engine.plan import global_name
+from megatron.bridge.models.conversion.param_mapping import ParallelKind, parallel_kind
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 Group = torch.distributed.ProcessGroup
@@ -30,21 +30,18 @@ _TIED_OUTPUT = "output_layer"
 
 @dataclass(frozen=True)
 class Site:
-    """A layer that can have an adapter.
-
-    Attributes:
-        name: Name in the whole model: layers are counted from its start, not from the pipeline stage's.
-        module: The layer.
-        kind: How its weight is cut over the tensor-parallel ranks.
-        experts: Experts on this rank, each with a weight of its own; None is one weight.
-        halves: 2 where the outputs are gates above values, each cut over the ranks by itself; else 1.
-    """
+    """A layer that can have an adapter."""
 
     name: str
+    """Name in the whole model: layers are counted from its start, not from the pipeline stage's."""
     module: nn.Module
-    kind: Kind
+    """The layer."""
+    kind: ParallelKind
+    """How its weight is cut over the tensor-parallel ranks."""
     experts: int | None
+    """Experts on this rank, each with a weight of its own; None is one weight."""
     halves: int
+    """2 where the outputs are gates above values, each cut over the ranks by itself; else 1."""
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -55,7 +52,6 @@ class Site:
 
     @property
     def config(self) -> Any:
-        """The config of the model."""
         return self.module.config
 
     @property
@@ -147,7 +143,7 @@ def chosen(names: Iterable[str], targets: Sequence[str], excluded: Sequence[str]
         UserError: a pattern means nothing on any pipeline stage, or all targets are excluded.
     """
     mine = list(names)
-    everywhere = [name for stage in exchange.all_stages(mine) for name in stage]
+    everywhere = [name for stage in exchange.all_gather_stages(mine) for name in stage]
     refuse_unmatched("peft.target_modules", targets, everywhere)
     targeted = [name for name in everywhere if any(matches(pattern, name) for pattern in targets)]
     refuse_unmatched("peft.exclude_modules", excluded, targeted)

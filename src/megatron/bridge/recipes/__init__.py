@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: functions that return a whole config, good as it stands.
+"""Recipes: functions that return a complete config.
 
-``megatron.bridge.recipes.llama.llama32_1b_pretrain_config(train_iters=100)``, for example; ``catalog`` finds them
-by name, and so does this package: ``from megatron.bridge.recipes import llama32_1b_pretrain_config``.
+For example ``megatron.bridge.recipes.llama.llama32_1b_pretrain_config(train_iters=100)``. Every recipe can also be
+imported from this package: ``from megatron.bridge.recipes import llama32_1b_pretrain_config``.
 """
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.bridge.recipes.deepseek import *
+    from megatron.bridge.recipes.default_peft import default_peft_config as default_peft_config
+    from megatron.bridge.recipes.gemma import *
+    from megatron.bridge.recipes.glm import *
+    from megatron.bridge.recipes.gpt import *
+    from megatron.bridge.recipes.gpt_oss import *
+    from megatron.bridge.recipes.llama import *
+    from megatron.bridge.recipes.mistral import *
+    from megatron.bridge.recipes.moonshot import *
+    from megatron.bridge.recipes.nemotron import *
+    from megatron.bridge.recipes.olmo import *
+    from megatron.bridge.recipes.qwen import *
+    from megatron.bridge.recipes.smollm import *
+    from megatron.bridge.recipes.squad import default_squad_config as default_squad_config
+
+_DEFAULTS = {"default_peft_config": "default_peft", "default_squad_config": "squad"}
 
 
 def __getattr__(name: str) -> Any:
-    """A recipe, or one of their parts, imported when it is asked for."""
-    if name == "default_peft_config":
-        from megatron.bridge.recipes.adapters import default_peft_config
-
-        return default_peft_config
-    if name == "default_squad_config":
-        from megatron.bridge.recipes.datasets import default_squad_config
-
-        return default_squad_config
+    """Import a recipe when it is first used, so that listing the recipes imports no torch."""
+    if name in _DEFAULTS:
+        return getattr(importlib.import_module(f"{__name__}.{_DEFAULTS[name]}"), name)
     if "_config" in name:
         from megatron.bridge.recipes.catalog import catalog
 

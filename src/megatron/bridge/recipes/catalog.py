@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All recipes by name, read from the source text: listing them imports no torch.
+"""All recipes by name, read from their source: listing them imports no torch.
 
 A recipe is a public function of a module ``recipes/<family>/<module>.py`` with ``_config`` in its name. The first
-line of its docstring reads ``what it trains, N x GPU: M GB each, why this layout.``; ``make recipes`` writes M.
+line of its docstring reads ``what it trains, N x GPU: M GB each, layout.``; ``make recipes`` writes M.
 """
 
 import ast
@@ -23,31 +23,28 @@ Mode = Literal["pretrain", "sft"]
 Stage = Literal["pretrain", "sft", "distill"]
 
 _SUMMARY = re.compile(
-    r"^(?P<what>.+), (?P<count>\d+) x (?P<kind>[^:,]+): (?P<memory>\d+) GB(?: each)?, (?P<why>.+)\.$"
+    r"^(?P<what>.+), (?P<count>\d+) x (?P<kind>[^:,]+): (?P<memory>\d+) GB(?: each)?, (?P<layout>.+)\.$"
 )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is known of a recipe without importing it.
-
-    Attributes:
-        name: Name of the function.
-        module: Module that defines it.
-        what: What it trains.
-        gpus: Number of GPUs that its layout is meant for.
-        gpu_kind: Their type.
-        memory: GB (10^9 bytes) of the fullest of them that are used, rounded up, as ``autotune.memory`` counts.
-        why: Why this layout.
-    """
+    """What is known about a recipe without importing it."""
 
     name: str
+    """Name of the function."""
     module: str
+    """Module that defines it."""
     what: str
+    """What it trains."""
     gpus: int
+    """Number of GPUs that its layout is made for."""
     gpu_kind: str
+    """Their type."""
     memory: int
-    why: str
+    """GB (10^9 bytes) that the fullest GPU uses, rounded up, as ``autotune.memory`` counts."""
+    layout: str
+    """Model-parallel sizes, such as ``TP8 PP2``, or ``no model parallelism``."""
 
     @property
     def mode(self) -> Mode:
@@ -56,11 +53,10 @@ class Recipe:
 
     @property
     def stage(self) -> Stage:
-        """What it does; those that distill take the options of a pretraining."""
+        """The stage of training. A recipe that distills takes the options of pretraining."""
         return "distill" if "_distill_config" in self.name else self.mode
 
     def function(self) -> "Callable[..., ConfigContainer]":
-        """The recipe itself, imported."""
         return getattr(importlib.import_module(self.module), self.name)
 
     def build(self, **options: Any) -> "ConfigContainer":
@@ -70,7 +66,7 @@ class Recipe:
 
 @cache
 def catalog() -> dict[str, Recipe]:
-    """Every recipe by its name, in alphabetical order."""
+    """Every recipe by name, in alphabetical order."""
     root = Path(__file__).parent
     found = [recipe for path in sorted(root.glob("*/*.py")) for recipe in _recipes_of(path, root)]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
@@ -80,7 +76,7 @@ def find(name: str) -> Recipe:
     """The recipe called ``name``.
 
     Raises:
-        UserError: there is none, with the nearest names.
+        UserError: no recipe has this name; the message suggests the nearest ones.
     """
     recipes = catalog()
     if name not in recipes:
@@ -93,14 +89,14 @@ def search(text: str) -> list[Recipe]:
     """Recipes whose name, stage or description contains every word of ``text``.
 
     Example:
-        >>> [recipe.name for recipe in search("smollm2 pretrain")]
+        >>> [recipe.name for recipe in search("smollm2 pretrain 135m")]
         ['smollm2_135m_pretrain_config']
     """
     words = text.lower().split()
-    return [recipe for recipe in catalog().values() if all(word in _described(recipe) for word in words)]
+    return [recipe for recipe in catalog().values() if all(word in _searchable(recipe) for word in words)]
 
 
-def _described(recipe: Recipe) -> str:
+def _searchable(recipe: Recipe) -> str:
     return f"{recipe.name} {recipe.stage} {recipe.what} {recipe.gpus}x{recipe.gpu_kind}".lower()
 
 
@@ -108,15 +104,15 @@ def _recipes_of(path: Path, root: Path) -> list[Recipe]:
     module = f"{__package__}.{path.relative_to(root).with_suffix('').as_posix().replace('/', '.')}"
     functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     return [
-        _describe(node.name, module, ast.get_docstring(node) or "")
+        _parse(node.name, module, ast.get_docstring(node) or "")
         for node in functions
         if "_config" in node.name and not node.name.startswith("_")
     ]
 
 
-def _describe(name: str, module: str, docstring: str) -> Recipe:
+def _parse(name: str, module: str, docstring: str) -> Recipe:
     match = _SUMMARY.match(docstring.partition("\n")[0])
-    form = "what it trains, N x GPU: M GB each, why this layout."
+    form = "what it trains, N x GPU: M GB each, layout."
     assert match, f"{module}.{name}: the docstring must begin with '{form}'"
     count, memory = int(match["count"]), int(match["memory"])
-    return Recipe(name, module, match["what"], count, match["kind"], memory, match["why"])
+    return Recipe(name, module, match["what"], count, match["kind"], memory, match["layout"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe can be asked for, one ``TypedDict`` a stage: pyright and the builders refuse any other key."""
+"""The options of recipes, one ``TypedDict`` per stage. Pyright and the builders refuse any other key."""
 
 from typing import Literal, TypedDict
 
@@ -19,101 +19,107 @@ Recompute = Literal["selective", "full"] | list[Module]
 
 
 class LayoutOptions(TypedDict, total=False):
-    """How the model lies over the processes.
-
-    Attributes:
-        tensor_model_parallel_size: Processes that share each matrix.
-        sequence_parallel: Share the work between matrices over the same processes, too. Not given: whenever there
-            are several.
-        pipeline_model_parallel_size: Processes that share the layers.
-        virtual_pipeline_model_parallel_size: Interleaved stages of one process.
-        embedding_and_loss_are_layers: Count the embedding and the loss as a layer each when layers are shared out.
-        pipeline_layout: Which layers each stage holds, in Megatron-Core's letters (``Et*3|(tt|)*29m|L``); None
-            shares them out evenly.
-        context_parallel_size: Processes that share each sequence.
-        expert_model_parallel_size: Processes that share the experts of a layer out among themselves; they are
-            taken from the tensor, context and data parallel ones.
-        expert_tensor_parallel_size: Processes that share each matrix of an expert; None means as many as share
-            the others.
-        recompute: What is computed again in the backward pass to save memory: attention only (``selective``),
-            whole layers (``full``), or parts of them by name.
-    """
+    """How the model is distributed over the processes."""
 
     tensor_model_parallel_size: int
+    """Processes that share each weight matrix."""
     sequence_parallel: bool
+    """Also split the activations outside the matrices. By default on if the tensor-parallel size is above 1."""
     pipeline_model_parallel_size: int
+    """Processes that share the layers."""
     virtual_pipeline_model_parallel_size: int | None
+    """Interleaved stages per process."""
     embedding_and_loss_are_layers: bool
+    """Count the embedding and the loss as one layer each when the layers are divided among the stages."""
     pipeline_layout: str | None
+    """The layers of each stage, in Megatron-Core's notation (``Et*3|(tt|)*29m|L``). None divides them evenly."""
     context_parallel_size: int
+    """Processes that share each sequence."""
     expert_model_parallel_size: int
+    """Processes that share the experts of a layer. They are taken from the tensor, context and data dimensions."""
     expert_tensor_parallel_size: int | None
+    """Processes that share each weight matrix of an expert.
+
+    None means ``tensor_model_parallel_size``, or 1 where experts have biases.
+    """
     recompute: Recompute | None
+    """What the backward pass computes again to save memory: attention (``selective``), whole layers (``full``), or
+    the listed modules."""
 
 
 class ScheduleOptions(TypedDict, total=False):
-    """How much is trained, how fast, and what is kept of it.
-
-    Attributes:
-        seq_length: Tokens of a sample.
-        train_iters: Optimizer steps.
-        global_batch_size: Samples of one step, over all processes.
-        micro_batch_size: Samples of one forward pass of one process.
-        lr: Learning rate at its peak.
-        min_lr: Learning rate at the end.
-        warmup_fraction: Part of the steps over which the learning rate rises.
-        eval_interval: Steps between evaluations.
-        eval_iters: Global batches of one evaluation; 0 switches evaluation off.
-        precision: Number format of the computation.
-        seed: Seed of weights, dropout and data order.
-        dir: Run folder, for checkpoints and logs; None keeps nothing.
-        save_interval: Steps between checkpoints.
-        tokenizer: Directory or hub id; None means the model's own with data, and none at all without.
-        hf_model: Directory or hub id of a model to train instead of the recipe's: its sizes and its tokenizer, and
-            when tuning its weights; everything else stays as the recipe recommends it.
-    """
+    """How long and how fast to train, and what to save."""
 
     seq_length: int
+    """Tokens per sample."""
     train_iters: int
+    """Optimizer steps."""
     global_batch_size: int
+    """Samples per step, over all processes."""
     micro_batch_size: int
+    """Samples per forward pass of one process."""
     lr: float
+    """Peak learning rate."""
     min_lr: float
+    """Final learning rate."""
     warmup_fraction: float
+    """Fraction of the steps over which the learning rate rises."""
     eval_interval: int
+    """Steps between evaluations."""
     eval_iters: int
+    """Global batches per evaluation; 0 turns evaluation off."""
     precision: Precision
+    """Number format of the computation."""
     seed: int
+    """Seed of weights, dropout and data order."""
     dir: str | None
+    """Folder of the run, for checkpoints and logs. None saves nothing."""
     save_interval: int
+    """Steps between checkpoints."""
     tokenizer: str | None
+    """Directory or hub id. None means the model's own tokenizer, or none at all for mock data."""
     hf_model: str | None
+    """Directory or hub id of a model to train instead of the recipe's. Its config and tokenizer are used, and for
+    fine-tuning its weights; everything else stays as the recipe recommends."""
 
 
 class PretrainOptions(LayoutOptions, ScheduleOptions, total=False):
-    """Options of ``*_pretrain_config``.
-
-    Attributes:
-        data_paths: Corpora written by ``megatron-bridge data preprocess`` (paths without ``.bin``), each taken in
-            proportion to its size; None trains on made-up samples.
-        split: Shares of the documents for training, validation and test.
-    """
+    """Options of ``*_pretrain_config``."""
 
     data_paths: list[str] | None
+    """Corpora written by ``megatron-bridge data preprocess`` (paths without ``.bin``), weighted by their size.
+    None trains on mock data."""
     split: str
+    """Shares of the documents for training, validation and test."""
 
 
 class FinetuneOptions(LayoutOptions, ScheduleOptions, total=False):
-    """Options of ``*_finetune_config``.
-
-    Attributes:
-        pretrained_checkpoint: Weights to start from: a Megatron checkpoint or a Hugging Face directory.
-        dataset_root: Folder with ``training.jsonl``, ``validation.jsonl`` and ``test.jsonl``; the last two unless
-            ``eval_iters`` is 0, the last also unless ``dataset.do_test`` is false. None trains on made-up samples.
-        peft: ``lora`` or ``dora`` trains adapters on frozen weights, as does a method of one's own; None trains
-            all weights.
-    """
+    """Options of ``*_finetune_config``."""
 
     pretrained_checkpoint: str | None
+    """Weights to start from: a Megatron checkpoint or a Hugging Face directory."""
     dataset_root: str | None
+    """Folder with ``training.jsonl``, ``validation.jsonl`` and ``test.jsonl``. With ``eval_iters=0`` the first is
+    enough, with ``dataset.do_test=false`` the first two. None trains on mock data."""
     peft: Adapter | PEFT | None
+    """``lora``, ``dora`` or a ``PEFT`` object trains adapters on frozen weights. None trains all weights."""
+
+
+FP8: PretrainOptions = {"precision": "bf16_with_fp8_current_scaling_mixed"}
+FP8_BLOCKWISE: PretrainOptions = {"precision": "bf16_with_fp8_subchannel_scaling_mixed"}
+MXFP8: PretrainOptions = {"precision": "bf16_with_mxfp8_mixed"}
+NVFP4: PretrainOptions = {"precision": "bf16_with_nvfp4_mixed"}
+
+
+def layout(
+    *, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None
+) -> LayoutOptions:
+    """The parallel sizes of a recipe, by their usual abbreviations."""
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vp,
+        "context_parallel_size": cp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+    }

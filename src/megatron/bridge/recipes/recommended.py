@@ -1,78 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe recommends, read from its source text: nothing is imported, so a list of all takes no time."""
+"""The values that recipes recommend, read from their source: nothing is imported, so a list of all is quick."""
 
 import ast
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron.bridge.recipes.catalog import Recipe
 
-_ROOT = Path(__file__).parents[2]  # of the package ``megatron``
+Value = str | int | None
+Tables = dict[str, dict[str, Value]]
+
+_DEFAULTS = {"pretrain": "PRETRAIN", "sft": "FINETUNE"}
+"""Tables of ``builders.py``, by the mode of a recipe."""
+_PARAMETERS = {"mixed_precision_recipe": "precision"}
+"""Parameters of recipes whose defaults are recommended values, and the options they stand for."""
 
 
-def recommended(recipe: Recipe, option: str) -> str | int | None:
-    """The value that ``recipe`` gives to ``option``, else the default of its stage; None if it is not a literal.
+def recommended(recipe: Recipe, option: str) -> Value:
+    """The value that ``recipe`` gives to ``option``, or the default of its stage; None if it is not a literal.
 
     Example:
         >>> from megatron.bridge.recipes.catalog import find
         >>> recommended(find("llama3_8b_16k_pretrain_config"), "seq_length")
         16384
     """
-    functions = _functions(recipe.module)
-    value = _given(functions[recipe.name], functions, option)
-    return _defaults().get((recipe.mode, option)) if value is None else value
+    return _recommended_by(recipe).get(option)
 
 
-def _given(node: ast.FunctionDef, functions: dict[str, ast.FunctionDef], option: str) -> str | int | None:
-    """From the call that the function returns; what that function of the same module gives, if it does not."""
-    default = _argument(node, option)
-    for call in (part.value for part in ast.walk(node) if isinstance(part, ast.Return)):
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            continue
-        for keyword in call.keywords:
-            if keyword.arg == option and isinstance(keyword.value, ast.Constant):
-                return keyword.value.value  # pyright: ignore[reportReturnType]
-        if call.func.id in functions and functions[call.func.id] is not node:
-            return default or _given(functions[call.func.id], functions, option)
-    return default
-
-
-def _argument(node: ast.FunctionDef, option: str) -> str | int | None:
-    """A recipe may take the option itself, under a name of its own: ``mixed_precision_recipe``."""
-    names = [argument.arg for argument in node.args.args]
-    known = {"precision": "mixed_precision_recipe"}.get(option, option)
-    if known not in names or not node.args.defaults:
-        return None
-    default = node.args.defaults[names.index(known) - len(names)]
-    return default.value if isinstance(default, ast.Constant) else None  # pyright: ignore[reportReturnType]
+def _recommended_by(recipe: Recipe) -> dict[str, Value]:
+    """All literals; later ones win, as in the builders."""
+    root = Path(__file__).parents[2]  # of the package ``megatron``
+    own, functions = _parse(root.joinpath(*recipe.module.split(".")[1:]).with_suffix(".py"))
+    builders, options = (_parse(Path(__file__).with_name(name))[0] for name in ("builders.py", "options.py"))
+    tables, node = {**options, **own}, functions[recipe.name]
+    found = {**builders[_DEFAULTS[recipe.mode]]}
+    for argument, default in zip(reversed(node.args.args), reversed(node.args.defaults), strict=False):
+        found |= _literals({_PARAMETERS.get(argument.arg, argument.arg): default})
+    call = node.body[-1]
+    assert isinstance(call, ast.Return)
+    assert isinstance(call.value, ast.Call)
+    for shared in call.value.args:
+        found |= tables.get(shared.id, {}) if isinstance(shared, ast.Name) else {}
+    return found | _literals({keyword.arg: keyword.value for keyword in call.value.keywords})
 
 
 @cache
-def _functions(module: str) -> dict[str, ast.FunctionDef]:
-    path = _ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    return {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-
-
-@cache
-def _defaults() -> dict[tuple[str, str], str | int]:
-    """Literals of the tables ``PRETRAIN`` and ``FINETUNE`` of ``core``, and of those that they contain."""
-    tables: dict[str, dict[str, str | int]] = {}
-    for node in ast.parse((Path(__file__).parent / "core.py").read_text()).body:
+def _parse(path: Path) -> tuple[Tables, dict[str, ast.FunctionDef]]:
+    """The tables of options and the functions of a module."""
+    body = ast.parse(path.read_text()).body
+    tables: Tables = {}
+    for node in body:
         if (
             isinstance(node, ast.AnnAssign)
             and isinstance(node.target, ast.Name)
             and isinstance(node.value, ast.Dict)
         ):
-            tables[node.target.id] = _literals(node.value, tables)
-    stages = {"pretrain": tables["PRETRAIN"], "sft": tables["FINETUNE"]}
-    return {(stage, name): value for stage, table in stages.items() for name, value in table.items()}
+            tables[node.target.id] = _table(node.value, tables)
+    return tables, {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
 
 
-def _literals(node: ast.Dict, tables: dict[str, dict[str, str | int]]) -> dict[str, str | int]:
-    found: dict[str, str | int] = {}
+def _table(node: ast.Dict, tables: Tables) -> dict[str, Value]:
+    found: dict[str, Value] = {}
     for key, value in zip(node.keys, node.values, strict=True):
         if key is None and isinstance(value, ast.Name):  # **OTHER
             found |= tables.get(value.id, {})
-        elif isinstance(key, ast.Constant) and isinstance(value, ast.Constant):
-            found[str(key.value)] = value.value  # pyright: ignore[reportArgumentType]
+        elif isinstance(key, ast.Constant):
+            found |= _literals({str(key.value): value})
     return found
+
+
+def _literals(values: Mapping[Any, ast.expr]) -> dict[str, Value]:
+    """Those of ``values`` that are literals, by their keys."""
+    return {
+        key: value.value
+        for key, value in values.items()
+        if key is not None and isinstance(value, ast.Constant) and isinstance(value.value, str | int | None)
+    }

@@ -7,15 +7,27 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
-from megatron.bridge.recipes import spelling
+from megatron.bridge.recipes import hf_config_compat
 from megatron.bridge.recipes.catalog import catalog
 
 DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-"""What differs between the sizes of most generations."""
+"""The entries that differ between the sizes of most generations."""
+
+
+def llama3_128k(factor: float) -> dict[str, Any]:
+    """The entries of ``config.json`` that extend Llama 3 to 128k positions."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return {"max_position_embeddings": 131072, "rope_scaling": scaling}
 
 
 def hf_config(numbers: Mapping[str, Any]) -> Any:
-    """The transformers config with the entries ``numbers``; no remote code is run."""
+    """The transformers config with the entries ``numbers``. It runs no remote code."""
     from transformers import AutoConfig
 
     from megatron.bridge.models.hf_pretrained.deci_config import DeciConfig
@@ -25,12 +37,12 @@ def hf_config(numbers: Mapping[str, Any]) -> Any:
     return cast(Any, AutoConfig).for_model(**numbers)
 
 
-class Spelt(dict[str, Any]):
-    """Entries of a config as a bridge takes them; those of transformers would cost a second to import."""
+class HFConfigDict(dict[str, Any]):
+    """The entries of a config in the form that a bridge takes; importing transformers would cost a second."""
 
     @property
     def architectures(self) -> list[str]:
-        """Names of the classes that the config is for."""
+        """Names of the model classes that the config is for."""
         return self["architectures"]
 
 
@@ -39,25 +51,23 @@ class Size:
     """One published model size.
 
     The numbers are those of its ``config.json`` and go through the bridge of its family, as the downloaded file
-    would: a recipe and a converted checkpoint cannot differ, and no network is needed.
-
-    Attributes:
-        hub_id: Where the config and the tokenizer are published.
-        numbers: The entries of ``config.json`` that define the model.
-        training: Fields of the provider for which the published number is not one to train with.
-        published: Whether ``hub_id`` has this size; if not, it has a tokenizer that fits.
+    would. So a recipe and a converted checkpoint cannot differ, and no network is needed.
     """
 
     hub_id: str
+    """Where the config and the tokenizer are published."""
     numbers: Mapping[str, Any]
+    """The entries of ``config.json`` that define the model."""
     training: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of the provider whose published value is not suitable for training, with the values to train with."""
     published: bool = True
+    """Whether ``hub_id`` has a model of this size. If not, it has only a suitable tokenizer."""
 
     def provider(self) -> GPTModelProvider:
-        """A fresh provider of this size."""
+        """A new provider of this size."""
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
-        config = Spelt(spelling.current(self.numbers))
+        config = HFConfigDict(hf_config_compat.current(self.numbers))
         provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
         for name, value in self.training.items():
             setattr(provider, name, value)
@@ -65,27 +75,25 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Unbridged(Size):
-    """A size that was never on the hub, in a form that no bridge reads: the numbers are the provider's fields."""
+class ProviderSize(Size):
+    """A size that no bridge reads because it was never on the hub: the numbers are the provider's fields."""
 
     def provider(self) -> GPTModelProvider:
-        """A fresh provider of this size."""
         return GPTModelProvider(**self.numbers)
 
 
 @dataclass(frozen=True)
-class Given(Size):
-    """The size of a model that somebody has: ``hub_id`` may be a directory, and has the numbers."""
+class CheckpointSize(Size):
+    """The size of a Hugging Face checkpoint of the user; ``hub_id`` may be a directory."""
 
     def provider(self) -> GPTModelProvider:
-        """A fresh provider of this size."""
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
         return AutoBridge.from_hf_pretrained(self.hub_id).to_megatron_provider(load_weights=False)
 
 
 def published_size(hub_id: str) -> Size | None:
-    """The size that the hub has under ``hub_id``, if a recipe knows it."""
+    """The size of ``hub_id``, if there is a recipe for it."""
     modules = [importlib.import_module(name) for name in sorted({recipe.module for recipe in catalog().values()})]
     values: list[Any] = [value for module in modules for value in vars(module).values()]
     found = (value for value in values if isinstance(value, Size) and value.published)
@@ -94,19 +102,16 @@ def published_size(hub_id: str) -> Size | None:
 
 @dataclass(frozen=True)
 class Generation:
-    """What the sizes of one generation of models have in common.
-
-    Attributes:
-        common: Entries of ``config.json`` that all have, unless a size says otherwise.
-        columns: Entries that each size gives in this order.
-        training: see ``Size``.
-    """
+    """What the sizes of one generation of models have in common."""
 
     common: Mapping[str, Any]
+    """Entries of ``config.json`` that all sizes share, unless a size overrides them."""
     columns: tuple[str, ...] = DENSE
+    """Entries that each size gives, in this order."""
     training: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """See ``Size``."""
 
     def size(self, hub_id: str, *row: int, **others: Any) -> Size:
-        """The size with the numbers of ``row``, and of ``others`` where they are not the common ones."""
+        """The size with the numbers of ``row``; ``others`` override or extend the common entries."""
         own = dict(zip(self.columns, row, strict=True))
         return Size(hub_id, {**self.common, **own, **others}, self.training)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a teacher before a run that learns from it, without a network and without its weights."""
+"""The teacher of a distillation run, found without the network and without its weights."""
 
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,14 @@ from megatron.bridge.training.config import ConfigContainer
 
 
 def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | None:
-    """The teacher that runs beside ``config.model``, in its layout; None without one, or if it is not known here.
+    """The teacher in the layout of ``config.model``; None if there is none, or its config is not on this machine.
 
     Args:
         config: A config after ``validate(world_size)``.
         world_size: Number of processes.
 
     Raises:
-        UserError: it cannot run beside the model.
+        UserError: the teacher does not fit the student.
     """
     from megatron.bridge.training.distillation.teacher import in_layout
 
@@ -29,14 +29,14 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
 
 
 def _declared(name: str, trust_remote_code: bool) -> Any:
-    """From a directory, the size of a recipe, or what was downloaded before."""
-    from megatron.bridge.training.distillation.teacher import declared
+    """The provider, from a directory, from the size of a recipe, or from the download cache."""
+    from megatron.bridge.models.conversion.pretrained import provider_of
 
     if Path(name).is_dir():
-        return declared(name, trust_remote_code)
+        return provider_of(name, trust_remote_code)
     if (size := published_size(name)) is not None:
         return size.provider()
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json") if name.count("/") == 1 else None
-    return declared(str(Path(found).parent), trust_remote_code) if isinstance(found, str) else None
+    return provider_of(str(Path(found).parent), trust_remote_code) if isinstance(found, str) else None

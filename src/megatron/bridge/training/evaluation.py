@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses on held-out data."""
+"""Evaluation on held-out data."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,22 +9,22 @@ from typing import Literal
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.bridge.data.loaders import Batches as Data
+from megatron.bridge.data.loaders import DataIterator
 from megatron.bridge.training.loop import forward_backward
-from megatron.bridge.training.losses import LossTotals, Report, means
-from megatron.bridge.training.param_gather import gathered_params
-from megatron.bridge.training.state import Batches, Run
+from megatron.bridge.training.optim.param_gather import gathered_params
+from megatron.bridge.training.state import BatchIterator, Run
+from megatron.bridge.training.step.losses import LossReport, LossTotals, mean_losses
 
 
-def evaluate(run: Run, split: Literal["valid", "test"] = "valid") -> Report:
-    """Mean losses over ``validation.eval_iters`` global batches, the same ones at every call.
+def evaluate(run: Run, split: Literal["valid", "test"] = "valid") -> LossReport:
+    """Compute mean losses over ``validation.eval_iters`` global batches, the same ones at every call.
 
-    Each token counts once, whatever the layout. Dropout is off and no random number is drawn, so a run goes on as
-    if it had not been evaluated.
+    Each token counts once under any parallelism. Dropout is off and no random numbers are drawn, so an evaluation
+    does not affect training.
 
     Args:
         run: The run; it must have data for ``split``.
-        split: Which held-out data.
+        split: The data to evaluate on.
 
     Returns:
         Losses by name, equal on all ranks.
@@ -34,30 +34,30 @@ def evaluate(run: Run, split: Literal["valid", "test"] = "valid") -> Report:
     event = "eval" if split == "valid" else "test"
     run.emit(f"{event}_start")
     with torch.no_grad(), gathered_params(run.model), evaluation_mode(run.model):
-        run.total_loss_dict = _mean_losses(run, per_chunk(data.replicate(), len(run.model)), event)
+        run.total_loss_dict = _evaluate_batches(run, iterators_per_chunk(data.replicate(), len(run.model)), event)
     run.emit(f"{event}_end")
     return run.total_loss_dict
 
 
-def per_chunk(batches: Data, chunks: int) -> list[Batches]:
-    """One iterator per model chunk over the same microbatches, each of which is read once."""
+def iterators_per_chunk(batches: DataIterator, chunks: int) -> list[BatchIterator]:
+    """One iterator per model chunk over the same microbatches; each microbatch is read once."""
     return list(tee(batches, chunks)) if chunks > 1 else [batches]
 
 
-def _mean_losses(run: Run, batches: list[Batches], event: str) -> Report:
-    add_up = LossTotals()
-    totals: Report = {}
+def _evaluate_batches(run: Run, batches: list[BatchIterator], event: str) -> LossReport:
+    loss_totals = LossTotals()
+    totals: LossReport = {}
     for _ in range(run.config.validation.eval_iters):
         run.emit(f"{event}_step_start")
-        for name, pair in add_up(forward_backward(run, batches, forward_only=True)).items():
-            totals[name] = totals[name] + pair if name in totals else pair
+        for name, total in loss_totals(forward_backward(run, batches, forward_only=True)).items():
+            totals[name] = totals[name] + total if name in totals else total
         run.emit(f"{event}_step_end")
-    return means(totals)
+    return mean_losses(totals)
 
 
 @contextmanager
 def evaluation_mode(chunks: list[MegatronModule]) -> Iterator[None]:
-    """Without dropout inside."""
+    """Set all chunks to evaluation mode inside the context."""
     for chunk in chunks:
         chunk.eval()
     try:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train on from existing weights."""
+"""Fine-tuning: train from existing weights."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron.bridge.checkpoint.model_io import tokenizer_dir
+from megatron.bridge.models.conversion.pretrained import is_megatron_checkpoint
 from megatron.bridge.training.callbacks.base import CallbackManager
-from megatron.bridge.training.callbacks.report import TuningReport
+from megatron.bridge.training.callbacks.observe.report import FinetuningReport
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
 from megatron.bridge.training.pretrain import pretrain
-from megatron.bridge.training.setup import Callbacks
+from megatron.bridge.training.setup import AnyConfig, Callbacks, container_of
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.errors import UserError
 
@@ -18,37 +19,38 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def finetune(
-    config: ConfigContainer,
+    config: AnyConfig,
     forward_step_func: Callable[..., Any],
     callbacks: Callbacks | None = None,
 ) -> Run:
-    """``pretrain`` from the weights of ``checkpoint.pretrained_checkpoint``, or from where the last run stopped.
+    """``pretrain`` from the weights of ``checkpoint.pretrained_checkpoint``, or resume an earlier run.
 
     A report is written after the last step.
 
     Args:
-        config: What to run.
+        config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
         forward_step_func: For example ``megatron.bridge.training.gpt_step.forward_step``.
-        callbacks: Callbacks of your own.
+        callbacks: The user's callbacks.
 
     Raises:
-        UserError: there are no weights to start from, they were trained with another tokenizer, or whatever
-            ``pretrain`` refuses.
+        UserError: There are no pretrained weights, they were trained with another tokenizer, or ``pretrain``
+            refuses the config.
     """
-    if config.checkpoint.pretrained_checkpoint is None:
+    given = container_of(config)
+    if given.checkpoint.pretrained_checkpoint is None:
         raise UserError(
-            "checkpoint.pretrained_checkpoint is not set: give a Megatron checkpoint or a Hugging Face directory, "
-            "or use pretrain to start from random weights"
+            "checkpoint.pretrained_checkpoint is not set: set it to a Megatron checkpoint or a Hugging Face "
+            "directory, or use pretrain to start from random weights"
         )
-    check_tokenizer(config)
-    return pretrain(config, forward_step_func, CallbackManager([*(callbacks or ()), TuningReport()]))
+    check_tokenizer(given)
+    return pretrain(config, forward_step_func, CallbackManager([*(callbacks or ()), FinetuningReport()]))
 
 
 def check_tokenizer(config: ConfigContainer) -> None:
-    """Compare the run's tokenizer with the one that lies beside the pretrained weights, if one does.
+    """Compare the run's tokenizer with the one in the directory of the pretrained weights, if there is one.
 
     Raises:
-        UserError: a token has another number: the embeddings would stand for other words, without an error.
+        UserError: The id of a token differs: the embeddings would silently belong to other tokens.
     """
     beside = _tokenizer_beside(Path(config.checkpoint.pretrained_checkpoint or ""))
     if beside is not None:
@@ -56,10 +58,10 @@ def check_tokenizer(config: ConfigContainer) -> None:
 
 
 def compare_tokenizers(chosen: TokenizerConfig, beside: Path) -> None:
-    """Compare the run's tokenizer with that in the directory ``beside``.
+    """Compare the run's tokenizer with the one in the directory ``beside``.
 
     Raises:
-        UserError: a token has another number.
+        UserError: The id of a token differs.
     """
     if chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:
         return
@@ -69,13 +71,13 @@ def compare_tokenizers(chosen: TokenizerConfig, beside: Path) -> None:
     try:
         ours = load_hf_tokenizer(chosen.tokenizer_model, chosen.trust_remote_code).get_vocab()
     except UserError as error:
-        raise UserError(f"{error}; that of the weights is there: tokenizer.tokenizer_model={beside}") from error
+        raise UserError(f"{error}; the tokenizer of the weights is tokenizer.tokenizer_model={beside}") from error
     moved = [token for token, number in theirs.items() if ours.get(token) != number]
     if moved:
         token = min(moved, key=theirs.__getitem__)
         raise UserError(
-            f"tokenizer.tokenizer_model={chosen.tokenizer_model} is not the tokenizer of {beside}: {len(moved):,} "
-            f"tokens have other numbers, among them {token!r} ({ours.get(token, 'missing')} instead of "
+            f"tokenizer.tokenizer_model={chosen.tokenizer_model} is not the tokenizer of {beside}: the ids of "
+            f"{len(moved):,} tokens differ, for example of {token!r} ({ours.get(token, 'missing')} instead of "
             f"{theirs[token]}); use {beside}"
         )
 
@@ -83,5 +85,4 @@ def compare_tokenizers(chosen: TokenizerConfig, beside: Path) -> None:
 def _tokenizer_beside(checkpoint: Path) -> Path | None:
     if any((checkpoint / name).is_file() for name in TOKENIZER_FILES):
         return checkpoint
-    is_megatron = checkpoint.is_dir() and not (checkpoint / "config.json").is_file()
-    return tokenizer_dir(checkpoint) if is_megatron else None
+    return tokenizer_dir(checkpoint) if is_megatron_checkpoint(checkpoint) else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy continuation of prompts by the model in training, under any layout.
+"""Greedy generation with the model in training, under any parallelism.
 
-Every token costs a forward pass over the whole text: good for a few samples, not for serving.
+Each token needs a forward pass over the whole text: suitable for a few samples, not for serving.
 """
 
 from typing import Any, cast
@@ -14,9 +14,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron.bridge.training.evaluation import evaluation_mode
-from megatron.bridge.training.param_gather import gathered_params
+from megatron.bridge.training.optim.param_gather import gathered_params
 from megatron.bridge.training.state import Run
-from megatron.bridge.utils.dist import broadcast_object
+from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
 
 Tokens = list[list[int]]
@@ -24,45 +24,45 @@ Tokens = list[list[int]]
 
 @torch.no_grad()
 def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int] = frozenset()) -> Tokens:
-    """The most likely continuation of each prompt, up to the end-of-document token; to be called on all ranks.
+    """Continue each prompt greedily up to the end-of-document token; to be called on all ranks.
 
-    Random states and gradients are left as they were.
+    Random states and gradients do not change.
 
     Args:
-        run: the run.
-        prompts: token ids, at least one each.
-        max_new_tokens: most tokens to add.
-        stop: tokens that end a text, besides the end-of-document token.
+        run: The run.
+        prompts: Token ids, at least one per prompt.
+        max_new_tokens: Maximum number of tokens to generate.
+        stop: Tokens that end a text, in addition to the end-of-document token.
 
     Returns:
-        The tokens behind each prompt, on every rank.
+        The generated tokens of each prompt, on every rank.
 
     Raises:
-        UserError: a prompt leaves no room in ``model.seq_length``.
+        UserError: A prompt and its new tokens do not fit into ``model.seq_length``.
     """
-    _check(run, prompts, max_new_tokens)
+    _check_length(run, prompts, max_new_tokens)
     texts = [list(prompt) for prompt in prompts]
     open_texts = set(range(len(texts)))
     with gathered_params(run.model), evaluation_mode(run.model):
         for _ in range(max_new_tokens):
             chosen = _next_tokens(run, texts)
-            for place in sorted(open_texts):
-                texts[place].append(chosen[place])
-                if chosen[place] == run.tokenizer.eod or chosen[place] in stop:
-                    open_texts.discard(place)
+            for index in sorted(open_texts):
+                texts[index].append(chosen[index])
+                if chosen[index] == run.tokenizer.eod or chosen[index] in stop:
+                    open_texts.discard(index)
             if not open_texts:
                 break
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def _check(run: Run, prompts: Tokens, max_new_tokens: int) -> None:
+def _check_length(run: Run, prompts: Tokens, max_new_tokens: int) -> None:
     model = run.config.model
     assert all(prompts), "a prompt is empty"
     longest = max(map(len, prompts)) + max_new_tokens
     if longest > model.seq_length:
         raise UserError(
-            f"a prompt of {longest - max_new_tokens} tokens and {max_new_tokens} new ones are more than "
-            f"model.seq_length={model.seq_length}: shorten the prompt, or generate fewer"
+            f"a prompt of {longest - max_new_tokens} tokens and {max_new_tokens} new tokens exceed "
+            f"model.seq_length={model.seq_length}: shorten the prompt, or generate fewer tokens"
         )
 
 
@@ -70,15 +70,15 @@ def _next_tokens(run: Run, texts: Tokens) -> list[int]:
     """The most likely next token of each text, on every rank."""
     model = run.config.model
     longest = max(map(len, texts))
-    parts = model.tensor_model_parallel_size if model.sequence_parallel else 1
-    parts *= 2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
-    length = -(-longest // parts) * parts
+    multiple = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    multiple *= 2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
+    length = -(-longest // multiple) * multiple
     batch = torch.zeros(len(texts), length, dtype=torch.long)
     for row, text in zip(batch, texts, strict=True):
-        row[: len(text)] = torch.tensor(text)  # what stands behind a text is not seen: attention is causal
+        row[: len(text)] = torch.tensor(text)  # attention is causal, so padding after a text has no effect
     batch = batch.to(torch.cuda.current_device())
     last = torch.tensor([len(text) - 1 for text in texts], device=batch.device)
-    # interleaved stages need as many microbatches as there are stages: the same one again
+    # interleaved schedules need one microbatch per stage: repeat the same one
     repeats = model.pipeline_model_parallel_size if len(run.model) > 1 else 1
     schedule = cast(Any, get_forward_backward_func())
     found = schedule(
@@ -105,12 +105,12 @@ def _forward(chunk: MegatronModule, batch: torch.Tensor, last: torch.Tensor, voc
     output = chunk(mine["tokens"], mine["position_ids"], None)
 
     def choose(logits: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-        texts, places = (mine["position_ids"] == last[:, None]).nonzero(as_tuple=True)
+        texts, positions = (mine["position_ids"] == last[:, None]).nonzero(as_tuple=True)
         chosen = torch.full_like(last, -1)
         if len(texts):
-            whole = gather_from_tensor_model_parallel_region(logits[texts, places])
-            chosen[texts] = whole[:, :vocabulary].argmax(-1)  # rows that pad the vocabulary are no tokens
-        # each end is on one context-parallel rank
+            full = gather_from_tensor_model_parallel_region(logits[texts, positions])
+            chosen[texts] = full[:, :vocabulary].argmax(-1)  # without the padding of the vocabulary
+        # the last token of a text is on one context-parallel rank
         torch.distributed.all_reduce(chosen, torch.distributed.ReduceOp.MAX, group)
         return chosen
 

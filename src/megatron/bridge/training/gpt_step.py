@@ -11,21 +11,21 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
-from megatron.bridge.data.packing import cut_for_rank
-from megatron.bridge.training.state import Batches, LossFunction
+from megatron.bridge.data.finetuning.packing import cut_for_rank
+from megatron.bridge.training.state import BatchIterator, LossFunction
 
 LOSS_NAME = "lm loss"
 
 
-def forward_step(data_iterator: Batches, model: MegatronModule) -> tuple[torch.Tensor, LossFunction]:
-    """Run one chunk of the model on the next microbatch.
+def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[torch.Tensor, LossFunction]:
+    """Run one model chunk on the next microbatch.
 
-    Every pipeline stage draws the batch: it is small beside the activations, and what describes it (masks, lengths
-    of packed samples) is then at hand in all of them.
+    Every pipeline stage reads the batch: it is small compared with the activations, and all stages need its masks
+    and the lengths of packed samples.
 
     Returns:
         The chunk's output (on the last stage the loss of each token, [micro_batch_size, sequence of this
-        context-parallel rank]) and the function that makes a loss of it.
+        context-parallel rank]) and the function that computes the loss from it.
     """
     batch = next_batch(data_iterator)
     extra: dict[str, Any] = {"loss_mask": batch["loss_mask"]} if get_model_config(model).mtp_num_layers else {}
@@ -38,7 +38,7 @@ def forward_step(data_iterator: Batches, model: MegatronModule) -> tuple[torch.T
 
 
 def next_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """The next microbatch on this rank's device; under context parallelism, this rank's part of each sequence."""
+    """The next microbatch on this rank's device; with context parallelism, this rank's part of each sequence."""
     device = torch.cuda.current_device()
     batch = {
         key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
@@ -48,22 +48,22 @@ def next_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
     if group.size() == 1:
         return batch
     if "cu_seqlens" in batch:
-        return _cut_packed(batch, group.rank(), group.size())
+        return _shard_packed(batch, group.rank(), group.size())
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
 
 
-def _cut_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """This rank's part of each sample of the row; the bounds remain those of the whole row."""
-    places = torch.from_numpy(cut_for_rank(batch["cu_seqlens"].cpu().numpy(), rank, size))
-    places = places.to(batch["tokens"].device)
+def _shard_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """This rank's part of each packed sample; ``cu_seqlens`` still describes the whole row."""
+    indices = torch.from_numpy(cut_for_rank(batch["cu_seqlens"].cpu().numpy(), rank, size))
+    indices = indices.to(batch["tokens"].device)
     whole = ("attention_mask", "cu_seqlens", "max_seqlen")
-    return {key: value if key in whole else value.index_select(1, places) for key, value in batch.items()}
+    return {key: value if key in whole else value.index_select(1, indices) for key, value in batch.items()}
 
 
 def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:
-    """Where the samples of a packed row begin and end, as Megatron-Core's layers take it.
+    """The boundaries of the samples in a packed row, for Megatron-Core's layers.
 
-    Padding behind a sample counts as a part of it: attention is causal, so no learnt token sees it.
+    Padding after a sample counts as part of it: attention is causal, so no trained token attends to it.
     """
     bounds, longest = batch["cu_seqlens"], batch["max_seqlen"]
     return PackedSeqParams(
@@ -78,14 +78,14 @@ def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:
 def masked_loss(
     loss_mask: torch.Tensor, token_losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of the losses that count, and their number.
+    """The sum of the unmasked token losses, and the number of unmasked tokens.
 
-    Megatron-Core divides: by the tokens of the global batch with ``calculate_per_token_loss``, else by those of
-    this microbatch and the number of microbatches.
+    Megatron-Core divides the sum: with ``calculate_per_token_loss`` by the tokens of the global batch, otherwise
+    by the tokens of this microbatch and the number of microbatches.
 
     Returns:
-        Sum, number of tokens, and for reporting both as one tensor of two (float64: a count above 2**24 is not
-        exact in float32).
+        The sum, the number of tokens, and the report: both in one tensor (float64, because float32 cannot
+        represent counts above 2**24 exactly).
     """
     mask = loss_mask.view(-1).float()
     total = torch.sum(token_losses.view(-1).float() * mask)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""The training loop. Everything that is not a step is a callback."""
+"""The training loop. Everything except the training step is a callback."""
 
 from contextlib import ExitStack
 from typing import Any, cast
@@ -8,13 +8,13 @@ from typing import Any, cast
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron.bridge.training.further_losses import collected, router_losses, share_out
-from megatron.bridge.training.losses import Report, means
-from megatron.bridge.training.state import Batches, Progress, Run, StepResult
+from megatron.bridge.training.state import BatchIterator, Progress, Run, StepResult
+from megatron.bridge.training.step.aux_losses import add_mtp_losses, collect_mtp_losses, router_losses
+from megatron.bridge.training.step.losses import LossReport, mean_losses
 
 
 def train(run: Run) -> Progress:
-    """Step until the configured number of iterations, or until a callback asks to stop."""
+    """Train until ``train.train_iters``, or until a callback sets ``run.stop_reason``."""
     with ExitStack() as cleanup:
         for callback in run.callbacks:
             cleanup.callback(callback.close, run)
@@ -27,44 +27,44 @@ def train(run: Run) -> Progress:
                 run.emit("train_step_end")
             run.emit("train_end")
         except BaseException as error:
-            # no communication from here on: the other ranks may be anywhere
+            # no collectives from here on: the other ranks may be anywhere
             run.emit("error", error)
             raise
     return run.progress
 
 
 def train_step(run: Run) -> StepResult:
-    """Forward and backward over all microbatches, then one optimizer step."""
+    """Run forward and backward over all microbatches, then one optimizer step."""
     zero_gradients(run)
     run.reports = forward_backward(run, run.train_batches)
     run.emit("grads_ready")
-    losses = means(run.loss_totals(run.reports)) | router_losses(run.config, run.num_microbatches)
+    losses = mean_losses(run.loss_totals(run.reports)) | router_losses(run.config, run.num_microbatches)
     learning_rate = current_learning_rate(run)
     updated, grad_norm, zeros = cast(Any, run.optimizer).step()  # untyped
     if updated:
-        # in samples, so that a schedule means the same under any batch size
+        # counted in samples, so that a schedule does not depend on the batch size
         run.scheduler.step(increment=run.batch_size)
     counted = zeros if run.config.optimizer.log_num_zeros_in_grad else None
     return StepResult(losses, grad_norm, learning_rate, not updated, run.batch_size, counted)
 
 
-def forward_backward(run: Run, batches: list[Batches], forward_only: bool = False) -> list[Report]:
-    """Run one global batch through Megatron-Core's schedule, the only place that knows of pipeline stages.
+def forward_backward(run: Run, batches: list[BatchIterator], forward_only: bool = False) -> list[LossReport]:
+    """Run one global batch through Megatron-Core's schedule, the only code that depends on pipeline stages.
 
-    Gradients end up reduced over all ranks and normalised in ``main_grad``.
+    The gradients in ``main_grad`` are reduced over all ranks and normalized.
 
     Args:
         run: The run.
         batches: Microbatches, one iterator per model chunk.
-        forward_only: Leave out the backward pass.
+        forward_only: Skip the backward pass.
 
     Returns:
-        What the loss function reported for each microbatch; an empty list off the last pipeline stage.
+        The report of the loss function for each microbatch; an empty list except on the last pipeline stage.
     """
     config = run.config
     samples = config.train.global_batch_size if forward_only else run.batch_size
     schedule = cast(Any, get_forward_backward_func())  # one of three functions that take the same keywords
-    with collected() as further:
+    with collect_mtp_losses() as mtp_losses:
         reports = schedule(
             forward_step_func=run.forward_step,
             data_iterator=batches,
@@ -74,23 +74,21 @@ def forward_backward(run: Run, batches: list[Batches], forward_only: bool = Fals
             micro_batch_size=config.train.micro_batch_size,
             forward_only=forward_only,
         )
-    return share_out(further, reports)
+    return add_mtp_losses(mtp_losses, reports)
 
 
 def zero_gradients(run: Run) -> None:
-    """Clear the gradient buffers and what the optimizer keeps of them."""
     for chunk in run.model:
         cast(DistributedDataParallel, chunk).zero_grad_buffer()
     run.optimizer.zero_grad()
 
 
 def current_learning_rate(run: Run) -> float:
-    """That of the parameters without overrides."""
+    """The learning rate of parameters without overrides."""
     return float(cast(Any, run.scheduler).get_lr({}))  # untyped
 
 
 def advance(run: Run, result: StepResult) -> None:
-    """Count the step."""
     run.progress.step += 1
     run.progress.consumed_train_samples += result.samples
     run.progress.skipped_steps += result.skipped

@@ -1,47 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a model from the start, or go on where the last run stopped."""
+"""Pretraining: train a model from random weights, or resume an earlier run."""
 
 import copy
 from collections.abc import Callable
 from typing import Any
 
 from megatron.bridge.training.callbacks.base import CallbackManager
-from megatron.bridge.training.callbacks.preemption import REQUEUE
-from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.inprocess_restart import restarting
+from megatron.bridge.training.callbacks.guard.preemption import REQUEUE_EXIT_CODE
 from megatron.bridge.training.loop import train
-from megatron.bridge.training.setup import Callbacks, setup
+from megatron.bridge.training.resiliency.inprocess_restart import run_with_restarts
+from megatron.bridge.training.setup import AnyConfig, Callbacks, resolve_run, setup
 from megatron.bridge.training.state import Run
 
 
 def pretrain(
-    config: ConfigContainer, forward_step_func: Callable[..., Any], callbacks: Callbacks | None = None
+    config: AnyConfig,
+    forward_step_func: Callable[..., Any],
+    callbacks: Callbacks | None = None,
 ) -> Run:
-    """Train as ``config`` says, under any parallel layout.
+    """Train the model of ``config``, under any parallelism.
 
     Args:
-        config: What to run.
+        config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
         forward_step_func: For example ``megatron.bridge.training.gpt_step.forward_step``.
-        callbacks: Callbacks of your own.
+        callbacks: The user's callbacks.
 
     Returns:
-        The finished run: its model chunks hold the trained weights, and the process groups are still up.
+        The finished run. Its model chunks hold the trained weights; the process groups still exist.
 
     Raises:
-        UserError: something in the config, the data or a checkpoint cannot be used.
-        SystemExit: with ``REQUEUE``, after a signal or when the time was over; everything is saved.
+        UserError: The config, the data or a checkpoint cannot be used.
+        SystemExit: A signal or the time limit ended the run. The run is saved; the exit code is
+            ``REQUEUE_EXIT_CODE``.
     """
+    resolved = resolve_run(config)
     users = CallbackManager(callbacks or ())
     fresh = users.state_dict()
 
     def attempt() -> Run:
         users.load_state_dict(copy.deepcopy(fresh))
-        run = setup(config, forward_step_func, users)
+        run = setup(resolved, forward_step_func, users)
         train(run)
         return run
 
-    restart = config.inprocess_restart
-    run = attempt() if restart is None or not restart.enabled else restarting(config, attempt)
+    restart = resolved.config.inprocess_restart
+    run = attempt() if restart is None or not restart.enabled else run_with_restarts(resolved.config, attempt)
     if run.requeue:
-        raise SystemExit(REQUEUE)
+        raise SystemExit(REQUEUE_EXIT_CODE)
     return run

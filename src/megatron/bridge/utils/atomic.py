@@ -80,3 +80,17 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def refuse_unwritable(what: str, way_out: str = "choose another folder") -> Iterator[None]:
+    """Turn an ``OSError`` inside into a ``UserError``.
+
+    Args:
+        what: The key and its value, for example ``logger.log_dir=runs``.
+        way_out: What the user can do.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror}; {way_out}") from error

@@ -14,12 +14,17 @@ _WIDTH = 80
 @cache
 def console() -> Console:
     """The shared console; ranks above 0 get one that prints nothing."""
-    return with_width(
+    return ensure_width(
         Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True)
     )
 
 
-def with_width(made: Console) -> Console:
+def print_rank_0(text: str) -> None:
+    """Print ``text`` as it is, on the first rank."""
+    console().print(text, markup=False)
+
+
+def ensure_width(made: Console) -> Console:
     """``made``; where ``COLUMNS`` is 0, rich would print nothing at all."""
     if not made.width:
         made.width = _WIDTH

@@ -2,7 +2,7 @@
 """The one exception for mistakes of the user, and the nearest-name hint that its messages carry."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(ValueError):
@@ -30,5 +30,26 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
         >>> did_you_mean("train_itres", ["train_iters", "seed"])
         '; did you mean train_iters?'
     """
-    close = nearest(name, candidates)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return suggestion(nearest(name, candidates))
+
+
+def suggestion(names: Sequence[str]) -> str:
+    """A sentence fragment that proposes ``names``, or an empty string if there are none."""
+    return f"; did you mean {' or '.join(names)}?" if names else ""
+
+
+def nearest_keys(key: str, keys: Iterable[str], count: int = 3) -> list[str]:
+    """Dotted keys closest to ``key``: namesakes in other groups, else alike in its own, else alike in all.
+
+    Example:
+        >>> nearest_keys("model.seed", ["model.sees", "train.seed"])
+        ['train.seed']
+    """
+    keys = list(keys)
+    group, _, last = key.rpartition(".")
+    namesakes = [name for name in keys if name.rpartition(".")[2] == last]
+    if namesakes:
+        return difflib.get_close_matches(key, namesakes, count, cutoff=0.0)
+    siblings = {name.rpartition(".")[2]: name for name in keys if name.rpartition(".")[0] == group}
+    alike = [siblings[name] for name in difflib.get_close_matches(last, siblings, count)]
+    return alike or difflib.get_close_matches(key, keys, count, cutoff=0.8)

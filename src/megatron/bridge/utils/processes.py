@@ -29,8 +29,7 @@ class Process:
 
     @classmethod
     def current(cls) -> "Process":
-        """This one."""
-        return cls(socket.gethostname(), _boot(), os.getpid(), started(os.getpid()) or 0)
+        return cls(socket.gethostname(), _boot(), os.getpid(), start_time(os.getpid()) or 0)
 
     @property
     def is_here(self) -> bool:
@@ -40,13 +39,13 @@ class Process:
     @property
     def is_alive(self) -> bool:
         """Whether it still runs; one that was stopped does."""
-        return started(self.pid) == self.started
+        return start_time(self.pid) == self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
-def started(pid: int) -> int | None:
+def start_time(pid: int) -> int | None:
     """When a process started, in clock ticks after the machine did; None if it is gone, or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

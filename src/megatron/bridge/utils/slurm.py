@@ -5,20 +5,20 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
-from megatron.bridge.utils import ranks
+from megatron.bridge.utils import torchrun_env
 from megatron.bridge.utils.errors import UserError
 
 FIRST_PORT, PORTS = 20_000, 20_000
 _NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 
 
-def adopt_step(environment: MutableMapping[str, str] = os.environ) -> None:
+def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what torch.distributed reads (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...) from the job step.
 
     Nothing changes under torchrun, which has set it, nor outside a step: ``sbatch`` sets ``SLURM_NTASKS`` for the
     batch script too, which is one process.
     """
-    if "RANK" in environment or ranks.number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
+    if "RANK" in environment or torchrun_env.read_number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
         return
     given = {name: _given(environment, name) for name in (*_NAMES.values(), "SLURM_STEP_NODELIST", "SLURM_JOB_ID")}
     environment.update({ours: given[name] for ours, name in _NAMES.items()})

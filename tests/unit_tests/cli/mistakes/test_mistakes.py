@@ -8,7 +8,7 @@ import pytest
 from megatron.bridge.cli.main import main
 from tests.unit_tests.cli.mistakes import places
 from tests.unit_tests.cli.mistakes.table import MISTAKES, RUN
-from tests.workers import forget_model_parallel
+from tests.workers import forget_model_parallel, leave
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +47,5 @@ def _run(arguments, capfd):
     except SystemExit as end:  # argparse
         code = end.code
     finally:
-        _leave()
+        leave()
     return code, capfd.readouterr().err
-
-
-def _leave():
-    import torch.distributed
-
-    if torch.distributed.is_initialized():
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The same through NeMo-Run, which writes the batch script, copies the code, and submits from here or over SSH. It has
-# an environment of its own: `make launch-setup`. This prints the script; without --dry-run it is submitted.
+# The same through NeMo-Run, which writes the batch script, copies the code, and submits locally or over SSH. It needs its
+# own environment: `make launch-setup`. This command prints the script; without --dry-run it submits it.
 #
 #   bash tutorials/recipes/llama/05_slurm/with_nemo_run.sh
 set -euo pipefail

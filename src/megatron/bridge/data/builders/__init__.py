@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of data sets, under the names that scripts know."""
+"""Dataset configs under their public names."""

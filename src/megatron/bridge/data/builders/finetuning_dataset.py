@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets from the files of a folder, under the name that scripts know."""
+"""Configs of fine-tuning datasets under their public names."""
 
 from megatron.bridge.data.config import BlendedDatasetConfig, FinetuningDatasetConfig, SFTDatasetConfig
 

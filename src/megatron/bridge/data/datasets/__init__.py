@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets and their parts, under the names that scripts know."""
+"""Datasets under their public names."""

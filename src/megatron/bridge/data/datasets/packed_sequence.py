@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several samples in a row, under the name that scripts know."""
+"""Sequence packing under its public names."""
 
-from megatron.bridge.data.config import PackedSequenceSpecs
-from megatron.bridge.data.rows import PackedRows
+from megatron.bridge.data.finetuning.rows import PackedRows
+from megatron.bridge.data.records.record_config import PackedSequenceSpecs
 
 __all__ = ["PackedRows", "PackedSequenceSpecs"]

@@ -6,23 +6,28 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.checkpoint.on_demand import OnDemandPlanner
-from megatron.bridge.models.conversion import (
-    adapters,
+from megatron.bridge.checkpoint.lazy_planner import LazySavePlanner
+from megatron.bridge.models.conversion.adapters import peft_format
+from megatron.bridge.models.conversion.engine import (
     buckets,
-    exporting,
-    loading,
-    patterns,
+    export,
+    load,
+    mtp_layers,
     side_files,
+    stored_provider,
     streaming,
 )
-from megatron.bridge.models.conversion.buckets import BUCKET_BYTES
+from megatron.bridge.models.conversion.engine.buckets import BUCKET_BYTES
+from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask, build_plan
+from megatron.bridge.models.conversion.engine.streaming import StoredModel
+from megatron.bridge.models.conversion.mappings import patterns
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTuple,
     MegatronModelBridge,
@@ -30,14 +35,11 @@ from megatron.bridge.models.conversion.model_bridge import (
     as_dict,
     bridge_for,
 )
-from megatron.bridge.models.conversion.plan import Plan, WeightConversionTask, build_plan
-from megatron.bridge.models.conversion.stored_layout import ONE_PROCESS, stored_provider
-from megatron.bridge.models.conversion.streaming import StoredModel
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub
 from megatron.bridge.models.hf_pretrained.model_card import History
-from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
-from megatron.bridge.models.model_provider import in_precision
-from megatron.bridge.utils import console, dist
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
+from megatron.bridge.models.model_provider import PreWrapHook, to_half_precision
+from megatron.bridge.utils import console, distributed
 from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.errors import UserError
 
@@ -54,6 +56,7 @@ class AutoBridge:
     def __init__(self, hf_pretrained: Any) -> None:
         self.hf_pretrained = hf_pretrained
         self._bridge: MegatronModelBridge = bridge_for(self.hf_config)
+        self._noted: set[str] = set()
 
     # ---- what can be bridged ------------------------------------------------------------------------------------
 
@@ -98,7 +101,6 @@ class AutoBridge:
 
     @property
     def hf_config(self) -> Any:
-        """The transformers config."""
         return getattr(self.hf_pretrained, "config", self.hf_pretrained)
 
     # ---- Hugging Face -> Megatron -------------------------------------------------------------------------------
@@ -114,21 +116,36 @@ class AutoBridge:
             UserError: a config key that is unknown or cannot be represented.
         """
         provider = self._bridge.provider_bridge(_with_config(self.hf_pretrained))
-        provider.__dict__["_hf_config"] = self.hf_config  # beside the fields: it is not part of what is declared
+        provider.hf_config = self.hf_config
+        if self.lacks_mtp_layers(hf_path, load_weights):
+            provider.mtp_num_layers = None
+            self._note(mtp_layers.DECLARED_ONLY, self._weights(hf_path).model_name_or_path)
         if load_weights:
             self._weights(hf_path)  # no weights is an error now, not after the model was built
 
             def load_hf_weights(chunks: list[Any]) -> None:
                 self.load_hf_weights(chunks, hf_path)
 
-            load_hf_weights.fills_every_parameter = True  # type: ignore[attr-defined]
-            provider.register_pre_wrap_hook(load_hf_weights)
+            provider.register_pre_wrap_hook(PreWrapHook(load_hf_weights, fills_every_parameter=True))
         return provider
+
+    def lacks_mtp_layers(self, hf_path: str | Path | None = None, download: bool = False) -> bool:
+        """Whether the config declares layers of multi-token prediction and the weights have none of them.
+
+        Args:
+            hf_path: where the weights are; this bridge's own model when None.
+            download: get the weights if nothing else tells; else weights that are not here count as complete.
+        """
+        if self._mtp_layers is None or not (hf_path or isinstance(self.hf_pretrained, PreTrainedCausalLM)):
+            return False
+        pretrained = self._weights(hf_path)
+        names = pretrained.stored_names or (pretrained.state.entries if download else None)
+        return names is not None and not self._mtp_layers.are_in(names)
 
     @staticmethod
     def hf_config_of(provider: Any) -> dict[str, Any] | None:
         """The Hugging Face config of a provider that a bridge made and somebody changed; None for another one."""
-        source = provider.declared.__dict__.get("_hf_config")
+        source = provider.declared.hf_config
         return None if source is None else bridge_for(source).config_of(provider.declared, as_dict(source))
 
     def to_megatron_model(
@@ -155,7 +172,8 @@ class AutoBridge:
         """
         pretrained = self._weights(hf_path)
         plan = self.plan(model, hf_path)
-        loading.load(self._bridge, plan, pretrained.state, pretrained.declared_dtype, allowed_mismatched_params)
+        self._note_left_out(plan, pretrained.state)
+        load.load(self._bridge, plan, pretrained.state, pretrained.declared_dtype, allowed_mismatched_params)
 
     # ---- Megatron -> Hugging Face -------------------------------------------------------------------------------
 
@@ -184,7 +202,7 @@ class AutoBridge:
         """
         source = self._source(None)
         plan = self._export_plan(model, source) if conversion_tasks is None else Plan(tuple(conversion_tasks))
-        plan = adapters.merging(plan) if merge_adapter_weights else plan
+        plan = peft_format.merging(plan) if merge_adapter_weights else plan
         stream = buckets.stream(self._bridge, plan, source, cpu, bucket_bytes)
         total = len(plan.hf_names) + len(plan.ties)
         yield from console.track(stream, "Exporting", total=total, show=show_progress)
@@ -268,7 +286,7 @@ class AutoBridge:
             (param_name, weight), such as ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``.
         """
         plan = self._export_plan(model, None)
-        stream = adapters.stream(plan)
+        stream = peft_format.stream(plan)
         for found in console.track(stream, "Exporting", total=len(plan.hf_names), show=show_progress):
             for name, weight in found.named().items():
                 yield HFWeightTuple(name, weight.cpu() if cpu else weight)
@@ -288,11 +306,11 @@ class AutoBridge:
             UserError: no adapters, or such that the format cannot hold, or a directory that cannot be written.
         """
         if peft_config is not None:
-            adapters.refuse_other_config([model_io.unwrap(chunk) for chunk in model], peft_config)
+            peft_format.refuse_other_config(model, peft_config)
         base = self.hf_pretrained
         name = str(base.model_name_or_path) if isinstance(base, PreTrainedCausalLM) else None
         with side_files.published(Path(path)) as staging:
-            adapters.save(self._export_plan(model, None), staging, name, write=dist.rank() == 0)
+            peft_format.save(self._export_plan(model, None), staging, name, write=distributed.rank() == 0)
         if show_progress:
             console.console().print(f"Adapter: {path}")
 
@@ -306,7 +324,7 @@ class AutoBridge:
         Raises:
             UserError: the adapters differ in anything; nothing was changed.
         """
-        adapters.load(self._export_plan(model, None), Path(path))
+        peft_format.load(self._export_plan(model, None), Path(path))
 
     # ---- Megatron checkpoints -----------------------------------------------------------------------------------
 
@@ -322,7 +340,7 @@ class AutoBridge:
             show_progress: draw a progress bar on rank 0.
             **options: those of ``from_hf_pretrained``, and parallel sizes of the model while it is converted.
         """
-        layout = {name: options.pop(name) for name in ONE_PROCESS if name in options}
+        layout = {name: options.pop(name) for name in stored_provider.ONE_PROCESS if name in options}
         bridge = cls.from_hf_pretrained(hf_model_id, **options)
         provider = bridge.to_megatron_provider(load_weights=False)
         for name, value in layout.items():
@@ -346,7 +364,8 @@ class AutoBridge:
         pretrained = self._weights(None)
         outline = provider.meta_model()
         plan = self._export_plan(outline, pretrained.state)
-        chunks = in_precision(outline, outline[0].config)
+        self._note_left_out(plan, pretrained.state)
+        chunks = to_half_precision(outline, outline[0].config)
         planner = streaming.planner(self._bridge, plan, chunks, pretrained, show_progress)
         self._save_megatron(chunks, path, pretrained, planner)
 
@@ -418,13 +437,8 @@ class AutoBridge:
         Raises:
             UserError: no checkpoint, a damaged one, or an unknown parallel size.
         """
-        provider = stored_provider(path, mp_overrides)
-
-        def load_model(chunks: list[Any]) -> None:
-            model_io.load_model(chunks, path)
-
-        load_model.fills_every_parameter = True  # type: ignore[attr-defined]
-        return provider.provide_distributed_model(**options, pre_wrap_hook=load_model)
+        provider = stored_provider.read_for_layout(path, mp_overrides)
+        return provider.provide_distributed_model(**options, pre_wrap_hook=stored_provider.load_hook(path))
 
     # ---- plans --------------------------------------------------------------------------------------------------
 
@@ -437,12 +451,10 @@ class AutoBridge:
         return self._export_plan(model, self._source(hf_path))
 
     def get_conversion_tasks(self, model: Chunks, hf_path: str | Path | None = None) -> list[WeightConversionTask]:
-        """The tasks of the plan."""
         return list(self.plan(model, hf_path).tasks)
 
     @property
     def mapping_registry(self) -> Any:
-        """The mappings of all parameters."""
         return self._bridge.registry_for(self.transformer_config)
 
     @property
@@ -450,10 +462,10 @@ class AutoBridge:
         """Patterns of the tensors of other parts of the model: an export takes them over from its source."""
         return self._bridge.carried
 
-    @property
-    def not_converted(self) -> tuple[str, ...]:
-        """Patterns of all tensors that the Megatron model may do without: those, and what is recomputed."""
-        return (*self._bridge.buffers, *self._bridge.carried)
+    def not_converted(self, config: Any) -> tuple[str, ...]:
+        """Patterns of all tensors that the Megatron model of the provider ``config`` does without."""
+        left_out = self._left_out(config)
+        return (*self._bridge.buffers, *self._bridge.carried, *(left_out.patterns if left_out else ()))
 
     @cached_property
     def transformer_config(self) -> Any:
@@ -462,15 +474,36 @@ class AutoBridge:
 
     # ---- private ------------------------------------------------------------------------------------------------
 
-    def _export_plan(self, model: Chunks, source: Checkpoint | None) -> Plan:
+    def _export_plan(self, model: Chunks, source: SafetensorsCheckpoint | None) -> Plan:
         chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model]
         return build_plan(
             self._bridge.registry_for(chunks[0].config),
             chunks,
             None if source is None else source.entries,
-            self.not_converted,
+            (*self._bridge.buffers, *self._bridge.carried),
             self._bridge.copies,
+            self._left_out(chunks[0].config),
         )
+
+    @cached_property
+    def _mtp_layers(self) -> mtp_layers.MTPLayers | None:
+        """The layers of multi-token prediction that the config declares."""
+        declared = self._bridge.provider_bridge(_with_config(self.hf_pretrained))
+        return mtp_layers.declared_by(declared, self._bridge.registry_for)
+
+    def _left_out(self, config: Any) -> mtp_layers.MTPLayers | None:
+        """What the Hugging Face config declares and the model of the provider ``config`` was built without."""
+        return None if getattr(config, "mtp_num_layers", None) else self._mtp_layers
+
+    def _note_left_out(self, plan: Plan, source: SafetensorsCheckpoint | None) -> None:
+        if source is not None and self._mtp_layers is not None and self._mtp_layers.are_in(plan.buffers):
+            self._note(mtp_layers.LEFT_OUT, source.directory)
+
+    def _note(self, what: str, where: str | Path) -> None:
+        text = f"note: {what.format(where)}"
+        if text not in self._noted:
+            self._noted.add(text)
+            console.console().print(text, markup=False)
 
     def _weights(self, hf_path: str | Path | None) -> PreTrainedCausalLM:
         if hf_path is not None:
@@ -479,13 +512,13 @@ class AutoBridge:
             raise UserError("this bridge has a config and no weights: give hf_path, or load_weights=False")
         return self.hf_pretrained
 
-    def _source(self, path: str | Path | None) -> Checkpoint | None:
+    def _source(self, path: str | Path | None) -> SafetensorsCheckpoint | None:
         if path is None and not isinstance(self.hf_pretrained, PreTrainedCausalLM):
             return None
         return self._weights(path).state
 
     def _save_megatron(
-        self, model: Chunks, path: str | Path, source: Any, planner: OnDemandPlanner | None = None
+        self, model: Chunks, path: str | Path, source: Any, planner: LazySavePlanner | None = None
     ) -> None:
         files = side_files.tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None
         model_io.save_model(
@@ -504,9 +537,12 @@ class AutoBridge:
         stored: StoredModel | None = None,
     ) -> None:
         pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
+        source = self._source(source_path)
         with side_files.published(path) as staging:
-            self._save_weights(model, staging, self._source(source_path), strict, merge, show_progress, stored)
-            on_first_rank(lambda: self._save_side_files(model, staging, pretrained, path.resolve().name, history))
+            self._save_weights(model, staging, source, strict, merge, show_progress, stored)
+            described = self._as_in_source(_provider_of(model), source, strict)
+            title = path.resolve().name
+            on_first_rank(lambda: side_files.write(self._bridge, described, pretrained, staging, title, history))
         if show_progress:
             console.console().print(f"Hugging Face model: {path}{side_files.in_full(pretrained)}")
 
@@ -514,28 +550,31 @@ class AutoBridge:
         self,
         model: Chunks,
         staging: Path,
-        source: Checkpoint | None,
+        source: SafetensorsCheckpoint | None,
         strict: bool,
         merge: bool,
         show_progress: bool,
         stored: StoredModel | None = None,
     ) -> None:
         plan = self._export_plan(model, source if strict else None)
+        self._note_left_out(plan, source)
         for pattern in self._bridge.carried:
-            if not any(patterns.match(pattern, name) for name in plan.buffers):
+            if all(patterns.match(pattern, name) is None for name in plan.buffers):
                 raise UserError(
                     f"{pattern} is not converted and must come from the model's source, which "
                     f"{'has no such tensors' if source else 'is not given'}: use source_path=... and strict=True"
                 )
-        plan = adapters.merging(plan) if merge else plan
+        plan = peft_format.merging(plan) if merge else plan
         tasks = plan.tasks if stored is None else stored.filled(plan.tasks)
         tracked = console.track(tasks, "Exporting", total=len(plan.tasks), show=show_progress)
-        exporting.save(self._bridge, plan, staging, source, strict, tracked)
+        export.save(self._bridge, plan, staging, source, strict, tracked)
 
-    def _save_side_files(
-        self, model: Chunks, staging: Path, pretrained: Any, title: str, history: History
-    ) -> None:
-        side_files.write(self._bridge, _provider_of(model), pretrained, staging, title, history)
+    def _as_in_source(self, provider: Any, source: SafetensorsCheckpoint | None, strict: bool) -> Any:
+        """``provider``, with the layers that an export has, or lacks, just as its source."""
+        left_out = self._left_out(provider)
+        if left_out is not None and source is not None and (strict or not left_out.are_in(source)):
+            provider.mtp_num_layers = left_out.count
+        return provider
 
 
 def _provider_of(model: Chunks) -> Any:
@@ -544,17 +583,13 @@ def _provider_of(model: Chunks) -> Any:
 
 
 def _with_config(hf_pretrained: Any) -> Any:
-    if isinstance(hf_pretrained, PreTrainedCausalLM):
-        return hf_pretrained
-
-    class ConfigOnly:
-        config = hf_pretrained
-
-    return ConfigOnly()
+    return (
+        hf_pretrained if isinstance(hf_pretrained, PreTrainedCausalLM) else SimpleNamespace(config=hf_pretrained)
+    )
 
 
 def _stored_model(path: str | Path, mp_overrides: Mapping[str, Any] | None) -> tuple[list[Any], StoredModel]:
     """The chunks of a Megatron checkpoint without memory, and their numbers."""
-    outline = stored_provider(path, mp_overrides).meta_model()
-    chunks = in_precision(outline, outline[0].config)
+    outline = stored_provider.read_for_layout(path, mp_overrides).meta_model()
+    chunks = to_half_precision(outline, outline[0].config)
     return chunks, StoredModel(chunks, path)

@@ -4,7 +4,7 @@
 import re
 from collections import Counter
 
-from megatron.bridge.models.conversion import patterns
+from megatron.bridge.models.conversion.mappings import patterns
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
 _NUMBER = re.compile(r"\d+")
@@ -65,7 +65,6 @@ class MegatronMappingRegistry:
         return None
 
     def get_all_mappings(self) -> list[MegatronParamMapping]:
-        """All mappings, in order."""
         return list(self._mappings)
 
     def get_mappings_by_pattern(self, pattern: str) -> list[MegatronParamMapping]:

@@ -16,13 +16,13 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
-from megatron.bridge.models.conversion import fields as config_fields
-from megatron.bridge.models.conversion.blocks import Block, SizedBlock
-from megatron.bridge.models.conversion.fields import IRRELEVANT, Field
+from megatron.bridge.models.conversion.declare import fields as config_fields
+from megatron.bridge.models.conversion.declare.blocks import Block, SizedBlock
+from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, Field
+from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.plan import WeightConversionTask
 from megatron.bridge.models.gpt_provider import GPTModelProvider
-from megatron.bridge.models.hf_pretrained.quantized import without_quantization
+from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 __all__ = [
@@ -71,13 +71,10 @@ class MegatronModelBridge:
     buffers: ClassVar[tuple[str, ...]] = ("**.rotary_emb.inv_freq", "**.masked_bias", "**.attn.bias")
     """Tensors that old checkpoints store and that are recomputed; neither read nor written unless the source has
     them."""
-
     copies: ClassVar[Mapping[str, str]] = {}
     """Tensors that checkpoints may store a second time, by pattern, and the tensors that they must be equal to."""
-
     carried: ClassVar[tuple[str, ...]] = ()
     """Tensors of parts that are not converted, such as a vision tower: an export takes them from its source."""
-
     registration: ClassVar[Registration | None] = None
 
     @classmethod
@@ -112,7 +109,6 @@ class MegatronModelBridge:
         raise NotImplementedError(f"{type(self).__name__} must define provider_bridge")
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """The mappings of all parameters."""
         raise NotImplementedError(f"{type(self).__name__} must define mapping_registry")
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
@@ -172,7 +168,7 @@ class DecoderBridge(MegatronModelBridge):
     fields: ClassVar[tuple[Field, ...]] = ()
     fixed: ClassVar[dict[str, Any]] = {}
     weights: ClassVar[tuple[Block | SizedBlock, ...]] = ()
-    irrelevant: ClassVar[config_fields.Harmless] = {}
+    irrelevant: ClassVar[config_fields.HarmlessKeys] = {}
     """Keys of this architecture that change nothing, beside those of every architecture."""
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:

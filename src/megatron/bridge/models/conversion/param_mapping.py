@@ -5,7 +5,24 @@
 attention and feed-forward layers, ``recurrent_mapping`` those of layers without attention.
 """
 
-from megatron.bridge.models.conversion.fused_mapping import (
+from megatron.bridge.models.conversion.mappings.base import (
+    AttentionHeads,
+    AutoMapping,
+    ColumnParallelMapping,
+    CopyRange,
+    DirectMapping,
+    HFNames,
+    HFPart,
+    HFRange,
+    HFWeights,
+    MegatronParamMapping,
+    ParallelKind,
+    ReplicatedMapping,
+    RowParallelMapping,
+    ShardSpec,
+    parallel_kind,
+)
+from megatron.bridge.models.conversion.mappings.fused import (
     ConcatenatedGatedMLPMapping,
     ConcatenatedQKVMapping,
     GatedMLPMapping,
@@ -20,24 +37,7 @@ from megatron.bridge.models.conversion.fused_mapping import (
     split_qkv_biases,
     split_qkv_weights,
 )
-from megatron.bridge.models.conversion.mapping_base import (
-    AutoMapping,
-    Block,
-    ColumnParallelMapping,
-    DirectMapping,
-    Heads,
-    HFNames,
-    HFWeights,
-    Kind,
-    MegatronParamMapping,
-    Part,
-    Piece,
-    ReplicatedMapping,
-    RowParallelMapping,
-    Shard,
-    parallel_kind,
-)
-from megatron.bridge.models.conversion.recurrent_mapping import (
+from megatron.bridge.models.conversion.mappings.recurrent import (
     GDNConv1dMapping,
     GDNLinearMapping,
     MambaConv1dMapping,
@@ -48,33 +48,33 @@ from megatron.bridge.models.conversion.recurrent_mapping import (
 )
 
 __all__ = [
+    "AttentionHeads",
     "AutoMapping",
-    "Block",
     "ColumnParallelMapping",
     "ConcatenatedGatedMLPMapping",
     "ConcatenatedQKVMapping",
+    "CopyRange",
     "DirectMapping",
     "GDNConv1dMapping",
     "GDNLinearMapping",
     "GatedMLPMapping",
     "GatedQKVMapping",
     "HFNames",
+    "HFPart",
+    "HFRange",
     "HFWeights",
-    "Heads",
     "InterleavedGatedMLPMapping",
     "KVMapping",
-    "Kind",
     "MambaConv1dMapping",
     "MambaInProjMapping",
     "MegatronParamMapping",
-    "Part",
-    "Piece",
+    "ParallelKind",
     "QKVMapping",
     "RMSNorm2ZeroCenteredRMSNormMapping",
     "ReplicatedMapping",
     "RowParallelMapping",
     "SegmentedMapping",
-    "Shard",
+    "ShardSpec",
     "ShortConvMapping",
     "merge_kv_weights",
     "merge_qkv_biases",

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V2 and V2-Lite: latent attention, softmax routing, experts in groups ranked by their best."""
 
-from megatron.bridge.models.conversion.blocks import ends, mlp
-from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.expert_fields import (
-    DENSE_BEFORE_SPARSE,
-    SCALING,
-    SHARED_EXPERTS,
-    expert_sizes,
-)
-from megatron.bridge.models.conversion.latent_blocks import latent_attention
-from megatron.bridge.models.conversion.latent_fields import (
+from megatron.bridge.models.conversion.declare.blocks import ends, mlp
+from megatron.bridge.models.conversion.declare.mla_blocks import latent_attention
+from megatron.bridge.models.conversion.declare.mla_fields import (
     BALANCING,
     BEST_GROUPS,
     LATENT,
     LATENT_LIKE,
     PLAIN_SOFTMAX_ROUTING,
     UNSPOKEN,
+)
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe_fields import (
+    DENSE_BEFORE_SPARSE,
+    SCALING,
+    SHARED_EXPERTS,
+    expert_sizes,
 )
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.mla_provider import MLAModelProvider

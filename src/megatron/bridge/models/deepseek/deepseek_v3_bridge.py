@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V3, R1, Kimi K2 and Moonlight: latent attention, sigmoid routing, multi-token prediction."""
 
-from megatron.bridge.models.conversion.blocks import ends, mlp
-from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.expert_fields import (
+from megatron.bridge.models.conversion.declare.blocks import ends, mlp
+from megatron.bridge.models.conversion.declare.mla_blocks import latent_attention, mtp, mtp_copies
+from megatron.bridge.models.conversion.declare.mla_fields import (
+    BALANCING,
+    LATENT,
+    LATENT_LIKE,
+    NEXT_TOKENS,
+    UNSPOKEN,
+)
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe_fields import (
     DENSE_BEFORE_SPARSE,
     GROUPS,
     SCALING,
@@ -11,8 +19,6 @@ from megatron.bridge.models.conversion.expert_fields import (
     SIGMOID_ROUTING,
     expert_sizes,
 )
-from megatron.bridge.models.conversion.latent_blocks import latent_attention, mtp, mtp_copies
-from megatron.bridge.models.conversion.latent_fields import BALANCING, LATENT, LATENT_LIKE, NEXT_TOKENS, UNSPOKEN
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.mla_provider import MLAModelProvider
 

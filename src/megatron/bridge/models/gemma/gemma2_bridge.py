@@ -3,15 +3,15 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp, post_norms
-from megatron.bridge.models.conversion.decoder_fields import (
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp, post_norms
+from megatron.bridge.models.conversion.declare.decoder_fields import (
     ACTIVATION,
     ATTENTION_BIAS,
     DENSE,
     QUERY_SCALE,
     WINDOWS,
 )
-from megatron.bridge.models.conversion.fields import Field, instead
+from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.gemma.gemma_bridge import GEMMA_LIKE
 
@@ -21,7 +21,7 @@ class Gemma2Bridge(DecoderBridge):
     """Hugging Face's ``Gemma2ForCausalLM`` and Megatron's ``GPTModel``."""
 
     fields = (
-        *instead(DENSE, replace(ACTIVATION, hf="hidden_activation")),
+        *override(DENSE, replace(ACTIVATION, hf="hidden_activation")),
         *WINDOWS,
         QUERY_SCALE,
         ATTENTION_BIAS,

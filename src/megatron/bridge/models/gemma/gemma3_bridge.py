@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 3, text: windows with a rotary base of their own in five of six layers, normed queries and keys."""
 
-from megatron.bridge.models.conversion.blocks import attention
-from megatron.bridge.models.conversion.decoder_fields import LAYER_ROPE
-from megatron.bridge.models.conversion.fields import instead
+from megatron.bridge.models.conversion.declare.blocks import attention
+from megatron.bridge.models.conversion.declare.decoder_fields import LAYER_ROPE
+from megatron.bridge.models.conversion.declare.fields import override
 from megatron.bridge.models.conversion.model_bridge import register_bridge
 from megatron.bridge.models.gemma.gemma2_bridge import Gemma2Bridge
 
@@ -13,7 +13,7 @@ class Gemma3Bridge(Gemma2Bridge):
     """Hugging Face's ``Gemma3ForCausalLM`` and Megatron's ``GPTModel``: as Gemma 2, but for what is here."""
 
     fields = tuple(
-        field for field in instead(Gemma2Bridge.fields, LAYER_ROPE) if field.hf != "attn_logit_softcapping"
+        field for field in override(Gemma2Bridge.fields, LAYER_ROPE) if field.hf != "attn_logit_softcapping"
     )
     fixed = {**Gemma2Bridge.fixed, "qk_layernorm": True}
     # transformers reads the soft-capping of scores and applies none

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLM-4.5, 4.5-Air, 4.6 and 4.7: sigmoid routing, shared experts, dense layers first, multi-token prediction."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
-from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.expert_fields import (
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
+from megatron.bridge.models.conversion.declare.fields import Field, override
+from megatron.bridge.models.conversion.declare.mla_blocks import mtp, mtp_copies
+from megatron.bridge.models.conversion.declare.mla_fields import NEXT_TOKENS
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe_fields import (
     DENSE_BEFORE_SPARSE,
     GROUPS,
     SCALING,
@@ -12,9 +15,6 @@ from megatron.bridge.models.conversion.expert_fields import (
     SIGMOID_ROUTING,
     expert_sizes,
 )
-from megatron.bridge.models.conversion.fields import Field, instead
-from megatron.bridge.models.conversion.latent_blocks import mtp, mtp_copies
-from megatron.bridge.models.conversion.latent_fields import NEXT_TOKENS
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 _LAYER = (attention(qk_norm=True), mlp(), router(), experts(), shared_experts())
@@ -25,7 +25,7 @@ class Glm4MoeBridge(DecoderBridge):
     """Hugging Face's ``Glm4MoeForCausalLM`` and Megatron's ``GPTModel``."""
 
     fields = (
-        *instead(DENSE, PARTIAL_ROPE),
+        *override(DENSE, PARTIAL_ROPE),
         *expert_sizes("n_routed_experts"),
         *GROUPS,
         DENSE_BEFORE_SPARSE,

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLM-4.7-Flash: latent attention, sigmoid routing, multi-token prediction."""
 
-from megatron.bridge.models.conversion.blocks import ends, mlp
-from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.expert_fields import (
-    GROUPS,
-    SCALING,
-    SHARED_EXPERTS,
-    SIGMOID_ROUTING,
-    expert_sizes,
-)
-from megatron.bridge.models.conversion.latent_blocks import latent_attention, mtp, mtp_copies
-from megatron.bridge.models.conversion.latent_fields import (
+from megatron.bridge.models.conversion.declare.blocks import ends, mlp
+from megatron.bridge.models.conversion.declare.mla_blocks import latent_attention, mtp, mtp_copies
+from megatron.bridge.models.conversion.declare.mla_fields import (
     LATENT,
     LATENT_LIKE,
     NEXT_TOKENS,
     SPARSE_LAYERS,
     UNSPOKEN,
+)
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe_fields import (
+    GROUPS,
+    SCALING,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTING,
+    expert_sizes,
 )
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.mla_provider import MLAModelProvider

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLM-4 9B of 2024: half of each head is rotated, in neighbouring pairs; gate and up projection are one tensor."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
-from megatron.bridge.models.conversion.fields import Field, instead
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
+from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 
@@ -11,6 +11,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 class GlmBridge(DecoderBridge):
     """Hugging Face's ``GlmForCausalLM`` and Megatron's ``GPTModel``."""
 
-    fields = (*instead(DENSE, PARTIAL_ROPE), Field("attention_bias", "add_qkv_bias", default=True))
+    fields = (*override(DENSE, PARTIAL_ROPE), Field("attention_bias", "add_qkv_bias", default=True))
     fixed = {**LLAMA_LIKE, "rotary_interleaved": True, "add_bias_linear": False}
     weights = (ends(), attention(), mlp(fused=True))

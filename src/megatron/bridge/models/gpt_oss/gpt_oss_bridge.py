@@ -3,11 +3,11 @@
 
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from megatron.bridge.models.conversion.blocks import Block, attention, ends
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, WINDOWS
-from megatron.bridge.models.conversion.expert_blocks import expert_names, router
-from megatron.bridge.models.conversion.expert_fields import AUX_LOSS, SOFTMAX_ROUTING, expert_sizes
-from megatron.bridge.models.conversion.fields import Field
+from megatron.bridge.models.conversion.declare.blocks import Block, attention, ends
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOWS
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.moe_blocks import expert_names, router
+from megatron.bridge.models.conversion.declare.moe_fields import AUX_LOSS, SOFTMAX_ROUTING, expert_sizes
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, InterleavedGatedMLPMapping
 

@@ -3,7 +3,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from megatron.bridge.models.hf_pretrained import hub, quantized
-from megatron.bridge.models.hf_pretrained.safetensors_files import Checkpoint
+from megatron.bridge.models.hf_pretrained import hub, quantized_checkpoint
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 # a model_type that transformers does not know -> the one whose architecture the models have
@@ -82,7 +82,6 @@ class PreTrainedCausalLM:
 
     @cached_property
     def config(self) -> Any:
-        """The transformers config."""
         import transformers
         from huggingface_hub.errors import StrictDataclassError
 
@@ -113,17 +112,21 @@ class PreTrainedCausalLM:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer."""
         import transformers
 
         auto: Any = transformers.AutoTokenizer
         return auto.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code)
 
     @cached_property
-    def state(self) -> Checkpoint:
+    def state(self) -> SafetensorsCheckpoint:
         """The weights in full, as lazy views; quantised ones are dequantised when they are read."""
         directory = hub.resolve(self.model_name_or_path, weights=True, **self._hub)
-        return quantized.open_checkpoint(directory, self.raw_config, self.declared_dtype)
+        return quantized_checkpoint.open_checkpoint(directory, self.raw_config, self.declared_dtype)
+
+    @property
+    def stored_names(self) -> Set[str] | None:
+        """Names of the stored tensors; None if neither the weights nor their index are here."""
+        return SafetensorsCheckpoint(self.directory).listed_names
 
     @property
     def declared_dtype(self) -> torch.dtype | None:

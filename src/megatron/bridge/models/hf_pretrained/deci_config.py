@@ -9,17 +9,14 @@ from transformers import LlamaConfig
 
 @strict
 class DeciConfig(LlamaConfig):
-    """Llama's config with attention and feed-forward layers described one by one.
-
-    Attributes:
-        block_configs: for each layer its ``attention`` and its ``ffn``.
-    """
+    """Llama's config with attention and feed-forward layers described one by one."""
 
     model_type = "nemotron-nas"
 
     intermediate_size: int | None = None  # type: ignore[assignment]
     num_key_value_heads: int | None = None
     block_configs: list[dict[str, Any]] | None = None
+    """For each layer its ``attention`` and its ``ffn``."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in defaults, but for what differs from layer to layer."""

@@ -22,7 +22,14 @@ WEIGHT_PATTERNS = (
     "*.ckpt",
     "*.ot",
 )
-_OURS = ("*.safetensors", "*.safetensors.index.json")
+_INDEX = ("*.safetensors.index.json",)  # small, and says which tensors there are
+_OURS = ("*.safetensors", *_INDEX)
+CONFIG = "config.json"
+
+
+def is_hf_model(path: str | Path) -> bool:
+    """Whether ``path`` is the directory of a Hugging Face model."""
+    return (Path(path).expanduser() / CONFIG).is_file()
 
 
 def resolve(
@@ -41,7 +48,7 @@ def resolve(
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not is_hf_model(path):
             raise UserError(f"{path} is not a Hugging Face model: it has no config.json")
         return path
     if path.exists():
@@ -62,7 +69,8 @@ def _download(model: str, weights: bool, revision: str | None, cache_dir: str | 
         RepositoryNotFoundError,
     )
 
-    unwanted = [pattern for pattern in WEIGHT_PATTERNS if not (weights and pattern in _OURS)]
+    wanted = _OURS if weights else _INDEX
+    unwanted = [pattern for pattern in WEIGHT_PATTERNS if pattern not in wanted]
     try:
         download: Any = cast(Any, huggingface_hub).snapshot_download
         found = download(model, revision=revision, cache_dir=cache_dir, ignore_patterns=[*unwanted, "original/*"])
@@ -79,7 +87,7 @@ def _download(model: str, weights: bool, revision: str | None, cache_dir: str | 
     except HfHubHTTPError as error:
         raise UserError(f"the hub refused to serve {model}: {error}") from error
     path = Path(found)
-    if not (path / "config.json").is_file():
+    if not is_hf_model(path):
         raise UserError(f"hub model {model} has no config.json, so it is not a transformers model")
     return path
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import yaml
 
-from megatron.bridge.utils.curves import LOSS, read_metrics
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.loss_curves import LOSS, read_metrics
 
 NAME = "README.md"
 TAG = "megatron-bridge"
@@ -29,21 +29,18 @@ _LOSSES = {"train": "training", "validation": "validation", "test": "test"}
 
 @dataclass(frozen=True)
 class History:
-    """What became of the source's weights.
-
-    Attributes:
-        steps: of training; 0 if there was none.
-        from_scratch: whether training began with random weights, not with the source's.
-        adapters: what was merged into the weights, such as ``LoRA of rank 32``.
-        note: anything else that was done, as a sentence.
-        losses: the last of each kind (train, validation, test) that was written down up to ``steps``.
-    """
+    """What became of the source's weights."""
 
     steps: int = 0
+    """Of training; 0 if there was none."""
     from_scratch: bool = False
+    """Whether training began with random weights, not with the source's."""
     adapters: str = ""
+    """What was merged into the weights, such as ``LoRA of rank 32``."""
     note: str = ""
+    """Anything else that was done, as a sentence."""
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The last of each kind (train, validation, test) that was written down up to ``steps``."""
 
     @property
     def changed(self) -> bool:

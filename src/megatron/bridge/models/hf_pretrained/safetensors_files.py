@@ -10,7 +10,7 @@ import json
 import mmap
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +45,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where one tensor lies: bytes ``begin`` to ``end`` of ``file``."""
 
     name: str
@@ -56,7 +56,7 @@ class Entry:
     end: int
 
 
-def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of one file in the order of their bytes, and its metadata.
 
     Raises:
@@ -85,7 +85,7 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     return {entry.name: entry for entry in entries}, metadata
 
 
-def _check_places(file: Path, entries: list[Entry], begin: int, size: int) -> None:
+def _check_places(file: Path, entries: list[TensorEntry], begin: int, size: int) -> None:
     """The format wants every byte to be of one tensor: wrong places would be read as other numbers, in silence."""
     for entry in entries:
         if entry.begin != begin:
@@ -97,18 +97,18 @@ def _check_places(file: Path, entries: list[Entry], begin: int, size: int) -> No
         raise UserError(f"{file} has {size - begin} bytes behind its last tensor: download it again")
 
 
-def _entry(file: Path, name: str, item: dict[str, Any], data: int) -> Entry:
+def _entry(file: Path, name: str, item: dict[str, Any], data: int) -> TensorEntry:
     code, shape = item["dtype"], tuple(item["shape"])
     if code not in DTYPES:
         raise UserError(f"{name} in {file} has dtype {code}, which is not supported: {', '.join(DTYPES)} are")
     begin, end = item["data_offsets"]
-    entry = Entry(name, file, DTYPES[code], shape, data + begin, data + end)
+    entry = TensorEntry(name, file, DTYPES[code], shape, data + begin, data + end)
     if end - begin != torch.Size(shape).numel() * entry.dtype.itemsize:
         raise UserError(f"{name} in {file} has {end - begin} bytes, which is not {code} of shape {list(shape)}")
     return entry
 
 
-class Checkpoint(Mapping[str, Tensor]):
+class SafetensorsCheckpoint(Mapping[str, Tensor]):
     """The tensors of a model directory by name; ``checkpoint[name]`` is a read-only view, paged in when used.
 
     Args:
@@ -128,17 +128,23 @@ class Checkpoint(Mapping[str, Tensor]):
         self._lock = threading.Lock()
 
     @cached_property
-    def files(self) -> dict[str, tuple[dict[str, Entry], dict[str, str]]]:
+    def files(self) -> dict[str, tuple[dict[str, TensorEntry], dict[str, str]]]:
         """File name -> its tensors and metadata."""
         headers = {name: read_header(self.directory / name) for name in self._file_names}
         if self._index is not None:
             self._check_index(headers)
         return headers
 
+    @property
+    def listed_names(self) -> Set[str] | None:
+        """Names of the tensors, for which the index is enough; None if there is neither an index nor weights."""
+        if self._index is not None:
+            return self._index.keys()
+        return self.entries.keys() if (self.directory / SINGLE).is_file() else None
+
     @cached_property
-    def entries(self) -> dict[str, Entry]:
-        """Every tensor by name."""
-        found: dict[str, Entry] = {}
+    def entries(self) -> dict[str, TensorEntry]:
+        found: dict[str, TensorEntry] = {}
         for tensors, _ in self.files.values():
             for name, entry in tensors.items():
                 if name in found:
@@ -176,7 +182,7 @@ class Checkpoint(Mapping[str, Tensor]):
             "save the model with transformers' save_pretrained to get safetensors files"
         )
 
-    def _check_index(self, headers: Mapping[str, tuple[dict[str, Entry], dict[str, str]]]) -> None:
+    def _check_index(self, headers: Mapping[str, tuple[dict[str, TensorEntry], dict[str, str]]]) -> None:
         assert self._index is not None
         for name, file in self._index.items():
             if name not in headers[file][0]:

@@ -18,51 +18,56 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megatron.bridge.models.hf_pretrained.safetensors_files import CODES, INDEX, SINGLE, Checkpoint, Entry
+from megatron.bridge.models.hf_pretrained.safetensors_files import (
+    CODES,
+    INDEX,
+    SINGLE,
+    SafetensorsCheckpoint,
+    TensorEntry,
+)
 from megatron.bridge.utils.errors import UserError
 
 SHARD_BYTES = 5 * 10**9
 _ALIGNMENT = 8
 
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name -> dtype and shape."""
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """One file: its header, and where each tensor lies (``Entry.file`` is the file's bare name)."""
+class OutputFile:
+    """One file: its header, and where each tensor lies (``TensorEntry.file`` is the file's bare name)."""
 
     name: str
     header: bytes
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
 
     @property
     def size(self) -> int:
-        """Bytes of the whole file."""
         return max((entry.end for entry in self.entries.values()), default=len(self.header))
 
 
-def layout_like(source: Checkpoint, tensors: Shapes) -> list[FileLayout]:
+def output_files_like(source: SafetensorsCheckpoint, tensors: TensorSpecs) -> list[OutputFile]:
     """The files of ``source`` for ``tensors``; a file with the same tensors gets the same header, byte for byte.
 
     Tensors that the source lacks go into files of their own. Of a quantised source nothing can be kept.
     """
     if not source.as_stored:
-        return layout_new(tensors)
-    layouts: list[FileLayout] = []
+        return new_output_files(tensors)
+    layouts: list[OutputFile] = []
     placed: set[str] = set()
     for file, (entries, metadata) in source.files.items():
         ours = {name: tensors[name] for name in entries if name in tensors}
         placed |= ours.keys()
         if ours == {name: (entry.dtype, entry.shape) for name, entry in entries.items()}:
-            layouts.append(FileLayout(file, _header_of(source.directory / file), entries))
+            layouts.append(OutputFile(file, _header_of(source.directory / file), entries))
         elif ours:
             layouts.append(_file(file, ours, metadata))
     rest = {name: item for name, item in tensors.items() if name not in placed}
-    return layouts + [_file(f"extra-{layout.name}", _items(layout), {}) for layout in layout_new(rest)]
+    return layouts + [_file(f"extra-{layout.name}", _items(layout), {}) for layout in new_output_files(rest)]
 
 
-def layout_new(tensors: Shapes, shard_bytes: int = SHARD_BYTES) -> list[FileLayout]:
+def new_output_files(tensors: TensorSpecs, shard_bytes: int = SHARD_BYTES) -> list[OutputFile]:
     """Files of at most ``shard_bytes``, unless one tensor is larger, named as transformers names them."""
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = []
     room = 0
@@ -79,7 +84,7 @@ def layout_new(tensors: Shapes, shard_bytes: int = SHARD_BYTES) -> list[FileLayo
     return [_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
 
 
-def write_index(directory: Path, layouts: Iterable[FileLayout], source: Checkpoint | None) -> None:
+def write_index(directory: Path, layouts: Iterable[OutputFile], source: SafetensorsCheckpoint | None) -> None:
     """Write the index where there are several files, or where the source has one; unchanged if it still holds."""
     where = {name: layout.name for layout in layouts for name in layout.entries}
     sizes = sum(entry.end - entry.begin for layout in layouts for entry in layout.entries.values())
@@ -95,7 +100,7 @@ def write_index(directory: Path, layouts: Iterable[FileLayout], source: Checkpoi
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def create(directory: Path, layouts: Iterable[FileLayout]) -> None:
+def create(directory: Path, layouts: Iterable[OutputFile]) -> None:
     """Make the files with their headers and full size.
 
     Raises:
@@ -122,8 +127,8 @@ class Writer:
         layouts: their layouts.
     """
 
-    def __init__(self, directory: Path, layouts: Iterable[FileLayout]) -> None:
-        self._entries: dict[str, Entry] = {}
+    def __init__(self, directory: Path, layouts: Iterable[OutputFile]) -> None:
+        self._entries: dict[str, TensorEntry] = {}
         self._descriptors: dict[Path, int] = {}
         self._unwritten: dict[Path, int] = {}
         self._lock = threading.Lock()
@@ -171,7 +176,7 @@ class Writer:
             os.fsync(self._descriptors[file])
 
 
-def _file(name: str, tensors: Shapes, metadata: Mapping[str, str]) -> FileLayout:
+def _file(name: str, tensors: TensorSpecs, metadata: Mapping[str, str]) -> OutputFile:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for tensor, (dtype, shape) in tensors.items():
@@ -186,12 +191,12 @@ def _file(name: str, tensors: Shapes, metadata: Mapping[str, str]) -> FileLayout
     text += b" " * (-len(text) % _ALIGNMENT)
     data = 8 + len(text)
     entries = {
-        tensor: Entry(
+        tensor: TensorEntry(
             tensor, Path(name), dtype, shape, *(data + offset for offset in header[tensor]["data_offsets"])
         )
         for tensor, (dtype, shape) in tensors.items()
     }
-    return FileLayout(name, len(text).to_bytes(8, "little") + text, entries)
+    return OutputFile(name, len(text).to_bytes(8, "little") + text, entries)
 
 
 def _header_of(path: Path) -> bytes:
@@ -200,12 +205,12 @@ def _header_of(path: Path) -> bytes:
         return length + file.read(int.from_bytes(length, "little"))
 
 
-def _items(layout: FileLayout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _items(layout: OutputFile) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return {name: (entry.dtype, entry.shape) for name, entry in layout.entries.items()}
 
 
-def _move(entry: Entry, file: Path) -> Entry:
-    return Entry(entry.name, file, entry.dtype, entry.shape, entry.begin, entry.end)
+def _move(entry: TensorEntry, file: Path) -> TensorEntry:
+    return TensorEntry(entry.name, file, entry.dtype, entry.shape, entry.begin, entry.end)
 
 
 def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama decoders: Llama 1 to 3.3, Code Llama, SmolLM2 and others of the same architecture."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import BIASES, DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text model of Ministral 3: Mistral's layers, and queries that grow with their position."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, SCALED_QUERY_ROPE, WINDOW
-from megatron.bridge.models.conversion.fields import instead
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, SCALED_QUERY_ROPE, WINDOW
+from megatron.bridge.models.conversion.declare.fields import override
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 
@@ -11,6 +11,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 class Ministral3Bridge(DecoderBridge):
     """Hugging Face's ``Ministral3ForCausalLM`` and Megatron's ``GPTModel``."""
 
-    fields = (*instead(DENSE, SCALED_QUERY_ROPE), WINDOW)
+    fields = (*override(DENSE, SCALED_QUERY_ROPE), WINDOW)
     fixed = {**LLAMA_LIKE, "add_bias_linear": False}
     weights = (ends(), attention(), mlp())

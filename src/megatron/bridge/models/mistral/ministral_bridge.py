@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ministral 8B of 2024: Mistral's layers, a window in those that say so."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, WINDOWS
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOWS
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 

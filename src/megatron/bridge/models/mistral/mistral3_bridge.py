@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistral Small 3.1 and 3.2, Ministral 3: the text model; the vision tower is carried over."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.text_model import TextPartBridge
 from megatron.bridge.models.conversion.model_bridge import register_bridge
-from megatron.bridge.models.conversion.text_part import TextPartBridge
 
 _MODEL = "language_model.model"
 

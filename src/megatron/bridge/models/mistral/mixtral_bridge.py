@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtral: Mistral's decoder with experts in every layer."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, WINDOW
-from megatron.bridge.models.conversion.expert_blocks import experts, router
-from megatron.bridge.models.conversion.expert_fields import AUX_LOSS, SOFTMAX_ROUTING, expert_sizes
+from megatron.bridge.models.conversion.declare.blocks import attention, ends
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOW
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router
+from megatron.bridge.models.conversion.declare.moe_fields import AUX_LOSS, SOFTMAX_ROUTING, expert_sizes
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama-Nemotron Super and Ultra: Llama whose layers differ in size, or lack attention or feed-forward layer."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.heterogeneous_fields import BLOCK_CONFIGS, linear_replacements
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.declare.heterogeneous_fields import BLOCK_CONFIGS, linear_replacements
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.heterogeneous_provider import HeterogeneousModelProvider
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nemotron-4 and Minitron: LayerNorms stored as their distance from one, squared ReLU without a gate."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import BIASES, DENSE, LLAMA_LIKE, PARTIAL_ROPE
-from megatron.bridge.models.conversion.fields import Field, instead
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE, PARTIAL_ROPE
+from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 
@@ -11,7 +11,7 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 class NemotronBridge(DecoderBridge):
     """Hugging Face's ``NemotronForCausalLM`` and Megatron's ``GPTModel``."""
 
-    fields = (*instead(DENSE, PARTIAL_ROPE, Field("norm_eps", "layernorm_epsilon")), *BIASES)
+    fields = (*override(DENSE, PARTIAL_ROPE, Field("norm_eps", "layernorm_epsilon")), *BIASES)
     fixed = {
         **LLAMA_LIKE,
         "normalization": "LayerNorm",

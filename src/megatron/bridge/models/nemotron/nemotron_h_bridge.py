@@ -3,13 +3,11 @@
 
 from math import inf
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.expert_fields import GROUPS, SCALING, SIGMOID_ROUTING, expert_sizes
-from megatron.bridge.models.conversion.fields import Field, instead
-from megatron.bridge.models.conversion.hybrid_blocks import mamba
-from megatron.bridge.models.conversion.hybrid_fields import (
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.declare.fields import Field, override
+from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
+from megatron.bridge.models.conversion.declare.hybrid_fields import (
     ATTENTION_WIDTH,
     LAYER_KINDS,
     MAMBA_SIZES,
@@ -18,6 +16,8 @@ from megatron.bridge.models.conversion.hybrid_fields import (
     MLP_BIAS,
     of_experts,
 )
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe_fields import GROUPS, SCALING, SIGMOID_ROUTING, expert_sizes
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.mamba_provider import MambaModelProvider
 
@@ -30,7 +30,7 @@ class NemotronHBridge(DecoderBridge):
     """Hugging Face's ``NemotronHForCausalLM`` and Megatron's ``HybridModel``."""
 
     fields = (
-        *(field for field in instead(DENSE, *_OWN) if field.hf not in ("rope_parameters", "tie_word_embeddings")),
+        *(field for field in override(DENSE, *_OWN) if field.hf not in ("rope_parameters", "tie_word_embeddings")),
         *MAMBA_SIZES,
         *MAMBA_STEPS,
         MLP_BIAS,

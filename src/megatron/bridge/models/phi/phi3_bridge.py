@@ -3,9 +3,9 @@
 
 from typing import Any
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE, WINDOW
-from megatron.bridge.models.conversion.fields import Field, instead
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE, WINDOW
+from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 
@@ -19,7 +19,7 @@ class Phi3Bridge(DecoderBridge):
     """Hugging Face's ``Phi3ForCausalLM`` and Megatron's ``GPTModel``."""
 
     fields = (
-        *instead(DENSE, PARTIAL_ROPE),
+        *override(DENSE, PARTIAL_ROPE),
         WINDOW,
         # a copy of what rope_parameters has, which transformers takes first
         Field("original_max_position_embeddings", (), default=None, back=_trained_length),

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen1.5-MoE and Qwen2-57B-A14B: routed experts beside a gated shared one, dense layers among the sparse."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, SWITCHED_WINDOWS
-from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.expert_fields import (
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, SWITCHED_WINDOWS
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe_fields import (
     AUX_LOSS,
     DENSE_AMONG_SPARSE,
     NORM_TOPK,
     SOFTMAX_ROUTING,
     expert_sizes,
 )
-from megatron.bridge.models.conversion.fields import Field
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 

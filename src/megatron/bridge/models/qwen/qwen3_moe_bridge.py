@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-30B-A3B, Qwen3-235B-A22B and Qwen3-Coder: normalised queries and keys, dense layers among the sparse."""
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, WINDOW
-from megatron.bridge.models.conversion.expert_blocks import experts, router
-from megatron.bridge.models.conversion.expert_fields import (
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOW
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router
+from megatron.bridge.models.conversion.declare.moe_fields import (
     AUX_LOSS,
     DENSE_AMONG_SPARSE,
     NORM_TOPK,

@@ -3,19 +3,19 @@
 
 from typing import Any
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
-from megatron.bridge.models.conversion.expert_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.expert_fields import (
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
+from megatron.bridge.models.conversion.declare.fields import Field, override
+from megatron.bridge.models.conversion.declare.gated_delta_net import DELTA_NET, SILU, delta_net
+from megatron.bridge.models.conversion.declare.mla_blocks import MTPNames, mtp
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe_fields import (
     AUX_LOSS,
     DENSE_AMONG_SPARSE,
     NORM_TOPK,
     SOFTMAX_ROUTING,
     expert_sizes,
 )
-from megatron.bridge.models.conversion.fields import Field, instead
-from megatron.bridge.models.conversion.latent_blocks import NextTokenNames, mtp
-from megatron.bridge.models.conversion.linear_fields import DELTA_NET, SILU, delta_net
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
 
 _LAYER = (
@@ -27,9 +27,9 @@ _LAYER = (
 )
 
 
-def _next_tokens(_: Any, depth: int) -> NextTokenNames:
+def _next_tokens(_: Any, depth: int) -> MTPNames:
     own = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
-    return NextTokenNames(f"mtp.layers.{depth}", *own)
+    return MTPNames(f"mtp.layers.{depth}", *own)
 
 
 @register_bridge("Qwen3NextForCausalLM", model_type="qwen3_next")
@@ -41,7 +41,7 @@ class Qwen3NextBridge(DecoderBridge):
     """
 
     fields = (
-        *instead(DENSE, PARTIAL_ROPE, SILU),
+        *override(DENSE, PARTIAL_ROPE, SILU),
         *DELTA_NET,
         *expert_sizes(),
         *DENSE_AMONG_SPARSE,

@@ -4,9 +4,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.bridge.models.conversion.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.decoder_fields import BIASES, DENSE, LLAMA_LIKE, SWITCHED_WINDOWS
-from megatron.bridge.models.conversion.fields import Field
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE, SWITCHED_WINDOWS
+from megatron.bridge.models.conversion.declare.fields import Field
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.utils.errors import UserError
 

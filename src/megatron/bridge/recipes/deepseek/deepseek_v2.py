@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2. Learning rates, and the batch of V2-Lite, are those of "DeepSeek-V2" (2024)."""
+"""DeepSeek-V2. Learning rates, and the batch size of V2-Lite, are from "DeepSeek-V2" (2024)."""
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -61,51 +61,25 @@ DEEPSEEK_V2 = DEEPSEEK_V2_GENERATION.size(
     topk_method="group_limited_greedy",
     routed_scaling_factor=16.0,
 )
+_PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4608}
+_LAYOUT = layout(tp=8, pp=4, vp=5, ep=16, etp=1)
 
 
 def deepseek_v2_lite_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V2-Lite 16B from random weights, 8 x H100 80GB: 63 GB each, EP8, the fewest that fit."""
-    return pretrain(
-        DEEPSEEK_V2_LITE,
-        options,
-        seq_length=4096,
-        global_batch_size=4608,
-        lr=4.2e-4,
-        min_lr=4.2e-5,
-        expert_model_parallel_size=8,
-    )
+    """DeepSeek-V2-Lite 16B pretraining, 8 x H100 80GB: 63 GB each, EP8."""
+    return pretrain(DEEPSEEK_V2_LITE, options, _PRETRAIN, layout(ep=8), lr=4.2e-4, min_lr=4.2e-5)
 
 
 def deepseek_v2_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V2 236B from random weights, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16, the fewest that fit."""
-    return pretrain(
-        DEEPSEEK_V2,
-        options,
-        seq_length=4096,
-        global_batch_size=4608,
-        lr=2.4e-4,
-        min_lr=2.4e-5,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=5,
-        expert_model_parallel_size=16,
-        expert_tensor_parallel_size=1,
-    )
+    """DeepSeek-V2 236B pretraining, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""
+    return pretrain(DEEPSEEK_V2, options, _PRETRAIN, _LAYOUT, lr=2.4e-4, min_lr=2.4e-5)
 
 
 def deepseek_v2_lite_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """DeepSeek-V2-Lite 16B, all weights, 8 x H100 80GB: 63 GB each, EP8, the fewest that fit."""
-    return sft(DEEPSEEK_V2_LITE, options, expert_model_parallel_size=8)
+    """DeepSeek-V2-Lite 16B full fine-tuning, 8 x H100 80GB: 63 GB each, EP8."""
+    return sft(DEEPSEEK_V2_LITE, options, layout(ep=8))
 
 
 def deepseek_v2_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """DeepSeek-V2 236B, all weights, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16, the fewest that fit."""
-    return sft(
-        DEEPSEEK_V2,
-        options,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=5,
-        expert_model_parallel_size=16,
-        expert_tensor_parallel_size=1,
-    )
+    """DeepSeek-V2 236B full fine-tuning, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""
+    return sft(DEEPSEEK_V2, options, _LAYOUT)

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3. Learning rate and sequence are those of "DeepSeek-V3 Technical Report" (2024).
+"""DeepSeek-V3. Learning rate and sequence length are from "DeepSeek-V3 Technical Report" (2024).
 
-Its 61 layers are two to each of 32 interleaved stages, but one to the first, with the embedding, one to the last,
-with the layer that predicts a token further on, and one to that before it.
+There are 32 interleaved stages for 61 layers: the first has one layer and the embedding, the last has one layer
+and the layer for multi-token prediction, the stage before it has one layer, and all others have two.
 """
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import (
+    FP8_BLOCKWISE,
+    MXFP8,
+    FinetuneOptions,
+    LayoutOptions,
+    PretrainOptions,
+    layout,
+)
 from megatron.bridge.recipes.sizes import DENSE, Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -56,95 +63,39 @@ DEEPSEEK_V3_GENERATION = Generation(
     columns=(*DENSE, "moe_intermediate_size", "n_routed_experts"),
 )
 DEEPSEEK_V3 = DEEPSEEK_V3_GENERATION.size("deepseek-ai/DeepSeek-V3", 7168, 18432, 61, 128, 128, 2048, 256)
+_STAGES: LayoutOptions = {"pipeline_layout": "Et|(tt|)*29t|tmL"}
+_RECOMPUTE: LayoutOptions = {"recompute": ["mla_up_proj", "layernorm", "moe_act"]}
+_PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4096, "lr": 2.2e-4, "min_lr": 2.2e-5}
 
 
 def deepseek_v3_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B from random weights, 1024 x H100 80GB: 69 GB each, TP4 PP16 EP16, the fewest that fit."""
-    return pretrain(
-        DEEPSEEK_V3,
-        options,
-        seq_length=4096,
-        global_batch_size=4096,
-        lr=2.2e-4,
-        min_lr=2.2e-5,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=16,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_layout="Et|(tt|)*29t|tmL",
-        expert_model_parallel_size=16,
-        expert_tensor_parallel_size=1,
-        recompute=["mla_up_proj", "layernorm", "moe_act"],
-    )
+    """DeepSeek-V3 671B pretraining, 1024 x H100 80GB: 69 GB each, TP4 PP16 EP16."""
+    return pretrain(DEEPSEEK_V3, options, _STAGES, _RECOMPUTE, _PRETRAIN, layout(tp=4, pp=16, vp=2, ep=16, etp=1))
 
 
 def deepseek_v3_pretrain_config_32nodes(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B on 32 nodes, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32, the fewest that fit."""
-    return pretrain(
-        DEEPSEEK_V3,
-        options,
-        seq_length=4096,
-        global_batch_size=4096,
-        lr=2.2e-4,
-        min_lr=2.2e-5,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=8,
-        virtual_pipeline_model_parallel_size=4,
-        pipeline_layout="Et|(tt|)*29t|tmL",
-        expert_model_parallel_size=32,
-        expert_tensor_parallel_size=1,
-        recompute=["mla_up_proj", "layernorm", "moe_act"],
-    )
+    """DeepSeek-V3 671B pretraining on 32 nodes, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32."""
+    return pretrain(DEEPSEEK_V3, options, _STAGES, _RECOMPUTE, _PRETRAIN, layout(tp=8, pp=8, vp=4, ep=32, etp=1))
 
 
 def deepseek_v3_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B in blockwise FP8, 1024 x H100 80GB: 64 GB each, TP4 PP16 EP32, the fewest that fit."""
+    """DeepSeek-V3 671B pretraining in blockwise FP8, 1024 x H100 80GB: 64 GB each, TP4 PP16 EP32."""
     return pretrain(
         DEEPSEEK_V3,
         options,
-        seq_length=4096,
-        global_batch_size=4096,
-        lr=2.2e-4,
-        min_lr=2.2e-5,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=16,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_layout="Et|(tt|)*29t|tmL",
-        expert_model_parallel_size=32,
-        expert_tensor_parallel_size=1,
-        recompute=["mla_up_proj", "layernorm", "moe_act"],
-        precision="bf16_with_fp8_subchannel_scaling_mixed",
+        _STAGES,
+        _RECOMPUTE,
+        _PRETRAIN,
+        FP8_BLOCKWISE,
+        layout(tp=4, pp=16, vp=2, ep=32, etp=1),
     )
 
 
 def deepseek_v3_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B in MXFP8, 256 x B200 180GB: 130 GB each, TP4 PP16 EP8, the fewest that fit."""
-    return pretrain(
-        DEEPSEEK_V3,
-        options,
-        seq_length=4096,
-        global_batch_size=4096,
-        lr=2.2e-4,
-        min_lr=2.2e-5,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=16,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_layout="Et|(tt|)*29t|tmL",
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-        precision="bf16_with_mxfp8_mixed",
-    )
+    """DeepSeek-V3 671B pretraining in MXFP8, 256 x B200 180GB: 130 GB each, TP4 PP16 EP8."""
+    return pretrain(DEEPSEEK_V3, options, _STAGES, _PRETRAIN, MXFP8, layout(tp=4, pp=16, vp=2, ep=8, etp=1))
 
 
 def deepseek_v3_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B, all weights, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32, the fewest that fit."""
-    return sft(
-        DEEPSEEK_V3,
-        options,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=8,
-        virtual_pipeline_model_parallel_size=4,
-        pipeline_layout="Et|(tt|)*29t|tmL",
-        expert_model_parallel_size=32,
-        expert_tensor_parallel_size=1,
-        recompute=["mla_up_proj", "layernorm", "moe_act"],
-    )
+    """DeepSeek-V3 671B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32."""
+    return sft(DEEPSEEK_V3, options, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1))

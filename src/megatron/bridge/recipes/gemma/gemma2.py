@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 2. Learning rates are ours: none are published."""
+"""Gemma 2. Learning rates are our own: none are published."""
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -35,30 +35,30 @@ GEMMA2_27B = GEMMA2.size("google/gemma-2-27b", 4608, 36864, 46, 32, 16, head_dim
 
 
 def gemma2_2b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 2 2B from random weights, 8 x H100 80GB: 71 GB each, nothing is split."""
+    """Gemma 2 2B pretraining, 8 x H100 80GB: 71 GB each, no model parallelism."""
     return pretrain(GEMMA2_2B, options, seq_length=8192, lr=3e-4)
 
 
 def gemma2_9b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 2 9B from random weights, 16 x H100 80GB: 48 GB each, TP4, the fewest that fit."""
-    return pretrain(GEMMA2_9B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=4)
+    """Gemma 2 9B pretraining, 16 x H100 80GB: 48 GB each, TP4."""
+    return pretrain(GEMMA2_9B, options, layout(tp=4), seq_length=8192, lr=3e-4)
 
 
 def gemma2_27b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 2 27B from random weights, 32 x H100 80GB: 57 GB each, TP8, the fewest that fit."""
-    return pretrain(GEMMA2_27B, options, seq_length=8192, lr=2e-4, tensor_model_parallel_size=8)
+    """Gemma 2 27B pretraining, 32 x H100 80GB: 57 GB each, TP8."""
+    return pretrain(GEMMA2_27B, options, layout(tp=8), seq_length=8192, lr=2e-4)
 
 
 def gemma2_2b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 2 2B, all weights, 8 x H100 80GB: 46 GB each, nothing is split."""
+    """Gemma 2 2B full fine-tuning, 8 x H100 80GB: 46 GB each, no model parallelism."""
     return sft(GEMMA2_2B, options, lr=1e-5)
 
 
 def gemma2_9b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 2 9B, all weights, 8 x H100 80GB: 68 GB each, TP2, the fewest that fit."""
-    return sft(GEMMA2_9B, options, tensor_model_parallel_size=2)
+    """Gemma 2 9B full fine-tuning, 8 x H100 80GB: 68 GB each, TP2."""
+    return sft(GEMMA2_9B, options, layout(tp=2))
 
 
 def gemma2_27b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 2 27B, all weights, 16 x H100 80GB: 54 GB each, TP8, the fewest that fit."""
-    return sft(GEMMA2_27B, options, tensor_model_parallel_size=8)
+    """Gemma 2 27B full fine-tuning, 16 x H100 80GB: 54 GB each, TP8."""
+    return sft(GEMMA2_27B, options, layout(tp=8))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3; of 4B and larger, which also see, the language model. Learning rates are ours: none are published.
+"""Gemma 3; of the vision-language models (4B and larger) the text model. Learning rates are our own.
 
-The hub keeps those language models' numbers under ``text_config``.
+The config of those text models is ``text_config`` of the published one.
 """
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -46,40 +46,40 @@ GEMMA3_27B = GEMMA3.size("google/gemma-3-27b-pt", 5376, 21504, 62, 32, 16, head_
 
 
 def gemma3_1b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 3 1B from random weights, 8 x H100 80GB: 48 GB each, nothing is split."""
+    """Gemma 3 1B pretraining, 8 x H100 80GB: 48 GB each, no model parallelism."""
     return pretrain(GEMMA3_1B, options, seq_length=8192, lr=5e-4)
 
 
 def gemma3_4b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 3 4B (text) from random weights, 8 x H100 80GB: 52 GB each, TP2, the fewest that fit."""
-    return pretrain(GEMMA3_4B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=2)
+    """Gemma 3 4B (text) pretraining, 8 x H100 80GB: 52 GB each, TP2."""
+    return pretrain(GEMMA3_4B, options, layout(tp=2), seq_length=8192, lr=3e-4)
 
 
 def gemma3_12b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 3 12B (text) from random weights, 16 x H100 80GB: 59 GB each, TP4, the fewest that fit."""
-    return pretrain(GEMMA3_12B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=4)
+    """Gemma 3 12B (text) pretraining, 16 x H100 80GB: 59 GB each, TP4."""
+    return pretrain(GEMMA3_12B, options, layout(tp=4), seq_length=8192, lr=3e-4)
 
 
 def gemma3_27b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 3 27B (text) from random weights, 32 x H100 80GB: 57 GB each, TP8, the fewest that fit."""
-    return pretrain(GEMMA3_27B, options, seq_length=8192, lr=2e-4, tensor_model_parallel_size=8)
+    """Gemma 3 27B (text) pretraining, 32 x H100 80GB: 57 GB each, TP8."""
+    return pretrain(GEMMA3_27B, options, layout(tp=8), seq_length=8192, lr=2e-4)
 
 
 def gemma3_1b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 3 1B, all weights, 1 x H100 80GB: 38 GB, nothing is split."""
+    """Gemma 3 1B full fine-tuning, 1 x H100 80GB: 38 GB, no model parallelism."""
     return sft(GEMMA3_1B, options, lr=1e-5)
 
 
 def gemma3_4b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 3 4B (text), all weights, 8 x H100 80GB: 63 GB each, nothing is split."""
+    """Gemma 3 4B (text) full fine-tuning, 8 x H100 80GB: 63 GB each, no model parallelism."""
     return sft(GEMMA3_4B, options, lr=1e-5)
 
 
 def gemma3_12b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 3 12B (text), all weights, 8 x H100 80GB: 52 GB each, TP4, the fewest that fit."""
-    return sft(GEMMA3_12B, options, tensor_model_parallel_size=4)
+    """Gemma 3 12B (text) full fine-tuning, 8 x H100 80GB: 52 GB each, TP4."""
+    return sft(GEMMA3_12B, options, layout(tp=4))
 
 
 def gemma3_27b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 3 27B (text), all weights, 16 x H100 80GB: 54 GB each, TP8, the fewest that fit."""
-    return sft(GEMMA3_27B, options, tensor_model_parallel_size=8)
+    """Gemma 3 27B (text) full fine-tuning, 16 x H100 80GB: 54 GB each, TP8."""
+    return sft(GEMMA3_27B, options, layout(tp=8))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4 of 2025. Learning rates are ours: none are published."""
+"""GLM-4 (0414). Learning rates are our own: none are published."""
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -29,20 +29,20 @@ GLM4_32B = GLM4.size("zai-org/GLM-4-32B-0414", 6144, 23040, 61, 48, 2, attention
 
 
 def glm4_9b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """GLM-4 9B from random weights, 16 x H100 80GB: 67 GB each, TP2, the fewest that fit."""
-    return pretrain(GLM4_9B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=2)
+    """GLM-4 9B pretraining, 16 x H100 80GB: 67 GB each, TP2."""
+    return pretrain(GLM4_9B, options, layout(tp=2), seq_length=8192, lr=3e-4)
 
 
 def glm4_32b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """GLM-4 32B from random weights, 32 x H100 80GB: 57 GB each, TP8, the fewest that fit."""
-    return pretrain(GLM4_32B, options, seq_length=8192, lr=2e-4, tensor_model_parallel_size=8)
+    """GLM-4 32B pretraining, 32 x H100 80GB: 57 GB each, TP8."""
+    return pretrain(GLM4_32B, options, layout(tp=8), seq_length=8192, lr=2e-4)
 
 
 def glm4_9b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """GLM-4 9B, all weights, 8 x H100 80GB: 59 GB each, TP2, the fewest that fit."""
-    return sft(GLM4_9B, options, tensor_model_parallel_size=2)
+    """GLM-4 9B full fine-tuning, 8 x H100 80GB: 59 GB each, TP2."""
+    return sft(GLM4_9B, options, layout(tp=2))
 
 
 def glm4_32b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """GLM-4 32B, all weights, 16 x H100 80GB: 59 GB each, TP8, the fewest that fit."""
-    return sft(GLM4_32B, options, tensor_model_parallel_size=8)
+    """GLM-4 32B full fine-tuning, 16 x H100 80GB: 59 GB each, TP8."""
+    return sft(GLM4_32B, options, layout(tp=8))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4.5. Learning rates are those of "GLM-4.5" (2025), at their peak and end; the optimizer here is Adam.
+"""GLM-4.5. The first and the last learning rate are from "GLM-4.5" (2025); the optimizer here is Adam.
 
-Air's 46 layers, the embedding and the layer that predicts a token further on are four to each of 12 interleaved
-stages. The large one's 92 are three to each of 32, but two to the first, with the embedding, one to the last, with
-that further layer, and two to that before it.
+Air has 12 interleaved stages of four layers, counting the embedding and the layer for multi-token prediction. The
+large model has 32 stages for 92 layers: the first has two layers and the embedding, the last has one layer and the
+layer for multi-token prediction, the stage before it has two layers, and all others have three.
 """
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, LayoutOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -43,68 +43,32 @@ GLM45_AIR_106B = GLM45.size(
 GLM45_355B = GLM45.size(
     *("zai-org/GLM-4.5", 5120, 12288, 92, 96, 8, 1536, 160, 3), use_qk_norm=True, routed_scaling_factor=2.5
 )
+_AIR: LayoutOptions = {"pipeline_layout": "Et*3|(t*4|)*10t*3mL"}
+_STAGES: LayoutOptions = {"pipeline_layout": "Et*2|(t*3|)*29t*2|tmL"}
+_PRETRAIN: PretrainOptions = {"seq_length": 4096, "lr": 2.5e-4, "min_lr": 2.5e-5}
 
 
 def glm45_air_106b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """GLM-4.5 Air 106B-A12B from random weights, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8, the fewest that fit."""
+    """GLM-4.5 Air 106B-A12B pretraining, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8."""
     return pretrain(
-        GLM45_AIR_106B,
-        options,
-        seq_length=4096,
-        global_batch_size=1024,
-        lr=2.5e-4,
-        min_lr=2.5e-5,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=3,
-        pipeline_layout="Et*3|(t*4|)*10t*3mL",
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
+        GLM45_AIR_106B, options, _AIR, _PRETRAIN, layout(tp=4, pp=4, vp=3, ep=8, etp=1), global_batch_size=1024
     )
 
 
 def glm45_355b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """GLM-4.5 355B-A32B from random weights, 256 x H100 80GB: 58 GB each, TP8 PP16 EP8, the fewest that fit."""
+    """GLM-4.5 355B-A32B pretraining, 256 x H100 80GB: 58 GB each, TP8 PP16 EP8."""
     return pretrain(
-        GLM45_355B,
-        options,
-        seq_length=4096,
-        global_batch_size=4096,
-        lr=2.5e-4,
-        min_lr=2.5e-5,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=16,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_layout="Et*2|(t*3|)*29t*2|tmL",
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
+        GLM45_355B, options, _STAGES, _PRETRAIN, layout(tp=8, pp=16, vp=2, ep=8, etp=1), global_batch_size=4096
     )
 
 
 def glm45_air_106b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """GLM-4.5 Air 106B-A12B, all weights, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8, the fewest that fit."""
-    return sft(
-        GLM45_AIR_106B,
-        options,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=3,
-        pipeline_layout="Et*3|(t*4|)*10t*3mL",
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """GLM-4.5 Air 106B-A12B full fine-tuning, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8."""
+    return sft(GLM45_AIR_106B, options, _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
 
 
 def glm45_355b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """GLM-4.5 355B-A32B, all weights, 128 x H100 80GB: 70 GB each, TP8 PP8 EP16, the fewest that fit."""
+    """GLM-4.5 355B-A32B full fine-tuning, 128 x H100 80GB: 70 GB each, TP8 PP8 EP16."""
     return sft(
-        GLM45_355B,
-        options,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=8,
-        virtual_pipeline_model_parallel_size=4,
-        pipeline_layout="Et*2|(t*3|)*29t*2|tmL",
-        expert_model_parallel_size=16,
-        expert_tensor_parallel_size=1,
-        recompute=["layernorm", "moe_act"],
+        GLM45_355B, options, _STAGES, layout(tp=8, pp=8, vp=4, ep=16, etp=1), recompute=["layernorm", "moe_act"]
     )

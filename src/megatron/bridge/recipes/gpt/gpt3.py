@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-3, the model by which systems are compared.
+"""GPT-3, a common benchmark of training systems.
 
-Numbers, batch and learning rates are those of "Language Models are Few-Shot Learners" (2020), but for its locally
-banded sparse attention. It was never published; its tokenizer is that of GPT-2.
+Sizes, batch size and learning rates are from "Language Models are Few-Shot Learners" (2020), without its locally
+banded sparse attention. The weights were never published; the tokenizer is GPT-2's.
 """
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain
-from megatron.bridge.recipes.options import PretrainOptions
-from megatron.bridge.recipes.sizes import Unbridged
+from megatron.bridge.recipes.builders import pretrain
+from megatron.bridge.recipes.options import PretrainOptions, layout
+from megatron.bridge.recipes.sizes import ProviderSize
 from megatron.bridge.training.config import ConfigContainer
 
-GPT3_175B = Unbridged(
+GPT3_175B = ProviderSize(
     "openai-community/gpt2",
     {
         "num_layers": 96,
@@ -30,15 +30,7 @@ GPT3_175B = Unbridged(
 
 
 def gpt3_175b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """GPT-3 175B from random weights, 128 x H100 80GB: 63 GB each, TP8 PP4, the fewest that fit."""
+    """GPT-3 175B pretraining, 128 x H100 80GB: 63 GB each, TP8 PP4."""
     return pretrain(
-        GPT3_175B,
-        options,
-        seq_length=2048,
-        global_batch_size=1536,
-        lr=6e-5,
-        min_lr=6e-6,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=6,
+        GPT3_175B, options, layout(tp=8, pp=4, vp=6), seq_length=2048, global_batch_size=1536, lr=6e-5, min_lr=6e-6
     )

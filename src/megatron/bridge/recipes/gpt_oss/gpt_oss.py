@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss. Learning rates are ours: none are published.
+"""gpt-oss. Learning rates are our own: none are published.
 
-The published coefficient of the balancing loss, 0.9, is one that transformers does not apply
-(``output_router_logits`` is off); applied, it would outweigh the loss, so recipes train with 0.001.
+Transformers does not apply the published coefficient of the load-balancing loss, 0.9 (``output_router_logits`` is
+off). It would outweigh the language-model loss, so the recipes use 0.001.
 """
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -51,52 +51,20 @@ GPT_OSS_120B = GPT_OSS.size("openai/gpt-oss-120b", 36, 128)
 
 
 def gpt_oss_20b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """gpt-oss 20B from random weights, 16 x H100 80GB: 67 GB each, TP2 EP4, the fewest that fit."""
-    return pretrain(
-        GPT_OSS_20B,
-        options,
-        seq_length=4096,
-        lr=3e-4,
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=4,
-        expert_tensor_parallel_size=1,
-    )
+    """gpt-oss 20B pretraining, 16 x H100 80GB: 67 GB each, TP2 EP4."""
+    return pretrain(GPT_OSS_20B, options, layout(tp=2, ep=4, etp=1), seq_length=4096, lr=3e-4)
 
 
 def gpt_oss_120b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """gpt-oss 120B from random weights, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8, the fewest that fit."""
-    return pretrain(
-        GPT_OSS_120B,
-        options,
-        seq_length=4096,
-        lr=2e-4,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=3,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """gpt-oss 120B pretraining, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8."""
+    return pretrain(GPT_OSS_120B, options, layout(tp=2, pp=4, vp=3, ep=8, etp=1), seq_length=4096, lr=2e-4)
 
 
 def gpt_oss_20b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """gpt-oss 20B, all weights, 8 x H100 80GB: 68 GB each, TP2 EP8, the fewest that fit."""
-    return sft(
-        GPT_OSS_20B,
-        options,
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """gpt-oss 20B full fine-tuning, 8 x H100 80GB: 68 GB each, TP2 EP8."""
+    return sft(GPT_OSS_20B, options, layout(tp=2, ep=8, etp=1))
 
 
 def gpt_oss_120b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """gpt-oss 120B, all weights, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8, the fewest that fit."""
-    return sft(
-        GPT_OSS_120B,
-        options,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=3,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """gpt-oss 120B full fine-tuning, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8."""
+    return sft(GPT_OSS_120B, options, layout(tp=2, pp=4, vp=3, ep=8, etp=1))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama 2. Learning rates and batch are those of "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023)."""
+"""Llama 2. Learning rates and batch size are from "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023)."""
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -28,47 +28,34 @@ LLAMA2_70B = LLAMA2.size("meta-llama/Llama-2-70b-hf", 8192, 28672, 80, 64, 8)
 
 
 def llama2_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 2 7B from random weights, 8 x H100 80GB: 72 GB each, nothing is split."""
+    """Llama 2 7B pretraining, 8 x H100 80GB: 72 GB each, no model parallelism."""
     return pretrain(LLAMA2_7B, options, seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5)
 
 
 def llama2_13b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 2 13B from random weights, 16 x H100 80GB: 65 GB each, TP2, the fewest that fit."""
+    """Llama 2 13B pretraining, 16 x H100 80GB: 65 GB each, TP2."""
     return pretrain(
-        LLAMA2_13B,
-        options,
-        seq_length=4096,
-        global_batch_size=1024,
-        lr=3e-4,
-        min_lr=3e-5,
-        tensor_model_parallel_size=2,
+        LLAMA2_13B, options, layout(tp=2), seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5
     )
 
 
 def llama2_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 2 70B from random weights, 64 x H100 80GB: 52 GB each, TP8 PP2, the fewest that fit."""
+    """Llama 2 70B pretraining, 64 x H100 80GB: 52 GB each, TP8 PP2."""
     return pretrain(
-        LLAMA2_70B,
-        options,
-        seq_length=4096,
-        global_batch_size=1024,
-        lr=1.5e-4,
-        min_lr=1.5e-5,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=2,
+        LLAMA2_70B, options, layout(tp=8, pp=2), seq_length=4096, global_batch_size=1024, lr=1.5e-4, min_lr=1.5e-5
     )
 
 
 def llama2_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 2 7B, all weights, 8 x H100 80GB: 72 GB each, nothing is split."""
+    """Llama 2 7B full fine-tuning, 8 x H100 80GB: 72 GB each, no model parallelism."""
     return sft(LLAMA2_7B, options)
 
 
 def llama2_13b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 2 13B, all weights, 8 x H100 80GB: 48 GB each, TP4, the fewest that fit."""
-    return sft(LLAMA2_13B, options, tensor_model_parallel_size=4)
+    """Llama 2 13B full fine-tuning, 8 x H100 80GB: 48 GB each, TP4."""
+    return sft(LLAMA2_13B, options, layout(tp=4))
 
 
 def llama2_70b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 2 70B, all weights, 32 x H100 80GB: 65 GB each, TP8 PP2, the fewest that fit."""
-    return sft(LLAMA2_70B, options, tensor_model_parallel_size=8, pipeline_model_parallel_size=2)
+    """Llama 2 70B full fine-tuning, 32 x H100 80GB: 65 GB each, TP8 PP2."""
+    return sft(LLAMA2_70B, options, layout(tp=8, pp=2))

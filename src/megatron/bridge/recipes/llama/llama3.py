@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama 3, whose numbers the later ones of the generation share.
+"""Llama 3, whose config Llama 3.1 to 3.3 share.
 
-Learning rates are those of "The Llama 3 Herd of Models" (2024), table 3.
+Learning rates are from "The Llama 3 Herd of Models" (2024), table 3.
 """
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, LowPrecision, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import (
+    FP8,
+    FP8_BLOCKWISE,
+    MXFP8,
+    NVFP4,
+    FinetuneOptions,
+    LowPrecision,
+    PretrainOptions,
+    layout,
+)
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -27,227 +36,114 @@ LLAMA3 = Generation(
 )
 LLAMA3_8B = LLAMA3.size("meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8)
 LLAMA3_70B = LLAMA3.size("meta-llama/Meta-Llama-3-70B", 8192, 28672, 80, 64, 8)
+_PRETRAIN_8B: PretrainOptions = {"seq_length": 8192, "lr": 3e-4}
+_PRETRAIN_70B: PretrainOptions = {"seq_length": 8192, "lr": 1.5e-4, "min_lr": 1.5e-6}
 
 
 def llama3_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B from random weights, 8 x H100 80GB: 61 GB each, TP2, the fewest that fit."""
-    return pretrain(LLAMA3_8B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=2)
+    """Llama 3 8B pretraining, 8 x H100 80GB: 61 GB each, TP2."""
+    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=2))
 
 
 def llama3_8b_16k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B on 16k tokens, 16 x H100 80GB: 56 GB each, TP2 CP2, the fewest that fit."""
-    return pretrain(
-        LLAMA3_8B,
-        options,
-        seq_length=16384,
-        global_batch_size=256,
-        lr=3e-4,
-        tensor_model_parallel_size=2,
-        context_parallel_size=2,
-    )
+    """Llama 3 8B pretraining on 16k tokens, 16 x H100 80GB: 56 GB each, TP2 CP2."""
+    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=2, cp=2), seq_length=16384, global_batch_size=256)
 
 
 def llama3_8b_64k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B on 64k tokens, 32 x H100 80GB: 67 GB each, TP4 CP2, the fewest that fit."""
-    return pretrain(
-        LLAMA3_8B,
-        options,
-        seq_length=65536,
-        global_batch_size=64,
-        lr=3e-4,
-        tensor_model_parallel_size=4,
-        context_parallel_size=2,
-    )
+    """Llama 3 8B pretraining on 64k tokens, 32 x H100 80GB: 67 GB each, TP4 CP2."""
+    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=4, cp=2), seq_length=65536, global_batch_size=64)
 
 
 def llama3_8b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B on 128k tokens, 64 x H100 80GB: 67 GB each, TP4 CP4, the fewest that fit."""
-    return pretrain(
-        LLAMA3_8B,
-        options,
-        seq_length=131072,
-        global_batch_size=32,
-        lr=3e-4,
-        tensor_model_parallel_size=4,
-        context_parallel_size=4,
-    )
+    """Llama 3 8B pretraining on 128k tokens, 64 x H100 80GB: 67 GB each, TP4 CP4."""
+    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32)
 
 
 def llama3_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B from random weights, 64 x H100 80GB: 65 GB each, TP8 PP2, the fewest that fit."""
-    return pretrain(
-        LLAMA3_70B,
-        options,
-        seq_length=8192,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=2,
-    )
+    """Llama 3 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
+    return pretrain(LLAMA3_70B, options, _PRETRAIN_70B, layout(tp=8, pp=2))
 
 
 def llama3_70b_16k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B on 16k tokens, 128 x H100 80GB: 59 GB each, TP8 PP2 CP2, the fewest that fit."""
+    """Llama 3 70B pretraining on 16k tokens, 128 x H100 80GB: 59 GB each, TP8 PP2 CP2."""
     return pretrain(
-        LLAMA3_70B,
-        options,
-        seq_length=16384,
-        global_batch_size=256,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=2,
-        context_parallel_size=2,
+        LLAMA3_70B, options, _PRETRAIN_70B, layout(tp=8, pp=2, cp=2), seq_length=16384, global_batch_size=256
     )
 
 
 def llama3_70b_64k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B on 64k tokens, 256 x H100 80GB: 58 GB each, TP8 PP2 CP8, the fewest that fit."""
+    """Llama 3 70B pretraining on 64k tokens, 256 x H100 80GB: 58 GB each, TP8 PP2 CP8."""
     return pretrain(
-        LLAMA3_70B,
-        options,
-        seq_length=65536,
-        global_batch_size=64,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=2,
-        context_parallel_size=8,
+        LLAMA3_70B, options, _PRETRAIN_70B, layout(tp=8, pp=2, cp=8), seq_length=65536, global_batch_size=64
     )
 
 
 def llama3_70b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B on 128k tokens, 512 x H100 80GB: 59 GB each, TP8 PP2 CP16, the fewest that fit."""
+    """Llama 3 70B pretraining on 128k tokens, 512 x H100 80GB: 59 GB each, TP8 PP2 CP16."""
     return pretrain(
-        LLAMA3_70B,
-        options,
-        seq_length=131072,
-        global_batch_size=32,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=2,
-        context_parallel_size=16,
+        LLAMA3_70B, options, _PRETRAIN_70B, layout(tp=8, pp=2, cp=16), seq_length=131072, global_batch_size=32
     )
 
 
 def llama3_8b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B in FP8, 8 x H100 80GB: 68 GB each, TP2, the fewest that fit."""
-    return pretrain(
-        LLAMA3_8B,
-        options,
-        seq_length=8192,
-        lr=3e-4,
-        tensor_model_parallel_size=2,
-        precision="bf16_with_fp8_current_scaling_mixed",
-    )
+    """Llama 3 8B pretraining in FP8, 8 x H100 80GB: 68 GB each, TP2."""
+    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, FP8, layout(tp=2))
 
 
 def llama3_8b_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B in blockwise FP8, 8 x H100 80GB: 68 GB each, TP2, the fewest that fit."""
-    return pretrain(
-        LLAMA3_8B,
-        options,
-        seq_length=8192,
-        lr=3e-4,
-        tensor_model_parallel_size=2,
-        precision="bf16_with_fp8_subchannel_scaling_mixed",
-    )
+    """Llama 3 8B pretraining in blockwise FP8, 8 x H100 80GB: 68 GB each, TP2."""
+    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, FP8_BLOCKWISE, layout(tp=2))
 
 
 def llama3_8b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B in MXFP8, 8 x B200 180GB: 123 GB each, nothing is split."""
-    return pretrain(LLAMA3_8B, options, seq_length=8192, lr=3e-4, precision="bf16_with_mxfp8_mixed")
+    """Llama 3 8B pretraining in MXFP8, 8 x B200 180GB: 123 GB each, no model parallelism."""
+    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, MXFP8)
 
 
 def llama3_8b_nvfp4_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B in NVFP4, 8 x B200 180GB: 116 GB each, nothing is split."""
-    return pretrain(LLAMA3_8B, options, seq_length=8192, lr=3e-4, precision="bf16_with_nvfp4_mixed")
+    """Llama 3 8B pretraining in NVFP4, 8 x B200 180GB: 116 GB each, no model parallelism."""
+    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, NVFP4)
 
 
 def llama3_8b_low_precision_pretrain_config(
     mixed_precision_recipe: LowPrecision = "bf16_with_fp8_current_scaling_mixed",
     **options: Unpack[PretrainOptions],
 ) -> ConfigContainer:
-    """Llama 3 8B in a low precision, 8 x H100 80GB: 68 GB each, TP2, the fewest that fit.
+    """Llama 3 8B pretraining in a low precision, 8 x H100 80GB: 68 GB each, TP2.
 
     Args:
-        mixed_precision_recipe: Which one; ``precision`` wins where it is given, too.
-        **options: As of the other recipes.
+        mixed_precision_recipe: The precision; the option ``precision`` overrides it.
+        **options: The options of all pretraining recipes.
     """
-    return pretrain(
-        LLAMA3_8B,
-        options,
-        seq_length=8192,
-        lr=3e-4,
-        tensor_model_parallel_size=2,
-        precision=mixed_precision_recipe,
-    )
+    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=2), precision=mixed_precision_recipe)
 
 
 def llama3_70b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B in FP8, 64 x H100 80GB: 61 GB each, TP8 PP4, the fewest that fit."""
-    return pretrain(
-        LLAMA3_70B,
-        options,
-        seq_length=8192,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=5,
-        precision="bf16_with_fp8_current_scaling_mixed",
-    )
+    """Llama 3 70B pretraining in FP8, 64 x H100 80GB: 61 GB each, TP8 PP4."""
+    return pretrain(LLAMA3_70B, options, _PRETRAIN_70B, FP8, layout(tp=8, pp=4, vp=5))
 
 
 def llama3_70b_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B in blockwise FP8, 64 x H100 80GB: 61 GB each, TP8 PP4, the fewest that fit."""
-    return pretrain(
-        LLAMA3_70B,
-        options,
-        seq_length=8192,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=5,
-        precision="bf16_with_fp8_subchannel_scaling_mixed",
-    )
+    """Llama 3 70B pretraining in blockwise FP8, 64 x H100 80GB: 61 GB each, TP8 PP4."""
+    return pretrain(LLAMA3_70B, options, _PRETRAIN_70B, FP8_BLOCKWISE, layout(tp=8, pp=4, vp=5))
 
 
 def llama3_70b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B in MXFP8, 64 x B200 180GB: 133 GB each, TP4 PP2, the fewest that fit."""
-    return pretrain(
-        LLAMA3_70B,
-        options,
-        seq_length=8192,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=2,
-        precision="bf16_with_mxfp8_mixed",
-    )
+    """Llama 3 70B pretraining in MXFP8, 64 x B200 180GB: 133 GB each, TP4 PP2."""
+    return pretrain(LLAMA3_70B, options, _PRETRAIN_70B, MXFP8, layout(tp=4, pp=2))
 
 
 def llama3_70b_nvfp4_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B in NVFP4, 64 x B200 180GB: 124 GB each, TP4 PP2, the fewest that fit."""
-    return pretrain(
-        LLAMA3_70B,
-        options,
-        seq_length=8192,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=2,
-        precision="bf16_with_nvfp4_mixed",
-    )
+    """Llama 3 70B pretraining in NVFP4, 64 x B200 180GB: 124 GB each, TP4 PP2."""
+    return pretrain(LLAMA3_70B, options, _PRETRAIN_70B, NVFP4, layout(tp=4, pp=2))
 
 
 def llama3_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3 8B, all weights, 8 x H100 80GB: 49 GB each, TP2, the fewest that fit."""
-    return sft(LLAMA3_8B, options, tensor_model_parallel_size=2)
+    """Llama 3 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
+    return sft(LLAMA3_8B, options, layout(tp=2))
 
 
 def llama3_70b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3 70B, all weights, 32 x H100 80GB: 66 GB each, TP8 PP2, the fewest that fit."""
-    return sft(LLAMA3_70B, options, tensor_model_parallel_size=8, pipeline_model_parallel_size=2)
+    """Llama 3 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""
+    return sft(LLAMA3_70B, options, layout(tp=8, pp=2))

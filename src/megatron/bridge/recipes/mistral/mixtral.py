@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtral. Learning rates are ours: none are published."""
+"""Mixtral. Learning rates are our own: none are published."""
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -35,56 +35,20 @@ MIXTRAL_8X22B = MIXTRAL.size("mistralai/Mixtral-8x22B-v0.1", 6144, 16384, 56, 48
 
 
 def mixtral_8x7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Mixtral 8x7B from random weights, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4, the fewest that fit."""
-    return pretrain(
-        MIXTRAL_8X7B,
-        options,
-        seq_length=4096,
-        lr=3e-4,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=4,
-        expert_model_parallel_size=4,
-        expert_tensor_parallel_size=1,
-    )
+    """Mixtral 8x7B pretraining, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4."""
+    return pretrain(MIXTRAL_8X7B, options, layout(tp=2, pp=4, vp=4, ep=4, etp=1), seq_length=4096, lr=3e-4)
 
 
 def mixtral_8x22b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Mixtral 8x22B from random weights, 128 x H100 80GB: 62 GB each, TP4 PP4 EP8, the fewest that fit."""
-    return pretrain(
-        MIXTRAL_8X22B,
-        options,
-        seq_length=4096,
-        lr=2e-4,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=7,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """Mixtral 8x22B pretraining, 128 x H100 80GB: 62 GB each, TP4 PP4 EP8."""
+    return pretrain(MIXTRAL_8X22B, options, layout(tp=4, pp=4, vp=7, ep=8, etp=1), seq_length=4096, lr=2e-4)
 
 
 def mixtral_8x7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Mixtral 8x7B, all weights, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4, the fewest that fit."""
-    return sft(
-        MIXTRAL_8X7B,
-        options,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=4,
-        expert_model_parallel_size=4,
-        expert_tensor_parallel_size=1,
-    )
+    """Mixtral 8x7B full fine-tuning, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4."""
+    return sft(MIXTRAL_8X7B, options, layout(tp=2, pp=4, vp=4, ep=4, etp=1))
 
 
 def mixtral_8x22b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Mixtral 8x22B, all weights, 64 x H100 80GB: 64 GB each, TP8 PP4 EP8, the fewest that fit."""
-    return sft(
-        MIXTRAL_8X22B,
-        options,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=7,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """Mixtral 8x22B full fine-tuning, 64 x H100 80GB: 64 GB each, TP8 PP4 EP8."""
+    return sft(MIXTRAL_8X22B, options, layout(tp=8, pp=4, vp=7, ep=8, etp=1))

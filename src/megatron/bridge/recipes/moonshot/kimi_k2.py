@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi K2. The learning rate is that of "Kimi K2: Open Agentic Intelligence" (2025); the optimizer here is Adam.
+"""Kimi K2. The learning rate is from "Kimi K2: Open Agentic Intelligence" (2025); the optimizer here is Adam.
 
-Its 61 layers, the embedding and the loss are two to each of 32 interleaved stages; the first holds the embedding
-and a layer, the last the loss alone. (The hub's ``model_type``, ``kimi_k2``, is
-DeepSeek-V3's under another name.)
+There are 32 interleaved stages of two layers, except that the first has one layer and the embedding, and the last
+has only the loss. The published ``model_type``, ``kimi_k2``, is another name of DeepSeek-V3's.
 """
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -60,32 +59,19 @@ KIMI_K2 = KIMI.size("moonshotai/Kimi-K2-Instruct", 7168, 18432, 61, 64, 64, 2048
 
 
 def kimi_k2_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Kimi K2 1T-A32B from random weights, 1024 x H100 80GB: 59 GB each, TP8 PP16 EP16, the fewest that fit."""
+    """Kimi K2 1T-A32B pretraining, 1024 x H100 80GB: 59 GB each, TP8 PP16 EP16."""
     return pretrain(
         KIMI_K2,
         options,
+        layout(tp=8, pp=16, vp=2, ep=16, etp=1),
         seq_length=4096,
         global_batch_size=4096,
         lr=2e-4,
         min_lr=2e-5,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=16,
-        virtual_pipeline_model_parallel_size=2,
         pipeline_layout="Et|(tt|)*30L",
-        expert_model_parallel_size=16,
-        expert_tensor_parallel_size=1,
     )
 
 
 def kimi_k2_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Kimi K2 1T-A32B, all weights, 512 x H100 80GB: 72 GB each, TP8 PP16 EP16, the fewest that fit."""
-    return sft(
-        KIMI_K2,
-        options,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=16,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_layout="Et|(tt|)*30L",
-        expert_model_parallel_size=16,
-        expert_tensor_parallel_size=1,
-    )
+    """Kimi K2 1T-A32B full fine-tuning, 512 x H100 80GB: 72 GB each, TP8 PP16 EP16."""
+    return sft(KIMI_K2, options, layout(tp=8, pp=16, vp=2, ep=16, etp=1), pipeline_layout="Et|(tt|)*30L")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moonlight. The learning rate is that of "Muon is Scalable for LLM Training" (2025); here Adam uses it."""
+"""Moonlight. The learning rate is from "Muon is Scalable for LLM Training" (2025); the optimizer here is Adam."""
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -46,18 +46,10 @@ MOONLIGHT_16B = MOONLIGHT.size("moonshotai/Moonlight-16B-A3B", 2048, 11264, 27, 
 
 
 def moonlight_16b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Moonlight 16B-A3B from random weights, 16 x H100 80GB: 65 GB each, EP4, the fewest that fit."""
-    return pretrain(
-        MOONLIGHT_16B, options, seq_length=4096, lr=4.2e-4, min_lr=4.2e-5, expert_model_parallel_size=4
-    )
+    """Moonlight 16B-A3B pretraining, 16 x H100 80GB: 65 GB each, EP4."""
+    return pretrain(MOONLIGHT_16B, options, layout(ep=4), seq_length=4096, lr=4.2e-4, min_lr=4.2e-5)
 
 
 def moonlight_16b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Moonlight 16B-A3B, all weights, 8 x H100 80GB: 62 GB each, TP2 EP4, the fewest that fit."""
-    return sft(
-        MOONLIGHT_16B,
-        options,
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=4,
-        expert_tensor_parallel_size=1,
-    )
+    """Moonlight 16B-A3B full fine-tuning, 8 x H100 80GB: 62 GB each, TP2 EP4."""
+    return sft(MOONLIGHT_16B, options, layout(tp=2, ep=4, etp=1))

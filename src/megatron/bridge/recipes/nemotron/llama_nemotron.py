@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama-Nemotron: Llama 3 cut down by a search over its layers, which differ. Learning rates are ours.
+"""Llama-Nemotron: Llama 3, pruned by a search, so that its layers differ. Learning rates are our own.
 
-A layer has attention or not, and a feed-forward layer of some multiple of the hidden size, or none: a row of
-``LAYERS`` says for how many layers running.
+Each row of ``LAYERS`` is a number of consecutive layers, whether they have attention, and the width of their
+feed-forward layer as a multiple of the hidden size (None without one).
 """
 
 from typing import Any, Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.sizes import Generation, llama3_128k
 from megatron.bridge.training.config import ConfigContainer
 
 # fmt: off
@@ -36,11 +36,11 @@ LAYERS_253B: list[tuple[int, bool, float | None]] = [
 # fmt: on
 
 
-def blocks(layers: list[tuple[int, bool, float | None]], heads_of_a_group: int) -> list[dict[str, Any]]:
-    """One entry of ``block_configs`` for each layer."""
+def _blocks(layers: list[tuple[int, bool, float | None]], heads_per_group: int) -> list[dict[str, Any]]:
+    """``block_configs`` with one entry per layer."""
     return [
         {
-            "attention": {"n_heads_in_group": heads_of_a_group if attends else None, "no_op": not attends},
+            "attention": {"n_heads_in_group": heads_per_group if attends else None, "no_op": not attends},
             "ffn": {"ffn_mult": multiple, "no_op": multiple is None},
         }
         for count, attends, multiple in layers
@@ -48,89 +48,68 @@ def blocks(layers: list[tuple[int, bool, float | None]], heads_of_a_group: int) 
     ]
 
 
-def rope(factor: float) -> dict[str, Any]:
-    """Positions up to 128k, as Llama 3.1 has them."""
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
-COMMON: dict[str, Any] = {
+_COMMON: dict[str, Any] = {
     "vocab_size": 128256,
-    "max_position_embeddings": 131072,
+    **llama3_128k(8.0),
     "attention_bias": False,
     "mlp_bias": False,
     "initializer_range": 0.02,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "rope_scaling": rope(8.0),
     "tie_word_embeddings": False,
     "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009],
 }
 NEMOTRON_NAS = Generation(
-    {**COMMON, "model_type": "nemotron-nas", "architectures": ["DeciLMForCausalLM"], "hidden_act": "silu"},
+    {**_COMMON, "model_type": "nemotron-nas", "architectures": ["DeciLMForCausalLM"], "hidden_act": "silu"},
     columns=("hidden_size", "num_hidden_layers", "num_attention_heads"),
 )
-LLAMA_NEMOTRON_8B = Generation({**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}).size(
+LLAMA_NEMOTRON_8B = Generation({**_COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}).size(
     "nvidia/Llama-3.1-Nemotron-Nano-8B-v1", 4096, 14336, 32, 32, 8
 )
 LLAMA_NEMOTRON_49B = NEMOTRON_NAS.size(
-    "nvidia/Llama-3_3-Nemotron-Super-49B-v1", 8192, 80, 64, block_configs=blocks(LAYERS_49B, 8)
+    "nvidia/Llama-3_3-Nemotron-Super-49B-v1", 8192, 80, 64, block_configs=_blocks(LAYERS_49B, 8)
 )
 LLAMA_NEMOTRON_253B = NEMOTRON_NAS.size(
     *("nvidia/Llama-3_1-Nemotron-Ultra-253B-v1", 16384, 162, 128),
-    block_configs=blocks(LAYERS_253B, 16),
-    rope_scaling=rope(16.0),
+    block_configs=_blocks(LAYERS_253B, 16),
+    **llama3_128k(16.0),
 )
 
 
 def llama_nemotron_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama-Nemotron 8B from random weights, 8 x H100 80GB: 61 GB each, TP2, the fewest that fit."""
-    return pretrain(LLAMA_NEMOTRON_8B, options, seq_length=8192, lr=3e-4, tensor_model_parallel_size=2)
+    """Llama-Nemotron 8B pretraining, 8 x H100 80GB: 61 GB each, TP2."""
+    return pretrain(LLAMA_NEMOTRON_8B, options, layout(tp=2), seq_length=8192, lr=3e-4)
 
 
 def llama_nemotron_49b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama-Nemotron 49B from random weights, 64 x H100 80GB: 67 GB each, TP8, the fewest that fit."""
-    return pretrain(LLAMA_NEMOTRON_49B, options, seq_length=8192, lr=2e-4, tensor_model_parallel_size=8)
+    """Llama-Nemotron 49B pretraining, 64 x H100 80GB: 67 GB each, TP8."""
+    return pretrain(LLAMA_NEMOTRON_49B, options, layout(tp=8), seq_length=8192, lr=2e-4)
 
 
 def llama_nemotron_253b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama-Nemotron 253B from random weights, 384 x H100 80GB: 62 GB each, TP8 PP6 CP2, the fewest that fit."""
+    """Llama-Nemotron 253B pretraining, 384 x H100 80GB: 62 GB each, TP8 PP6 CP2."""
     return pretrain(
         LLAMA_NEMOTRON_253B,
         options,
+        layout(tp=8, pp=6, cp=2),
         seq_length=8192,
         global_batch_size=768,
         lr=8e-5,
         min_lr=8e-7,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=6,
-        context_parallel_size=2,
     )
 
 
 def llama_nemotron_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama-Nemotron 8B, all weights, 8 x H100 80GB: 49 GB each, TP2, the fewest that fit."""
-    return sft(LLAMA_NEMOTRON_8B, options, tensor_model_parallel_size=2)
+    """Llama-Nemotron 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
+    return sft(LLAMA_NEMOTRON_8B, options, layout(tp=2))
 
 
 def llama_nemotron_49b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama-Nemotron 49B, all weights, 32 x H100 80GB: 66 GB each, TP8, the fewest that fit."""
-    return sft(LLAMA_NEMOTRON_49B, options, tensor_model_parallel_size=8)
+    """Llama-Nemotron 49B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8."""
+    return sft(LLAMA_NEMOTRON_49B, options, layout(tp=8))
 
 
 def llama_nemotron_253b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama-Nemotron 253B, all weights, 192 x H100 80GB: 70 GB each, TP8 PP6 CP2, the fewest that fit."""
-    return sft(
-        LLAMA_NEMOTRON_253B,
-        options,
-        global_batch_size=192,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=6,
-        context_parallel_size=2,
-    )
+    """Llama-Nemotron 253B full fine-tuning, 192 x H100 80GB: 70 GB each, TP8 PP6 CP2."""
+    return sft(LLAMA_NEMOTRON_253B, options, layout(tp=8, pp=6, cp=2), global_batch_size=192)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nemotron-4 and the Minitrons that were cut out of it.
+"""Nemotron-4, and the Minitrons that were pruned from it.
 
-Learning rate and batch of 15B are those of "Nemotron-4 15B Technical Report" (2024), the batch of 340B that of
-"Nemotron-4 340B Technical Report" (2024); the other rates are ours. 15B is not on the hub: its numbers are the
-report's, its tokenizer is that of the Minitron which was made from it.
+Learning rate and batch size of 15B are from "Nemotron-4 15B Technical Report" (2024), the batch size of 340B is
+from "Nemotron-4 340B Technical Report" (2024), and the other rates are our own. 15B is not on the hub: its sizes
+are from the report, its tokenizer is that of the Minitron that was pruned from it.
 """
 
 from dataclasses import replace
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -43,65 +43,50 @@ NEMOTRON4_340B = NEMOTRON4.size(
 
 
 def nemotron4_15b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron-4 15B from random weights, 32 x H100 80GB: 72 GB each, TP2, the fewest that fit."""
+    """Nemotron-4 15B pretraining, 32 x H100 80GB: 72 GB each, TP2."""
     return pretrain(
-        NEMOTRON4_15B,
-        options,
-        seq_length=4096,
-        global_batch_size=1152,
-        lr=4.5e-4,
-        min_lr=4.5e-7,
-        tensor_model_parallel_size=2,
+        NEMOTRON4_15B, options, layout(tp=2), seq_length=4096, global_batch_size=1152, lr=4.5e-4, min_lr=4.5e-7
     )
 
 
 def nemotron4_340b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron-4 340B from random weights, 768 x H100 80GB: 67 GB each, TP8 PP12, the fewest that fit."""
+    """Nemotron-4 340B pretraining, 768 x H100 80GB: 67 GB each, TP8 PP12."""
     return pretrain(
         NEMOTRON4_340B,
         options,
+        layout(tp=8, pp=12, vp=8),
         seq_length=4096,
         global_batch_size=2304,
         lr=1e-4,
         min_lr=1e-6,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=12,
-        virtual_pipeline_model_parallel_size=8,
     )
 
 
 def minitron_4b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Minitron 4B from random weights, 8 x H100 80GB: 54 GB each, nothing is split."""
+    """Minitron 4B pretraining, 8 x H100 80GB: 54 GB each, no model parallelism."""
     return pretrain(MINITRON_4B, options, seq_length=4096, lr=3e-4)
 
 
 def minitron_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Minitron 8B from random weights, 8 x H100 80GB: 53 GB each, TP2, the fewest that fit."""
-    return pretrain(MINITRON_8B, options, seq_length=4096, lr=3e-4, tensor_model_parallel_size=2)
+    """Minitron 8B pretraining, 8 x H100 80GB: 53 GB each, TP2."""
+    return pretrain(MINITRON_8B, options, layout(tp=2), seq_length=4096, lr=3e-4)
 
 
 def nemotron4_15b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron-4 15B, all weights, 16 x H100 80GB: 45 GB each, TP4, the fewest that fit."""
-    return sft(NEMOTRON4_15B, options, tensor_model_parallel_size=4)
+    """Nemotron-4 15B full fine-tuning, 16 x H100 80GB: 45 GB each, TP4."""
+    return sft(NEMOTRON4_15B, options, layout(tp=4))
 
 
 def nemotron4_340b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron-4 340B, all weights, 256 x H100 80GB: 71 GB each, TP8 PP8 CP2, the fewest that fit."""
-    return sft(
-        NEMOTRON4_340B,
-        options,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=8,
-        virtual_pipeline_model_parallel_size=6,
-        context_parallel_size=2,
-    )
+    """Nemotron-4 340B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP8 CP2."""
+    return sft(NEMOTRON4_340B, options, layout(tp=8, pp=8, vp=6, cp=2))
 
 
 def minitron_4b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Minitron 4B, all weights, 8 x H100 80GB: 54 GB each, nothing is split."""
+    """Minitron 4B full fine-tuning, 8 x H100 80GB: 54 GB each, no model parallelism."""
     return sft(MINITRON_4B, options, lr=1e-5)
 
 
 def minitron_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Minitron 8B, all weights, 8 x H100 80GB: 53 GB each, TP2, the fewest that fit."""
-    return sft(MINITRON_8B, options, tensor_model_parallel_size=2)
+    """Minitron 8B full fine-tuning, 8 x H100 80GB: 53 GB each, TP2."""
+    return sft(MINITRON_8B, options, layout(tp=2))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nemotron Nano: version 2, dense, and version 3, with experts (E) in place of feed-forward layers.
+"""Nemotron Nano: version 2, which is dense, and version 3, with experts (E) instead of feed-forward layers.
 
-The learning rate of 12B v2 is that of "NVIDIA Nemotron Nano 2" (2025), from which 9B was cut; the other
-is ours.
+The learning rate of 12B v2, from which 9B was pruned, is from "NVIDIA Nemotron Nano 2" (2025); the other one is
+our own.
 """
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -74,64 +74,36 @@ NEMOTRON_3_NANO = NANO3.size(
     *("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 2688, 1856, 52, 32, 2),
     hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
 )
+_PRETRAIN: PretrainOptions = {"seq_length": 8192, "global_batch_size": 768, "lr": 4.5e-4, "min_lr": 4.5e-6}
 
 
 def nemotron_nano_9b_v2_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron Nano 9B v2 from random weights, 16 x H100 80GB: 63 GB each, TP2, the fewest that fit."""
-    return pretrain(
-        NEMOTRON_NANO_9B_V2,
-        options,
-        seq_length=8192,
-        global_batch_size=768,
-        lr=4.5e-4,
-        min_lr=4.5e-6,
-        tensor_model_parallel_size=2,
-    )
+    """Nemotron Nano 9B v2 pretraining, 16 x H100 80GB: 63 GB each, TP2."""
+    return pretrain(NEMOTRON_NANO_9B_V2, options, _PRETRAIN, layout(tp=2))
 
 
 def nemotron_nano_12b_v2_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron Nano 12B v2 from random weights, 16 x H100 80GB: 45 GB each, TP4, the fewest that fit."""
-    return pretrain(
-        NEMOTRON_NANO_12B_V2,
-        options,
-        seq_length=8192,
-        global_batch_size=768,
-        lr=4.5e-4,
-        min_lr=4.5e-6,
-        tensor_model_parallel_size=4,
-    )
+    """Nemotron Nano 12B v2 pretraining, 16 x H100 80GB: 45 GB each, TP4."""
+    return pretrain(NEMOTRON_NANO_12B_V2, options, _PRETRAIN, layout(tp=4))
 
 
 def nemotron_3_nano_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron 3 Nano 30B-A3B from random weights, 32 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
+    """Nemotron 3 Nano 30B-A3B pretraining, 32 x H100 80GB: 65 GB each, TP2 EP8."""
     return pretrain(
-        NEMOTRON_3_NANO,
-        options,
-        seq_length=8192,
-        global_batch_size=768,
-        lr=3e-4,
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
+        NEMOTRON_3_NANO, options, layout(tp=2, ep=8, etp=1), seq_length=8192, global_batch_size=768, lr=3e-4
     )
 
 
 def nemotron_nano_9b_v2_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron Nano 9B v2, all weights, 8 x H100 80GB: 55 GB each, TP2, the fewest that fit."""
-    return sft(NEMOTRON_NANO_9B_V2, options, tensor_model_parallel_size=2)
+    """Nemotron Nano 9B v2 full fine-tuning, 8 x H100 80GB: 55 GB each, TP2."""
+    return sft(NEMOTRON_NANO_9B_V2, options, layout(tp=2))
 
 
 def nemotron_nano_12b_v2_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron Nano 12B v2, all weights, 8 x H100 80GB: 46 GB each, TP4, the fewest that fit."""
-    return sft(NEMOTRON_NANO_12B_V2, options, tensor_model_parallel_size=4)
+    """Nemotron Nano 12B v2 full fine-tuning, 8 x H100 80GB: 46 GB each, TP4."""
+    return sft(NEMOTRON_NANO_12B_V2, options, layout(tp=4))
 
 
 def nemotron_3_nano_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron 3 Nano 30B-A3B, all weights, 16 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
-    return sft(
-        NEMOTRON_3_NANO,
-        options,
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """Nemotron 3 Nano 30B-A3B full fine-tuning, 16 x H100 80GB: 65 GB each, TP2 EP8."""
+    return sft(NEMOTRON_3_NANO, options, layout(tp=2, ep=8, etp=1))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen 1.5. Learning rates are ours: none are published."""
+"""Qwen 1.5. Learning rates are our own: none are published."""
 
 from typing import Any, Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -45,88 +45,80 @@ QWEN15_MOE_A2P7B = QWEN15.size("Qwen/Qwen1.5-MoE-A2.7B", 2048, 5632, 24, 16, 16,
 
 
 def qwen15_500m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 1.5 0.5B from random weights, 8 x H100 80GB: 22 GB each, nothing is split."""
+    """Qwen 1.5 0.5B pretraining, 8 x H100 80GB: 22 GB each, no model parallelism."""
     return pretrain(QWEN15_500M, options, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
 
 
 def qwen15_1p8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 1.5 1.8B from random weights, 8 x H100 80GB: 39 GB each, nothing is split."""
+    """Qwen 1.5 1.8B pretraining, 8 x H100 80GB: 39 GB each, no model parallelism."""
     return pretrain(QWEN15_1P8B, options, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6)
 
 
 def qwen15_4b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 1.5 4B from random weights, 8 x H100 80GB: 51 GB each, nothing is split."""
+    """Qwen 1.5 4B pretraining, 8 x H100 80GB: 51 GB each, no model parallelism."""
     return pretrain(QWEN15_4B, options, seq_length=4096, lr=3e-4)
 
 
 def qwen15_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 1.5 7B from random weights, 8 x H100 80GB: 48 GB each, TP2, the fewest that fit."""
-    return pretrain(QWEN15_7B, options, seq_length=4096, lr=3e-4, tensor_model_parallel_size=2)
+    """Qwen 1.5 7B pretraining, 8 x H100 80GB: 48 GB each, TP2."""
+    return pretrain(QWEN15_7B, options, layout(tp=2), seq_length=4096, lr=3e-4)
 
 
 def qwen15_14b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 1.5 14B from random weights, 16 x H100 80GB: 72 GB each, TP2, the fewest that fit."""
-    return pretrain(QWEN15_14B, options, seq_length=4096, lr=3e-4, tensor_model_parallel_size=2)
+    """Qwen 1.5 14B pretraining, 16 x H100 80GB: 72 GB each, TP2."""
+    return pretrain(QWEN15_14B, options, layout(tp=2), seq_length=4096, lr=3e-4)
 
 
 def qwen15_32b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 1.5 32B from random weights, 32 x H100 80GB: 46 GB each, TP8, the fewest that fit."""
-    return pretrain(QWEN15_32B, options, seq_length=4096, lr=2e-4, tensor_model_parallel_size=8)
+    """Qwen 1.5 32B pretraining, 32 x H100 80GB: 46 GB each, TP8."""
+    return pretrain(QWEN15_32B, options, layout(tp=8), seq_length=4096, lr=2e-4)
 
 
 def qwen15_72b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 1.5 72B from random weights, 64 x H100 80GB: 54 GB each, TP8 PP2, the fewest that fit."""
-    return pretrain(
-        QWEN15_72B,
-        options,
-        seq_length=4096,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=2,
-    )
+    """Qwen 1.5 72B pretraining, 64 x H100 80GB: 54 GB each, TP8 PP2."""
+    return pretrain(QWEN15_72B, options, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6)
 
 
 def qwen15_moe_a2p7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 1.5 MoE A2.7B from random weights, 16 x H100 80GB: 59 GB each, EP4, the fewest that fit."""
-    return pretrain(QWEN15_MOE_A2P7B, options, seq_length=4096, lr=3e-4, expert_model_parallel_size=4)
+    """Qwen 1.5 MoE A2.7B pretraining, 16 x H100 80GB: 59 GB each, EP4."""
+    return pretrain(QWEN15_MOE_A2P7B, options, layout(ep=4), seq_length=4096, lr=3e-4)
 
 
 def qwen15_500m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 1.5 0.5B, all weights, 1 x H100 80GB: 18 GB, nothing is split."""
+    """Qwen 1.5 0.5B full fine-tuning, 1 x H100 80GB: 18 GB, no model parallelism."""
     return sft(QWEN15_500M, options, lr=1e-5)
 
 
 def qwen15_1p8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 1.5 1.8B, all weights, 8 x H100 80GB: 27 GB each, nothing is split."""
+    """Qwen 1.5 1.8B full fine-tuning, 8 x H100 80GB: 27 GB each, no model parallelism."""
     return sft(QWEN15_1P8B, options, lr=1e-5)
 
 
 def qwen15_4b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 1.5 4B, all weights, 8 x H100 80GB: 51 GB each, nothing is split."""
+    """Qwen 1.5 4B full fine-tuning, 8 x H100 80GB: 51 GB each, no model parallelism."""
     return sft(QWEN15_4B, options, lr=1e-5)
 
 
 def qwen15_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 1.5 7B, all weights, 8 x H100 80GB: 48 GB each, TP2, the fewest that fit."""
-    return sft(QWEN15_7B, options, tensor_model_parallel_size=2)
+    """Qwen 1.5 7B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
+    return sft(QWEN15_7B, options, layout(tp=2))
 
 
 def qwen15_14b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 1.5 14B, all weights, 8 x H100 80GB: 52 GB each, TP4, the fewest that fit."""
-    return sft(QWEN15_14B, options, tensor_model_parallel_size=4)
+    """Qwen 1.5 14B full fine-tuning, 8 x H100 80GB: 52 GB each, TP4."""
+    return sft(QWEN15_14B, options, layout(tp=4))
 
 
 def qwen15_32b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 1.5 32B, all weights, 16 x H100 80GB: 58 GB each, TP8, the fewest that fit."""
-    return sft(QWEN15_32B, options, tensor_model_parallel_size=8)
+    """Qwen 1.5 32B full fine-tuning, 16 x H100 80GB: 58 GB each, TP8."""
+    return sft(QWEN15_32B, options, layout(tp=8))
 
 
 def qwen15_72b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 1.5 72B, all weights, 32 x H100 80GB: 68 GB each, TP8 PP2, the fewest that fit."""
-    return sft(QWEN15_72B, options, tensor_model_parallel_size=8, pipeline_model_parallel_size=2)
+    """Qwen 1.5 72B full fine-tuning, 32 x H100 80GB: 68 GB each, TP8 PP2."""
+    return sft(QWEN15_72B, options, layout(tp=8, pp=2))
 
 
 def qwen15_moe_a2p7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 1.5 MoE A2.7B, all weights, 8 x H100 80GB: 70 GB each, EP4, the fewest that fit."""
-    return sft(QWEN15_MOE_A2P7B, options, expert_model_parallel_size=4)
+    """Qwen 1.5 MoE A2.7B full fine-tuning, 8 x H100 80GB: 70 GB each, EP4."""
+    return sft(QWEN15_MOE_A2P7B, options, layout(ep=4))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen 2.5. Learning rates are ours: none are published."""
+"""Qwen 2.5. Learning rates are our own: none are published."""
 
 from typing import Any, Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -34,111 +34,85 @@ QWEN25_72B = QWEN25.size("Qwen/Qwen2.5-72B", 8192, 29568, 80, 64, 8, **LARGE)
 
 
 def qwen25_500m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 0.5B from random weights, 8 x H100 80GB: 23 GB each, nothing is split."""
+    """Qwen 2.5 0.5B pretraining, 8 x H100 80GB: 23 GB each, no model parallelism."""
     return pretrain(QWEN25_500M, options, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
 
 
 def qwen25_1p5b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 1.5B from random weights, 8 x H100 80GB: 40 GB each, nothing is split."""
+    """Qwen 2.5 1.5B pretraining, 8 x H100 80GB: 40 GB each, no model parallelism."""
     return pretrain(QWEN25_1P5B, options, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6)
 
 
 def qwen25_3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 3B from random weights, 8 x H100 80GB: 43 GB each, nothing is split."""
+    """Qwen 2.5 3B pretraining, 8 x H100 80GB: 43 GB each, no model parallelism."""
     return pretrain(QWEN25_3B, options, seq_length=4096, lr=3e-4)
 
 
 def qwen25_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 7B from random weights, 8 x H100 80GB: 47 GB each, TP2, the fewest that fit."""
-    return pretrain(QWEN25_7B, options, seq_length=4096, lr=3e-4, tensor_model_parallel_size=2)
+    """Qwen 2.5 7B pretraining, 8 x H100 80GB: 47 GB each, TP2."""
+    return pretrain(QWEN25_7B, options, layout(tp=2), seq_length=4096, lr=3e-4)
 
 
 def qwen25_14b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 14B from random weights, 16 x H100 80GB: 43 GB each, TP4, the fewest that fit."""
-    return pretrain(QWEN25_14B, options, seq_length=4096, lr=3e-4, tensor_model_parallel_size=4)
+    """Qwen 2.5 14B pretraining, 16 x H100 80GB: 43 GB each, TP4."""
+    return pretrain(QWEN25_14B, options, layout(tp=4), seq_length=4096, lr=3e-4)
 
 
 def qwen25_32b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 32B from random weights, 32 x H100 80GB: 46 GB each, TP8, the fewest that fit."""
-    return pretrain(QWEN25_32B, options, seq_length=4096, lr=2e-4, tensor_model_parallel_size=8)
+    """Qwen 2.5 32B pretraining, 32 x H100 80GB: 46 GB each, TP8."""
+    return pretrain(QWEN25_32B, options, layout(tp=8), seq_length=4096, lr=2e-4)
 
 
 def qwen25_72b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 72B from random weights, 64 x H100 80GB: 54 GB each, TP8 PP2, the fewest that fit."""
-    return pretrain(
-        QWEN25_72B,
-        options,
-        seq_length=4096,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=2,
-    )
+    """Qwen 2.5 72B pretraining, 64 x H100 80GB: 54 GB each, TP8 PP2."""
+    return pretrain(QWEN25_72B, options, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6)
 
 
 def qwen25_7b_16k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 7B on 16k tokens, 16 x H100 80GB: 43 GB each, TP4, the fewest that fit."""
-    return pretrain(
-        QWEN25_7B, options, seq_length=16384, global_batch_size=256, lr=3e-4, tensor_model_parallel_size=4
-    )
+    """Qwen 2.5 7B pretraining on 16k tokens, 16 x H100 80GB: 43 GB each, TP4."""
+    return pretrain(QWEN25_7B, options, layout(tp=4), seq_length=16384, global_batch_size=256, lr=3e-4)
 
 
 def qwen25_7b_64k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 7B on 64k tokens, 32 x H100 80GB: 66 GB each, TP4 CP2, the fewest that fit."""
-    return pretrain(
-        QWEN25_7B,
-        options,
-        seq_length=65536,
-        global_batch_size=64,
-        lr=3e-4,
-        tensor_model_parallel_size=4,
-        context_parallel_size=2,
-    )
+    """Qwen 2.5 7B pretraining on 64k tokens, 32 x H100 80GB: 66 GB each, TP4 CP2."""
+    return pretrain(QWEN25_7B, options, layout(tp=4, cp=2), seq_length=65536, global_batch_size=64, lr=3e-4)
 
 
 def qwen25_7b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 7B on 128k tokens, 64 x H100 80GB: 65 GB each, TP4 CP4, the fewest that fit."""
-    return pretrain(
-        QWEN25_7B,
-        options,
-        seq_length=131072,
-        global_batch_size=32,
-        lr=3e-4,
-        tensor_model_parallel_size=4,
-        context_parallel_size=4,
-    )
+    """Qwen 2.5 7B pretraining on 128k tokens, 64 x H100 80GB: 65 GB each, TP4 CP4."""
+    return pretrain(QWEN25_7B, options, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32, lr=3e-4)
 
 
 def qwen25_500m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 0.5B, all weights, 1 x H100 80GB: 19 GB, nothing is split."""
+    """Qwen 2.5 0.5B full fine-tuning, 1 x H100 80GB: 19 GB, no model parallelism."""
     return sft(QWEN25_500M, options, lr=1e-5)
 
 
 def qwen25_1p5b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 1.5B, all weights, 1 x H100 80GB: 42 GB, nothing is split."""
+    """Qwen 2.5 1.5B full fine-tuning, 1 x H100 80GB: 42 GB, no model parallelism."""
     return sft(QWEN25_1P5B, options, lr=1e-5)
 
 
 def qwen25_3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 3B, all weights, 8 x H100 80GB: 43 GB each, nothing is split."""
+    """Qwen 2.5 3B full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
     return sft(QWEN25_3B, options, lr=1e-5)
 
 
 def qwen25_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 7B, all weights, 8 x H100 80GB: 47 GB each, TP2, the fewest that fit."""
-    return sft(QWEN25_7B, options, tensor_model_parallel_size=2)
+    """Qwen 2.5 7B full fine-tuning, 8 x H100 80GB: 47 GB each, TP2."""
+    return sft(QWEN25_7B, options, layout(tp=2))
 
 
 def qwen25_14b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 14B, all weights, 8 x H100 80GB: 54 GB each, TP4, the fewest that fit."""
-    return sft(QWEN25_14B, options, tensor_model_parallel_size=4)
+    """Qwen 2.5 14B full fine-tuning, 8 x H100 80GB: 54 GB each, TP4."""
+    return sft(QWEN25_14B, options, layout(tp=4))
 
 
 def qwen25_32b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 32B, all weights, 16 x H100 80GB: 59 GB each, TP8, the fewest that fit."""
-    return sft(QWEN25_32B, options, tensor_model_parallel_size=8)
+    """Qwen 2.5 32B full fine-tuning, 16 x H100 80GB: 59 GB each, TP8."""
+    return sft(QWEN25_32B, options, layout(tp=8))
 
 
 def qwen25_72b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 72B, all weights, 32 x H100 80GB: 68 GB each, TP8 PP2, the fewest that fit."""
-    return sft(QWEN25_72B, options, tensor_model_parallel_size=8, pipeline_model_parallel_size=2)
+    """Qwen 2.5 72B full fine-tuning, 32 x H100 80GB: 68 GB each, TP8 PP2."""
+    return sft(QWEN25_72B, options, layout(tp=8, pp=2))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen 3, mixtures of experts. Learning rates are ours: none are published.
+"""Qwen 3 with experts. Learning rates are our own: none are published.
 
-The 94 layers of 235B-A22B cannot be shared out evenly; with the embedding and the loss they count as 96.
+The 94 layers of 235B-A22B do not divide evenly into stages; with the embedding and the loss they count as 96.
 """
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.options import FP8, MXFP8, FinetuneOptions, PretrainOptions, layout
 from megatron.bridge.recipes.qwen.qwen3 import QWEN3
 from megatron.bridge.recipes.sizes import DENSE, Generation
 from megatron.bridge.training.config import ConfigContainer
@@ -27,123 +27,51 @@ QWEN3_MOE = Generation(
 )
 QWEN3_30B_A3B = QWEN3_MOE.size("Qwen/Qwen3-30B-A3B", 2048, 6144, 48, 32, 4, 768)
 QWEN3_235B_A22B = QWEN3_MOE.size("Qwen/Qwen3-235B-A22B", 4096, 12288, 94, 64, 4, 1536)
+_PRETRAIN_235B: PretrainOptions = {
+    "seq_length": 4096,
+    "global_batch_size": 1024,
+    "lr": 1.5e-4,
+    "min_lr": 1.5e-6,
+    "embedding_and_loss_are_layers": True,
+}
+_PRETRAIN_30B: PretrainOptions = {"seq_length": 4096, "lr": 3e-4}
 
 
 def qwen3_30b_a3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 30B-A3B from random weights, 16 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
-    return pretrain(
-        QWEN3_30B_A3B,
-        options,
-        seq_length=4096,
-        lr=3e-4,
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """Qwen 3 30B-A3B pretraining, 16 x H100 80GB: 65 GB each, TP2 EP8."""
+    return pretrain(QWEN3_30B_A3B, options, _PRETRAIN_30B, layout(tp=2, ep=8, etp=1))
 
 
 def qwen3_235b_a22b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 235B-A22B from random weights, 256 x H100 80GB: 64 GB each, TP4 PP8 EP8, the fewest that fit."""
-    return pretrain(
-        QWEN3_235B_A22B,
-        options,
-        seq_length=4096,
-        global_batch_size=1024,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=8,
-        virtual_pipeline_model_parallel_size=4,
-        embedding_and_loss_are_layers=True,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """Qwen 3 235B-A22B pretraining, 256 x H100 80GB: 64 GB each, TP4 PP8 EP8."""
+    return pretrain(QWEN3_235B_A22B, options, _PRETRAIN_235B, layout(tp=4, pp=8, vp=4, ep=8, etp=1))
 
 
 def qwen3_30b_a3b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 30B-A3B in FP8, 16 x H100 80GB: 63 GB each, TP4 EP8, the fewest that fit."""
-    return pretrain(
-        QWEN3_30B_A3B,
-        options,
-        seq_length=4096,
-        lr=3e-4,
-        tensor_model_parallel_size=4,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-        precision="bf16_with_fp8_current_scaling_mixed",
-    )
+    """Qwen 3 30B-A3B pretraining in FP8, 16 x H100 80GB: 63 GB each, TP4 EP8."""
+    return pretrain(QWEN3_30B_A3B, options, _PRETRAIN_30B, FP8, layout(tp=4, ep=8, etp=1))
 
 
 def qwen3_30b_a3b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 30B-A3B in MXFP8, 8 x B200 180GB: 146 GB each, EP4, the fewest that fit."""
-    return pretrain(
-        QWEN3_30B_A3B,
-        options,
-        seq_length=4096,
-        lr=3e-4,
-        expert_model_parallel_size=4,
-        precision="bf16_with_mxfp8_mixed",
-    )
+    """Qwen 3 30B-A3B pretraining in MXFP8, 8 x B200 180GB: 146 GB each, EP4."""
+    return pretrain(QWEN3_30B_A3B, options, _PRETRAIN_30B, MXFP8, layout(ep=4))
 
 
 def qwen3_235b_a22b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 235B-A22B in FP8, 256 x H100 80GB: 72 GB each, TP4 PP8 EP8, the fewest that fit."""
-    return pretrain(
-        QWEN3_235B_A22B,
-        options,
-        seq_length=4096,
-        global_batch_size=1024,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=8,
-        virtual_pipeline_model_parallel_size=4,
-        embedding_and_loss_are_layers=True,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-        precision="bf16_with_fp8_current_scaling_mixed",
-    )
+    """Qwen 3 235B-A22B pretraining in FP8, 256 x H100 80GB: 72 GB each, TP4 PP8 EP8."""
+    return pretrain(QWEN3_235B_A22B, options, _PRETRAIN_235B, FP8, layout(tp=4, pp=8, vp=4, ep=8, etp=1))
 
 
 def qwen3_235b_a22b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 235B-A22B in MXFP8, 128 x B200 180GB: 139 GB each, TP2 PP4 EP8, the fewest that fit."""
-    return pretrain(
-        QWEN3_235B_A22B,
-        options,
-        seq_length=4096,
-        global_batch_size=1024,
-        lr=1.5e-4,
-        min_lr=1.5e-6,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=8,
-        embedding_and_loss_are_layers=True,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-        precision="bf16_with_mxfp8_mixed",
-    )
+    """Qwen 3 235B-A22B pretraining in MXFP8, 128 x B200 180GB: 139 GB each, TP2 PP4 EP8."""
+    return pretrain(QWEN3_235B_A22B, options, _PRETRAIN_235B, MXFP8, layout(tp=2, pp=4, vp=8, ep=8, etp=1))
 
 
 def qwen3_30b_a3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 3 30B-A3B, all weights, 16 x H100 80GB: 65 GB each, TP2 EP8, the fewest that fit."""
-    return sft(
-        QWEN3_30B_A3B,
-        options,
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """Qwen 3 30B-A3B full fine-tuning, 16 x H100 80GB: 65 GB each, TP2 EP8."""
+    return sft(QWEN3_30B_A3B, options, layout(tp=2, ep=8, etp=1))
 
 
 def qwen3_235b_a22b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 3 235B-A22B, all weights, 128 x H100 80GB: 62 GB each, TP8 PP8 EP8, the fewest that fit."""
-    return sft(
-        QWEN3_235B_A22B,
-        options,
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=8,
-        virtual_pipeline_model_parallel_size=4,
-        embedding_and_loss_are_layers=True,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=1,
-    )
+    """Qwen 3 235B-A22B full fine-tuning, 128 x H100 80GB: 62 GB each, TP8 PP8 EP8."""
+    return sft(QWEN3_235B_A22B, options, layout(tp=8, pp=8, vp=4, ep=8, etp=1), embedding_and_loss_are_layers=True)

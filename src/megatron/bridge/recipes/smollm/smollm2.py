@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2: small enough to be trained on one GPU, or shown on a laptop.
+"""SmolLM2: small enough for one GPU or a laptop.
 
-Learning rates of pretraining 360M and 1.7B are those of "SmolLM2: When Smol Goes Big" (2025); the others are ours.
+The learning rates for pretraining 360M and 1.7B are from "SmolLM2: When Smol Goes Big" (2025); the others are our
+own.
 """
 
 from dataclasses import replace
 from typing import Unpack
 
-from megatron.bridge.recipes.core import distill, pretrain, sft
+from megatron.bridge.recipes.builders import distill, pretrain, sft
 from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
@@ -40,42 +41,42 @@ SMOLLM2_50M = replace(
 
 
 def smollm2_135m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM2 135M from random weights, 1 x H100 80GB: 35 GB, nothing is split."""
+    """SmolLM2 135M pretraining, 1 x H100 80GB: 35 GB, no model parallelism."""
     return pretrain(SMOLLM2_135M, options, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4)
 
 
 def smollm2_360m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM2 360M from random weights, 8 x H100 80GB: 26 GB each, nothing is split."""
+    """SmolLM2 360M pretraining, 8 x H100 80GB: 26 GB each, no model parallelism."""
     return pretrain(
         SMOLLM2_360M, options, seq_length=2048, global_batch_size=1024, micro_batch_size=8, lr=3e-3, min_lr=3e-5
     )
 
 
 def smollm2_1p7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM2 1.7B from random weights, 8 x H100 80GB: 35 GB each, nothing is split."""
+    """SmolLM2 1.7B pretraining, 8 x H100 80GB: 35 GB each, no model parallelism."""
     return pretrain(
         SMOLLM2_1P7B, options, seq_length=2048, global_batch_size=1024, micro_batch_size=4, lr=5e-4, min_lr=5e-6
     )
 
 
 def smollm2_50m_distill_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM2 50M from SmolLM2 135M, 1 x H100 80GB: 28 GB, nothing is split.
+    """SmolLM2 50M distilled from SmolLM2 135M, 1 x H100 80GB: 28 GB, no model parallelism.
 
-    The teacher takes 10 GB of these, nearly all of it for logits.
+    The teacher needs 10 GB of these, mostly for its logits.
     """
     return distill(SMOLLM2_50M, SMOLLM2_135M, options, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4)
 
 
 def smollm2_135m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """SmolLM2 135M, all weights, 1 x H100 80GB: 35 GB, nothing is split."""
+    """SmolLM2 135M full fine-tuning, 1 x H100 80GB: 35 GB, no model parallelism."""
     return sft(SMOLLM2_135M, options, seq_length=2048, micro_batch_size=16, lr=1e-4)
 
 
 def smollm2_360m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """SmolLM2 360M, all weights, 1 x H100 80GB: 30 GB, nothing is split."""
+    """SmolLM2 360M full fine-tuning, 1 x H100 80GB: 30 GB, no model parallelism."""
     return sft(SMOLLM2_360M, options, seq_length=2048, micro_batch_size=8, lr=3e-5)
 
 
 def smollm2_1p7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """SmolLM2 1.7B, all weights, 8 x H100 80GB: 35 GB each, nothing is split."""
+    """SmolLM2 1.7B full fine-tuning, 8 x H100 80GB: 35 GB each, no model parallelism."""
     return sft(SMOLLM2_1P7B, options, seq_length=2048, micro_batch_size=4, lr=1e-5)

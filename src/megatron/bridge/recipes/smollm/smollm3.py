@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM3. The learning rate and the batch are those of its announcement (2025)."""
+"""SmolLM3. Learning rate and batch size are from its announcement (2025)."""
 
 from typing import Unpack
 
-from megatron.bridge.recipes.core import pretrain, sft
+from megatron.bridge.recipes.builders import pretrain, sft
 from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
@@ -29,10 +29,10 @@ SMOLLM3_3B = SMOLLM3.size("HuggingFaceTB/SmolLM3-3B", 2048, 11008, 36, 16, 4)
 
 
 def smollm3_3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM3 3B from random weights, 8 x H100 80GB: 43 GB each, nothing is split."""
+    """SmolLM3 3B pretraining, 8 x H100 80GB: 43 GB each, no model parallelism."""
     return pretrain(SMOLLM3_3B, options, seq_length=4096, global_batch_size=576, lr=2e-4, min_lr=2e-6)
 
 
 def smollm3_3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """SmolLM3 3B, all weights, 8 x H100 80GB: 43 GB each, nothing is split."""
+    """SmolLM3 3B full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
     return sft(SMOLLM3_3B, options, lr=1e-5)

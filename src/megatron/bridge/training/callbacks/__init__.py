@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens around the steps of a run, one concern a module."""
+"""Callbacks: everything that a run does besides its training steps."""
 
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.state import CallbackContext

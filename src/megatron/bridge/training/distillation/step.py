@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward step of a student, and its loss."""
+"""The forward step and the loss of a student."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,49 +11,56 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron.bridge.checkpoint.model_io import unwrap
-from megatron.bridge.training.distillation.cache import targets_of
-from megatron.bridge.training.distillation.config import DistillConfig
+from megatron.bridge.training.config.blocks.distill import DistillConfig
+from megatron.bridge.training.distillation.cache import cached_targets
 from megatron.bridge.training.distillation.divergence import (
     TopTokens,
     kl_divergence,
     top_kl_divergence,
     top_tokens,
 )
-from megatron.bridge.training.distillation.pair import Place, pair_of
 from megatron.bridge.training.distillation.projections import projected
+from megatron.bridge.training.distillation.student_teacher import Place, pair_of
 from megatron.bridge.training.gpt_step import LOSS_NAME, next_batch, packed_parameters
-from megatron.bridge.training.losses import Report
-from megatron.bridge.training.state import Batches, LossFunction, Run
+from megatron.bridge.training.state import BatchIterator, LossFunction, Run
+from megatron.bridge.training.step.losses import LossReport
 
 KL_NAME = "kl loss"
 HIDDEN_NAME = "hidden loss"
 
 
-def forward_step(run: Run, data_iterator: Batches, model: MegatronModule) -> tuple[Tensor, LossFunction]:
-    """Run one chunk of the student, and the teacher's beside it, on the next microbatch.
+class StudentStep:
+    """The forward step of distillation, which runs a chunk of the student and of the teacher."""
 
-    Returns:
-        What goes to the next stage (on the last one the student's logits [batch, sequence, part of the
-        vocabulary]) and the function that makes a loss of the logits.
-    """
-    config = run.config.distill
-    assert config is not None, "distill() set this step"
-    batch = next_batch(data_iterator)
-    inputs = model_inputs(batch)
-    pair = pair_of(model)
-    if pair is None:
-        return model(**inputs), StudentLoss(config, batch, model, targets_of(batch), {})
-    ours, theirs = pair.run(model, inputs)
-    if not unwrap(model).post_process:
-        return pair.joined(ours, theirs), StudentLoss(config, batch, model, None, {})
-    return ours, StudentLoss(config, batch, model, theirs, pair.take_states())
+    learns_from_teacher = True
+
+    def __call__(
+        self, run: Run, data_iterator: BatchIterator, model: MegatronModule
+    ) -> tuple[Tensor, LossFunction]:
+        """Run one chunk of the student and of the teacher on the next microbatch.
+
+        Returns:
+            The tensor for the next stage (on the last stage the student's logits [batch, sequence, vocabulary
+            shard]) and the function that computes the loss from the logits.
+        """
+        config = run.config.distill
+        assert config is not None, "distill is not set"
+        batch = next_batch(data_iterator)
+        inputs = model_inputs(batch)
+        pair = pair_of(model)
+        if pair is None:
+            return model(**inputs), StudentLoss(config, batch, model, cached_targets(batch), {})
+        ours, theirs = pair.run(model, inputs)
+        if not unwrap(model).post_process:
+            return pair.joined(ours, theirs), StudentLoss(config, batch, model, None, {})
+        return ours, StudentLoss(config, batch, model, theirs, pair.take_states())
 
 
-forward_step.learns_from_teacher = True  # type: ignore[attr-defined]
+forward_step = StudentStep()
 
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a model that shall return logits."""
+    """The arguments with which a model returns logits."""
     packed = {"packed_seq_params": packed_parameters(batch)} if "cu_seqlens" in batch else {}
     names = {"input_ids": "tokens", "position_ids": "position_ids", "attention_mask": "attention_mask"}
     return {name: batch[key] for name, key in names.items()} | packed
@@ -61,25 +68,21 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class StudentLoss:
-    """The loss of one microbatch.
-
-    Attributes:
-        config: The weights.
-        batch: Labels and mask, [batch, sequence].
-        model: The student's last chunk, with the maps for hidden states.
-        teacher: Its logits, or its likeliest tokens; None where nothing is known of it, as for validation data
-            under ``distill.cache``.
-        states: Hidden states of both, [sequence of this rank, batch, width].
-    """
+    """The loss of one microbatch."""
 
     config: DistillConfig
+    """The weights of the losses."""
     batch: dict[str, Any]
+    """Labels and mask, [batch, sequence]."""
     model: MegatronModule
+    """The student's last chunk, with the projections of hidden states."""
     teacher: Tensor | TopTokens | None
+    """The teacher's logits or top tokens; None if unknown, as for validation data with ``distill.cache``."""
     states: dict[Place, Tensor]
+    """Hidden states of both models, [sequence of this rank, batch, width]."""
 
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor, Report]:
-        """The weighted sum over the tokens that count, their number, and for reporting each loss with it."""
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor, LossReport]:
+        """The weighted sum over unmasked tokens, their number, and the report of each loss."""
         mask = self.batch["loss_mask"].float()
         tokens = mask.sum()
         total, sums = logits.new_zeros((), dtype=torch.float32), {}
@@ -111,7 +114,7 @@ class StudentLoss:
         return losses.float()
 
     def _distance(self, mask: Tensor) -> Tensor:
-        """Mean squares over width and pairs; with sequence parallelism, of this rank's tokens."""
+        """Mean squares over width and pairs, summed over tokens (with sequence parallelism over this rank's)."""
         rows = mask.transpose(0, 1)
         if self._is_cut:
             group: Any = parallel_state.get_tensor_model_parallel_group()

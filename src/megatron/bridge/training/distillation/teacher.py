@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The teacher: found and checked before anything is built, loaded in the student's layout, and never changed."""
+"""The teacher: checked before anything is built, and loaded with the student's parallel sizes."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.bridge.checkpoint import layout, manifest, model_io
-from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.checkpoint import manifest, model_io, paths
+from megatron.bridge.models.conversion.pretrained import is_megatron_checkpoint, provider_of
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.models.model_provider import PARALLEL_SIZES
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.rules import RULES, violations
+from megatron.bridge.training.config.rules import layout as layout_rules
 from megatron.bridge.training.finetune import TOKENIZER_FILES, compare_tokenizers
-from megatron.bridge.training.rules import RULES, violations
-from megatron.bridge.training.rules import layout as layout_rules
-from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError
 
-# What the teacher has in common with the student, because it runs in its place.
+# Settings that the teacher shares with the student, because it runs on the same ranks.
 SHARED = (
     *PARALLEL_SIZES,
     "sequence_parallel",
@@ -34,36 +33,39 @@ SHARED = (
     "make_vocab_size_divisible_by",
     "calculate_per_token_loss",
 )
-SAMPLE = 1 << 20  # bytes at both ends of a file of weights that tell it from others
+SAMPLE = 1 << 20  # bytes at both ends of a weight file that are hashed to identify it
 _LAYOUT_RULES = [rule for rule in RULES if rule.__module__ == layout_rules.__name__]
 
 
 def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvider:
-    """The teacher's model in the layout of ``config.model``; its weights are loaded when it is built.
+    """The teacher's provider with the parallel sizes of ``config.model``; building it loads the weights.
 
     Args:
-        config: A validated config that distills.
-        world_size: Processes of the run.
+        config: A resolved config with ``distill``.
+        world_size: Number of processes of the run.
 
     Raises:
-        UserError: there is no such teacher, its vocabulary is not the student's, or it does not fit the layout.
+        UserError: The teacher does not exist, its vocabulary differs from the student's, or it does not support
+            the parallel sizes.
     """
-    assert config.distill is not None, "asked for a run that distills"
-    assert config.distill.teacher is not None, "a rule asks for a teacher"
+    assert config.distill is not None, "distill is not set"
+    assert config.distill.teacher is not None, "distill.teacher is not set"
     name = config.distill.teacher
-    provider = in_layout(declared(name, config.distill.trust_remote_code), name, config, world_size)
+    provider = in_layout(provider_of(name, config.distill.trust_remote_code), name, config, world_size)
     _compare_tokenizers(config, name)
     return provider
 
 
 def in_layout(provider: Any, name: str, config: ConfigContainer, world_size: int) -> GPTModelProvider:
-    """``provider``, changed to run beside ``config.model``.
+    """Set the shared settings of ``config.model`` in ``provider``, and check it.
 
     Raises:
-        UserError: its vocabulary is not the student's, or it does not fit the layout.
+        UserError: Its vocabulary differs from the student's, or it does not support the parallel sizes.
     """
     for field in SHARED:
         setattr(provider, field, getattr(config.model, field))
+    # its process groups are the student's, whose default may be another one
+    provider.expert_tensor_parallel_size = config.model.expert_tensor_ranks if provider.num_moe_experts else None
     tensor = provider.tensor_model_parallel_size
     groups = provider.num_query_groups or provider.num_attention_heads
     if tensor > 1 and groups % tensor and tensor % groups:
@@ -73,7 +75,7 @@ def in_layout(provider: Any, name: str, config: ConfigContainer, world_size: int
 
 
 def load_teacher(provider: GPTModelProvider) -> list[MegatronModule]:
-    """Build this rank's chunks with their weights: no gradients, no dropout, no wrapper for training."""
+    """Build this rank's chunks with their weights, without gradients, dropout and wrappers for training."""
     chunks = provider.provide_distributed_model(wrap_with_ddp=False)
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -82,10 +84,10 @@ def load_teacher(provider: GPTModelProvider) -> list[MegatronModule]:
 
 
 def identity(teacher: str) -> str:
-    """A hash that tells teachers apart without reading all of them.
+    """A hash that identifies a teacher without reading all of its weights.
 
-    Of a Megatron checkpoint it covers every byte, by way of its manifest; of a Hugging Face model its config and
-    names, sizes and both ends of the files of weights.
+    For a Megatron checkpoint it covers every byte through the manifest. For a Hugging Face model it covers the
+    config, and the names, the sizes and both ends of the weight files.
     """
     found = xxhash.xxh3_64()
     for path in _identifying(teacher):
@@ -98,57 +100,34 @@ def identity(teacher: str) -> str:
     return found.hexdigest()
 
 
-def is_megatron(teacher: str) -> bool:
-    """Whether it is a Megatron checkpoint: any other directory, and any hub id, is a Hugging Face model."""
-    path = Path(teacher)
-    return path.is_dir() and not (path / "config.json").is_file()
-
-
 def _identifying(teacher: str) -> list[Path]:
-    if not is_megatron(teacher):
+    if not is_megatron_checkpoint(teacher):
         directory = hub.resolve(teacher, weights=True)
-        return [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
-    directory = layout.resolve(Path(teacher))
+        return [directory / hub.CONFIG, *sorted(directory.glob("*.safetensors"))]
+    directory = paths.resolve(Path(teacher))
     listed = directory / manifest.NAME
     return [listed] if listed.is_file() else sorted(path for path in directory.iterdir() if path.is_file())
-
-
-def declared(name: str, trust_remote_code: bool) -> Any:
-    """The provider that a Hugging Face model or a Megatron checkpoint declares; building it loads the weights."""
-    if not is_megatron(name):
-        return AutoBridge.from_hf_pretrained(name, trust_remote_code=trust_remote_code).to_megatron_provider()
-    provider: Any = from_plain(model_io.read_run_config(name)["model"])
-    provider.register_pre_wrap_hook(_loads(name))
-    return provider
-
-
-def _loads(path: str) -> Callable[[list[Any]], None]:
-    def load(chunks: list[Any]) -> None:
-        model_io.load_model(chunks, path)
-
-    load.fills_every_parameter = True  # type: ignore[attr-defined]
-    return load
 
 
 def _unlike_the_student(provider: Any, config: ConfigContainer) -> Iterator[str]:
     if provider.vocab_size != config.model.vocab_size:
         yield (
-            f"it has a vocabulary of {provider.vocab_size}, the student one of {config.model.vocab_size}: both "
-            "must be equal"
+            f"its vocabulary size is {provider.vocab_size}, the student's is {config.model.vocab_size}: both must "
+            "be equal"
         )
     if config.dataset.seq_length > provider.seq_length:
         yield (
-            f"it knows {provider.seq_length} positions, fewer than dataset.seq_length="
+            f"it supports {provider.seq_length} positions, fewer than dataset.seq_length="
             f"{config.dataset.seq_length}: shorten the samples"
         )
     layers = config.distill.hidden_layers.values() if config.distill else ()
     wrong = sorted({layer for layer in layers if not 1 <= layer <= provider.num_layers})
     if wrong:
-        yield f"distill.hidden_layers names its layers {wrong}, it has 1 to {provider.num_layers}"
+        yield f"distill.hidden_layers contains its layers {wrong}: use layers 1 to {provider.num_layers}"
     if provider.mtp_num_layers:
         yield (
-            f"it predicts {provider.mtp_num_layers} more tokens, which is not supported of a teacher: export it "
-            "without these layers"
+            f"it has multi-token prediction (mtp_num_layers={provider.mtp_num_layers}), which a teacher does not "
+            "support: export it without these layers"
         )
 
 
@@ -162,8 +141,8 @@ def _unfit_for_the_layout(provider: Any, config: ConfigContainer, world_size: in
             found = [str(error)]
     if found:
         yield (
-            f"it cannot run in the student's layout ({'; '.join(found)}): choose a layout for both, or keep its "
-            "logits first, in a layout of its own, with --mode cache-teacher and distill.cache"
+            f"it does not support the student's parallel sizes ({'; '.join(found)}): choose sizes for both, or "
+            "cache its logits with other sizes, with --mode cache-teacher and distill.cache"
         )
 
 
@@ -173,7 +152,7 @@ def _refuse(name: str, problems: list[str]) -> None:
 
 
 def _compare_tokenizers(config: ConfigContainer, name: str) -> None:
-    """Refuse a teacher whose tokens have other numbers, if it comes with a tokenizer."""
-    beside = model_io.tokenizer_dir(name) if is_megatron(name) else hub.resolve(name, weights=False)
+    """Refuse a teacher with other token ids, if it comes with a tokenizer."""
+    beside = model_io.tokenizer_dir(name) if is_megatron_checkpoint(name) else hub.resolve(name, weights=False)
     if beside is not None and any((beside / file).is_file() for file in TOKENIZER_FILES):
         compare_tokenizers(config.tokenizer, beside)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A value that somebody typed, made into what a dataclass annotation asks for, or refused with the reason."""
+"""Convert a value that somebody typed to the annotation of a dataclass field, or refuse it with the reason."""
 
 import collections.abc
 import dataclasses
@@ -19,29 +19,25 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 TRUE_WORDS = frozenset({"true", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "no", "off"})
-DTYPE_WORDS = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+DTYPE_NAMES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
-# Where a bare function name such as ``silu`` is looked up.
-FUNCTION_HOMES = ("torch.nn.functional", "torch.nn.init", "megatron.core.activations", "torch")
+FUNCTION_MODULES = ("torch.nn.functional", "torch.nn.init", "megatron.core.activations", "torch")
+"""Where a bare function name such as ``silu`` is looked up."""
 
 
-class MisfitError(UserError):
-    """A value of the wrong kind.
-
-    Attributes:
-        wanted: What would have fit, in words.
-        hint: A fragment with the nearest choices, or nothing.
-    """
+class CoercionError(UserError):
+    """A value that does not match the type of its field."""
 
     def __init__(self, wanted: str, value: Any, hint: str = "") -> None:
         super().__init__(f"must be {wanted}, not {value!r}{hint}")
         self.wanted = wanted
         self.hint = hint
+        """A sentence fragment with the nearest choices, or nothing."""
 
 
 @functools.cache
 def field_types(kind: type[Any]) -> dict[str, Any]:
-    """Resolved annotations of a dataclass; one that cannot be resolved counts as ``Any``."""
+    """Resolved annotations of a dataclass; ``Any`` where one cannot be resolved."""
     try:
         return typing.get_type_hints(kind)
     except (NameError, AttributeError, TypeError):
@@ -54,26 +50,28 @@ def _resolve(kind: type[Any], name: str) -> Any:
     if not isinstance(annotation, str):
         return annotation
     try:
-        return eval(annotation, vars(sys.modules[owner.__module__]))  # our own source text, as typing does it
+        return eval(
+            annotation, vars(sys.modules[owner.__module__])
+        )  # our own source text, as in typing.get_type_hints
     except Exception:
         return Any
 
 
 def coerce(value: Any, annotation: Any, text: str | None = None) -> Any:
-    """``value`` as ``annotation`` asks.
+    """Convert ``value`` to the type ``annotation``.
 
     Args:
-        value: What YAML made of it.
+        value: As parsed from YAML.
         annotation: A resolved type annotation.
-        text: What was typed, when ``value`` is a scalar: a field of type str keeps it as it is (``001``).
+        text: The raw text of a scalar: a field of type str keeps it as it is (``001``).
 
     Example:
         >>> coerce(1, float), coerce([1, 2], tuple[int, ...]), coerce(7, str, "007")
         (1.0, (1, 2), '007')
 
     Raises:
-        MisfitError: the value is of the wrong kind; the message is a fragment that starts with "must be".
-        UserError: it is of the right kind, with a mistake inside.
+        CoercionError: the value has the wrong type; the message is a fragment that starts with "must be".
+        UserError: it has the right type, with a mistake inside.
     """
     if annotation is Any or annotation is object or isinstance(annotation, typing.TypeVar):
         return value
@@ -91,16 +89,14 @@ def coerce(value: Any, annotation: Any, text: str | None = None) -> Any:
 
 
 def _refuse(wanted: str, value: Any, hint: str = "") -> typing.NoReturn:
-    raise MisfitError(wanted, value, hint)
+    raise CoercionError(wanted, value, hint)
 
 
 def _coerce_none(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    del args, text
     return None if value is None else _refuse("null", value)
 
 
 def _coerce_bool(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    del args, text
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in TRUE_WORDS | FALSE_WORDS:
@@ -109,19 +105,16 @@ def _coerce_bool(value: Any, args: Sequence[Any], text: str | None) -> Any:
 
 
 def _coerce_int(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    del args, text
     if isinstance(value, float) and value.is_integer():
         return int(value)  # 1e6 is how people write a million
     return value if type(value) is int else _refuse("an integer", value)
 
 
 def _coerce_float(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    del args, text
     return float(value) if type(value) in (int, float) else _refuse("a number", value)
 
 
 def _coerce_str(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    del args
     if isinstance(value, str):
         return value
     return text if text is not None and type(value) in (bool, int, float) else _refuse("a string", value)
@@ -132,14 +125,12 @@ def _coerce_path(value: Any, args: Sequence[Any], text: str | None) -> Any:
 
 
 def _coerce_list(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    del text
     if not isinstance(value, (list, tuple)):
         _refuse("a list, written as [a,b]", value)
     return [coerce(item, args[0] if args else Any) for item in cast(list[Any], value)]
 
 
 def _coerce_tuple(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    del text
     if not isinstance(value, (list, tuple)):
         _refuse("a list, written as [a,b]", value)
     items = cast(list[Any], value)
@@ -150,7 +141,6 @@ def _coerce_tuple(value: Any, args: Sequence[Any], text: str | None) -> Any:
 
 
 def _coerce_dict(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    del text
     if not isinstance(value, dict):
         _refuse("a mapping, written as {a: 1}", value)
     key_kind, item_kind = args if len(args) == 2 else (Any, Any)
@@ -159,15 +149,14 @@ def _coerce_dict(value: Any, args: Sequence[Any], text: str | None) -> Any:
 
 
 def _coerce_callable(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    del args, text
     if not isinstance(value, str):
         return value if callable(value) else _refuse("the name of a function", value)
     if "." not in value:
-        homes = [module for module in map(_import, FUNCTION_HOMES) if hasattr(module, value)]
-        if not homes:
-            known = [name for home in FUNCTION_HOMES[:2] for name in dir(_import(home)) if name[0] != "_"]
+        modules = [module for module in map(_import, FUNCTION_MODULES) if hasattr(module, value)]
+        if not modules:
+            known = [name for module in FUNCTION_MODULES[:2] for name in dir(_import(module)) if name[0] != "_"]
             _refuse("the name of a function", value, did_you_mean(value, known))
-        return getattr(homes[0], value)
+        return getattr(modules[0], value)
     found = locate(value)
     return found if callable(found) else _refuse("the name of a function", value)
 
@@ -182,12 +171,12 @@ def _coerce_union(value: Any, members: Sequence[Any], text: str | None) -> Any:
         return value
     if value is None and type(None) in members:
         return None
-    misfits: list[MisfitError] = []
-    # A string takes anything that was typed, so it is asked last.
+    misfits: list[CoercionError] = []
+    # a string accepts anything that was typed, so it is tried last
     for member in sorted(members, key=lambda member: member is str):
         try:
             return coerce(value, member, text)
-        except MisfitError as error:
+        except CoercionError as error:
             misfits += [error] if member is not type(None) else []
     wanted = [error.wanted for error in misfits] + ["null"] * (type(None) in members)
     return _refuse(" or ".join(wanted), value, "".join(error.hint for error in misfits))
@@ -203,7 +192,7 @@ def _coerce_choice(value: Any, choices: Sequence[Any], text: str | None) -> Any:
 
 def _coerce_class(value: Any, annotation: Any) -> Any:
     if not isinstance(annotation, type):
-        return value  # a form of annotation that says nothing that can be checked here
+        return value  # an annotation that cannot be checked
     kind = cast("type[Any]", annotation)
     if isinstance(value, kind):
         return value
@@ -222,7 +211,7 @@ def _coerce_class(value: Any, annotation: Any) -> Any:
 def _coerce_member(name: str, value: Any, annotation: Any) -> Any:
     try:
         return coerce(value, annotation)
-    except MisfitError as error:
+    except CoercionError as error:
         raise UserError(f"{name} {error}") from None
 
 
@@ -236,7 +225,7 @@ def _coerce_enum(value: Any, kind: type[enum.Enum]) -> Any:
 def _coerce_dtype(value: Any) -> Any:
     if isinstance(value, str):
         name = value.removeprefix("torch.")
-        found = getattr(_import("torch"), DTYPE_WORDS.get(name, name), None)
+        found = getattr(_import("torch"), DTYPE_NAMES.get(name, name), None)
         if is_dtype(found):
             return found
     return _refuse("a torch dtype such as bfloat16", value)

@@ -6,7 +6,13 @@ import importlib
 import sys
 from typing import Any
 
+from megatron.bridge.utils.config.public_names import PUBLIC_NAMES, import_path
 from megatron.bridge.utils.errors import UserError, did_you_mean
+
+TARGET = "_target_"
+"""Key of a mapping that names a class, a function or a value."""
+MARKERS = frozenset({TARGET, "_call_", "_partial_", "_tuple_", "_path_"})
+"""Keys that plain data uses for itself."""
 
 # Some functions report a private home; these are the public names that people write.
 PUBLIC_HOMES = {"torch._C._nn": "torch.nn.functional"}
@@ -24,7 +30,7 @@ def is_named(value: object) -> bool:
 
 
 def name_of(value: Any) -> str | None:
-    """The dotted name under which ``value`` can be imported again; ``None`` when there is none.
+    """The name by which ``locate`` finds ``value`` again, public or dotted; None when there is none.
 
     Example:
         >>> import textwrap
@@ -44,19 +50,24 @@ def _candidates(value: Any) -> list[str]:
         return [f"{kind.__module__}.{kind.__qualname__}.{value.name}"]
     module = getattr(value, "__module__", None) or ""
     home = PUBLIC_HOMES.get(module, module)
+    name, qualname = getattr(value, "__name__", ""), getattr(value, "__qualname__", "")
+    public = [name] if name in PUBLIC_NAMES and home.startswith("megatron.bridge.") else []
     # torch.sigmoid and its like are bound to a private class: their plain name in the same module is public.
-    return [f"{home}.{getattr(value, '__qualname__', '')}", f"{home}.{getattr(value, '__name__', '')}"]
+    return [*public, f"{home}.{qualname}", f"{home}.{name}"]
 
 
 def locate(name: str) -> Any:
-    """Import what ``name`` stands for: the longest importable module prefix, then attributes.
+    """Import what ``name`` stands for: a public name, or the longest importable module prefix, then attributes.
 
     Raises:
         UserError: nothing has that name; the message says which part is unknown.
     """
-    parts = name.split(".")
+    parts = import_path(name).split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise UserError(f"{name!r} is not a dotted name such as torch.nn.functional.silu")
+        hint = did_you_mean(name, PUBLIC_NAMES)
+        raise UserError(
+            f"{name!r} is neither a public name nor a dotted one such as torch.nn.functional.silu{hint}"
+        )
     found, used = _longest_module(parts)
     for position in range(used, len(parts)):
         part = parts[position]

@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.names import is_named, name_of
@@ -13,81 +13,87 @@ from megatron.bridge.utils.config.serialize import TARGET, config_fields, to_pla
 DEFAULT = "default"
 DERIVED = "derived"
 
-_ATTRIBUTE = "_origins"  # on the config itself: private, so no field, no YAML key and no override
+
+class Origins:
+    """Who set each value of a config, by dotted key."""
+
+    def __init__(self, table: dict[str, str]) -> None:
+        self._table = table
+
+    @classmethod
+    def of(cls, config: Any, source: str = "recipe") -> "Origins":
+        """Origins of a new config: a value that differs from its field's default came from ``source``."""
+        return cls(
+            {key: DEFAULT if _is_default(entry, value) else source for key, entry, value in _entries(config)}
+        )
+
+    def get(self, key: str) -> str | None:
+        """Who set ``key``; None if that is unknown."""
+        return self._table.get(key)
+
+    def record(self, config: Any, changes: Iterable[Change]) -> None:
+        """Note who set the values of ``changes``."""
+        leaves = leaf_values(config)
+        for change in changes:
+            key = change.key
+            members = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]  # a group was given as a whole
+            while key not in leaves and not members and "." in key:  # a member of a mapping counts for the mapping
+                key = key.rpartition(".")[0]
+            self._table.update(dict.fromkeys(members or [key], change.origin))
+        self._table.update(
+            {leaf: DEFAULT for leaf in leaves if leaf not in self._table}
+        )  # of groups that were unset
+
+    def record_given(self, config: Any, before: dict[str, Any], source: str) -> None:
+        """Note that ``source`` changed the values that differ from ``before``; defaults stay defaults."""
+        changed = _changed(config, before)
+        self._table.update({key: source for key in changed if self._table[key] != DEFAULT})
+
+    def record_derived(self, config: Any, before: dict[str, Any]) -> None:
+        """Note that the values that differ from ``before`` were derived."""
+        self._table.update(dict.fromkeys(_changed(config, before), DERIVED))
+
+    def copy(self) -> "Origins":
+        return Origins(dict(self._table))
+
+    def defaults(self) -> set[str]:
+        """Keys whose value is the default of their field."""
+        return {key for key, source in self._table.items() if source == DEFAULT}
 
 
-def start(config: Any, source: str = "recipe") -> None:
-    """Begin to keep origins: a value that differs from its field's default came from ``source``."""
-    found = {key: source if differs else DEFAULT for key, differs in _differing(config)}
-    object.__setattr__(config, _ATTRIBUTE, found)
-
-
-def ensure(config: Any, source: str) -> None:
-    """Begin to keep origins as ``start`` does, unless they are kept."""
-    if not _table(config):
-        start(config, source)
-
-
-def record(config: Any, changes: Iterable[Change]) -> None:
-    """Note who set the values of ``changes``."""
-    found = _table(config)
-    leaves = values(config)
-    for change in changes:
-        key = change.key
-        members = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]  # a group was given as a whole
-        while key not in leaves and not members and "." in key:  # a member of a mapping counts for the mapping
-            key = key.rpartition(".")[0]
-        found.update(dict.fromkeys(members or [key], change.origin))
-    found.update({leaf: DEFAULT for leaf in leaves if leaf not in found})  # of groups that were unset
-
-
-def mark_derived(config: Any, before: dict[str, Any]) -> None:
-    """Note the values that differ from ``before``, a snapshot taken with ``values`` before they were derived."""
-    _table(config).update(dict.fromkeys(_changed(config, before), DERIVED))
-
-
-def mark_given(config: Any, before: dict[str, Any], source: str) -> None:
-    """Note that ``source`` made this config differ from one with the values ``before``; defaults stay defaults."""
-    found = _table(config)
-    found.update({key: source for key in _changed(config, before) if found[key] != DEFAULT})
-
-
-def values(config: Any) -> dict[str, Any]:
+def leaf_values(config: Any) -> dict[str, Any]:
     """Every leaf of the config by its dotted key."""
-    return dict(_leaves(config))
+    return {key: value for key, _, value in _entries(config)}
 
 
-def origin(config: Any, key: str) -> str | None:
-    """Who set ``key``; ``None`` when origins are not kept for this config."""
-    return _table(config).get(key)
-
-
-def non_defaults(config: Any) -> list[str]:
+def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
     """A line for each value that is not its field's default: the value, the default, and where it came from.
 
     Derived values are left out: they follow from the others.
     """
-    table = _table(config)
-    return [
-        f"{key}={_shown(value)}  (default {_default(entry)}{f', from {table[key]}' if key in table else ''})"
-        for key, entry, value in _entries(config)
-        if not _is_default(entry, value) and table.get(key) != DERIVED
-    ]
+    origins = origins or Origins({})
+    lines: list[str] = []
+    for key, entry, value in _entries(config):
+        source = origins.get(key)
+        if not _is_default(entry, value) and source != DERIVED:
+            known = f", from {source}" if source else ""
+            lines.append(f"{key}={_shown(value)}  (default {_default(entry)}{known})")
+    return lines
 
 
-def annotated_yaml(config: Any, defaults: bool = True) -> str:
+def annotated_yaml(config: Any, origins: Origins, defaults: bool = True) -> str:
     """The config as YAML that ``load_yaml`` reads, with each value's origin as a comment.
 
     Args:
         config: A config.
+        origins: Where its values came from.
         defaults: Write the values that are their field's default, too.
     """
-    table = _table(config)
-    skipped = set[str]() if defaults else {key for key, source in table.items() if source == DEFAULT}
-    return "".join(f"{line}\n" for line in _annotated(to_plain(config), config, "", table, skipped))
+    skipped = set[str]() if defaults else origins.defaults()
+    return "".join(f"{line}\n" for line in _annotated(to_plain(config), config, "", origins, skipped))
 
 
-def _annotated(plain: Any, owner: Any, prefix: str, table: dict[str, str], skipped: set[str]) -> Iterator[str]:
+def _annotated(plain: Any, owner: Any, prefix: str, origins: Origins, skipped: set[str]) -> Iterator[str]:
     indent = "  " * prefix.count(".")
     yield f"{indent}{TARGET}: {plain[TARGET]}"
     for entry in config_fields(owner):
@@ -96,10 +102,10 @@ def _annotated(plain: Any, owner: Any, prefix: str, table: dict[str, str], skipp
             continue
         if _is_group(value):
             yield f"{indent}{entry.name}:"
-            yield from _annotated(plain[entry.name], value, f"{key}.", table, skipped)
+            yield from _annotated(plain[entry.name], value, f"{key}.", origins, skipped)
             continue
         lines = [indent + line for line in yaml_text.write({entry.name: plain[entry.name]}).splitlines()]
-        yield from _with_comment(lines, indent, table.get(key))
+        yield from _with_comment(lines, indent, origins.get(key))
 
 
 def _with_comment(lines: list[str], indent: str, source: str | None) -> list[str]:
@@ -118,15 +124,6 @@ def _entries(owner: Any, prefix: str = "") -> "Iterator[tuple[str, dataclasses.F
             yield from _entries(value, f"{prefix}{entry.name}.")
         else:
             yield f"{prefix}{entry.name}", entry, value
-
-
-def _leaves(owner: Any) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, _, value in _entries(owner))
-
-
-def _differing(owner: Any) -> Iterator[tuple[str, bool]]:
-    """Every leaf, and whether its value is not its field's default."""
-    return ((key, not _is_default(entry, value)) for key, entry, value in _entries(owner))
 
 
 def _default(entry: "dataclasses.Field[Any]") -> str:
@@ -151,9 +148,5 @@ def _is_group(value: Any) -> bool:
 
 
 def _changed(config: Any, before: dict[str, Any]) -> list[str]:
-    now = values(config)
+    now = leaf_values(config)
     return [key for key, value in now.items() if key not in before or repr(before[key]) != repr(value)]
-
-
-def _table(config: Any) -> dict[str, str]:
-    return cast("dict[str, str]", getattr(config, _ATTRIBUTE, {}))

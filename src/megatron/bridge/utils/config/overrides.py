@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dotted ``key=value`` overrides, typed by the dataclass they change; every mistake of a call is reported at once.
+"""Dotted overrides such as ``train.train_iters=100``, applied to a config of dataclasses and typed by its fields.
 
 Values are YAML: ``model.num_layers=4``, ``optimizer.lr=1e-4``, ``dataset.split=[9,1,0]``,
-``checkpoint.save=null``, ``model.activation_func=silu``, ``model.rope_parameters.factor=8``. What is written as a
-mapping sets the members of a group: ``ddp={overlap_grad_reduce: true}``. A group that is unset (null) begins with
-its defaults when a member is set: ``profiling.use_pytorch_profiler=true``.
+``checkpoint.save=null``, ``model.activation_func=silu``, ``model.rope_parameters.factor=8``. Items of a list are
+set by their index, ``dataset.blend[0]`` or ``dataset.blend.0``. A mapping sets members of a group:
+``ddp={overlap_grad_reduce: true}``. Setting a member of an unset (null) group creates the group with its defaults:
+``profiling.use_pytorch_profiler=true``. References to other values are resolved last, when every layer has been
+applied: ``scheduler.lr_decay_iters='${train.train_iters}'``.
 """
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_origin
 
-from megatron.bridge.utils.config import yaml_text
-from megatron.bridge.utils.config.coerce import MisfitError, coerce, field_types
+from megatron.bridge.utils.config import interpolation, yaml_text
+from megatron.bridge.utils.config.coerce import CoercionError, coerce, field_types
 from megatron.bridge.utils.config.names import name_of
+from megatron.bridge.utils.config.public_names import import_path
 from megatron.bridge.utils.config.serialize import TARGET, config_fields, from_plain
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, nearest_keys, suggestion
 
 _MISSING = object()
+_INDEX = re.compile(r"\[(\w+)\]")
 
-# settings as other frameworks spell them -> as they are spelled here
 OTHER_NAMES = {
     "max_steps": "train.train_iters",
     "num_steps": "train.train_iters",
@@ -48,62 +51,78 @@ OTHER_NAMES = {
     "precision": "mixed_precision",
     "gradient_checkpointing": "model.recompute_granularity",
 }
+"""Settings as other frameworks spell them -> their keys here, for suggestions."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One value that was set.
-
-    Attributes:
-        key: Dotted name, such as ``train.train_iters``.
-        old: Value before.
-        new: Value after.
-        origin: Who asked: ``command line``, a file ...
-    """
+    """One value that was set."""
 
     key: str
+    """Dotted name, such as ``train.train_iters``."""
     old: Any
     new: Any
     origin: str
+    """Who set it: ``command line``, a file, ..."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one origin. A later layer overrides an earlier one."""
+
+    origin: str
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Nested or dotted keys, as read from a YAML file."""
+    overrides: Sequence[str] = ()
+    """``a.b=value`` items, as typed on a command line."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What somebody typed: ``text`` is the raw scalar when it came from a command line."""
+    """A key and its new value."""
 
     key: str
     value: Any
-    text: str | None
+    text: str | None = None
+    """The raw scalar of a command line."""
+    from_reference: bool = False
 
 
-def apply_overrides(config: Any, overrides: Iterable[str], origin: str = "command line") -> list[Change]:
+def apply_overrides(config: Any, overrides: Sequence[str], origin: str = "command line") -> list[Change]:
     """Set ``a.b=c`` items on ``config``, all of them or none.
-
-    Args:
-        config: A dataclass instance of dataclasses; changed in place.
-        overrides: The items.
-        origin: Recorded in the changes.
 
     Raises:
         UserError: unknown keys, wrong types, keys given twice, fields that cannot be set; one line each.
     """
-    problems: list[str] = []
-    requests = [request for item in overrides if (request := _parse(item, problems)) is not None]
-    return _apply(config, requests, origin, problems)
+    return apply_layers(config, [Layer(origin, overrides=overrides)])
 
 
-def apply_values(config: Any, values: Mapping[str, Any], origin: str) -> list[Change]:
-    """Set the leaves of a nested mapping, as read from a YAML file, on ``config``, all of them or none.
+def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
+    """Set the values of ``layers`` on ``config``, all of them or none.
+
+    Args:
+        config: A dataclass instance of dataclasses; changed in place.
+        layers: Later ones override earlier ones. References see the values of all layers.
+
+    Returns:
+        One change for each key, in the order in which they were last set.
 
     Raises:
-        UserError: as ``apply_overrides``.
+        UserError: as ``apply_overrides``, or a reference that cannot be resolved.
     """
-    requests = [_Request(key, value, None) for key, value in values.items()]
-    return _apply(config, requests, origin, [])
+    transaction = _Transaction(config)
+    try:
+        for layer in layers:
+            transaction.apply(layer)
+    except UserError:
+        transaction.undo()
+        raise
+    check_sticks(config, transaction.changes)
+    return transaction.changes
 
 
 def check_types(config: Any) -> None:
-    """Refuse a config, read from a file, in which a value is not what its field asks for.
+    """Refuse a config, read from a file, in which a value does not match the type of its field.
 
     Raises:
         UserError: names every such key.
@@ -118,8 +137,7 @@ def check_types(config: Any) -> None:
             coerce(value, slot.annotation)
         except UserError as error:
             problems.append(f"{key} {error}")
-    if problems:
-        raise UserError("\n".join(problems))
+    _refuse(problems)
 
 
 def check_sticks(config: Any, changes: Iterable[Change]) -> None:
@@ -128,13 +146,13 @@ def check_sticks(config: Any, changes: Iterable[Change]) -> None:
     Raises:
         UserError: names every such key with both values.
     """
-    lost = [
-        f"{change.key}={change.new!r} from the {change.origin} does not stick: it became {now!r}"
-        for change in {change.key: change for change in changes}.values()
-        if not _same(now := _value_at(config, change.key), change.new)
-    ]
-    if lost:
-        raise UserError("\n".join(lost))
+    _refuse(
+        [
+            f"{change.key}={change.new!r} from the {change.origin} does not stick: it became {now!r}"
+            for change in {change.key: change for change in changes}.values()
+            if not _same(now := _value_at(config, change.key), change.new)
+        ]
+    )
 
 
 def dotted_keys(config: Any, prefix: str = "") -> Iterator[str]:
@@ -147,83 +165,151 @@ def dotted_keys(config: Any, prefix: str = "") -> Iterator[str]:
             yield from dotted_keys(value, key + ".")
 
 
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+
+
+class _Transaction:
+    """Applies layers to a config and can undo them."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._changes: dict[str, Change] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._references: dict[str, tuple[Any, str]] = {}  # key -> raw value and origin
+
+    @property
+    def changes(self) -> list[Change]:
+        return list(self._changes.values())
+
+    def undo(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+
+    def apply(self, layer: Layer) -> None:
+        """Set the values of a layer, then resolve the references of all layers so far."""
+        problems: list[str] = []
+        requests = [_Request(_dotted(key), value) for key, value in layer.values.items()]
+        requests += [request for item in layer.overrides if (request := _parse(item, problems)) is not None]
+        for request in requests:
+            self._create_groups(request.key.split(".")[:-1])
+        leaves = [leaf for request in requests for leaf in _leaves(self._config, request)]
+        problems += _repeated([leaf.key for leaf in leaves])
+        plain, referring = _partition(leaves)
+        self._forget([leaf.key for leaf in leaves])
+        for leaf in plain:
+            self._set(leaf, layer.origin, problems)
+        self._set_references(referring, layer.origin, problems)
+        _refuse(problems)
+
+    def _create_groups(self, names: list[str]) -> None:
+        """Give the unset groups of a dotted key their defaults."""
+        owner: Any = self._config
+        for depth, name in enumerate(names):
+            if (child := _child(owner, name)) is _MISSING:
+                return
+            if child is None and _is_group(owner) and (kind := _class_of_unset(owner, name)) is not None:
+                self._undo.append(_find(self._config, ".".join(names[: depth + 1])).set(kind()))
+            owner = _child(owner, name)
+
+    def _set(self, leaf: _Request, origin: str, problems: list[str]) -> None:
+        try:
+            slot = _find(self._config, leaf.key)
+            change = Change(leaf.key, slot.get(), slot.typed(leaf), origin)
+        except UserError as error:
+            problems.append(str(error))
+            return
+        self._undo.append(slot.set(change.new))
+        self._changes.pop(leaf.key, None)
+        self._changes[leaf.key] = change
+        for key, other in self._changes.items():
+            if leaf.key.startswith(f"{key}."):
+                self._changes[key] = dataclasses.replace(other, new=_value_at(self._config, key))
+
+    def _forget(self, keys: list[str]) -> None:
+        """Drop the references of earlier layers that this layer overrides."""
+        for key in list(self._references):
+            if any(key == other or key.startswith(f"{other}.") for other in keys):
+                del self._references[key]
+
+    def _set_references(self, leaves: list[_Request], origin: str, problems: list[str]) -> None:
+        """Set what ``leaves`` and the references of earlier layers stand for.
+
+        Lists and mappings are set as a whole first, then item by item: a later layer may replace single items.
+        """
+        raw = {leaf.key: leaf.value for leaf in leaves}
+        members = interpolation.references_in(raw)
+        self._references |= {key: (value, origin) for key, value in members.items()}
+        self._resolve({key: (value, origin) for key, value in raw.items() if key not in members}, problems)
+        self._resolve(self._references, problems)
+
+    def _resolve(self, references: dict[str, tuple[Any, str]], problems: list[str]) -> None:
+        if not references:
+            return
+        raw = {key: value for key, (value, _) in references.items()}
+        try:
+            found = interpolation.resolve(raw, _tree(self._config))
+        except UserError as error:
+            problems.append(str(error))
+            return
+        for key, (_, origin) in references.items():
+            self._set(_Request(key, found[key], str(found[key]), from_reference=True), origin, problems)
+
+
+def _dotted(key: str) -> str:
+    """``a[0].b`` as ``a.0.b``."""
+    return _INDEX.sub(r".\1", str(key))
+
+
 def _parse(item: str, problems: list[str]) -> _Request | None:
     key, equals, text = item.partition("=")
-    key, text = key.strip(), text.strip()
+    key, text = _dotted(key.strip()), text.strip()
     if not equals or not key:
         problems.append(f"override {item!r} is not of the form key.sub=value")
-        return None
-    if "${" in text:
-        problems.append(f"{key}={text}: ${{...}} is not interpolated here; write the value itself")
         return None
     try:
         value = yaml_text.read(text, f"the value of {key}")
     except UserError as error:
-        problems.append(str(error))
+        hint = "; quote ${...} inside lists and mappings" if "${" in text else ""
+        problems.append(f"{error}{hint}")
         return None
     if isinstance(value, (list, dict)):
-        return _Request(key, value, None)
-    if _is_cut(value, text):
+        return _Request(key, value)
+    if _loses_text(value, text):
         problems.append(f"{key}={text}: YAML reads this as {value!r}; put the value in quotes")
         return None
     return _Request(key, value, text)
 
 
-def _is_cut(value: Any, text: str) -> bool:
-    """Whether YAML leaves a part of an unquoted scalar out."""
+def _loses_text(value: Any, text: str) -> bool:
+    """Whether YAML drops a part of an unquoted scalar."""
     if text.startswith(("'", '"')):
         return False
     return value != text if isinstance(value, str) else "#" in text
 
 
-def _apply(config: Any, requests: list[_Request], origin: str, problems: list[str]) -> list[Change]:
-    begun = [slot for request in requests for slot in _begin_groups(config, request.key.split(".")[:-1])]
-    leaves = [leaf for request in requests for leaf in _leaves(config, request)]
-    problems.extend(_repeated([leaf.key for leaf in leaves]))
-    planned: list[tuple[_Slot, Change]] = []
+def _partition(leaves: list[_Request]) -> tuple[list[_Request], list[_Request]]:
+    """Leaves without and with references."""
+    groups: tuple[list[_Request], list[_Request]] = [], []
     for leaf in leaves:
-        try:
-            slot = _find(config, leaf.key)
-            planned.append((slot, Change(leaf.key, slot.get(), slot.typed(leaf), origin)))
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        for slot in reversed(begun):
-            slot.set(None)
-        raise UserError("\n".join(problems))
-    for slot, change in planned:
-        slot.set(change.new)
-    check_sticks(config, [change for _, change in planned])
-    return [change for _, change in planned]
+        groups[interpolation.has_reference(leaf.value)].append(leaf)
+    return groups
 
 
-def _begin_groups(config: Any, names: list[str]) -> Iterator["_Slot"]:
-    """Give the unset groups of a dotted key their defaults; yields where they were put."""
-    owner: Any = config
-    for depth, name in enumerate(names):
-        if not _is_group(owner) or (child := _child(owner, name)) is _MISSING:
-            return
-        if child is None and (kind := _kind_of_unset(owner, name)) is not None:
-            slot = _Slot(".".join(names[: depth + 1]), owner, name, kind, nullable=True)
-            slot.set(kind())
-            yield slot
-        owner = getattr(owner, name)
-
-
-def _kind_of_unset(owner: Any, name: str) -> "type[Any] | None":
-    """The dataclass of a field ``Kind | None``; None if there is a choice, or it does not begin by itself."""
+def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":
+    """The dataclass of a field ``Kind | None``; None if there is a choice, or it needs arguments."""
     annotation = field_types(cast("type[Any]", type(owner))).get(name)
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     if len(kinds) != 1 or not dataclasses.is_dataclass(kinds[0]) or hasattr(kinds[0], "__one_of_several__"):
         return None
     entries = dataclasses.fields(kinds[0])
-    given = (entry.default is entry.default_factory is dataclasses.MISSING for entry in entries if entry.init)
-    return None if any(given) else cast("type[Any]", kinds[0])
+    required = (entry.default is entry.default_factory is dataclasses.MISSING for entry in entries if entry.init)
+    return None if any(required) else cast("type[Any]", kinds[0])
 
 
 def _repeated(keys: list[str]) -> list[str]:
-    seen: set[str] = set()
-    twice = dict.fromkeys(key for key in keys if key in seen or seen.add(key))
+    twice = dict.fromkeys(key for key in keys if keys.count(key) > 1)
     return [f"{key} is given twice; keep one of the two" for key in twice]
 
 
@@ -237,13 +323,27 @@ def _leaves(config: Any, request: _Request) -> list[_Request]:
     if not isinstance(value, dict) or not _is_group(current):
         return [request]
     mapping = dict(cast(dict[Any, Any], value))
-    if mapping.pop(TARGET, name_of(type(current))) != name_of(type(current)):
+    own = name_of(type(current)) or ""
+    if import_path(str(mapping.pop(TARGET, own))) != import_path(own):
         return [request]
-    parts = [_Request(f"{request.key}.{name}", value, None) for name, value in mapping.items()]
+    parts = [_Request(f"{request.key}.{name}", value) for name, value in mapping.items()]
     return [leaf for part in parts for leaf in _leaves(config, part)]
 
 
-def _at_home(value: Any) -> Any:
+def _tree(owner: Any) -> Any:
+    """The values of a config as nested mappings and lists, for references."""
+    if _is_group(owner):
+        return {entry.name: _tree(getattr(owner, entry.name)) for entry in config_fields(owner)}
+    if isinstance(owner, dict):
+        return {str(key): _tree(value) for key, value in cast("dict[Any, Any]", owner).items()}
+    if isinstance(owner, (list, tuple)):
+        return [_tree(value) for value in cast("list[Any]", owner)]
+    if isinstance(owner, type):
+        return name_of(owner)
+    return interpolation.escape(owner) if isinstance(owner, str) else owner
+
+
+def _expand_home(value: Any) -> Any:
     """A path in the home directory: the shell leaves the ``~`` of ``key=~/path`` as it is."""
     if isinstance(value, (str, Path)) and str(value).startswith("~/"):
         return type(value)(Path(value).expanduser())
@@ -252,39 +352,66 @@ def _at_home(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place that holds a value: a field of a dataclass or an item of a dict."""
+    """A place that holds a value: a field of a dataclass, or an item of a dict, list or tuple."""
 
     key: str
     owner: Any
-    name: Any
+    name: str
     annotation: Any
-    nullable: bool = False
+    nullable: bool
+    parent: "_Slot | None"
 
     def get(self) -> Any:
-        if _is_group(self.owner):
-            return getattr(self.owner, self.name)
-        return self.owner.get(self.name)
+        value = _child(self.owner, self.name)
+        return None if value is _MISSING else value
 
-    def set(self, value: Any) -> None:
-        if _is_group(self.owner):
-            setattr(self.owner, self.name, value)
-        else:
-            self.owner[self.name] = value
+    def set(self, value: Any) -> Callable[[], None]:
+        """Set the value; returns what undoes it."""
+        old, owner = _child(self.owner, self.name), self.owner
+        if _is_group(owner):
+            setattr(owner, self.name, value)
+            return lambda: setattr(owner, self.name, old)
+        if isinstance(owner, dict):
+            owner[self.name] = value
+            return lambda: _restore(cast("dict[str, Any]", owner), self.name, old)
+        assert self.parent is not None, "a config is no list"
+        items = list(self.parent.get())  # a copy: a recipe may share its list, and a tuple cannot change
+        items[int(self.name)] = value
+        return self.parent.set(type(owner)(items))
 
     def typed(self, request: _Request) -> Any:
-        current = self.get()
+        """The value of ``request`` as the annotation requires.
+
+        Raises:
+            UserError: it has another type.
+        """
         try:
-            value = from_plain(request.value)
-            if value is None and self.nullable:
-                return None
-            if self.annotation is Any and _is_group(current) and not _is_group(value):
-                members = ", ".join(entry.name for entry in config_fields(current)[:3])
-                raise UserError(f"it is a group: set its members, such as {members}")
-            return _at_home(coerce(value, self.annotation, request.text))
-        except MisfitError as error:
-            raise UserError(f"{self.key} {error}") from None
+            return self._typed(request.value, request.text)
+        except CoercionError as error:
+            if not (request.from_reference and isinstance(request.value, str)):
+                raise UserError(f"{self.key} {error}") from None
         except UserError as error:
             raise UserError(f"{self.key}: {error}") from None
+        # an environment variable holds text: read it as if it had been typed on the command line
+        return self.typed(_Request(self.key, yaml_text.read(request.value, self.key), request.value))
+
+    def _typed(self, raw: Any, text: str | None) -> Any:
+        value, current = from_plain(raw), self.get()
+        if value is None and self.nullable:
+            return None
+        if value == "???":
+            raise UserError("??? marks a value that must be given; give one")
+        if self.annotation is Any and _is_group(current) and not _is_group(value):
+            members = ", ".join(entry.name for entry in config_fields(current)[:3])
+            raise UserError(f"it is a group: set its members, such as {members}")
+        return _expand_home(coerce(value, self.annotation, text))
+
+
+def _restore(owner: dict[str, Any], name: str, old: Any) -> None:
+    if old is _MISSING:
+        del owner[name]
+    else:
+        owner[name] = old
 
 
 def _find(config: Any, key: str) -> _Slot:
@@ -294,72 +421,68 @@ def _find(config: Any, key: str) -> _Slot:
         UserError: there is none, with the nearest keys; or it may not be set.
     """
     names = key.split(".")
-    owner = _owner(config, names)
-    last = names[-1]
-    if isinstance(owner, dict):
-        return _Slot(key, owner, last, Any)
-    entry = next((entry for entry in config_fields(owner) if entry.name == last), None)
-    if entry is None:
-        raise _derived(key) if hasattr(owner, last) else _unknown(config, key)
-    kind = cast("type[Any]", type(owner))
-    return _Slot(key, owner, last, field_types(kind).get(last, Any), nullable=entry.default is None)
-
-
-def _owner(config: Any, names: list[str]) -> Any:
-    """What holds the last of ``names``."""
-    owner: Any = config
-    for depth, name in enumerate(names[:-1]):
+    owner, slot = config, _Slot("", None, "", Any, False, None)
+    for depth, name in enumerate(names):
+        if not _is_group(owner) and not isinstance(owner, (dict, list, tuple)):
+            raise UserError(
+                f"{key} cannot be set: {slot.key} is {owner!r}, which has no members; set {slot.key} itself"
+            )
         child = _child(owner, name)
-        if child is _MISSING:
-            raise _unknown(config, ".".join(names))
-        if not _is_group(child) and not isinstance(child, dict):
-            raise _not_a_group(".".join(names), ".".join(names[: depth + 1]), child)
-        owner = cast(Any, child)
-    return owner
+        if child is _MISSING and not (isinstance(owner, dict) and depth == len(names) - 1):
+            raise _missing(config, key, slot.key, owner)
+        path = ".".join(names[: depth + 1])
+        slot = _Slot(path, owner, name, *_annotation(owner, name, slot.annotation), slot)
+        owner = child
+    return slot
+
+
+def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
+    """The type that a member must have, and whether None is its default.
+
+    Args:
+        owner: A group, dict, list or tuple.
+        name: Of the member.
+        annotation: Of the owner itself.
+    """
+    if _is_group(owner):
+        entry = next(entry for entry in config_fields(owner) if entry.name == name)
+        return field_types(cast("type[Any]", type(owner))).get(name, Any), entry.default is None
+    for kind in (annotation, *get_args(annotation)):  # of a union
+        if (args := get_args(kind)) and get_origin(kind) is type(owner):
+            if isinstance(owner, tuple):
+                return args[0 if args[-1] is Ellipsis else int(name)], False
+            return args[-1], False
+    return Any, False
 
 
 def _child(owner: Any, name: str) -> Any:
+    if _is_group(owner):
+        return getattr(owner, name) if name in {entry.name for entry in config_fields(owner)} else _MISSING
     if isinstance(owner, dict):
         return cast(dict[Any, Any], owner).get(name, _MISSING)
-    if name not in {entry.name for entry in config_fields(owner)}:
-        return _MISSING
-    return getattr(owner, name)
+    if isinstance(owner, (list, tuple)):
+        items = cast("list[Any]", owner)
+        return items[int(name)] if name.isdecimal() and int(name) < len(items) else _MISSING
+    return _MISSING
 
 
-def _unknown(config: Any, key: str) -> UserError:
-    group = key.rpartition(".")[0]
-    owner = _value_at(config, group) if group else config
-    where = f" in {type(owner).__name__}" if group and _is_group(owner) else ""
-    known = OTHER_NAMES.get(key.rpartition(".")[2])
-    close = [known] if known else nearest_keys(config, key)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    return UserError(f"there is no {key}{where}{hint}")
-
-
-def _not_a_group(key: str, parent: str, value: Any) -> UserError:
-    return UserError(f"{key} cannot be set: {parent} is {value!r}, which has no members; set {parent} itself")
-
-
-def _derived(key: str) -> UserError:
-    return UserError(f"{key} is computed from other values and cannot be set")
-
-
-def nearest_keys(config: Any, key: str, count: int = 3) -> list[str]:
-    """Settable keys closest to ``key``: namesakes in other groups, else alike in its own, else alike in all."""
-    keys = list(dotted_keys(config))
+def _missing(config: Any, key: str, parent: str, owner: Any) -> UserError:
     group, _, last = key.rpartition(".")
-    namesakes = [name for name in keys if name.rpartition(".")[2] == last]
-    if namesakes:
-        return difflib.get_close_matches(key, namesakes, count, cutoff=0.0)
-    siblings = {name.rpartition(".")[2]: name for name in keys if name.rpartition(".")[0] == group}
-    alike = [siblings[name] for name in difflib.get_close_matches(last, siblings, count)]
-    return alike or difflib.get_close_matches(key, keys, count, cutoff=0.8)
+    if isinstance(owner, (list, tuple)):
+        count = len(cast("list[Any]", owner))
+        return UserError(f"there is no {key}: {parent} has {count} items, counted from 0; set {parent} itself")
+    if group == parent and hasattr(owner, last):
+        return UserError(f"{key} is computed from other values and cannot be set")
+    where = f" in {type(owner).__name__}" if group and group == parent else ""
+    known = OTHER_NAMES.get(last)
+    close = [known] if known else nearest_keys(key, dotted_keys(config))
+    return UserError(f"there is no {key}{where}{suggestion(close)}")
 
 
 def _value_at(config: Any, key: str) -> Any:
     value: Any = config
     for name in key.split("."):
-        value = _child(value, name) if _is_group(value) or isinstance(value, dict) else _MISSING
+        value = _child(value, name)
     return value
 
 

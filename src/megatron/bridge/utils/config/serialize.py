@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dataclasses to plain data and YAML, and back, exactly.
 
-A dataclass becomes a mapping whose ``_target_`` is its dotted name. What is referred to by name (functions,
-classes, enum members, torch dtypes) becomes ``{_target_: name, _call_: false}``; a ``functools.partial`` over an
-initialiser becomes ``{_target_: name, _partial_: {...}}``; tuples and paths become ``{_tuple_: [...]}`` and
-``{_path_: ...}``. Reading imports names and builds dataclasses; it never calls anything else, so a config file
-that came with a checkpoint cannot run code.
+A dataclass becomes a mapping whose ``_target_`` is its public name (``public_names``) or its dotted one. What is
+referred to by name (functions, classes, enum members, torch dtypes) becomes ``{_target_: name, _call_: false}``; a
+``functools.partial`` over an initialiser becomes ``{_target_: name, _partial_: {...}}``; tuples and paths become
+``{_tuple_: [...]}`` and ``{_path_: ...}``. Reading imports names and builds dataclasses; it never calls anything
+else, so a config file that came with a checkpoint cannot run code.
 
 A dataclass may name fields that are wiring of a running process, not configuration, in a class attribute
 ``__not_config__`` (a set of names); they are left out.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 from typing import Any, TypeGuard, cast
 
-from megatron.bridge.utils.config import yaml_text
-from megatron.bridge.utils.config.names import is_dtype, is_named, locate, name_of
+from megatron.bridge.utils.config import interpolation, yaml_text
+from megatron.bridge.utils.config.names import MARKERS, TARGET, is_dtype, is_named, locate, name_of
 from megatron.bridge.utils.errors import UserError, did_you_mean
-
-TARGET = "_target_"
-MARKERS = frozenset({TARGET, "_call_", "_partial_", "_tuple_", "_path_"})
 
 # A partial is called with arguments that the file chooses; only initialisers are let through.
 PARTIAL_HOMES = ("torch.nn.init.",)
@@ -63,7 +61,28 @@ def load_yaml(text: str, source: str = "the YAML text") -> Any:
     Raises:
         UserError: broken YAML, unknown keys or names, values that a dataclass refuses.
     """
-    return from_plain(yaml_text.read(text, source))
+    return from_plain(interpolation.resolve_tree(yaml_text.read(text, source)))
+
+
+def copy_config(value: Any) -> Any:
+    """A copy of a config down to its leaves: blocks and lists of blocks are copied, all else is shared.
+
+    ``copy.deepcopy`` would copy whatever hooks and datasets hold on to.
+    """
+    if isinstance(value, list):
+        return [copy_config(item) if _is_instance(item) else item for item in _items(value)]
+    if isinstance(value, dict):
+        return copy.copy(cast(dict[Any, Any], value))  # keeps a subclass, such as a Hugging Face config
+    if not _is_instance(value):
+        return value
+    copied = copy.copy(value)
+    # hooks that are registered on the copy stay there
+    for name, held in cast(dict[str, Any], vars(copied)).items():
+        if isinstance(held, list):
+            object.__setattr__(copied, name, list(_items(held)))
+    for entry in config_fields(copied):
+        object.__setattr__(copied, entry.name, copy_config(getattr(copied, entry.name)))
+    return copied
 
 
 def config_fields(owner: object) -> list[dataclasses.Field[Any]]:
@@ -86,12 +105,12 @@ def _is_instance(value: object) -> bool:
 
 
 def _write(value: Any, path: str, problems: list[str]) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, int, float):
         return value
     if (writer := _WRITERS.get(cast(Any, type(value)))) is not None:
         return writer(value, path, problems)
     if isinstance(value, PurePath):
-        return {"_path_": str(value)}
+        return {"_path_": interpolation.escape(str(value))}
     if _is_instance(value):
         return _write_dataclass(value, path, problems)
     if is_named(value) and (name := name_of(value)) is not None:
@@ -99,6 +118,10 @@ def _write(value: Any, path: str, problems: list[str]) -> Any:
     kind = "a function without an importable name" if callable(value) else f"a {type(value).__qualname__}"
     problems.append(f"{_or_top(path)} cannot be written: it holds {kind}, {value!r}")
     return None
+
+
+def _write_text(value: str, path: str, problems: list[str]) -> str:
+    return interpolation.escape(value)
 
 
 def _write_list(value: list[Any], path: str, problems: list[str]) -> list[Any]:
@@ -164,7 +187,7 @@ def _read(data: Any, path: str, problems: list[str]) -> Any:
     if isinstance(data, list):
         return [_read(item, f"{path}[{index}]", problems) for index, item in enumerate(_items(data))]
     if not isinstance(data, dict):
-        return data
+        return interpolation.unescape(data) if isinstance(data, str) else data
     mapping = cast(dict[Any, Any], data)
     for marker, read in _READERS.items():
         if marker in mapping:
@@ -182,7 +205,7 @@ def _read_tuple(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any:
 
 def _read_path(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any:
     del path, problems
-    return Path(mapping["_path_"])
+    return Path(interpolation.unescape(mapping["_path_"]))
 
 
 def _read_target(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any:
@@ -251,6 +274,7 @@ def _or_top(path: str) -> str:
 
 
 _WRITERS: dict[type, Callable[[Any, str, list[str]], Any]] = {
+    str: _write_text,
     list: _write_list,
     tuple: _write_tuple,
     dict: _write_mapping,

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which queries see which keys, in tiles that avoid a mask of the whole sequence.
+
+A token has a segment (one sequence of a packed row) and a position in it. A `QuerySpan` is a range of queries with
+consecutive positions: packing makes one for each segment, context parallelism two. `tiles` cuts a span into blocks
+of queries, each with only the keys that it can see, so a sliding window costs its width instead of the sequence
+length.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MASKED_ROWS = 512  # queries in a masked tile: 0.5 MB of mask per 1,000 keys
+
+
+@dataclass(frozen=True)
+class AttentionWindow:
+    """How many positions a query sees back (``left``) and ahead (``right``); None means no limit."""
+
+    left: int | None = None
+    right: int | None = None
+
+
+@dataclass(frozen=True)
+class QuerySpan:
+    """Queries ``row .. row + rows`` at positions ``position ..``, and the keys of their segment.
+
+    The keys are rows ``key_row .. key_row + keys`` of the key tensor, at positions 0 and up. Query rows in no span
+    are padding and attend to nothing.
+    """
+
+    row: int
+    rows: int
+    position: int
+    key_row: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of queries, the keys that at least one of them sees, and the mask between the two."""
+
+    rows: slice
+    keys: slice
+    causal: bool = False
+    """Query i of a square tile sees the keys up to i."""
+    positions: tuple[int, int] | None = None
+    """Positions of the first query and the first key if the tile needs another mask (`visibility_mask`)."""
+
+
+def tiles(span: QuerySpan, window: AttentionWindow, limit: int | None = None) -> Iterator[Tile]:
+    """Tiles that cover the queries of a span, each query in exactly one; queries that see no key are left out.
+
+    ``limit`` bounds the queries of a tile; without it, only tiles that need a mask are bounded.
+    """
+    whole = _tile(span, window, 0, span.rows)
+    if whole is not None and whole.positions is None and span.rows <= (limit or span.rows):
+        yield whole
+        return
+    height = min(_tile_height(window), limit or MASKED_ROWS)
+    for first in range(0, span.rows, height):
+        tile = _tile(span, window, first, min(first + height, span.rows))
+        if tile is not None:
+            yield tile
+
+
+def _tile_height(window: AttentionWindow) -> int:
+    """As high as the window is wide: half of a tile is visible then, and there are few tiles."""
+    if window.left is None or window.right is None:
+        return MASKED_ROWS
+    return max(128, min(MASKED_ROWS, window.left + window.right + 1))
+
+
+def _tile(span: QuerySpan, window: AttentionWindow, first: int, stop: int) -> Tile | None:
+    top, bottom = span.position + first, span.position + stop - 1
+    low = 0 if window.left is None else max(0, top - window.left)
+    high = span.keys if window.right is None else min(span.keys, bottom + window.right + 1)
+    if low >= high:
+        return None
+    rows = slice(span.row + first, span.row + stop)
+    keys = slice(span.key_row + low, span.key_row + high)
+    all_back = window.left is None or bottom - window.left <= low
+    all_ahead = window.right is None or top + window.right + 1 >= high
+    if all_back and all_ahead:
+        return Tile(rows, keys)
+    if all_back and window.right == 0 and top == low and high - low == stop - first:
+        return Tile(rows, keys, causal=True)
+    return Tile(rows, keys, positions=(top, low))
+
+
+def visibility_mask(tile: Tile, window: AttentionWindow, device: torch.device) -> torch.Tensor | None:
+    """Boolean [queries, keys], true where a query sees a key; None if every query sees every key."""
+    height, width = tile.rows.stop - tile.rows.start, tile.keys.stop - tile.keys.start
+    top, low = (0, 0) if tile.positions is None else tile.positions
+    if tile.causal:
+        window = AttentionWindow(None, 0)
+    elif tile.positions is None:
+        return None
+    seen = torch.ones(height, width, dtype=torch.bool, device=device)
+    if window.right is not None:  # key low + j <= query top + i + right
+        seen = seen.tril_(top - low + window.right)
+    if window.left is not None:
+        seen = seen.triu_(top - low - window.left)
+    return seen
+
+
+def tile_biases(plan: list[Tile], window: AttentionWindow, like: torch.Tensor) -> list[torch.Tensor | None]:
+    """For each tile, 0 where a query sees a key and -inf elsewhere; None without a mask or for a causal square.
+
+    A mask depends on the offset between the tile's corner and the diagonal. Tiles with the same height and offset
+    are the right-hand part of the widest of them and share its memory: attention keeps its masks for the backward
+    pass, and one mask per tile would add up to a mask of the whole sequence.
+    """
+
+    def kind(tile: Tile, positions: tuple[int, int]) -> tuple[int, int]:
+        top, low = positions
+        return _length(tile.rows), _length(tile.keys) - (top - low)
+
+    widest: dict[tuple[int, int], Tile] = {}
+    for tile in plan:
+        if tile.positions is not None:
+            key = kind(tile, tile.positions)
+            if key not in widest or _length(tile.keys) > _length(widest[key].keys):
+                widest[key] = tile
+    shared = {}
+    for key, tile in widest.items():
+        seen = visibility_mask(tile, window, like.device)
+        assert seen is not None
+        shared[key] = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    return [
+        None if tile.positions is None else shared[kind(tile, tile.positions)][:, -_length(tile.keys) :]
+        for tile in plan
+    ]
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
+
+
+def slice_sequence(tensor: torch.Tensor, parts: list[slice]) -> list[torch.Tensor]:
+    """Parts of [b, h, s, d] along s. Their gradients are added into one tensor in a single pass."""
+    total = tensor.size(2)
+    if parts == [slice(0, total)]:
+        return [tensor]
+    if sum(_length(part) for part in parts) > 4 * total:  # all their gradients at once would take too much memory
+        return [tensor[:, :, part] for part in parts]
+    return list(_SliceSequence.apply(tensor, parts))  # type: ignore[arg-type]
+
+
+class _SliceSequence(torch.autograd.Function):
+    """Slices along dimension 2. PyTorch's slicing makes a full-size zero tensor for the gradient of each slice."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, parts: list[slice]) -> tuple[torch.Tensor, ...]:
+        ctx.shape, ctx.parts = tensor.shape, parts
+        ctx.set_materialize_grads(False)
+        return tuple(tensor[:, :, part] for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+        given = [(part, grad) for part, grad in zip(ctx.parts, grads, strict=True) if grad is not None]
+        total = given[0][1].new_zeros(ctx.shape)
+        for part, grad in given:
+            total[:, :, part] += grad
+        return total, None
+
+
+# ----------------------------------------------------------------------------------------------------- spans
+
+
+def whole_sequence(queries: int, keys: int) -> list[QuerySpan]:
+    """One segment. With fewer queries than keys (decoding), the queries are its last tokens."""
+    return [QuerySpan(row=0, rows=queries, position=keys - queries, key_row=0, keys=keys)]
+
+
+@dataclass(frozen=True)
+class PackedSegment:
+    """One sequence of a packed row."""
+
+    start: int
+    length: int
+    padded: int
+    """Length with padding."""
+
+
+def segments(cu_seqlens: list[int], cu_seqlens_padded: list[int] | None) -> list[PackedSegment]:
+    """The segments of a packed row from Megatron's cumulative lengths."""
+    padded = cu_seqlens_padded or cu_seqlens
+    return [
+        PackedSegment(start, real_stop - real_start, stop - start)
+        for start, stop, real_start, real_stop in zip(
+            padded[:-1], padded[1:], cu_seqlens[:-1], cu_seqlens[1:], strict=True
+        )
+        if stop > start
+    ]
+
+
+def packed_segments(packed: Any) -> tuple[list[PackedSegment], list[PackedSegment]]:
+    """The segments of queries and of keys, from Megatron-Core's ``PackedSeqParams``."""
+
+    def of(real: torch.Tensor, padded: torch.Tensor | None) -> list[PackedSegment]:
+        return segments(real.tolist(), None if padded is None else padded.tolist())
+
+    return of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded), of(
+        packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded
+    )
+
+
+def packed_spans(queries: list[PackedSegment], keys: list[PackedSegment]) -> list[QuerySpan]:
+    """One span for each segment, without its padding."""
+    return [
+        QuerySpan(row=q.start, rows=q.length, position=k.length - q.length, key_row=k.start, keys=k.length)
+        for q, k in zip(queries, keys, strict=True)
+    ]
+
+
+def zigzag_spans(parts: list[PackedSegment], rank: int, size: int) -> list[QuerySpan]:
+    """The spans of one context-parallel rank, which holds chunks ``rank`` and ``2 * size - 1 - rank``.
+
+    Megatron cuts each segment into ``2 * size`` chunks and gives a rank one from the front and its mirror image
+    from the back, which balances causal work. Keys must be gathered and in natural order.
+    """
+    spans = []
+    row = 0
+    for part in parts:
+        chunk = part.padded // (2 * size)
+        for index in (rank, 2 * size - 1 - rank):
+            real = max(0, min(chunk, part.length - index * chunk))
+            if real:
+                spans.append(QuerySpan(row, real, index * chunk, part.start, part.length))
+            row += chunk
+    return spans
+
+
+# ------------------------------------------------------------------------------------------- packed positions
+
+
+def padded_cu_seqlens(packed: Any) -> torch.Tensor:
+    """Where the sequences of a packed row start, padding included."""
+    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+
+
+def positions_in_sequences(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """For each token of a packed row, its position in its sequence [tokens], on the device of ``cu_seqlens``."""
+    index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    sequence = torch.searchsorted(cu_seqlens, index, right=True) - 1
+    return index - cu_seqlens[sequence]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by PyTorch's variable-length flash kernel, on GPUs that support it.
+
+It computes what ``scaled_dot_product_attention`` has no fused form for: sliding windows, sinks, queries in the
+middle of their keys (context parallelism), and packed rows. The bounds of packed rows stay on the GPU, because
+copying them to the host would synchronize in every layer. The kernel aligns the queries of a span with the last of
+its keys.
+"""
+
+import torch
+
+from megatron.bridge.backends.attention import sink_attention
+from megatron.bridge.backends.attention.block_mask import AttentionWindow, QuerySpan
+from megatron.bridge.backends.attention.sink_attention import CudaFlashKernel
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def is_supported(query: torch.Tensor) -> bool:
+    """Whether the kernel accepts these queries [s, b, h, d]."""
+    width = query.size(-1)
+    return query.is_cuda and query.dtype in _DTYPES and width % 8 == 0 and width <= 256 and _recent(query.device)
+
+
+def _recent(device: torch.device) -> bool:
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (
+        8,
+        0,
+    )
+
+
+def supports_window(window: AttentionWindow) -> bool:
+    """Whether the kernel has this mask: causal, with or without a window, or none at all."""
+    return window.right == 0 or window == AttentionWindow()
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    window: AttentionWindow,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention [t, 1, h, d] of a packed row whose sequences lie between ``bounds`` (int32, on the device)."""
+    q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
+    return _varlen_attention(q, k, v, (bounds, bounds), (longest, longest), window, scale, sinks).unsqueeze(1)
+
+
+def attend_spans(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: list[QuerySpan],
+    window: AttentionWindow,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention [s, b, h, d] of spans, each with the keys that it can see; zeros for queries in no span."""
+    out, at = [], 0
+    for span in spans:
+        if span.row > at:
+            out.append(torch.zeros_like(query[at : span.row]))
+        out.append(_attend_span(query, key, value, span, window, scale, sinks))
+        at = span.row + span.rows
+    if at < query.size(0):
+        out.append(torch.zeros_like(query[at:]))
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _attend_span(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: QuerySpan,
+    window: AttentionWindow,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    low = 0 if window.left is None else max(0, span.position - window.left)
+    high = span.keys if window.right is None else span.position + span.rows
+    q = query[span.row : span.row + span.rows]
+    k, v = (tensor[span.key_row + low : span.key_row + high] for tensor in (key, value))
+    batch = q.size(1)
+    lengths = q.size(0), k.size(0)
+    bounds = [torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length for length in lengths]
+    q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (q, k, v))
+    out = _varlen_attention(q, k, v, (bounds[0], bounds[1]), lengths, window, scale, sinks)
+    return out.unflatten(0, (batch, -1)).transpose(0, 1)
+
+
+def _varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    window: AttentionWindow,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of [tokens, h, d]; keys and values may have fewer heads."""
+    from torch.nn.attention.varlen import varlen_attn  # 0.1 s, not needed without a GPU
+
+    left, right = (-1 if limit is None else limit for limit in (window.left, window.right))
+    if sinks is not None:
+        kernel = CudaFlashKernel(bounds, longest, (left, right), scale)
+        return sink_attention.attend(query, key, value, sinks, kernel)
+    out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(left, right))
+    assert isinstance(out, torch.Tensor)
+    return out

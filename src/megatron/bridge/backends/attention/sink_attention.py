@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention sinks on top of PyTorch's flash kernels, without a score matrix in memory.
+
+A sink adds exp(sink) to the denominator of a head's softmax. The kernels return l = log(sum_j exp(s_j)) beside
+their output. With the sink it becomes l' = log(exp(l) + exp(sink)), and the output is scaled by exp(l - l'). The
+backward pass of the kernels needs no change: from l' it computes the probabilities p_j = exp(s_j - l'), and for g
+the gradient of the output, ds_j = p_j (g v_j - g out) holds for the scaled output because a sink has no value. The
+gradient of the sink is -exp(sink - l') (g out).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+_aten = torch.ops.aten
+
+
+class FlashKernel(Protocol):
+    """A flash kernel: the output [..., d] for each query and head, and its log-sum-exp [...]."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def backward(
+        self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, *qkv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of query, key and value."""
+        ...
+
+    def expand_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        """[h] in a shape that broadcasts to the log-sum-exp."""
+        ...
+
+
+@dataclass(frozen=True)
+class CpuFlashKernel:
+    """Takes [b, h, s, d]; keys and values may have fewer heads."""
+
+    bias: torch.Tensor | None
+    causal: bool
+    scale: float
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
+        )
+
+    def backward(
+        self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, *qkv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, *qkv, out, log_sum, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
+        )
+
+    def expand_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        return sinks.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class CudaFlashKernel:
+    """Takes [tokens, h, d]: sequences between ``bounds``, of at most ``longest`` tokens; (queries, keys) each."""
+
+    bounds: tuple[torch.Tensor, torch.Tensor]
+    longest: tuple[int, int]
+    window: tuple[int, int]
+    scale: float
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, log_sum, *_ = _aten._flash_attention_forward(
+            query, key, value, *self.bounds, *self.longest, 0.0, self._causal(), False, **self._limits()
+        )
+        return out, log_sum.t()
+
+    def backward(
+        self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, *qkv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, which is not used
+        unused = torch.empty(0, device=grad.device)
+        shared = (*self.bounds, *self.longest, 0.0, self._causal(), state, unused)
+        by_head = log_sum.t().contiguous()
+        return _aten._flash_attention_backward(grad, *qkv, out, by_head, *shared, **self._limits())
+
+    def expand_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        return sinks
+
+    def _causal(self) -> bool:
+        return self.window == (-1, 0)
+
+    def _limits(self) -> dict[str, Any]:
+        left, right = self.window
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": right}
+
+
+class _SinkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor,
+        kernel: FlashKernel,
+    ) -> torch.Tensor:
+        out, log_sum = kernel.forward(query, key, value)
+        whole = torch.logaddexp(log_sum, kernel.expand_sinks(sinks.to(log_sum.dtype)))
+        out = (out * (log_sum - whole).exp().unsqueeze(-1)).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, whole)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, out, whole = ctx.saved_tensors
+        kernel: FlashKernel = ctx.kernel
+        grad = grads[0].contiguous()
+        shares = (kernel.expand_sinks(sinks.to(whole.dtype)) - whole).exp()
+        lost = shares * (grad.to(whole.dtype) * out).sum(-1)
+        heads = lost.sum_to_size(kernel.expand_sinks(sinks).shape).view_as(sinks)
+        return (*kernel.backward(grad, out, whole, query, key, value), -heads.to(sinks.dtype), None)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, kernel: FlashKernel
+) -> torch.Tensor:
+    """The output of ``kernel`` with one sink for each head, [h]."""
+    return _SinkAttention.apply(query, key, value, sinks, kernel)  # pyright: ignore[reportReturnType]

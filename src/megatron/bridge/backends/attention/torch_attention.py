@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Core attention on PyTorch's scaled_dot_product_attention, in every form that the models need.
+
+Causal and bidirectional, grouped queries, sliding windows, custom scale, soft-capping, sinks, an arbitrary mask,
+packed sequences, dropout, and context parallelism by all-gather or all-to-all. Shapes follow Megatron-Core: s is
+the (local) sequence, b the batch, t the tokens of a packed row, h and g the query and key heads of this
+tensor-parallel rank.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch.utils.checkpoint import checkpoint
+
+from megatron.bridge.backends.attention import context_parallel, flash_attention, sink_attention
+from megatron.bridge.backends.attention.block_mask import (
+    MASKED_ROWS,
+    AttentionWindow,
+    PackedSegment,
+    QuerySpan,
+    Tile,
+    packed_segments,
+    packed_spans,
+    slice_sequence,
+    tile_biases,
+    tiles,
+    whole_sequence,
+    zigzag_spans,
+)
+from megatron.bridge.backends.attention.sink_attention import CpuFlashKernel
+from megatron.bridge.utils.errors import UserError
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+_SCORES = 2**24  # elements of the score matrix of a tile without a fused kernel: 64 MB
+
+
+class TorchAttention(MegatronModule):
+    """Megatron-Core's ``core_attention``: softmax(scale * q k^T) v for each head."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.tp_group: dist.ProcessGroup = groups.tp
+        self.cp_group: dist.ProcessGroup | None = groups.cp if config.context_parallel_size > 1 else None
+        self.attn_mask_type = attn_mask_type
+        width = k_channels or config.kv_channels
+        assert width is not None, "Megatron-Core derives kv_channels from the hidden size"
+        self.scale = 1.0 / math.sqrt(width) if softmax_scale is None else softmax_scale
+        self.softcap: float | None = getattr(config, "attn_logit_softcapping", None)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window_size = _window_size(config, layer_number)
+        self.cp_comm_type = self._checked_cp_comm_type(cp_comm_type)
+        self.current_max_attn_logits = None
+        if config.qk_clip or config.log_max_attention_logit:
+            raise UserError("qk_clip and log_max_attention_logit need backend='transformer_engine'")
+        self._make_sinks()
+
+    def _checked_cp_comm_type(self, kind: str | None) -> str:
+        if self.cp_group is None or kind is None:
+            return "all_gather"
+        if kind not in ("all_gather", "a2a"):
+            raise UserError(
+                f"cp_comm_type={kind!r} needs backend='transformer_engine'; the torch backend has 'all_gather' "
+                "and 'a2a'"
+            )
+        return kind
+
+    def _make_sinks(self) -> None:
+        """One logit per head in the softmax denominator: learned, or 0 (off-by-one)."""
+        config, ranks = self.config, self.tp_group.size()
+        heads = config.num_attention_heads // ranks
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.softmax_offset: torch.Tensor | None = None
+        if config.softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(heads, device=device, dtype=config.params_dtype)
+        elif config.softmax_type == "learnable":
+            all_heads = torch.empty(heads * ranks, device=device, dtype=config.params_dtype)
+            if config.perform_initialization:  # all heads on every rank: the same values under any layout
+                config.init_method(all_heads)  # type: ignore[misc]
+            mine = all_heads.split(heads)[self.tp_group.rank()].clone()
+            self.softmax_offset = torch.nn.Parameter(mine)
+            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    # ----------------------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Compute attention.
+
+        Args:
+            query: [s, b, h, d], or [t, h, d] for packed sequences.
+            key: [s, b, g, d] or [t, g, d].
+            value: [s, b, g, dv] or [t, g, dv].
+            attention_mask: Boolean, true where a key is masked out (as in Megatron), broadcastable to
+                [b, h, s, s]; applies in addition to ``attn_mask_type`` and the window.
+            attn_mask_type: Causal or not; None takes the layer's.
+            attention_bias: Not supported.
+            packed_seq_params: Where the sequences of a packed row begin.
+
+        Returns:
+            [s, b, h * dv] or [t, h * dv]; zeros for a query that sees no key (padding).
+        """
+        assert attention_bias is None, "the torch backend has no attention bias"
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        if packed:
+            assert attention_mask is None, "packed sequences are masked by their lengths alone"
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        window = self._mask_window(attn_mask_type or self.attn_mask_type)
+        attend = self._attend_parallel if self._cp(packed_seq_params) else self._attend_local
+        out = attend(query, key, value, attention_mask, window, packed_seq_params if packed else None)
+        out = out.flatten(2)
+        return out.squeeze(1) if packed else out
+
+    def _mask_window(self, mask_type: AttnMaskType) -> AttentionWindow:
+        left, right = self.window_size or (-1, -1)
+        causal = mask_type in _CAUSAL
+        return AttentionWindow(None if left < 0 else left, 0 if causal else (None if right < 0 else right))
+
+    def _cp(self, packed: PackedSeqParams | None) -> dist.ProcessGroup | None:
+        """The context-parallel group. A packed row may have its own, or None if it is not split."""
+        if packed is not None and packed.local_cp_size is not None:
+            return packed.cp_group
+        return self.cp_group
+
+    def _attend_local(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        window: AttentionWindow,
+        packed: PackedSeqParams | None,
+    ) -> torch.Tensor:
+        if packed is None:
+            spans = whole_sequence(query.size(0), key.size(0))
+        elif self._can_use_flash(query, window) and packed.cu_seqlens_q_padded is None:
+            values = value.size(-1)
+            value = _pad_width(value, query)
+            bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+            options = (window, self.scale, self.softmax_offset)
+            return flash_attention.attend_packed(query, key, value, bounds, int(longest), *options)[..., :values]
+        else:
+            spans = packed_spans(*packed_segments(packed))
+        return self._attend(query, key, value, mask, spans, window, self.softmax_offset)
+
+    def _can_use_flash(self, query: torch.Tensor, window: AttentionWindow) -> bool:
+        """Whether the variable-length flash kernel computes this without a mask."""
+        dropout = self.dropout if self.training else 0.0
+        return (
+            self.softcap is None
+            and dropout == 0.0
+            and flash_attention.supports_window(window)
+            and flash_attention.is_supported(query)
+        )
+
+    def _attend_parallel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        window: AttentionWindow,
+        packed: PackedSeqParams | None,
+    ) -> torch.Tensor:
+        group = self._cp(packed)
+        assert group is not None
+        total = query.size(0) * group.size()
+        parts = packed_segments(packed)[0] if packed else [PackedSegment(0, total, total)]
+        assert sum(part.padded for part in parts) == total, "packed rows under context parallelism need no tail"
+        if self.cp_comm_type == "all_gather":
+            key, value = (context_parallel.gather_sequence(tensor, parts, group) for tensor in (key, value))
+            spans = zigzag_spans(parts, group.rank(), group.size())
+            return self._attend(query, key, value, mask, spans, window, self.softmax_offset)
+        return self._attend_all_to_all(query, key, value, mask, window, parts, group)
+
+    def _attend_all_to_all(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        window: AttentionWindow,
+        parts: list[PackedSegment],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """Attention over all tokens for a part of the heads, between two all-to-all exchanges."""
+        if mask is not None:
+            raise UserError("cp_comm_type='a2a' cannot split an attention mask; use 'all_gather', or no mask")
+        heads, kv_heads, size = query.size(2), key.size(2), group.size()
+        repeats = context_parallel.repeats_for_heads(kv_heads, heads, size)
+        if repeats is None:
+            raise UserError(
+                f"cp_comm_type='a2a' cannot split {heads} query and {kv_heads} key heads (of one tensor-parallel "
+                f"rank) among context_parallel_size={size} ranks; use 'all_gather'"
+            )
+        if repeats > 1:
+            key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
+        query, key, value = (
+            context_parallel.sequence_to_heads(tensor, parts, group) for tensor in (query, key, value)
+        )
+        sinks = self.softmax_offset
+        if sinks is not None:
+            sinks = sinks.split(heads // size)[group.rank()]
+        out = self._attend(query, key, value, None, packed_spans(parts, parts), window, sinks)
+        return context_parallel.heads_to_sequence(out, parts, group)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        spans: list[QuerySpan],
+        window: AttentionWindow,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention [s, b, h, dv] of queries and keys in natural order, tile by tile."""
+        values = value.size(-1)
+        value = _pad_width(value, query)
+        beyond_sdpa = len(spans) > 1 or window.left is not None or sinks is not None
+        if beyond_sdpa and mask is None and self._can_use_flash(query, window):
+            return flash_attention.attend_spans(query, key, value, spans, window, self.scale, sinks)[..., :values]
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        kernel = _TileAttention(self.scale, self.softcap, sinks, self.dropout if self.training else 0.0)
+        limit = kernel.limit(q, k, masked=mask is not None)
+        plan = [tile for span in spans for tile in tiles(span, window, limit)]
+        columns = zip(
+            slice_sequence(q, [tile.rows for tile in plan]),
+            slice_sequence(k, [tile.keys for tile in plan]),
+            slice_sequence(v, [tile.keys for tile in plan]),
+            tile_biases(plan, window, q),
+            [None if mask is None else _mask_of_tile(mask, tile) for tile in plan],
+            [tile.causal for tile in plan],
+            strict=True,
+        )
+        with self._dropout_rng(kernel.dropout):
+            pieces = [(tile.rows, kernel(*parts)) for tile, parts in zip(plan, columns, strict=True)]
+        return _join_tiles(pieces, query.size(0), q)[..., :values]
+
+    def _dropout_rng(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
+        """The RNG state of model-parallel regions. Under sequence parallelism the whole layer runs in it."""
+        if dropout == 0.0 or self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        assert tracker is not None, "dropout needs model_parallel_cuda_manual_seed"
+        return tracker.fork()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The learned sinks, split over tensor-parallel ranks."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+# -------------------------------------------------------------------------------------------------- helpers
+
+
+def _window_size(config: TransformerConfig, layer_number: int) -> tuple[int, int] | None:
+    """How far this layer's queries see back and ahead (-1: no limit); None for a layer without a window."""
+    skip: Any = config.window_attn_skip_freq
+    if config.window_size is None or not is_layer_window_attention(config.window_size, skip, layer_number):
+        return None
+    left, right = config.window_size
+    return left, right
+
+
+def _pad_width(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Values padded with zeros: fused kernels need them as wide as keys."""
+    missing = query.size(-1) - value.size(-1)
+    return F.pad(value, (0, missing)) if missing > 0 else value
+
+
+def _mask_of_tile(mask: torch.Tensor, tile: Tile) -> torch.Tensor:
+    rows = slice(None) if mask.size(-2) == 1 else tile.rows
+    return mask[..., rows, tile.keys].to(torch.bool)
+
+
+def _join_tiles(pieces: list[tuple[slice, torch.Tensor]], total: int, like: torch.Tensor) -> torch.Tensor:
+    """[s, b, h, d] from the tiles' [b, h, rows, d]; zeros for queries in no tile."""
+    batch, heads, _, width = like.shape
+    blocks, at = [], 0
+    for rows, piece in [*pieces, (slice(total, total), None)]:
+        if rows.start > at:
+            blocks.append(like.new_zeros(rows.start - at, batch, heads, width))
+        if piece is not None:
+            blocks.append(piece.permute(2, 0, 1, 3))
+        at = rows.stop
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+@dataclass(frozen=True)
+class _TileAttention:
+    """Attention of one tile: PyTorch's fused kernel, or the plain formula where no kernel applies."""
+
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    dropout: float
+
+    def fused(self, device: torch.device) -> bool:
+        """Whether a PyTorch kernel computes this without a score matrix in memory."""
+        if self.softcap is not None:
+            return False
+        if self.sinks is not None:
+            return self.dropout == 0.0 and device.type == "cpu"
+        return self.dropout == 0.0 or device.type == "cuda"
+
+    def limit(self, q: torch.Tensor, k: torch.Tensor, masked: bool) -> int | None:
+        """The maximal height of a tile, which bounds the memory of scores or masks; None is without bound."""
+        if not self.fused(q.device):
+            return max(16, _SCORES // (q.size(0) * q.size(1) * k.size(2)))
+        return MASKED_ROWS if masked else None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        hidden: torch.Tensor | None,
+        causal: bool,
+    ) -> torch.Tensor:
+        """Attention [b, h, rows, d].
+
+        ``bias`` is [rows, keys]; ``hidden`` is boolean and broadcastable to [b, h, rows, keys].
+        """
+        if hidden is None:  # every row of a tile sees a key
+            return self._attend(q, k, v, bias, causal)
+        if causal:
+            hidden = hidden | ~q.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril_()
+        elif bias is not None:
+            hidden = hidden | (bias < 0)
+        # the caller's mask may hide every key of a row, where softmax is undefined and kernels differ
+        nothing = hidden.all(-1, keepdim=True)
+        bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden & ~nothing, float("-inf"))
+        return self._attend(q, k, v, bias, False).masked_fill(nothing, 0.0)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool
+    ) -> torch.Tensor:
+        if self.fused(q.device):
+            if self.sinks is not None:
+                return sink_attention.attend(q, k, v, self.sinks, CpuFlashKernel(bias, causal, self.scale))
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=bias,
+                dropout_p=self.dropout,
+                is_causal=causal,
+                scale=self.scale,
+                enable_gqa=q.size(1) != k.size(1),
+            )
+        if causal:
+            bias = q.new_full((q.size(2), k.size(2)), float("-inf")).triu_(1)
+        # recomputed in the backward pass, so only the scores of one tile are in memory at a time
+        out = checkpoint(
+            self._formula, q, k, v, bias, self.sinks, use_reentrant=False, preserve_rng_state=self.dropout > 0.0
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def _formula(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        batch, heads, rows, width = q.shape
+        groups, keys = k.size(1), k.size(2)
+        grouped = q.reshape(batch, groups, heads // groups * rows, width)
+        scores = (grouped @ k.transpose(-1, -2)).float().mul(self.scale).view(batch, heads, rows, keys)
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if bias is not None:
+            scores = scores + bias
+        if sinks is not None:
+            column = sinks.float().view(1, heads, 1, 1).expand(batch, heads, rows, 1)
+            scores = torch.cat((scores, column), dim=-1)
+        probabilities = F.dropout(scores.softmax(-1)[..., :keys], self.dropout)
+        return (probabilities.to(v.dtype).view(batch, groups, -1, keys) @ v).view(batch, heads, rows, -1)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch torch and Megatron-Core for a machine without CUDA when ``megatron.core`` is first imported.
+
+Megatron-Core binds much of CUDA at import: decorators compile, defaults name devices. The CPU device layer
+(`megatron.bridge.backends.cpu.device`) must therefore be installed before ``megatron.core`` runs, and some of its
+modules are patched right after they ran. This module only watches imports. It imports no torch, so that
+``import megatron.bridge`` stays fast.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_CORE = "megatron.core"
+_PREPARED = "__prepared_by_megatron_bridge__"
+
+# module of Megatron-Core -> function of `device` that patches it after its own code has run
+_AFTER = {
+    "megatron.core.tensor_parallel.random": "patch_rng_tracker",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": "patch_results_queue",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp": "patch_fsdp_device",
+}
+
+
+class _CoreFinder:
+    """Takes the spec that another finder returns and adds a step around its execution."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _CORE and name not in _AFTER:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return _watched(name, spec)
+        return None
+
+
+def _watched(name: str, spec: ModuleSpec) -> ModuleSpec:
+    """The same spec, with a loader that installs the device layer before or patches the module after execution."""
+    loader = spec.loader
+    if loader is None:  # a namespace package has no code
+        return spec
+    execute: Callable[[ModuleType], None] = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        device = importlib.import_module("megatron.bridge.backends.cpu.device")
+        if name == _CORE:
+            device.install()
+            setattr(module, _PREPARED, True)
+            with device.core_import_context():
+                execute(module)
+            return
+        execute(module)
+        if device.installed():
+            getattr(device, _AFTER[name])(module)
+
+    loader.exec_module = exec_module
+    return spec
+
+
+def register() -> None:
+    """Install the hook; safe to call more than once.
+
+    Raises:
+        ImportError: ``megatron.core`` has been imported without this hook on a machine without CUDA.
+    """
+    core = sys.modules.get(_CORE)
+    if core is not None and not hasattr(core, _PREPARED):
+        _accept_only_with_cuda()
+        return
+    if not any(type(finder).__name__ == _CoreFinder.__name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, _CoreFinder())  # type: ignore[arg-type]
+
+
+def _accept_only_with_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ImportError(
+            "megatron.core was imported before megatron.bridge on a machine without a CUDA device: "
+            "put `import megatron.bridge` above the first import of megatron.core"
+        )

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Megatron-FSDP for Megatron-Core's models: flat buffers of several parameters, split into equal parts.
+
+Parts begin and end between rows of a parameter, so each rank keeps whole rows, as with PyTorch's FSDP2
+(`torch_fsdp2`). The numbers of rows differ: a rank often keeps all of a small parameter and none of another.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter as core
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as core_buffers
+from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.backends.fsdp.sharded_rows import ParameterAttributes, RowRanges
+from megatron.bridge.utils.errors import UserError
+
+NO_SHARD = "no_shard"
+SHARD_GRADIENTS = "optim_grads"
+SHARD_WEIGHTS = "optim_grads_params"
+STRATEGIES = ("optim", SHARD_GRADIENTS, SHARD_WEIGHTS)
+
+
+class MegatronFSDPWrapper(core.FullyShardedDataParallel):
+    """A model chunk whose optimizer state, gradients and weights are sharded over its replicas.
+
+    Outside of forward and backward passes, its parameters are this rank's rows of the fp32 master weights. The
+    weights that it computes with are a separate copy, sharded or whole. Gradients are reduced and summed in fp32.
+
+    Args:
+        config: The config of the model.
+        ddp_config: ``data_parallel_sharding_strategy`` selects what is sharded.
+        module: The chunk, in half precision if the config says so, with equal weights on all ranks.
+
+    Raises:
+        UserError: the model has pipeline stages, or a parameter would be split inside a row.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module
+    ) -> None:
+        if (stages := config.pipeline_model_parallel_size) > 1:
+            raise UserError(f"ddp.use_megatron_fsdp=True: model.pipeline_model_parallel_size={stages} must be 1")
+        group = _replica_group()
+        ddp_config = resolve_ddp_config(ddp_config, group.size())
+        ranges = row_ranges(module, ddp_config, group.size())
+        attributes = {name: ParameterAttributes.of(parameter) for name, parameter in module.named_parameters()}
+        super().__init__(
+            config,
+            ddp_config,
+            module,
+            fsdp_unit_modules=fsdp_units(ddp_config),
+            device=next(module.parameters()).device,
+        )
+        del self.start_param_sync  # an attribute of Megatron-Core that hides the method below
+        computed = dict(self._compute_rows())
+        for name, parameter in module.named_parameters():
+            attributes[name].attach(parameter, ranges[name], computed[name])
+
+    def _init_dist_index(self, pg_collection: object) -> FSDPDistributedIndex:
+        """An index of the replicas only, on the available device.
+
+        With the tensor-parallel group, Megatron-FSDP would describe parameters by their full shape over
+        tensor-parallel ranks, but it should shard the part of one rank. It requires a tensor-parallel dimension,
+        so it gets the pipeline group, which holds this rank alone.
+        """
+        group = _replica_group()
+        alone = cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+        self.tp_group = alone
+        # torch treats meshes with the same ranks and names as one, even after the groups of the first are
+        # destroyed
+        names = (f"replicas_{group.group_name}", f"alone_{group.group_name}")
+        mesh = DeviceMesh.from_group(
+            [group, alone],
+            "cuda" if has_cuda() else "cpu",
+            mesh=[[rank] for rank in torch.distributed.get_process_group_ranks(group)],
+            mesh_dim_names=names,
+        )
+        return FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1])
+
+    def _compute_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's rows of the weights that the model computes with, by parameter name."""
+        buffer = cast(core_buffers.ParamAndGradBuffer, self.param_and_grad_buffer)
+        for group in buffer.parameter_groups:
+            weights = cast(core_buffers.DataParallelBuffer, group.model_weight_buffer)
+            for index, parameter in enumerate(group.params):
+                rows = weights.get_item(index, only_shard=True)
+                yield buffer.param_to_name[parameter], rows.view(-1, *parameter.shape[1:])
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the chunk. Whole weights are freed after the backward pass; without gradients, immediately."""
+        output = super().forward(*inputs, **named)
+        if not torch.is_grad_enabled():
+            cast(Any, self).synchronize_param_gather()
+        return output
+
+    def start_param_sync(self, *unused: Any, **options: Any) -> None:
+        """Do nothing: the next forward pass gathers the weights that it needs."""
+
+    def sync_rng_states_across_tp_group(self) -> None:
+        """Do nothing: tensor-parallel ranks need different random states."""
+
+
+def _replica_group() -> ProcessGroup:
+    return cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def resolve_ddp_config(ddp_config: DistributedDataParallelConfig, replicas: int) -> DistributedDataParallelConfig:
+    """``ddp_config`` with the reduction, overlap and precision settings that Megatron-FSDP needs here.
+
+    Gradients must have the dtype of the master weights: otherwise they are copies, and changes before they are
+    scaled (the sum over tensor-parallel ranks under sequence parallelism) would be lost. With overlap, weights are
+    gathered at their first use and are never those of an earlier step; without it, only ``start_param_sync`` would
+    gather them.
+
+    Raises:
+        UserError: the strategy shards nothing.
+    """
+    strategy = ddp_config.data_parallel_sharding_strategy or SHARD_WEIGHTS
+    if strategy not in STRATEGIES:
+        raise UserError(
+            f"ddp.data_parallel_sharding_strategy={strategy} with ddp.use_megatron_fsdp=True shards nothing: "
+            f"use one of {', '.join(STRATEGIES)}"
+        )
+    return replace(
+        ddp_config,
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=strategy,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        bucket_size=ddp_config.bucket_size or max(40_000_000, 1_000_000 * replicas),  # as in Megatron-Core
+        gradient_reduce_div_fusion=False,  # only for NCCL
+        fsdp_all_gather_in_start_param_sync=False,
+        megatron_fsdp_main_params_dtype=torch.float32,
+        megatron_fsdp_main_grads_dtype=torch.float32,
+    )
+
+
+def fsdp_units(ddp_config: DistributedDataParallelConfig) -> list[nn.Module]:
+    """The classes of modules that are gathered separately; other weights stay gathered after their first use.
+
+    Megatron-Core's annotation says modules, but it expects classes.
+    """
+    kinds = [TransformerLayer] if ddp_config.data_parallel_sharding_strategy == SHARD_WEIGHTS else []
+    return cast(list[nn.Module], kinds)
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """Parameters that lie next to each other and are split, gathered and reduced together."""
+
+    parameters: list[nn.Parameter]
+    """In the order of their offsets."""
+    starts: list[int]
+    """The offset of each parameter."""
+    size: int
+    """Number of elements, padded to a multiple of the number of ranks."""
+    unit: int | None
+    """The index of the layer that the parameters belong to; None outside of layers."""
+
+
+def flat_buffers(
+    module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int
+) -> Iterator[FlatBuffer]:
+    """The buffers in which Megatron-FSDP will put the parameters of a chunk, which may be on the meta device."""
+    strategy = ddp_config.data_parallel_sharding_strategy
+    policy = core_buffers.BucketingPolicy(ddp_config.bucket_size, fsdp_units(ddp_config), strategy)
+    for group in core_buffers._get_parameter_groups(module, policy, {})[0]:
+        shapes = [parameter.shape for parameter in group.params]
+        found = core_buffers.build_data_parallel_buffer_index(
+            shapes, 0, replicas, True, ddp_config, chunk_size_factor=group.chunk_size_factor
+        )
+        places, whole = cast(Any, found[0]), found[1]
+        starts = [places[index].global_data_index for index in range(len(shapes))]
+        yield FlatBuffer(group.params, starts, whole.size, group.fsdp_unit_id)
+
+
+@dataclass(frozen=True)
+class TemporaryElements:
+    """Elements that a rank holds in addition to its own part at the peak of a step."""
+
+    gathered: int
+    """Whole weights: those outside of layers, one layer, and the prefetched ones."""
+    reduced: int
+    """Whole gradients that wait for their reduction, and those of one more layer or buffer."""
+
+
+def temporary_elements(
+    ddp_config: DistributedDataParallelConfig, buffers: Sequence[FlatBuffer]
+) -> TemporaryElements:
+    """The peak of gathered and unreduced elements: usually all of a model with less than 500M parameters."""
+    layers: dict[int, int] = {}
+    for buffer in buffers:
+        if buffer.unit is not None:
+            layers[buffer.unit] = layers.get(buffer.unit, 0) + buffer.size
+    outside = [buffer.size for buffer in buffers if buffer.unit is None]
+    inside, layer = sum(layers.values()), max(layers.values(), default=0)
+    in_flight = ddp_config.suggested_communication_unit_size
+    if in_flight is None:
+        in_flight = max(1_000_000_000, 2 * inside // max(len(layers), 1))  # a minimum; its comment says maximum
+    gathered = sum(outside) + min(inside, layer + in_flight // 2)
+    return TemporaryElements(gathered, min(sum(outside) + inside, max(layer, *outside, 0) + in_flight))
+
+
+def row_ranges(
+    module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int
+) -> dict[str, RowRanges]:
+    """The rows of each parameter that each of ``replicas`` ranks will keep.
+
+    Raises:
+        UserError: a parameter would be split inside a row.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return {
+        names[parameter]: _row_ranges(
+            names[parameter], tuple(parameter.shape), start, buffer.size // replicas, replicas
+        )
+        for buffer in flat_buffers(module, ddp_config, replicas)
+        for parameter, start in zip(buffer.parameters, buffer.starts, strict=True)
+    }
+
+
+def _row_ranges(name: str, shape: tuple[int, ...], start: int, part: int, replicas: int) -> RowRanges:
+    size, row = prod(shape), max(1, prod(shape[1:]))
+    bounds = [min(max(rank * part - start, 0), size) for rank in range(replicas + 1)]
+    if any(bound % row for bound in bounds):
+        raise UserError(
+            f"ddp.use_megatron_fsdp=True would split {name} of shape {shape} inside a row, which cannot be saved: "
+            "use dist.use_torch_fsdp2=true or ddp.use_distributed_optimizer=true instead"
+        )
+    rows = [bound // row for bound in bounds]
+    return tuple(range(first, end) for first, end in pairwise(rows))

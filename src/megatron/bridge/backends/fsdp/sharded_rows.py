@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Parameters that are sharded by rows, for both FSDP wrappers (`torch_fsdp2` and `megatron_fsdp`).
+
+Ranks keep whole rows of fp32 master weights. A checkpoint holds the tensors in the dtype of the model, described
+by the rows of each rank, so a run with any layout can read it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_STORED_DTYPE = "fully_sharded_dtype"  # attribute of a parameter: its dtype in a checkpoint
+_ROW_RANGES = "fully_sharded_rows"  # the rows of each rank, in rank order
+_COMPUTE_COPY = "fully_sharded_copy"  # this rank's rows of the compute weights, if they are a separate copy
+
+
+RowRanges = tuple[range, ...]
+"""The rows of a parameter that each rank keeps, in rank order."""
+
+
+@dataclass(frozen=True)
+class ParameterAttributes:
+    """Attributes of a parameter that sharding drops: Megatron-Core's, and its dtype in a checkpoint."""
+
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> "ParameterAttributes":
+        """The attributes of a parameter that is about to be sharded."""
+        return cls({**vars(parameter), _STORED_DTYPE: parameter.dtype})
+
+    def attach(self, parameter: Tensor, ranges: RowRanges, compute_copy: Tensor | None = None) -> None:
+        """Set the attributes on the sharded parameter.
+
+        Args:
+            parameter: Sharded master weights.
+            ranges: The rows of each rank, in rank order.
+            compute_copy: This rank's rows of the weights that the model computes with, if the wrapper keeps them
+                as a separate copy instead of casting the master weights in each forward pass.
+        """
+        vars(parameter).update(self.attributes)
+        setattr(parameter, _ROW_RANGES, ranges)
+        setattr(parameter, _COMPUTE_COPY, compute_copy)
+        assert len(row_range(cast(DTensor, parameter))) == local_rows(parameter).shape[0], "another rank's rows"
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """This rank's rows as a view; a tensor that is not sharded is returned as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Gather a parameter in its checkpoint dtype; a collective over the ranks that share it."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    mine, ranges = local_rows(parameter).to(stored_dtype(parameter)), _row_ranges(parameter)
+    longest = max(map(len, ranges))
+    padded = mine.new_zeros(longest, *mine.shape[1:])
+    padded[: len(mine)] = mine
+    parts = [torch.empty_like(padded) for _ in ranges]
+    dist.all_gather(parts, padded, parameter.device_mesh.get_group())
+    return torch.cat([part[: len(rows)] for part, rows in zip(parts, ranges, strict=True)])
+
+
+def set_local_rows(parameter: DTensor, values: Tensor) -> None:
+    """Set this rank's rows of a parameter from its full values."""
+    rows = row_range(parameter)
+    local_rows(parameter).copy_(values[rows.start : rows.stop])
+    _update_compute_weight(parameter)
+
+
+def update_compute_weights(chunk: nn.Module) -> None:
+    """Copy the master weights of a chunk to the weights that it computes with."""
+    for parameter in chunk.parameters():
+        if isinstance(parameter, DTensor):
+            _update_compute_weight(parameter)
+
+
+@torch.no_grad()
+def _update_compute_weight(parameter: DTensor) -> None:
+    compute_copy = cast(Tensor | None, getattr(parameter, _COMPUTE_COPY))
+    if compute_copy is not None:
+        compute_copy.copy_(local_rows(parameter))
+
+
+def stored_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter in a checkpoint; its master weights may have a wider one."""
+    return getattr(parameter, _STORED_DTYPE, parameter.dtype)
+
+
+def row_range(parameter: DTensor) -> range:
+    """The rows that this rank keeps."""
+    return _row_ranges(parameter)[parameter.device_mesh.get_local_rank()]
+
+
+def _row_ranges(parameter: DTensor) -> RowRanges:
+    return getattr(parameter, _ROW_RANGES)
+
+
+def sharded_names(chunk: nn.Module) -> set[str]:
+    """The names of the sharded parameters of a chunk."""
+    return {name for name, parameter in chunk.named_parameters() if isinstance(parameter, DTensor)}
+
+
+# ----------------------------------------------------------------------------------------------- checkpoints
+
+
+@dataclass
+class ShardedRowsFactory(ShardedTensorFactory):
+    """This rank's rows of a parameter, for a checkpoint."""
+
+    shards: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
+    """Views of the rows, one for each tensor of the checkpoint; gate and up projections are separate."""
+
+
+@contextmanager
+def as_whole_parameters(chunk: nn.Module) -> Iterator[dict[int, DTensor]]:
+    """Replace the sharded parameters of ``chunk`` by full-size meta tensors inside the context.
+
+    Its modules then describe whole parameters to a checkpoint.
+
+    Yields:
+        The sharded parameters by the ids of their replacements.
+    """
+    held = [
+        (module, name, parameter)
+        for module in chunk.modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    found: dict[int, DTensor] = {}
+    try:
+        for module, name, parameter in held:
+            module._parameters[name] = replacement = _meta_parameter(parameter)
+            found[id(replacement)] = parameter
+        yield found
+    finally:
+        for module, name, parameter in held:
+            module._parameters[name] = cast(nn.Parameter, parameter)
+
+
+def _meta_parameter(parameter: DTensor) -> nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=stored_dtype(parameter), device="meta")
+    replacement = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    vars(replacement).update(vars(parameter))
+    return replacement
+
+
+def keep_local_rows(state: dict[str, Any], parameters: dict[int, DTensor]) -> dict[str, Any]:
+    """Reduce a sharded state of whole parameters to the rows of this rank.
+
+    Parameters of which this rank has no rows are left out, because Megatron-Core drops empty entries at loading.
+    """
+    entries = {name: _local_part(entry, parameters) for name, entry in state.items()}
+    return {
+        name: entry for name, entry in entries.items() if not isinstance(entry, ShardedRowsFactory) or entry.shards
+    }
+
+
+def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
+    parameter = parameters.get(id(getattr(entry, "data", None)))
+    if parameter is None:
+        return entry
+    mine, rows, dtype = local_rows(parameter), row_range(parameter), stored_dtype(parameter)
+    whole = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
+    row = max(1, prod(parameter.shape[1:]))
+    found = [_local_shard(shard, cast(Tensor, shard.data).storage_offset() // row, mine, rows) for shard in whole]
+    shards = [shard for shard in found if shard is not None]
+
+    def build(*_: Any) -> Any:
+        return [replace(shard, data=cast(Tensor, shard.data).to(dtype), dtype=dtype) for shard in shards]
+
+    def merge(loaded: Any) -> Tensor:
+        for shard, stored in zip(shards, loaded, strict=True):
+            master = cast(Tensor, shard.data)
+            # a master weight that rounds to the stored one was loaded with the optimizer state: keep it
+            master.copy_(torch.where(master.to(dtype) == stored, master, stored.float()))
+        return mine
+
+    return ShardedRowsFactory(entry.key, mine, cast(Any, build), cast(Any, merge), entry.replica_id, shards=shards)
+
+
+def _local_shard(shard: ShardedTensor, begin: int, mine: Tensor, rows: range) -> ShardedTensor | None:
+    """The rows of one shard that this rank keeps; ``begin`` is its first row in the parameter."""
+    first, end = max(rows.start, begin), min(rows.stop, begin + shard.local_shape[0])
+    if first >= end:
+        return None
+    extra = shard.prepend_axis_num
+    offset = list(shard.global_offset)
+    offset[extra] += first - begin
+    shape = (*(1,) * extra, end - first, *shard.local_shape[1:])
+    return replace(
+        shard,
+        data=mine[first - rows.start : end - rows.start].view(shape),
+        dtype=mine.dtype,
+        local_shape=shape,
+        global_offset=tuple(offset),
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+        replica_id=(*cast(tuple[int, ...], shard.replica_id)[:2], 0),
+    )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""PyTorch's fully sharded data parallelism (FSDP2) for Megatron-Core's models.
+
+Each rank of a replica group keeps whole rows of every parameter, its gradient and its optimizer state. The rows
+of a layer are gathered before it computes and freed after. Megatron-Core's own FSDP2 wrapper requires CUDA, does
+not scale gradients for a per-token loss, and can only save even shards.
+"""
+
+from typing import cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron.bridge.backends.fsdp import sharded_rows
+from megatron.bridge.backends.fsdp.sharded_rows import ParameterAttributes, RowRanges
+
+
+class TorchFSDP2Wrapper(_BaseDataParallel):
+    """A model chunk whose parameters are sharded over its replicas.
+
+    Ranks keep fp32 master weights and compute with gathered copies in the precision of the model, so the optimizer
+    needs no other copy. Gradients are summed over ranks and microbatches in fp32.
+
+    Args:
+        config: The config of the model.
+        ddp_config: Kept for Megatron-Core, which reads it.
+        module: The chunk, in half precision if the config says so, with equal weights on all ranks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module
+    ) -> None:
+        super().__init__(config=config, module=module)
+        self.ddp_config = ddp_config
+        group = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
+        attributes = {name: ParameterAttributes.of(parameter) for name, parameter in module.named_parameters()}
+        for parameter in module.parameters():
+            parameter.data = parameter.data.float()  # fp32 master weights
+        policy = MixedPrecisionPolicy(
+            param_dtype=config.params_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        device = next(module.parameters()).device.type
+        # torch treats meshes with the same ranks and names as one, even after the groups of the first are
+        # destroyed
+        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(f"replicas_{group.group_name}",))
+        for part in (*_units(module), module):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        for name, parameter in module.named_parameters():
+            attributes[name].attach(parameter, _row_ranges(parameter.shape[0], group.size()))
+        # as in Megatron-Core: gradients of a per-token loss are summed, and scaled when the tokens have been
+        # counted
+        self._reduce_by(1 if config.calculate_per_token_loss else group.size())
+
+    def _reduce_by(self, divisor: int) -> None:
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(float(divisor))
+                part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply this rank's rows of all gradients."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                sharded_rows.local_rows(parameter.grad).mul_(scaling_factor)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Do nothing: gradients were reduced in the backward pass of each microbatch."""
+
+
+def _row_ranges(rows: int, ranks: int) -> RowRanges:
+    """Equal ranges; the last ranks may have fewer rows or none."""
+    share = -(-rows // ranks)
+    return tuple(range(rows)[rank * share :][:share] for rank in range(ranks))
+
+
+def _units(module: nn.Module) -> list[nn.Module]:
+    """Modules that are gathered separately; a tied embedding is also the output layer and stays with the rest."""
+    tied = any(getattr(part, "share_embeddings_and_output_weights", False) for part in module.modules())
+    kinds = (TransformerLayer,) if tied else (TransformerLayer, LanguageModelEmbedding)
+    return [part for part in module.modules() if isinstance(part, kinds)]

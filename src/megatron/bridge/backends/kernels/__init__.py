@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small fused operations of a layer: norms, activations, rotary embedding, cross entropy."""

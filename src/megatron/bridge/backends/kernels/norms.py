@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm and LayerNorm that compute in fp32 and support sequence parallelism."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+
+from megatron.bridge.backends.kernels import compiled
+from megatron.bridge.backends.kernels.eager import rms_norm
+
+
+class TorchNorm:
+    """Builds the norm that ``config.normalization`` names, for layer specs of the torch backend."""
+
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> "RMSNorm | LayerNorm":
+        """Return the norm instead of an instance of this class, as Megatron-Core's builders do."""
+        norms = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+        assert config.normalization in norms, f"normalization is {config.normalization}, not one of {list(norms)}"
+        return norms[config.normalization](config, hidden_size, eps)
+
+
+class _Norm(torch.nn.Module):
+    """A norm over the last dimension with a learned gain, replicated over tensor-parallel ranks.
+
+    Under sequence parallelism, each rank has a part of the sequence and so a part of the gradient of the gain. The
+    attribute ``sequence_parallel`` makes Megatron-Core sum these parts.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self.weight = _replicated(config, hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the gain to one; a zero-centered gain is stored as its difference from one."""
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def _gain(self) -> torch.Tensor:
+        # 1 + w would lose the last bits of w in bf16
+        return self.weight.float() + 1.0 if self.zero_centered_gamma else self.weight
+
+
+class RMSNorm(_Norm):
+    """``x / sqrt(mean(x^2) + eps) * gain``, in the dtype of the weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            return compiled.rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
+        gain = self._gain()
+        if gain.dtype != x.dtype:  # zero-centered in low precision, or an fp32 residual stream
+            gain, x = gain.float(), x.float()
+        return rms_norm(x, gain, self.eps).to(self.weight.dtype)
+
+
+class LayerNorm(_Norm):
+    """``(x - mean(x)) / sqrt(var(x) + eps) * gain + bias``, in the dtype of the weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = _replicated(config, hidden_size)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gain, bias = self._gain(), self.bias
+        if gain.dtype != x.dtype:
+            gain, bias, x = gain.float(), bias.float(), x.float()
+        return F.layer_norm(x, (x.shape[-1],), gain, bias, self.eps).to(self.weight.dtype)
+
+
+class AcrossHeadsNorm(torch.nn.Module):
+    """RMSNorm over the width of all attention heads together, split over tensor-parallel ranks.
+
+    Each rank has the gain of its heads and sums squares with the other ranks. Padding heads are zero and stay
+    zero; the mean is over the real heads only.
+
+    Args:
+        config: Gives head width, epsilon, dtype and the kind of gain.
+        heads: Number of heads of all ranks, with padding.
+        true_heads: Number of heads without padding.
+        group: The tensor-parallel ranks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, heads: int, true_heads: int, group: torch.distributed.ProcessGroup
+    ) -> None:
+        super().__init__()
+        assert config.normalization == "RMSNorm", "LayerNorm has no form over all heads"
+        assert config.kv_channels is not None, "Megatron-Core derives kv_channels from the hidden size"
+        self.config = config  # conversion reads the number of heads from it
+        self.group = group
+        self.width = true_heads * config.kv_channels
+        self.weight = _parameter(config, heads // group.size() * config.kv_channels)
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        torch.nn.init.constant_(self.weight, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize ``x`` [s, b, heads of this rank, head width]."""
+        wide = x.flatten(-2).float()
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.group.size() > 1:  # each output depends on the squares of all ranks: sum forward and backward
+            squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares, group=self.group)
+            squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares, group=self.group)
+        gain = self.weight.float() + float(self.config.layernorm_zero_centered_gamma)
+        normed = wide * torch.rsqrt(squares / self.width + self.config.layernorm_epsilon) * gain
+        return normed.to(self.weight.dtype).view_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+def _replicated(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    parameter = _parameter(config, size)
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
+def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    return torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))

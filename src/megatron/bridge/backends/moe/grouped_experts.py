@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped experts without Transformer Engine.
+
+Tokens arrive sorted by expert. One autograd node multiplies the rows of each expert into one output buffer, so
+nothing is split, concatenated or padded. Parameters have Transformer Engine's names (``linear_fc1.weight0``
+...), and checkpoints have the same keys and shapes as with Megatron-Core's other expert layers. Megatron-Core's
+``TEGroupedMLP`` supplies activation, routing weights, biases and recomputation around these linear layers.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    _initialize_affine_weight_cpu,
+    _initialize_affine_weight_gpu,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from megatron.core.utils import divide
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """``x[rows of expert i] @ weight[i].T + bias[i]`` for each expert, in one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, counts: list[int], biased: bool, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        """[tokens, out] from x [tokens, in], weights [out, in] and, if ``biased``, biases [out]."""
+        weights, biases = parameters[: len(counts)], parameters[len(counts) :]
+        ctx.save_for_backward(x, *weights)
+        ctx.counts, ctx.biased = counts, biased
+        if not biased and can_use_grouped_mm(x, weights[0]):
+            return torch._grouped_mm(
+                x, stack_weights(weights).transpose(1, 2), offs=_group_offsets(counts, x.device)
+            )
+        out = x.new_empty(x.size(0), weights[0].size(0))
+        for index, rows in enumerate(_expert_slices(counts)):
+            if biased:
+                torch.addmm(biases[index], x[rows], weights[index].t(), out=out[rows])
+            else:
+                torch.mm(x[rows], weights[index].t(), out=out[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of x, of each weight, and of each bias; zeros for an expert without tokens."""
+        (grad,) = grad_outputs
+        x, *weights = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        if not ctx.biased and can_use_grouped_mm(x, weights[0]):
+            return _grouped_gradients(grad.contiguous(), x, weights, ctx.counts, ctx.needs_input_grad)
+        slices = _expert_slices(ctx.counts)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.empty_like(x)
+            for weight, rows in zip(weights, slices, strict=True):
+                torch.mm(grad[rows], weight, out=grad_x[rows])
+        grad_weights = [
+            grad[rows].t() @ x[rows] if need else None for rows, need in zip(slices, needed, strict=False)
+        ]
+        biases = slices if ctx.biased else []
+        grad_biases = [
+            grad[rows].sum(0) if need else None for rows, need in zip(biases, needed[len(slices) :], strict=True)
+        ]
+        return (grad_x, None, None, *grad_weights, *grad_biases)
+
+
+def _grouped_gradients(
+    grad: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], counts: list[int], needed: tuple[bool, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of ``_GroupedMatmul`` without biases, each in one kernel for all experts."""
+    ends = _group_offsets(counts, x.device)
+    grad_x = torch._grouped_mm(grad, stack_weights(weights), offs=ends) if needed[0] else None
+    if not any(needed[3:]):
+        return (grad_x, None, None, *[None] * len(weights))
+    grad_weights = torch._grouped_mm(grad.t(), x, offs=ends).unbind()
+    for one, count in zip(grad_weights, counts, strict=True):
+        if not count:  # the kernel may leave the gradient of an expert without tokens uninitialized
+            one.zero_()
+    return (grad_x, None, None, *grad_weights)
+
+
+def can_use_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether PyTorch's grouped kernel applies: bf16 on Hopper or later, rows aligned to 16 bytes."""
+    bf16 = x.dtype is weight.dtype is torch.bfloat16
+    aligned = x.is_contiguous() and not any(size % 8 for size in weight.shape)
+    return x.is_cuda and bf16 and aligned and len(x) > 0 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def stack_weights(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[experts, out, in]: a view if the weights are evenly spaced in one storage, else a copy."""
+    first, size = weights[0], weights[0].numel()
+    starts = [weight.data_ptr() for weight in weights]
+    step = (starts[1] - starts[0]) // first.element_size() if len(starts) > 1 else size
+    even = all(later - earlier == step * first.element_size() for earlier, later in pairwise(starts))
+    shared = all(
+        weight.is_contiguous() and weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for weight in weights
+    )
+    if even and shared and step >= size:
+        return first.detach().as_strided((len(weights), *first.shape), (step, *first.stride()))
+    return torch.stack([weight.detach() for weight in weights])
+
+
+def _group_offsets(counts: list[int], device: torch.device) -> torch.Tensor:
+    """The end of the rows of each expert."""
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _expert_slices(counts: list[int]) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
+
+
+class GroupedLinear(torch.nn.Module):
+    """One linear layer per local expert (``weight{i}``, ``bias{i}``), split over expert-tensor-parallel ranks."""
+
+    split: int
+    """The dimension of a weight that is split: 0 for column-parallel, 1 for row-parallel layers."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        pg_collection: ProcessGroupCollection,
+        tp_comm_buffer_name: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        assert is_expert, "grouped layers are for experts"
+        assert not bias or pg_collection.expt_tp.size() == 1, "Megatron-Core's configs refuse such a bias"
+        self.config = config
+        self.count = num_local_experts
+        self.groups = pg_collection
+        self.tp_group = pg_collection.expt_tp
+        self.has_bias = bias
+        self.skip_bias_add = skip_bias_add
+        shape = [output_size, input_size]
+        shape[self.split] = divide(shape[self.split], self.tp_group.size())
+        for index in range(num_local_experts):
+            self.register_parameter(f"weight{index}", self._parameter(*shape))
+            if bias:
+                self.register_parameter(f"bias{index}", self._bias(shape[0]))
+        self._initialize(output_size, input_size, init_method)
+
+    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+        config = self.config
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        parameter = torch.nn.Parameter(torch.empty(shape, device=device, dtype=config.params_dtype))
+        own_groups = (
+            config.expert_model_parallel_size > 1
+            or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+        )
+        parameter.allreduce = not own_groups  # type: ignore[attr-defined] - selects the ranks with replicas
+        return parameter
+
+    def _bias(self, size: int) -> torch.nn.Parameter:
+        bias = self._parameter(size)
+        torch.nn.init.zeros_(bias)
+        # the experts of each rank are different parameters, which count in the gradient norm
+        set_tensor_model_parallel_attributes(bias, True, 0, self._stride())
+        return bias
+
+    def _stride(self) -> int:
+        """The outputs of a gated layer are gates and values, each split over the ranks."""
+        return 2 if self.split == 0 and self.config.gated_linear_unit else 1
+
+    def _initialize(self, rows: int, columns: int, init_method: Callable[[torch.Tensor], Any]) -> None:
+        config, stride = self.config, self._stride()
+        if not config.perform_initialization:
+            for weight in self.weights():
+                set_tensor_model_parallel_attributes(weight, True, self.split, stride)
+            return
+        if not config.use_cpu_initialization:
+            for weight in self.weights():
+                _initialize_affine_weight_gpu(weight, init_method, self.split, stride=stride, is_expert=True)
+            return
+        # every rank draws all experts and keeps its own, so the model is the same under any layout
+        mine = {self.groups.ep.rank() * self.count + index: weight for index, weight in enumerate(self.weights())}
+        for expert in range(self.groups.ep.size() * self.count):
+            if expert in mine:
+                _initialize_affine_weight_cpu(
+                    mine[expert],
+                    rows,
+                    columns,
+                    mine[expert].size(self.split),
+                    self.split,
+                    init_method,
+                    stride=stride,
+                    params_dtype=config.params_dtype,
+                    rank=self.tp_group.rank(),
+                    world_size=self.tp_group.size(),
+                )
+            else:
+                init_method(torch.empty(rows, columns))
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        return [getattr(self, f"weight{index}") for index in range(self.count)]
+
+    def biases(self) -> list[torch.nn.Parameter]:
+        return [getattr(self, f"bias{index}") for index in range(self.count)] if self.has_bias else []
+
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """Outputs [tokens, out] and, if the caller adds them, the biases."""
+        later = self.has_bias and self.skip_bias_add
+        biases = [] if later else self.biases()
+        out = _GroupedMatmul.apply(x, tokens_per_expert, bool(biases), *self.weights(), *biases)
+        assert isinstance(out, torch.Tensor)
+        return out, list(self.biases()) if later else None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """All experts of all ranks under one key, stacked along a leading axis, as in Megatron-Core."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        alone = metadata.get("singleton_local_shards", False)
+        experts = self.groups.ep.size() * self.count
+        sharded: dict[str, Any] = {}
+        for index in range(self.count):
+            expert = self.groups.ep.rank() * self.count + index
+            tensors = {"expert.weight": getattr(self, f"weight{index}")}
+            if self.has_bias:
+                tensors["expert.bias"] = getattr(self, f"bias{index}")
+            part = make_sharded_tensors_for_checkpoint(
+                tensors,
+                "",
+                {"expert.weight": self.split} | ({"expert.bias": 0} if self.split == 0 else {}),
+                sharded_offsets if alone else (*sharded_offsets, (len(sharded_offsets), expert, experts)),
+                tp_group=self.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(part, "expert.", f"{expert}.{prefix}" if alone else prefix)
+            for kind in ("weight", "bias"):
+                if f"expert.{kind}" in part:
+                    sharded[f"{prefix}{kind}{index}"] = part[f"expert.{kind}"]
+        for tensor in sharded.values():
+            tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
+        return sharded
+
+
+class ColumnParallelGroupedLinear(GroupedLinear):
+    """The first layer of experts: each rank has a part of the outputs of every expert."""
+
+    split = 0
+
+
+class RowParallelGroupedLinear(GroupedLinear):
+    """The second layer of experts: each rank has a part of the inputs; the dispatcher sums the outputs."""
+
+    split = 1
+
+
+def grouped_experts() -> ExpertsBuilder:
+    """A builder of grouped experts for a layer spec."""
+    submodules = GroupedMLPSubmodules(
+        linear_fc1=ColumnParallelGroupedLinear,  # type: ignore[arg-type] - their protocol is positional-only
+        linear_fc2=RowParallelGroupedLinear,  # type: ignore[arg-type]
+        activation_func=None,
+    )
+    return partial(TEGroupedMLP, submodules=submodules)

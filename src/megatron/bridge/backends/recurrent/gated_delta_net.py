@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated delta nets in plain PyTorch, for machines without the kernels of flash-linear-attention (``fla``).
+
+A head has a state S, a matrix from key features to value features. A token decays it and corrects the value that
+it recalls for the key by a fraction beta of the error (Yang et al. 2024, "Gated Delta Networks",
+arXiv:2412.06464):
+
+    S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - k_t^T exp(g_t) S_{t-1})^T,    o_t = S_t^T q_t / sqrt(key width)
+
+Shapes: b is the batch, t the sequence, h the heads of this rank, k and d their key and value features.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, common, gdn
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron.bridge.backends.attention.block_mask import positions_in_sequences
+from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.backends.kernels.eager import upcast
+
+CHUNK = 64  # tokens that are solved together; as in fla
+
+
+def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(sum(x^2) + eps)`` along ``dim``."""
+    wide = upcast(x)
+    return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
+
+
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The weighted sum of each feature over the last tokens of its sequence.
+
+    Args:
+        x: [b, t, features].
+        weight: [features, taps]; the tap of the current token is last.
+        bias: [features].
+        cu_seqlens: [sequences + 1], the bounds of the sequences of a packed row; None is one sequence a row.
+
+    Returns:
+        [b, t, features].
+    """
+    taps, length = weight.shape[-1], x.shape[1]
+    position = None if cu_seqlens is None else positions_in_sequences(cu_seqlens, length)
+    total = torch.zeros_like(x) if bias is None else bias.expand_as(x)
+    for back in range(taps):
+        before = F.pad(x, (0, 0, back, 0))[:, :length]
+        if position is not None:
+            before = before * (position >= back).unsqueeze(-1)
+        total = total + before * weight[:, taps - 1 - back]
+    return total
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """``causal_convolution`` and SiLU with the signature of fla's kernel; states are not supported."""
+    assert initial_state is None
+    assert not output_final_state
+    assert activation in ("silu", "swish")
+    return F.silu(causal_convolution(x, weight, bias, cu_seqlens)), None
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """The output of each query, computed chunk by chunk in fp32 (or fp64).
+
+    With U the corrections of a chunk, one row per token, G the cumulative sums of g, and S the state before the
+    chunk:
+
+        U_i = beta_i (v_i - k_i^T (exp(G_i) S + sum_{j<i} exp(G_i - G_j) k_j U_j^T))
+
+    is a unit lower triangular system in U. Everything else is matrix products.
+
+    Args:
+        q: [b, t, h, k].
+        k: [b, t, h, k].
+        v: [b, t, h, d].
+        g: Logarithm of the decay, at most 0; [b, t, h].
+        beta: [b, t, h].
+        initial_state: Not supported.
+        output_final_state: Not supported.
+        use_qk_l2norm_in_kernel: Not supported, because Megatron-Core normalizes queries and keys itself.
+        cu_seqlens: [sequences + 1], the bounds of the sequences of a packed row; None is one sequence a row.
+
+    Returns:
+        [b, t, h, d], and no state.
+    """
+    assert initial_state is None
+    assert not output_final_state
+    assert not use_qk_l2norm_in_kernel
+    lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    scale, dtype = q.shape[-1] ** -0.5, q.dtype
+    q, k, v, g, beta = (_chunks(x, lengths) for x in (q, k, v, g, beta))
+    kept = g.cumsum(-1)
+    faded = kept.exp().unsqueeze(-1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    between = (kept.unsqueeze(-1) - kept.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+    system = (k * beta.unsqueeze(-1)) @ k.mT * between
+    fresh, seen = (
+        torch.linalg.solve_triangular(system, right * beta.unsqueeze(-1), upper=False, unitriangular=True)
+        for right in (v, k * faded)
+    )
+    within = q @ k.mT * between * scale
+    to_end = k * (kept[..., -1:] - kept).exp().unsqueeze(-1)
+    out = _scan(fresh, seen, within, q * faded * scale, to_end, faded[..., -1:, :], _first_chunks(lengths))
+    return _from_chunks(out, lengths).to(dtype), None
+
+
+def _scan(
+    fresh: Tensor, seen: Tensor, within: Tensor, reads: Tensor, to_end: Tensor, kept: Tensor, firsts: set[int]
+) -> Tensor:
+    """Carry the state from chunk to chunk; it is zero before the first chunk of each sequence."""
+    found: list[Tensor] = []
+    state = torch.empty(0)
+    for index in range(fresh.shape[2]):
+        corrections, recalled = fresh[:, :, index], within[:, :, index]
+        if index in firsts:
+            found.append(recalled @ corrections)
+            state = to_end[:, :, index].mT @ corrections
+            continue
+        corrections = corrections - seen[:, :, index] @ state
+        found.append(recalled @ corrections + reads[:, :, index] @ state)
+        state = state * kept[:, :, index] + to_end[:, :, index].mT @ corrections
+    return torch.stack(found, 2)
+
+
+def _chunks(x: Tensor, lengths: list[int]) -> Tensor:
+    """[b, t, h, ...] -> [b, h, chunks, CHUNK, ...]; the last chunk of each sequence is padded with zeros."""
+    padding = [0, 0] * (x.dim() - 2)
+    parts = [F.pad(part, [*padding, 0, -part.shape[1] % CHUNK]) for part in upcast(x).split(lengths, 1)]
+    return torch.cat(parts, 1).unflatten(1, (-1, CHUNK)).movedim(3, 1)
+
+
+def _from_chunks(x: Tensor, lengths: list[int]) -> Tensor:
+    """The inverse of ``_chunks``."""
+    rows = x.movedim(1, 3).flatten(1, 2)
+    parts = rows.split([length + -length % CHUNK for length in lengths], 1)
+    return torch.cat([part[:, :length] for part, length in zip(parts, lengths, strict=True)], 1)
+
+
+def _first_chunks(lengths: list[int]) -> set[int]:
+    firsts, start = set[int](), 0
+    for length in lengths:
+        firsts.add(start)
+        start += -(-length // CHUNK)
+    return firsts
+
+
+@torch.no_grad()
+def init_conv_weight(weight: Tensor, group: dist.ProcessGroup) -> None:
+    """Initialize the weight of a convolution, drawn for all tensor-parallel ranks: else all would draw the same.
+
+    Args:
+        weight: [features of this rank, 1, taps]; uniform within 1 / sqrt(taps), as in PyTorch.
+        group: The tensor-parallel ranks, whose random number generators agree.
+    """
+    ranks, bound = group.size(), weight.shape[-1] ** -0.5
+    whole = torch.empty(ranks * weight.shape[0], *weight.shape[1:]).uniform_(-bound, bound)
+    weight.copy_(whole.chunk(ranks)[group.rank()])
+
+
+def install() -> None:
+    """Replace fla's functions in Megatron-Core, unless fla and a GPU are available; safe to call again."""
+    if common.HAVE_FLA and has_cuda():
+        return
+    common.HAVE_FLA = True  # Megatron-Core checks it before it builds the layer
+    common.l2norm = l2norm
+    gdn.causal_conv1d = causal_conv1d
+    gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
+
+
+class DeltaNet(GatedDeltaNet):
+    """Megatron-Core's gated delta net with the numerics of Hugging Face's.
+
+    The gain of the output norm is not zero-centered, even if the other norms of the model are. The decay is
+    computed in fp32. The gradient of the output norm is summed over tensor-parallel ranks, which have different
+    heads, also without sequence parallelism.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, *args: Any, **kwargs: Any
+    ) -> None:
+        install()
+        norm = ModuleSpec(module=_PlainNormBuilder, params={"norm": submodules.out_norm})
+        super().__init__(config, dataclasses.replace(submodules, out_norm=norm), *args, **kwargs)
+        convolution: Any = self.conv1d
+        convolution.config = config  # conversion reads the number of heads from it
+        if self.tp_size > 1 and not config.sequence_parallel:
+            self.out_norm.weight.register_hook(self._sum_over_ranks)
+
+    def reset_parameters(self) -> None:
+        """Initialize the weights, with different ones on each tensor-parallel rank."""
+        super().reset_parameters()
+        if self.config.perform_initialization:
+            init_conv_weight(self.conv1d.weight, self.tp_group)
+
+    def _sum_over_ranks(self, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=self.tp_group)
+        return total
+
+    def _compute_g_and_beta(
+        self, rate: Tensor, bias: Tensor, alpha: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The logarithm of the decay, and beta; both [b, t, h]."""
+        return -rate.float().exp() * F.softplus(alpha.float() + bias.float()), beta.sigmoid()
+
+
+class _PlainNormBuilder:
+    """Builds a norm whose gain is not zero-centered, whatever the config says."""
+
+    def __new__(cls, norm: Any, config: TransformerConfig, **sizes: Any) -> Any:
+        plain = copy.copy(config)
+        plain.layernorm_zero_centered_gamma = False
+        return norm(config=plain, **sizes)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2 mixers: Megatron-Core's on the kernels of mamba-ssm, and the same in PyTorch without them.
+
+Megatron-Core's mixer hard-codes two values that differ between models: the epsilon of the gated norm, and no lower
+bound for the step size. Both mixers here read them from the config.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron.bridge.backends.attention import context_parallel
+from megatron.bridge.backends.attention.block_mask import packed_segments, padded_cu_seqlens
+from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.backends.recurrent import ssd
+from megatron.bridge.utils.errors import UserError
+
+
+def mixer_class() -> type[MambaMixer]:
+    """The fastest mixer that runs on this machine."""
+    kernels = mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None
+    return FusedMambaMixer if kernels and has_cuda() else TorchMambaMixer
+
+
+class FusedMambaMixer(MambaMixer):
+    """Megatron-Core's mixer with the smallest step size and the epsilon of ``config``."""
+
+    def __init__(self, config: TransformerConfig, submodules: MambaMixerSubmodules, **kwargs: Any) -> None:
+        super().__init__(config, submodules, **kwargs)
+        self.smallest_step: float = getattr(config, "mamba_smallest_step", 0.0)
+        self.norm.eps = config.layernorm_epsilon
+
+    def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:  # noqa: N803 - Megatron-Core's name
+        """Normalized outputs [s, b, inner] of projected inputs [s, b, z + x + B + C + dt]."""
+        cp, config = self.cp, self.config
+        dtype = {"state_dtype": config.mamba_training_ssm_states_dtype or config.params_dtype}
+        y = mamba_mixer.mamba_split_conv1d_scan_combined(
+            zxBCdt.transpose(0, 1).contiguous(),
+            cp.get_conv1d_weight().squeeze(1),
+            cp.get_conv1d_bias(),
+            cp.get_dt_bias().float(),
+            -torch.exp(cp.get_A_log().float()),
+            D=cp.get_D(),
+            chunk_size=self.chunk_size,
+            seq_idx=None if packed_seq_params is None else _sequence_indices(packed_seq_params, zxBCdt),
+            dt_limit=(self.smallest_step, float("inf")),
+            activation=self.activation,
+            headdim=self.headdim,
+            ngroups=cp.ngroups_local_tpcp,
+            norm_before_gate=False,
+            **(dtype if mamba_mixer.MAMBA_HAS_STATE_DTYPE else {}),
+        )
+        return self.norm(cp.post_conv_ssm(y.transpose(0, 1).contiguous(), packed_seq_params))
+
+
+class TorchMambaMixer(MambaMixer):
+    """Megatron-Core's mixer, with its parameters, checkpoint keys and context parallelism, but in plain PyTorch.
+
+    Packed sequences are independent: the state and the convolution of each start from zero.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaMixerSubmodules,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        **others: Any,
+    ) -> None:
+        with _without_mamba_ssm(), _MetaDeviceMode():
+            super().__init__(config, submodules, **others)
+        self.smallest_step: float = getattr(config, "mamba_smallest_step", 0.0)
+        self.norm.eps = config.layernorm_epsilon
+        if config.perform_initialization:
+            self._initialize(dt_min, dt_max, dt_init_floor)
+
+    @torch.no_grad()
+    def _initialize(self, dt_min: float, dt_max: float, dt_init_floor: float) -> None:
+        """Draw the weights of all tensor-parallel ranks and keep this rank's: the same model under any layout."""
+        states = self.ngroups * self.d_state
+        kinds = [self.d_inner, self.d_inner, states, states, self.nheads]  # z, x, B, C, dt
+        bound = self.d_conv**-0.5  # of a uniform distribution, as PyTorch initializes convolutions
+
+        def projection(whole: Tensor) -> Tensor:
+            assert self.config.init_method is not None, "a resolved config has one"
+            self.config.init_method(whole)
+            return whole
+
+        def steps(logs: Tensor) -> Tensor:
+            span = math.log(dt_max) - math.log(dt_min)
+            dt = (logs.uniform_() * span + math.log(dt_min)).exp().clamp(min=dt_init_floor)
+            return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+
+        for parameter, sizes, draw in (
+            (self.in_proj.weight, kinds, projection),
+            (self.conv1d_weight, kinds[1:4], lambda whole: whole.uniform_(-bound, bound)),
+            (self.conv1d_bias, kinds[1:4], lambda whole: whole.uniform_(-bound, bound)),
+            (self.dt_bias, kinds[4:], steps),
+            (self.A_log, kinds[4:], lambda whole: whole.uniform_(1, 16).log()),
+        ):
+            whole = draw(torch.empty(sum(sizes), *parameter.shape[1:]))
+            parts = [part.chunk(self.tp_group.size())[self.tp_group.rank()] for part in whole.split(sizes)]
+            parameter.copy_(torch.cat(parts))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
+        packed_seq_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix hidden states [s, b, h] along the sequence.
+
+        Raises:
+            UserError: inference with a cache.
+        """
+        if inference_context is not None or inference_params is not None:
+            raise UserError(
+                "cached inference of Mamba layers needs the packages mamba-ssm and causal-conv1d: install "
+                "them, or compute the whole sequence for each token"
+            )
+        projected, _ = self.in_proj(hidden_states)
+        whole = self._gather(projected, packed_seq_params)
+        mixed = torch.cat([self._mix(part) for part in whole.split(_lengths(packed_seq_params, len(whole)))])
+        return self.out_proj(self.norm(self._scatter(mixed, packed_seq_params)))
+
+    def _gather(self, local: Tensor, packed: Any) -> Tensor:
+        """Exchange a part of the sequence with all heads for the whole, ordered sequence of this rank's heads."""
+        whole, size = self.cp.pre_conv_ssm(local), self.cp.cp_size
+        if packed is None or size == 1:
+            return whole
+        # without Transformer Engine, pre_conv_ssm orders chunks as if the row were one sequence: undo that
+        by_rank = mamba_context_parallel._redo_attention_load_balancing(whole, size)
+        return context_parallel.to_natural_order(by_rank, packed_segments(packed)[0], size)
+
+    def _scatter(self, whole: Tensor, packed: Any) -> Tensor:
+        """The inverse of ``_gather``."""
+        size = self.cp.cp_size
+        if packed is not None and size > 1:
+            by_rank = context_parallel.to_rank_order(whole, packed_segments(packed)[0], size)
+            whole = mamba_context_parallel._undo_attention_load_balancing(by_rank, size)
+        return self.cp.post_conv_ssm(whole)
+
+    def _mix(self, projected: Tensor) -> Tensor:
+        """Gated outputs [s, b, inner] in float32 of the projections [s, b, z + x + B + C + dt] of one sequence."""
+        cp = self.cp
+        inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
+        gate, xbc, dt = projected.transpose(0, 1).split([inner, inner + 2 * states, cp.nheads_local_tpcp], dim=-1)
+        x, b, c = F.silu(self._convolve(xbc)).split([inner, states, states], dim=-1)
+        x = x.unflatten(-1, (-1, self.headdim))
+        b, c = (part.unflatten(-1, (-1, self.d_state)) for part in (b, c))
+        dt = F.softplus(dt.float() + cp.get_dt_bias().float()).clamp(min=self.smallest_step)
+        y = ssd.scan(x, dt, -cp.get_A_log().float().exp(), b, c, self.chunk_size)
+        y = y + cp.get_D().float()[:, None] * x
+        return (y.flatten(-2) * F.silu(gate.float())).transpose(0, 1)
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        """The causal convolution of x [b, s, channels]."""
+        return self.cp.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+class GroupRMSNorm(torch.nn.Module):
+    """RMSNorm over each group of the outputs of a mixer, with the signature of mamba-ssm's norm.
+
+    Args:
+        hidden_size: Outputs of this rank.
+        eps: Added to the mean square.
+        group_size: Outputs of a group.
+        norm_before_gate: Must be False, because the gate has been applied.
+        device: Of the gain.
+        dtype: Of the gain.
+    """
+
+    tp_group: Any
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        group_size: int,
+        norm_before_gate: bool,
+        device: Any,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        assert not norm_before_gate, "Megatron-Core's mixer normalizes gated outputs"
+        self.eps, self.group_size = eps, group_size
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x`` [..., hidden size]; the result has the dtype of the gain."""
+        groups = x.float().unflatten(-1, (-1, self.group_size))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return normed.flatten(-2).to(self.weight.dtype) * self.weight
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        assert metadata is not None, "the mixer fills it in"
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class _MetaDeviceMode(TorchFunctionMode):
+    """Makes ``with torch.device("meta")`` apply to a mixer, although Megatron-Core passes the current device."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and torch.get_default_device().type == "meta":
+            kwargs["device"] = None
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def _without_mamba_ssm() -> Iterator[None]:
+    """Allow Megatron-Core's mixer to be built without mamba-ssm, with the norm of this module."""
+    own = {"HAVE_MAMBA_SSM": True, "MAMBA_HAS_STATE_DTYPE": True, "ExtendedRMSNorm": GroupRMSNorm}
+    theirs = {name: getattr(mamba_mixer, name) for name in own}
+    _set(own)
+    try:
+        yield
+    finally:
+        _set(theirs)
+
+
+def _set(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(mamba_mixer, name, value)
+
+
+def _lengths(packed: Any, total: int) -> list[int]:
+    """Lengths of the packed sequences; tokens after the last one count as one more sequence."""
+    if packed is None:
+        return [total]
+    bounds = [*padded_cu_seqlens(packed).tolist(), total]
+    return [stop - start for start, stop in pairwise(bounds) if stop > start]
+
+
+def _sequence_indices(packed: Any, tokens: Tensor) -> Tensor:
+    """The index of the sequence of each of ``tokens`` [s, ...], int32 [1, s], as the kernels expect it."""
+    if packed.seq_idx is not None:
+        return packed.seq_idx
+    positions = torch.arange(len(tokens), device=tokens.device)
+    return (torch.bucketize(positions, padded_cu_seqlens(packed).to(tokens.device), right=True) - 1).int()[None]

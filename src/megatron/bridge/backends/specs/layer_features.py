@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer features that Megatron-Core's layer specs lack, added to a spec of either backend.
+
+A provider declares them in four fields:
+
+* ``norm_placement``: norms before attention and MLP (``pre``), after them (``post``), or both (``both``).
+* ``residual_multiplier``: scales the outputs of attention and MLP before they are added to the residual stream.
+* ``qk_norm_across_heads``: queries and keys are normalized over the width of all heads together.
+* ``attn_logit_softcapping``: Transformer Engine has none, so its layers get the attention of the torch backend.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.backends.kernels.norms import AcrossHeadsNorm
+from megatron.bridge.utils.errors import UserError
+
+NormPlacement = Literal["pre", "post", "both"]
+
+Residual = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
+
+
+def add_features(
+    block: TransformerBlockSubmodules, config: TransformerConfig, provider: BackendSpecProvider
+) -> TransformerBlockSubmodules:
+    """Add the features that ``config`` declares to each layer of ``block``.
+
+    Args:
+        block: The layers of one pipeline stage.
+        config: The config of the model; a plain ``TransformerConfig`` declares no features.
+        provider: The backend that ``block`` was made for.
+
+    Raises:
+        UserError: features exclude each other, or the kind of attention does not support them.
+    """
+    _check(config)
+    layers = [_with_features(spec, config, provider) for spec in block.layer_specs or []]
+    return dataclasses.replace(block, layer_specs=layers)
+
+
+def _check(config: TransformerConfig) -> None:
+    placement = getattr(config, "norm_placement", "pre")
+    if placement not in get_args(NormPlacement):
+        raise UserError(f"norm_placement={placement!r}: choose one of {', '.join(get_args(NormPlacement))}")
+    if not getattr(config, "qk_norm_across_heads", False):
+        return
+    if config.qk_layernorm or config.qk_l2_norm or config.multi_latent_attention:
+        raise UserError(
+            "qk_norm_across_heads=True excludes qk_layernorm, qk_l2_norm and multi_latent_attention: set only one"
+        )
+    groups, ranks = config.num_query_groups or config.num_attention_heads, config.tensor_model_parallel_size
+    if groups < ranks:
+        raise UserError(
+            f"qk_norm_across_heads=True cannot split num_query_groups={groups} over "
+            f"tensor_model_parallel_size={ranks} ranks: set model.make_query_groups_divisible_by={ranks}"
+        )
+
+
+def _with_features(spec: ModuleSpec, config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    layer = spec.submodules
+    assert isinstance(layer, TransformerLayerSubmodules), spec
+    edits: dict[str, Any] = {"self_attention": _attention(layer.self_attention, config)}
+    placement = getattr(config, "norm_placement", "pre")
+    if placement == "post":
+        edits |= _without_norms(dataclasses.replace(layer, **edits), provider)
+    scale = getattr(config, "residual_multiplier", 1.0)
+    if placement != "pre" or scale != 1.0:
+        norm = None if placement == "pre" else provider.layer_norm()
+        add = ModuleSpec(module=ResidualAdd, params={"config": config, "norm": norm, "scale": scale})
+        edits |= {"self_attn_bda": add, "mlp_bda": add}
+    return dataclasses.replace(spec, submodules=dataclasses.replace(layer, **edits))
+
+
+def _attention(spec: Any, config: TransformerConfig) -> Any:
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        spec = dataclasses.replace(
+            spec, submodules=dataclasses.replace(spec.submodules, core_attention=TorchAttention)
+        )
+    if getattr(config, "qk_norm_across_heads", False):
+        spec = dataclasses.replace(spec, module=AcrossHeadsNormAttention)
+    return spec
+
+
+def _without_norms(layer: TransformerLayerSubmodules, provider: BackendSpecProvider) -> dict[str, Any]:
+    """Edits that remove the norms before attention and MLP, also if they are fused into a linear layer."""
+    column = provider.column_parallel_linear()
+    attention: Any = layer.self_attention
+    edits: dict[str, Any] = {"input_layernorm": IdentityOp, "pre_mlp_layernorm": IdentityOp}
+    submodules = dataclasses.replace(attention.submodules, linear_qkv=column)
+    edits["self_attention"] = dataclasses.replace(attention, submodules=submodules)
+    assert isinstance(layer.mlp, partial)
+    parts = layer.mlp.keywords["submodules"]
+    if hasattr(parts, "linear_fc1"):  # a dense layer: experts have no fused norm
+        edits["mlp"] = partial(layer.mlp, submodules=dataclasses.replace(parts, linear_fc1=column))
+    return edits
+
+
+class ResidualAdd(torch.nn.Module):
+    """Normalizes and scales the output of attention or MLP and adds it to the residual stream.
+
+    It replaces Megatron-Core's ``bias_dropout_add`` and has the same interface.
+
+    Args:
+        config: The config of the layer.
+        norm: Builds the norm of the output; None is no norm.
+        scale: Multiplies the output after the norm.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: Any, scale: float) -> None:
+        super().__init__()
+        self.norm = norm and norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.scale = scale
+
+    def forward(self, training: bool, fused: bool) -> Residual:
+        """A function ((output, bias), residual, dropout) -> new residual stream, all [s, b, h]."""
+        add = get_bias_dropout_add(training, fused)
+
+        def to_residual(
+            output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float
+        ) -> torch.Tensor:
+            x, bias = output
+            x = x if bias is None else x + bias
+            x = x if self.norm is None else self.norm(x)
+            return add((x if self.scale == 1.0 else x * self.scale, None), residual, dropout)
+
+        return to_residual
+
+
+class AcrossHeadsNormAttention(SelfAttention):
+    """Attention with queries and keys normalized over all heads together, before the rotary embedding."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
+    ) -> None:
+        # no norms of the spec: they are per head, and their gradients are summed over tensor-parallel ranks
+        plain = dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None)
+        super().__init__(config, plain, *args, **kwargs)
+        padded: Any = (config.num_attention_heads, config.num_query_groups)
+        for role, heads, true_heads in zip("qk", padded, getattr(config, "unpadded_heads", padded), strict=True):
+            norm = AcrossHeadsNorm(config, heads, true_heads, self.pg_collection.tp)
+            setattr(self, f"{role}_layernorm", norm)

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose a backend and describe the layers of a decoder for it.
+
+Both backends have the same parameters and checkpoint keys: where Transformer Engine fuses a norm into the
+following linear layer, the separate norm of the torch backend is saved under the fused name.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, cast
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, get_backend
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec_for_backend,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType, LayerType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.backends.kernels import compiled, eager, mtp_loss
+from megatron.bridge.backends.moe import aux_loss_metrics
+from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
+from megatron.bridge.backends.recurrent.short_conv import ShortConv, ShortConvSubmodules
+from megatron.bridge.backends.specs import layer_features
+from megatron.bridge.backends.specs.heterogeneous_specs import heterogeneous_layer
+from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention, TorchSpecProvider
+from megatron.bridge.utils.errors import UserError
+
+BACKENDS = ("torch", "transformer_engine")
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed, whether or not it can run on this machine."""
+    return HAVE_TE
+
+
+def resolve_backend(name: str = "auto") -> str:
+    """``torch`` or ``transformer_engine``; ``auto`` selects the faster one that this machine can run.
+
+    Raises:
+        UserError: the name is unknown, or Transformer Engine cannot run here.
+    """
+    usable = HAVE_TE and has_cuda()
+    if name == "auto":
+        return "transformer_engine" if usable else "torch"
+    if name not in BACKENDS:
+        raise UserError(f"backend={name!r} is not one of 'auto', 'torch', 'transformer_engine'")
+    if name == "transformer_engine" and not usable:
+        reason = "this machine has no CUDA device" if HAVE_TE else "Transformer Engine is not installed"
+        raise UserError(f"backend='transformer_engine' cannot run here: {reason}; use 'torch' or 'auto'")
+    return name
+
+
+# ----------------------------------------------------------------------------------------------------- layer specs
+
+
+def decoder_block_spec(
+    config: TransformerConfig, backend: str, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The decoder layers of this pipeline rank and virtual stage ``vp_stage``, and the final norm."""
+    if config.num_moe_experts is not None:
+        aux_loss_metrics.install_growing_tracker()
+    if backend == "transformer_engine":
+        block = _transformer_engine_block(config, vp_stage)
+        return layer_features.add_features(block, config, get_backend("transformer_engine"))
+    provider = TorchSpecProvider()
+    kinds = [tuple(map(bool, kind)) for kind in zip(moe_pattern(config), linear_pattern(config), strict=True)]
+    specs = {kind: layer_spec(config, provider, *kind) for kind in set(kinds)}
+    layers = [specs[kinds[index]] for index in _layers_here(config, vp_stage)]
+    layers = _with_convolutions(layers, config, vp_stage, provider, provider.column_parallel_linear())
+    if config.heterogeneous_block_specs:
+        blocks = config.per_block_parameters  # type: ignore[attr-defined]
+        layers = [
+            heterogeneous_layer(spec, blocks[index])
+            for spec, index in zip(layers, _layers_here(config, vp_stage), strict=True)
+        ]
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm())
+    return layer_features.add_features(block, config, provider)
+
+
+def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    if config.heterogeneous_block_specs:
+        # here, because its import warns that Apex is missing, which only its other backend uses
+        from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs as own
+
+        return own.get_gpt_heterogeneous_layer_spec(config, use_te=True, vp_stage=vp_stage)  # type: ignore[arg-type]
+    if config.experimental_attention_variant is None:
+        block = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
+        )
+        provider = get_backend("transformer_engine")
+        first = provider.column_parallel_layer_norm_linear()
+        layers = _with_convolutions(block.layer_specs or [], config, vp_stage, provider, first)
+        return dataclasses.replace(block, layer_specs=layers)
+    block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+    return dataclasses.replace(block, layer_specs=[_with_delta_net(spec) for spec in block.layer_specs or []])
+
+
+def _with_convolutions(
+    layers: list[ModuleSpec],
+    config: TransformerConfig,
+    vp_stage: int | None,
+    provider: BackendSpecProvider,
+    first: type | None,
+) -> list[ModuleSpec]:
+    """Replace attention by gated short convolutions in the layers that ``config`` selects."""
+    pattern: list[int] | None = getattr(config, "short_conv_layers", None)
+    if pattern is None:
+        return layers
+    parts = ShortConvSubmodules(in_proj=first, out_proj=provider.row_parallel_linear())
+    spec = ModuleSpec(module=ShortConv, submodules=parts)
+    return [
+        _with_mixer(layer, spec) if pattern[index] else layer
+        for layer, index in zip(layers, _layers_here(config, vp_stage), strict=True)
+    ]
+
+
+def _with_mixer(layer: ModuleSpec, mixer: ModuleSpec) -> ModuleSpec:
+    parts = layer.submodules
+    assert isinstance(parts, TransformerLayerSubmodules)
+    names = {**parts.sharded_state_dict_keys_map}
+    if "input_layernorm." in names:
+        names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    return dataclasses.replace(
+        layer, submodules=dataclasses.replace(parts, self_attention=mixer, sharded_state_dict_keys_map=names)
+    )
+
+
+def _with_delta_net(spec: ModuleSpec) -> ModuleSpec:
+    """Replace Megatron-Core's gated delta net by the one of this package."""
+    parts: Any = spec.submodules
+    if parts.self_attention.module is not GatedDeltaNet:
+        return spec
+    own = dataclasses.replace(parts.self_attention, module=DeltaNet)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(parts, self_attention=own))
+
+
+def mtp_block_spec(
+    config: TransformerConfig,
+    decoder: TransformerBlockSubmodules | ModuleSpec,
+    backend: str,
+    vp_stage: int | None = None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Multi-token-prediction layers like the last layer of ``decoder``; None if this rank builds none."""
+    aux_loss_metrics.grow_mtp_metrics(config.mtp_num_layers or 0)
+    mtp_loss.install()
+    if not getattr(decoder, "layer_specs", True):
+        raise UserError(
+            f"pipeline_model_parallel_layout={config.pipeline_model_parallel_layout} puts multi-token prediction "
+            "(m) on a stage without decoder layers, but it copies the last one: put a layer (t) before it"
+        )
+    provider: BackendSpecProvider = (
+        get_backend("transformer_engine") if backend == "transformer_engine" else TorchSpecProvider()
+    )
+    return get_gpt_mtp_block_spec_for_backend(config, decoder, provider, vp_stage=vp_stage)
+
+
+def moe_pattern(config: TransformerConfig) -> list[int]:
+    """1 for each decoder layer with experts, 0 for each dense layer."""
+    if config.num_moe_experts is None:
+        return [0] * config.num_layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [int(index % frequency == 0) for index in range(config.num_layers)]
+    if len(frequency) != config.num_layers or set(frequency) - {0, 1}:
+        raise UserError(
+            f"moe_layer_freq={frequency} must hold a 0 (dense) or 1 (experts) for each of the {config.num_layers} "
+            "layers of num_layers"
+        )
+    return list(frequency)
+
+
+def linear_pattern(config: TransformerConfig) -> list[int]:
+    """1 for each decoder layer with a gated delta net, 0 for each with attention."""
+    frequency = config.linear_attention_freq
+    if frequency is None:
+        return [0] * config.num_layers
+    if isinstance(frequency, int):
+        return [int((index + 1) % frequency != 0) for index in range(config.num_layers)]
+    if len(frequency) != config.num_layers or set(frequency) - {0, 1}:
+        raise UserError(
+            f"linear_attention_freq={frequency} must hold a 1 (gated delta net) or 0 (attention) for each of the "
+            f"{config.num_layers} layers of num_layers"
+        )
+    return list(frequency)
+
+
+def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)  # type: ignore[union-attr]
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+
+
+def layer_spec(
+    config: TransformerConfig, provider: BackendSpecProvider, moe: bool, linear: bool = False
+) -> ModuleSpec:
+    """One decoder layer with separate norms, attention, and an MLP or experts (``moe``).
+
+    Attention is multi-head or multi-latent, as in ``config``, or a gated delta net (``linear``).
+    """
+    attention = _latent_attention if config.multi_latent_attention else _delta_net if linear else _attention
+    norm = provider.layer_norm(has_residual=True)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention(config, provider),
+            self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type] - a function, as in Megatron-Core's specs
+            pre_mlp_layernorm=norm,
+            mlp=get_mlp_module_spec_for_backend(
+                provider,
+                num_experts=config.num_moe_experts if moe else None,
+                moe_grouped_gemm=config.moe_grouped_gemm,
+            ),
+            mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
+            sharded_state_dict_keys_map=_fused_names(config, moe, linear),
+        ),
+    )
+
+
+def _fused_names(config: TransformerConfig, moe: bool, linear: bool) -> dict[str, str]:
+    """The names under which Transformer Engine's layers save the norms that are separate here."""
+    names = {} if moe else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if not config.multi_latent_attention:
+        first = "in_proj" if linear else "linear_qkv"
+        return {"input_layernorm.": f"self_attention.{first}.layer_norm_"} | names
+    if config.qk_layernorm:
+        for kind in ("q", "kv"):
+            names[f"self_attention.{kind}_layernorm."] = f"self_attention.linear_{kind}_up_proj.layer_norm_"
+    return names
+
+
+def _attention(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    qk_norm = provider.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    if config.qk_l2_norm:
+        qk_norm = L2Norm
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _delta_net(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    return ModuleSpec(
+        module=DeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=provider.column_parallel_linear(),
+            out_norm=cast(type, provider.layer_norm()),
+            out_proj=provider.row_parallel_linear(),
+        ),
+    )
+
+
+def _latent_attention(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    linear = provider.column_parallel_linear()
+    norm = provider.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    q_lora_rank = getattr(config, "q_lora_rank", None)
+    return ModuleSpec(
+        module=TorchLatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=linear,
+            linear_q_down_proj=linear,
+            linear_q_up_proj=linear,
+            linear_kv_down_proj=linear,
+            linear_kv_up_proj=linear,
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=norm if q_lora_rank is not None else IdentityOp,
+            kv_layernorm=norm,
+        ),
+    )
+
+
+# ---------------------------------------------------------------------------------------- settings of this machine
+
+
+class DisabledSetting(NamedTuple):
+    """A setting that this machine does not support, and the value that replaces it."""
+
+    field: str
+    asked: object
+    used: object
+    reason: str
+
+
+_WITHOUT_EXTENSIONS = {
+    "apply_rope_fusion": "it needs Transformer Engine",
+    "moe_permute_fusion": "it needs Transformer Engine",
+    "moe_router_fusion": "it needs Transformer Engine",
+    "tp_comm_overlap": "it needs Transformer Engine",
+    "fused_residual_rmsnorm": "it needs Transformer Engine",
+    "memory_efficient_layer_norm": "it needs Apex or Transformer Engine",
+    "persist_layer_norm": "it needs Apex",
+}
+_WITHOUT_CUDA = {
+    "masked_softmax_fusion": "it is a CUDA kernel",
+    "bias_dropout_fusion": "it is compiled for CUDA",
+    "enable_cuda_graph": "there is no CUDA",
+    "external_cuda_graph": "there is no CUDA",
+}
+
+
+def apply_backend_settings(config: TransformerConfig) -> list[DisabledSetting]:
+    """Disable the settings of ``config`` that the torch backend does not support on this machine.
+
+    The results stay the same; only a fused kernel is lost.
+
+    Returns:
+        Changes of values that differ from the default of their field, which a user has chosen.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    changes: list[DisabledSetting] = []
+
+    def use(field: str, value: object, reason: str) -> None:
+        asked = getattr(config, field)
+        if asked == value:
+            return
+        setattr(config, field, value)
+        if asked != defaults[field]:
+            changes.append(DisabledSetting(field, asked, value, reason))
+
+    for field, reason in _WITHOUT_EXTENSIONS.items():
+        use(field, False, reason)
+    if not tensor_parallel_layers._grad_accum_fusion_available:
+        use("gradient_accumulation_fusion", False, "it needs Apex's fused_weight_gradient_mlp_cuda")
+    if not has_cuda():
+        for field, reason in _WITHOUT_CUDA.items():
+            use(field, False, reason)
+        use("cuda_graph_impl", "none", "there is no CUDA")
+        fuses = eager.fuses_activation(config)
+        use("bias_activation_fusion", fuses, "only SwiGLU of dense layers has a fused form on CPUs")
+        eager.install()
+        use("use_cpu_initialization", True, "there is no CUDA")
+    else:
+        reason = compiled.why_not_compiled()
+        if reason is not None:
+            use("bias_activation_fusion", False, reason)
+        elif eager.fuses_activation(config):  # Megatron-Core's SwiGLU, compiled when it is first called
+            use("bias_activation_fusion", True, "SwiGLU is compiled")
+        compiled.install()
+    return changes

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules of the ``torch`` backend for Megatron-Core's layers."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.torch_norm import LayerNormBuilder
+from torch import Tensor
+
+from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.backends.kernels.norms import TorchNorm
+from megatron.bridge.backends.moe.grouped_experts import grouped_experts
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """Megatron-Core's parallel linear layers, with norms, attention and experts in plain PyTorch."""
+
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> LayerNormBuilder:
+        """One builder for all norms: it reads the kind of norm from the config."""
+        return TorchNorm
+
+    def core_attention(self) -> type:
+        return TorchAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> ExpertsBuilder:
+        """Grouped experts, even if ``moe_grouped_gemm`` is off: results and checkpoints are the same.
+
+        Megatron-Core's alternative, one module per expert, is slower, and on a machine without a GPU all
+        expert-parallel ranks draw the same initial weights.
+        """
+        return grouped_experts()
+
+
+class TorchLatentAttention(MLASelfAttention):
+    """Multi-head latent attention that is built exactly as the layer spec says.
+
+    Megatron-Core overrides the spec by ``config.transformer_impl``. Without a query LoRA it then requires
+    Transformer Engine's fused norm and projection, although models such as DeepSeek-V2-Lite have no query norm.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.sequence_parallel or self.config.q_lora_rank is None:
+            return
+        # The latent of the queries, and so the gradient of its norm, is the same on every rank. Megatron-Core sums
+        # the gradients of every ``q_layernorm`` as if it were per head, which would multiply it by the ranks.
+        norm: Any = self.q_layernorm
+        for parameter in norm.parameters():
+            parameter.average_gradients_across_tp_domain = True
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole latents: under sequence parallelism of this rank's part of the sequence, else of all of it.
+
+        Megatron-Core would gather the latent of keys and values, but ignore that each rank has only a part of the
+        gradient of the rotary part of the keys: that of its own heads.
+        """
+        queries, latent = super()._qkv_down_projection(hidden_states)
+        if self.tp_group.size() == 1:
+            return queries, latent
+        latent = gather_from_tensor_model_parallel_region(latent, group=self.tp_group)
+        if self.config.sequence_parallel:
+            return queries, scatter_to_sequence_parallel_region(latent, group=self.tp_group)
+        positions = self.config.qk_pos_emb_head_dim
+        compressed, rotated = latent.split([latent.size(-1) - positions, positions], dim=-1)
+        rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
+        return queries, torch.cat((compressed, rotated), dim=-1)

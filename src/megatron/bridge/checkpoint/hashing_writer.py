@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch's writer of checkpoint files, taught to hash what it writes and to write beside the training.
+
+A save has three parts: all ranks agree on who writes what (``prepare``), each writes its files
+(``Prepared.write_files``), the first rank writes down where everything lies (``Prepared.finish``). Only the first
+and the last communicate, so the middle one can run in a thread while the training goes on.
+"""
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from megatron.bridge.checkpoint import manifest
+from megatron.bridge.checkpoint.host_buffers import HostBuffer, with_own_storage
+from megatron.bridge.utils import distributed
+
+
+class _HashingFiles(FileSystem):
+    """Torch's file system, with a record of each file that was written."""
+
+    def __init__(self, records: manifest.FileRecords, cancelled: threading.Event) -> None:
+        self._records = records
+        self._cancelled = cancelled
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", mode
+        name = Path(path).name.removesuffix(".tmp")  # renamed when it is whole
+        with manifest.hashing(Path(path), self._records, name, self._cancelled) as stream:
+            yield stream  # type: ignore[misc] - all that torch calls is there
+
+
+class HashingWriter(FileSystemWriter):
+    """Writes one file a rank.
+
+    Attributes:
+        records: Size and hash of the files that this process has written.
+        cancelled: Once it is set, writing fails.
+    """
+
+    def __init__(self, directory: Path, save_id: str) -> None:
+        # One thread: torch drops the error of a writer thread, and the checkpoint would lack its tensors.
+        super().__init__(directory, thread_count=1, per_thread_copy_ahead=0)
+        self.records: manifest.FileRecords = {}
+        self.cancelled = threading.Event()
+        self.fs = _HashingFiles(self.records, self.cancelled)
+        self.save_id = save_id
+
+
+class _ResolvedPlanner(DefaultSavePlanner):
+    """Answers with what this rank writes, in a form that torch writes without copying it first."""
+
+    def __init__(self, resolve: Callable[[WriteItem], Any]) -> None:
+        super().__init__()
+        self._resolve = resolve
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = self._resolve(write_item)
+        return with_own_storage(data) if isinstance(data, torch.Tensor) else data
+
+
+@dataclass
+class WrittenFiles:
+    """What one rank has written: where torch finds each piece, and a record of each file."""
+
+    results: list[WriteResult]
+    records: manifest.FileRecords
+
+
+@dataclass
+class PreparedSave:
+    """A save of which all is decided; ``metadata`` is there on the first rank only."""
+
+    directory: Path
+    writer: HashingWriter
+    plan: SavePlan
+    planner: SavePlanner
+    metadata: Metadata | None
+
+    def write_files(self) -> WrittenFiles:
+        """Write this rank's files; communicates with nobody."""
+        with without_zip_checksums():
+            results = self.writer.write_data(self.plan, self.planner).wait()
+        return WrittenFiles(results, self.writer.records)
+
+    def finish(self, written: list[WrittenFiles]) -> manifest.FileRecords:
+        """Write torch's ``.metadata``, on the first rank; the records of the files that all ranks have written."""
+        assert self.metadata is not None, "the first rank finishes a save"
+        self.writer.finish(self.metadata, [entry.results for entry in written])
+        records = dict(self.writer.records)
+        for entry in written:
+            records |= entry.records
+        return records
+
+    def copy_to(self, memory: HostBuffer) -> None:
+        """Copy what is to be written, so that the training can change it."""
+        found = {id(item): self.planner.resolve_data(item) for item in self.plan.items}
+        tensors = {name: data for name, data in found.items() if isinstance(data, torch.Tensor)}
+        found |= zip(tensors, memory.copy_tensors(list(tensors.values())), strict=True)
+        self.planner = _ResolvedPlanner(lambda item: found[id(item)])
+
+    def cancel(self) -> None:
+        """Have ``write_files``, in another thread, fail soon."""
+        self.writer.cancelled.set()
+
+
+def prepare_save(state: dict[str, Any], directory: Path, planner: SavePlanner, save_id: str) -> PreparedSave:
+    """Let all ranks agree on who writes which part of ``state``, as torch's own save does."""
+    writer, metadata = HashingWriter(directory, save_id), None
+    first = distributed.rank() == 0
+
+    def plan_mine() -> SavePlan:
+        planner.set_up_planner(state, storage_meta=writer.storage_meta(), is_coordinator=first)
+        writer.set_up_storage_writer(first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        together, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(together)
+
+    mine = collective_steps().reduce_scatter("plan", plan_mine, plan_all)
+    plan = planner.finish_plan(mine)
+    return PreparedSave(directory, writer, plan, _ResolvedPlanner(planner.resolve_data), metadata)
+
+
+def collective_steps() -> _DistWrapper:
+    """Torch's steps over all ranks: one result on the first rank, and one rank's failure is every rank's."""
+    return _DistWrapper(None, distributed.is_initialized(), 0)
+
+
+@contextmanager
+def without_zip_checksums() -> Iterator[None]:
+    """Torch's reader ignores the CRC-32 in its files; the manifest's hash replaces it at a tenth of the cost."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that tensors are copied to before they are written in the background; kept from one save to the next.
+
+Copying into memory that was used before takes 0.05 s/GB on one CPU core. Into fresh memory it takes 0.5 s/GB on a
+virtual machine, because each page is handed out at its first touch; so the pages are touched ahead, in a thread.
+A forked process needs no copy, but makes the training pay for one: the first update after the fork took 0.5 to
+1.4 s/GB longer.
+"""
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatron.bridge.backends.cpu.device import has_cuda
+
+_ALIGNMENT = 64  # bytes; any type may be viewed from there
+_PAGE = 4096
+
+
+class HostBuffer:
+    """Grows to what the largest save needs; pinned where there is a GPU, so that copies run at the bus's speed."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, dtype=np.uint8)
+        self._making: threading.Thread | None = None
+
+    def reserve(self, size: int) -> None:
+        """Have ``size`` bytes made ready, while the caller goes on."""
+        device = torch.cuda.current_device()
+
+        def make() -> None:
+            if has_cuda():
+                torch.cuda.set_device(device)  # a thread begins with the first one, and pinning would use it
+            self._grow(size)
+
+        self._making = threading.Thread(target=make, name="host memory", daemon=True)
+        self._making.start()
+
+    def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of ``tensors``, each filling a storage of its own; they live until the next call."""
+        if self._making is not None:
+            self._making.join()
+            self._making = None
+        sizes = [copy_size(tensor) for tensor in tensors]
+        self._grow(sum(sizes))
+        copies, start = [], 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            place = self._memory[start : start + tensor.nbytes]
+            copies.append(_like(tensor, place).copy_(tensor, non_blocking=True))
+            start += size
+        torch.cuda.synchronize()
+        return copies
+
+    def _grow(self, size: int) -> None:
+        if size > self._memory.nbytes:
+            self._memory = _pinned(size) if has_cuda() else _touched(size)
+
+
+def copy_size(tensor: torch.Tensor) -> int:
+    """Bytes that a copy of ``tensor`` takes up."""
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor with no other storage around it; torch copies any other before it writes it.
+
+    The parameters of a model are views of one buffer for gradients and gathering, so that is all of them.
+    """
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return _like(tensor, tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def _like(tensor: torch.Tensor, place: np.ndarray) -> torch.Tensor:
+    """A tensor of the same shape and type in the bytes of ``place``."""
+    if not tensor.nbytes:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+
+
+def _pinned(size: int) -> np.ndarray:
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+
+
+def _touched(size: int) -> np.ndarray:
+    """Memory of the system's own, which gets it back at the end: a training keeps what it frees of the heap."""
+    memory = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    memory[::_PAGE] = 0
+    return memory

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Torch's reader of checkpoint files, taught to read large tensors right into the memory where they are wanted.
+
+Torch reads what a file holds of a tensor into fresh memory, all of it, and copies from there what is wanted. Fresh
+memory costs more than the reading on a virtual machine, and a rank that wants a part of what another layout wrote
+reads the rest for nothing.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.strategies import torch as strategy
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+# Bytes of a tensor in its file. For a smaller one, finding its place takes longer than copying it.
+LARGE = 8 << 20
+
+
+class InplaceReader(FileSystemReader):
+    """Reads whole tensors, and whole rows of them, without a copy; anything else as torch does."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all that ``plan`` names into what ``planner`` answers with."""
+        for item in filter(self._is_large, plan.items):
+            self._read_large(item, planner)
+        others = [item for item in plan.items if not self._is_large(item)]
+        return super().read_data(replace(plan, items=others), planner)
+
+    def _is_large(self, item: ReadItem) -> bool:
+        place = self.storage_data[item.storage_index]
+        return item.type == LoadItemType.TENSOR and place.length >= LARGE and not place.transform_descriptors
+
+    def _read_large(self, item: ReadItem, planner: LoadPlanner) -> None:
+        place, target = self.storage_data[item.storage_index], planner.resolve_tensor(item).detach()
+        path = self.fs.concat_path(self.path, place.relative_path)
+        with self.fs.create_stream(path, "rb") as stream:
+            part = self._slice_file(cast(Any, stream), place)
+            start = _start(part, item, target)
+            part.seek(start or 0)
+            if start is None:
+                _copy(part, item, target)
+            else:
+                _fill(target, part)
+        planner.commit_tensor(item, target)
+
+
+def _start(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
+    """Where in ``part`` the bytes of ``target`` lie as they are in memory; None if they do not."""
+    stored = cast(Tensor, torch.load(part, map_location="meta", weights_only=True))
+    begin: int | None = getattr(stored.untyped_storage(), "_checkpoint_offset", None)
+    whole_rows = tuple(item.lengths[1:]) == stored.shape[1:]
+    alike = stored.dtype == target.dtype and item.lengths == target.shape
+    if begin is None or not (whole_rows and alike and stored.is_contiguous() and _is_plain(target)):
+        return None
+    first = stored.storage_offset() + item.storage_offsets[0] * stored.stride(0)
+    return begin + int(first) * stored.element_size()
+
+
+def _is_plain(target: Tensor) -> bool:
+    return type(target) is Tensor and target.is_cpu and target.is_contiguous()
+
+
+def _fill(target: Tensor, part: IO[bytes]) -> None:
+    """Read the bytes of ``target`` from where ``part`` stands."""
+    left = memoryview(target.view(-1).view(torch.uint8).numpy())
+    while left:
+        count = cast(Any, part).readinto(left)
+        if not count:
+            raise EOFError(f"{len(left)} bytes of a tensor are missing")
+        left = left[count:]
+
+
+def _copy(part: IO[bytes], item: ReadItem, target: Tensor) -> None:
+    """As torch's own reader: through memory for all that is stored."""
+    stored = cast(Tensor, torch.load(part, map_location="cpu", weights_only=True))
+    wanted = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+    assert wanted.shape == target.shape, f"{item.storage_index} is {wanted.shape}, {target.shape} is wanted"
+    target.copy_(wanted)
+
+
+def _open(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> InplaceReader:
+    return InplaceReader(checkpoint_dir)
+
+
+# Megatron-Core takes no reader as an argument; several threads may read at once, so it is never set back.
+strategy._get_filesystem_reader = _open

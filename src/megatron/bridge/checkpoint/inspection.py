@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds, without the model it belongs to: names, shapes, values."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron.bridge.checkpoint import loading, lock, model_io, paths, saving
+from megatron.bridge.checkpoint.inplace_reader import InplaceReader
+from megatron.bridge.checkpoint.loading import without_torch_warnings
+from megatron.bridge.utils import distributed
+
+LAYERS = ("decoder.layers.", "encoder.layers.")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def list_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by name.
+
+    Raises:
+        UserError: it is damaged, or not a checkpoint.
+    """
+    entries = loading.check_files(directory).state_dict_metadata.items()
+    return {
+        name: StoredTensor(name, tuple(entry.size), entry.properties.dtype)
+        for name, entry in sorted(entries)
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def is_weight(name: str) -> bool:
+    """Whether a name is of the model, not of the optimizer or the run."""
+    return not name.startswith(model_io.BESIDE_WEIGHTS)
+
+
+def read_tensors(directory: Path, wanted: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """The values of tensors, whole, one after the other."""
+    for tensor in wanted:
+        state: dict[str, Any] = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")}
+        with without_torch_warnings():
+            torch_checkpoint.load(state, storage_reader=InplaceReader(directory), no_dist=True)
+        yield tensor, state[tensor.name]
+
+
+def unstack_layers(name: str, value: torch.Tensor, layers: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of all layers as one for each layer, which is how this package stores them.
+
+    Megatron-LM stores ``decoder.layers.mlp.linear_fc1.weight`` of shape [layers, ...].
+
+    Args:
+        name: Name in the checkpoint.
+        value: Its value.
+        layers: Number of layers if the checkpoint stacks them, else None.
+    """
+    prefix = next((prefix for prefix in LAYERS if name.startswith(prefix)), None)
+    if prefix is None or layers is None or name.removeprefix(prefix).partition(".")[0].isdecimal():
+        yield name, value
+        return
+    for index in range(layers):
+        yield f"{prefix}{index}.{name.removeprefix(prefix)}", value[index]
+
+
+def stacked_layers(found: dict[str, StoredTensor]) -> int | None:
+    """How many layers the tensors of a checkpoint are stacks of, or None if layers are stored one by one."""
+    sizes = {
+        tensor.shape[0]
+        for name, tensor in found.items()
+        for prefix in LAYERS
+        if name.startswith(prefix) and not name.removeprefix(prefix).partition(".")[0].isdecimal()
+    }
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | None, iteration: int = 0) -> Path:
+    """Write the weights of a checkpoint, Megatron-LM's for one, as one of this package: layers one by one, hashed.
+
+    Args:
+        source: One iteration's directory.
+        root: Where the new checkpoint appears as ``iter_XXXXXXX``.
+        run_config: What ``run_config.yaml`` shall hold, its key ``model`` being the provider; None leaves it out.
+        iteration: Its number.
+
+    Returns:
+        The directory that was published.
+
+    Raises:
+        UserError: the source is damaged, or the target cannot be written or exists.
+    """
+    distributed.initialize("gloo")  # Megatron-Core asks for the rank even where there is one process
+    found = {name: tensor for name, tensor in list_tensors(source).items() if is_weight(name)}
+    layers = stacked_layers(found)
+    state: dict[str, Any] = {
+        name: ShardedTensor.from_rank_offsets(name, value.contiguous())
+        for tensor, whole in read_tensors(source, found.values())
+        for name, value in unstack_layers(tensor.name, whole, layers)
+    }
+    state[model_io.CONTENT_METADATA] = dict(model_io.MODEL_METADATA)
+    directory = paths.iteration_dir(root, iteration)
+    extra = None if run_config is None else model_io.extra_files(run_config)
+    with lock.held(root):
+        saving.save(state, directory, extra, published=lambda: paths.write_tracker(root, iteration))
+    return directory

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load a sharded state dict in Megatron-Core's ``torch_dist`` format; what is damaged or foreign is refused."""
+
+import json
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from torch.distributed.checkpoint import CheckpointException, Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron.bridge.checkpoint import (
+    inplace_reader,  # noqa: F401 - Megatron-Core reads with it
+    manifest,
+)
+from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, root_cause
+from megatron.bridge.checkpoint.manifest import DamagedError
+from megatron.bridge.utils import distributed
+from megatron.bridge.utils.errors import UserError
+
+FORMAT = CheckpointingConfig("torch_dist", 1)
+COMMON_STATE = "common_state"
+
+StoredShapes = dict[str, tuple[int, ...] | None]
+"""Name -> global shape of a tensor, or None for an object."""
+
+
+@dataclass(frozen=True)
+class StateMismatch:
+    """How what a model wants differs from what a checkpoint holds."""
+
+    missing: tuple[str, ...]
+    left_over: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.left_over or self.shapes)
+
+    def __str__(self) -> str:
+        parts = []
+        for title, names in (
+            ("it lacks", self.missing),
+            ("it also holds", self.left_over),
+            ("shapes differ:", self.shapes),
+        ):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                parts.append(f"{title} {', '.join(names[:3])}{more}")
+        return "; ".join(parts)
+
+
+def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> dict[str, Any]:
+    """Fill the tensors of ``state`` in place from ``directory`` and return the whole state.
+
+    Args:
+        state: Megatron's sharded state dict of what is wanted, under any parallel layout.
+        directory: One iteration's directory.
+        strict: Whether what the checkpoint holds beyond ``state`` is an error.
+        known: Prefixes of names that may be left over even so. Transformer Engine's ``_extra_state`` may
+            always be missing or left over.
+
+    Raises:
+        UserError: a file is missing, truncated or not a checkpoint, or names or shapes differ.
+    """
+    check(state, directory, strict, known)
+    try:
+        return on_every_rank(lambda: _read(state, directory))
+    except BaseException as error:
+        raise _unreadable(error, directory) from error
+
+
+def check(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> None:
+    """See that ``load`` will find what ``state`` wants; its tensors need no memory.
+
+    Raises:
+        UserError: as ``load``, but for what only reading shows.
+    """
+    stored = stored_keys(on_first_rank(lambda: check_files(directory)))
+    _drop_extra_state(state, stored)
+    difference = compare(wanted_keys(state), stored, tuple(known) if strict else ("",))
+    if difference:
+        raise UserError(
+            f"checkpoint {directory} is not of this model: {difference}; load it into the model it was saved from"
+        )
+
+
+def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Fill a part of a state that was checked; communicates with nobody.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
+    try:
+        return _read(state, directory)
+    except BaseException as error:
+        raise _unreadable(error, directory) from error
+
+
+def _read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    # Under another layout ranks share one object of the old one, which Megatron-Core takes for a mistake: what is
+    # wanted was compared with what there is, so its own check of the wish can go.
+    with without_torch_warnings():
+        return cast(dict[str, Any], serialization.load(state, str(directory), validate_access_integrity=False))
+
+
+@contextmanager
+def without_torch_warnings() -> Iterator[None]:
+    """Without what torch says at every save and load: ranks read on their own, which it takes for a mistake."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="The argument order of load")
+        warnings.filterwarnings("ignore", message="Please use DTensor instead")  # stacked experts
+        yield
+
+
+def load_common(directory: Path) -> dict[str, Any]:
+    """The part of a checkpoint that is not sharded, read on rank 0 and sent to all."""
+
+    def read() -> dict[str, Any]:
+        check_files(directory)
+        with without_torch_warnings():
+            return serialization.load_common_state_dict(str(directory))
+
+    try:
+        return on_first_rank(read)
+    except BaseException as error:
+        raise _unreadable(error, directory) from error
+
+
+def check_files(directory: Path) -> Metadata:
+    """Read the metadata and see that every file it names is there in full; costs no reading of tensors.
+
+    Raises:
+        UserError: naming the first file that is missing, truncated or foreign.
+    """
+    _check_format(directory)
+    metadata = _read_metadata(directory)
+    if _has_manifest(metadata) and not (directory / manifest.NAME).is_file():
+        raise DamagedError.of(directory, f"{manifest.NAME} is missing")
+    needed: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+    for name, size in sorted(needed.items()):
+        path = directory / name
+        if not path.is_file():
+            raise DamagedError.of(directory, f"{name} is missing")
+        if path.stat().st_size < size:
+            raise DamagedError.of(directory, f"{name} has {path.stat().st_size} of {size} bytes")
+    return metadata
+
+
+def _has_manifest(metadata: Metadata) -> bool:
+    save_id = getattr(metadata.storage_meta, "save_id", None) or ""
+    return save_id.startswith(manifest.SAVE_ID_PREFIX)
+
+
+def _check_format(directory: Path) -> None:
+    if not directory.is_dir():
+        raise UserError(f"checkpoint {directory} does not exist; give a directory that was saved")
+    try:
+        found = maybe_load_config(str(directory))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+        raise DamagedError.of(directory, f"metadata.json cannot be read ({_reason(error)})") from error
+    if found is None:
+        raise UserError(
+            f"{directory} is not a checkpoint: metadata.json is missing; give a directory that was saved"
+        )
+    if found.sharded_backend != FORMAT.sharded_backend:
+        raise UserError(
+            f"checkpoint {directory} has the format {found.sharded_backend!r}; "
+            f"only {FORMAT.sharded_backend!r} can be loaded"
+        )
+
+
+def _read_metadata(directory: Path) -> Metadata:
+    try:
+        with (directory / ".metadata").open("rb") as stream:
+            metadata = pickle.load(stream)
+    except FileNotFoundError:
+        raise DamagedError.of(directory, ".metadata is missing") from None
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise DamagedError.of(directory, f".metadata cannot be read ({_reason(error)})") from error
+    if not isinstance(metadata, Metadata) or not metadata.storage_data:
+        raise DamagedError.of(directory, ".metadata is of something else")
+    return metadata
+
+
+def stored_keys(metadata: Metadata) -> StoredShapes:
+    """What a checkpoint holds, without Megatron's own record of common state."""
+    keys: StoredShapes = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            keys[name] = tuple(entry.size)
+        elif (key := ShardedObject.empty_from_unique_key(name).key) != COMMON_STATE:
+            keys[key] = None
+    return keys
+
+
+def wanted_keys(state: dict[str, Any]) -> dict[str, ShardedTensor | ShardedObject]:
+    """What all ranks together want to load: name -> its description without data."""
+    expanded, _, _ = load_preprocess(state)
+    sharded, _ = extract_sharded_base(expanded)
+    mine = {entry.key: entry.without_data() for entry in nested_values(sharded)}
+    return {key: entry for part in distributed.all_gather_object(mine) for key, entry in part.items()}
+
+
+def compare(
+    wanted: dict[str, ShardedTensor | ShardedObject], stored: StoredShapes, known: tuple[str, ...]
+) -> StateMismatch:
+    """Names and shapes that do not agree; ``known`` are prefixes that may be left over."""
+    missing = sorted(key for key in wanted if key not in stored)
+    left_over = sorted(
+        key for key in stored if key not in wanted and not _is_extra_state(key) and not key.startswith(known)
+    )
+    shapes = []
+    for key, entry in wanted.items():
+        if isinstance(entry, ShardedTensor) and key in stored and not _fits(entry, stored[key]):
+            shapes.append(f"{key} is {_shape(stored[key])}, the model's is {_shape(entry.global_shape)}")
+    return StateMismatch(tuple(missing), tuple(left_over), tuple(sorted(shapes)))
+
+
+def _fits(entry: ShardedTensor, stored: tuple[int, ...] | None) -> bool:
+    if stored is None:
+        return False
+    # The vocabulary's padding depends on the layout: only the first dimension of such tensors may differ.
+    skipped = 1 if entry.allow_shape_mismatch else 0
+    return tuple(entry.global_shape)[skipped:] == stored[skipped:]
+
+
+def _shape(shape: Iterable[int] | None) -> str:
+    return "an object" if shape is None else "x".join(map(str, shape))
+
+
+def _is_extra_state(key: str) -> bool:
+    return "_extra_state" in key
+
+
+def _drop_extra_state(state: dict[str, Any], stored: StoredShapes) -> None:
+    """Remove the wish for Transformer Engine's extra state where a checkpoint was saved without it."""
+    for name, value in list(state.items()):
+        if isinstance(value, dict):
+            _drop_extra_state(value, stored)
+        elif isinstance(value, ShardedObject) and _is_extra_state(value.key) and value.key not in stored:
+            del state[name]
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _unreadable(error: BaseException, directory: Path) -> BaseException:
+    """A failed load as damage, unless it is a mistake of ours."""
+    cause = root_cause(error)
+    if isinstance(cause, (UserError, AssertionError)) or not isinstance(error, (Exception, CheckpointException)):
+        return cause
+    return DamagedError.of(directory, f"its content cannot be read ({_reason(cause)})")

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where things lie in a checkpoint directory.
+
+::
+
+    <root>/iter_0000010/                        one published checkpoint
+    <root>/iter_0000020.1f3a9c07.incomplete/    left by an interrupted save; never loaded, removed later
+    <root>/run.lock/                            the run that writes here now
+    <root>/latest_checkpointed_iteration.txt    the tracker: the newest published iteration
+
+The tracker, not the highest number, says what is newest: a directory appears before the tracker moves, and a run
+that went back leaves higher numbers behind.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+from megatron.bridge.checkpoint.manifest import DamagedError
+from megatron.bridge.utils import atomic
+from megatron.bridge.utils.errors import UserError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RUN_CONFIG = "run_config.yaml"
+TOKENIZER = "tokenizer"
+
+RELEASE = "release"  # as Megatron-LM names converted weights that no run has trained
+
+REPLACED = ".replaced"  # as atomic.publish names it
+REMOVED = ".removed"
+
+_ITERATION = re.compile(r"iter_(\d{7,})")
+
+
+def iteration_dir(root: str | Path, iteration: int) -> Path:
+    """The directory of one iteration.
+
+    Example:
+        >>> iteration_dir("run", 10).as_posix()
+        'run/iter_0000010'
+    """
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def iteration_of(directory: Path) -> int | None:
+    """The iteration that a directory's name says, or None if it is not a checkpoint's name.
+
+    Example:
+        >>> iteration_of(Path("run/iter_0000010")), iteration_of(Path("run/iter_0000010.incomplete"))
+        (10, None)
+    """
+    match = _ITERATION.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
+def published_iterations(root: str | Path) -> list[int]:
+    """Iterations that have a published directory, ascending, whether or not the tracker names them."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    return sorted(
+        number for path in root.iterdir() if (number := iteration_of(path)) is not None and path.is_dir()
+    )
+
+
+def latest_iteration(root: str | Path) -> int | None:
+    """The newest published iteration, as the tracker names it; None without a tracker.
+
+    Raises:
+        DamagedError: the tracker does not hold a number, or names an iteration that is not there.
+    """
+    tracker = Path(root) / TRACKER
+    try:
+        text = tracker.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedError(f"cannot read {tracker}: {error}; write the iteration to load into it") from error
+    if not text.isdecimal():
+        raise DamagedError(f"{tracker} holds {text[:40]!r}, not an iteration number; {_choices(root)}")
+    if not iteration_dir(root, int(text)).is_dir():
+        raise DamagedError(
+            f"{tracker} names iteration {text}, but {iteration_dir(root, int(text))} is missing; {_choices(root)}"
+        )
+    return int(text)
+
+
+def resolve(path: str | Path) -> Path:
+    """The directory of one iteration, from that directory itself or from a root with a tracker.
+
+    Raises:
+        UserError: nothing there can be loaded; the message names what is missing.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"checkpoint {path} does not exist; give the directory that a run or an import saved to")
+    if not path.is_dir():
+        raise UserError(
+            f"checkpoint {path} is a file; give the directory that holds {TRACKER} or an iter_* directory"
+        )
+    if iteration_of(path) is not None or (path / "metadata.json").exists():
+        return path
+    if (
+        (path / RELEASE).is_dir()
+        and (path / TRACKER).is_file()
+        and (path / TRACKER).read_text().strip() == RELEASE
+    ):
+        return path / RELEASE
+    iteration = latest_iteration(path)
+    if iteration is None:
+        raise UserError(f"{path} holds no {TRACKER}, so no checkpoint was published there; {_choices(path)}")
+    return iteration_dir(path, iteration)
+
+
+def remove(root: str | Path, iteration: int) -> None:
+    """Delete a published checkpoint; a kill halfway leaves no directory that looks like one."""
+    directory = iteration_dir(root, iteration)
+    aside = directory.with_name(directory.name + REMOVED)
+    shutil.rmtree(aside, ignore_errors=True)
+    directory.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover(root: str | Path) -> None:
+    """Undo what a killed writer left: one process calls this before anything is read or written.
+
+    Replacing a directory takes two renames; a kill between them leaves the old one as ``.replaced``, which is put
+    back. Staging directories and half-deleted checkpoints are removed.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        return
+    for path in root.iterdir():
+        name, _, suffix = path.name.partition(".")
+        if iteration_of(Path(name)) is None or not suffix:
+            continue
+        if f".{suffix}" == REPLACED and not (root / name).exists():
+            path.replace(root / name)
+        elif f".{suffix}".endswith((atomic.STAGING_SUFFIX, REPLACED, REMOVED)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_tracker(root: str | Path, iteration: int) -> None:
+    """Name ``iteration`` as the newest; its directory must have been published before."""
+    assert iteration_dir(root, iteration).is_dir(), f"iteration {iteration} is not published in {root}"
+    atomic.write_text(Path(root) / TRACKER, f"{iteration}\n")
+
+
+def _choices(root: str | Path) -> str:
+    found = published_iterations(root)
+    if not found:
+        return "no iter_* directory is there either: give another directory"
+    names = ", ".join(iteration_dir("", number).name for number in found[-3:])
+    return f"give one of its directories instead ({names})"

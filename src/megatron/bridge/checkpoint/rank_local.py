@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part of a state, on its own disk or in its own memory, for the same rank under the same layout.
+
+Nobody plans and nobody communicates: what a rank has is kept as it is. That is quick, needs no shared file system,
+and helps as long as every rank finds its part again.
+"""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, cast, override
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+
+from megatron.bridge.checkpoint import manifest, paths
+from megatron.bridge.checkpoint.hashing_writer import without_zip_checksums
+from megatron.bridge.checkpoint.host_buffers import HostBuffer, with_own_storage
+from megatron.bridge.checkpoint.manifest import DamagedError, VerifyMode
+from megatron.bridge.utils import atomic
+from megatron.bridge.utils.errors import UserError
+
+STATE = "state.pt"
+ORIGIN = "origin.json"
+
+
+class RankLocalStore(Protocol):
+    """Where one rank keeps its parts, by iteration."""
+
+    def iterations(self) -> list[int]:
+        """What is there, whole or not."""
+        ...
+
+    def place(self, iteration: int) -> Path: ...
+
+    def origin(self, iteration: int) -> dict[str, Any]:
+        """What was noted beside it.
+
+        Raises:
+            DamagedError: it cannot be read.
+        """
+        ...
+
+    def save(self, iteration: int, content: dict[str, Any], origin: dict[str, Any]) -> None:
+        """Keep ``content``, with plain data about where it comes from; what was kept before stays."""
+        ...
+
+    def verify(self, iteration: int, mode: VerifyMode) -> None:
+        """See that it is what was saved.
+
+        Raises:
+            DamagedError: it is not.
+        """
+        ...
+
+    def load(self, iteration: int) -> dict[str, Any]: ...
+
+    def keep_only(self, iteration: int | None) -> None: ...
+
+
+def state_values(state: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron's sharded state dict describes, without the descriptions; tensors share their memory."""
+    return _each(lambda entry: entry.data if isinstance(entry, ShardedBase) else entry, state)
+
+
+def copy_into(state: Any, content: Any, place: Path, name: str = "the state") -> Any:
+    """Copy ``content`` into the tensors that ``state`` describes, and return the whole state.
+
+    Raises:
+        UserError: they are not of the same model.
+    """
+    if isinstance(state, dict):
+        if not isinstance(content, dict) or state.keys() - content.keys():
+            raise _foreign(place, name)
+        return {key: copy_into(entry, content[key], place, str(key)) for key, entry in state.items()}
+    if isinstance(state, (ShardedTensor, ShardedTensorFactory)):
+        assert state.data is not None, f"{name} describes nothing"
+        if not isinstance(content, torch.Tensor) or content.shape != state.data.shape:
+            raise _foreign(place, name)
+        state.data.detach().copy_(content)
+        return state.data
+    return copy.deepcopy(content)  # what is kept in memory may be needed again
+
+
+def _each(change: Callable[[Any], Any], content: dict[str, Any]) -> dict[str, Any]:
+    return cast(dict[str, Any], dict_list_map_outplace(change, content))
+
+
+def _foreign(place: Path, name: str) -> UserError:
+    return UserError(
+        f"checkpoint {place} is not of this model: {name} differs; undo the change, or remove it to go on from "
+        "the persistent checkpoint before"
+    )
+
+
+class DiskStore(RankLocalStore):
+    """A directory for each iteration, published whole and hashed like any checkpoint.
+
+    Args:
+        root: A directory of this rank alone.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @override
+    def iterations(self) -> list[int]:
+        return paths.published_iterations(self._root)
+
+    @override
+    def place(self, iteration: int) -> Path:
+        return paths.iteration_dir(self._root, iteration)
+
+    @override
+    def origin(self, iteration: int) -> dict[str, Any]:
+        return read_origin(self.place(iteration))
+
+    @override
+    def save(self, iteration: int, content: dict[str, Any], origin: dict[str, Any]) -> None:
+        paths.recover(self._root)
+        records: manifest.FileRecords = {}
+        with atomic.published_directory(self.place(iteration), overwrite=True) as staging:
+            with manifest.hashing(staging / STATE, records, STATE) as stream, without_zip_checksums():
+                torch.save(_each(_on_host, content), cast(Any, stream))
+            write_origin(staging, origin)
+            manifest.write(staging, iteration, manifest.new_save_id(), records)
+
+    @override
+    def verify(self, iteration: int, mode: VerifyMode) -> None:
+        directory = self.place(iteration)
+        found = manifest.read(directory)
+        if found is None:
+            raise DamagedError.of(directory, f"{manifest.NAME} is missing")
+        manifest.check_identity(directory, found, iteration)
+        if sentences := manifest.problems(directory, found, found.files, mode):
+            raise DamagedError.of(directory, ", ".join(sentences))
+
+    @override
+    def load(self, iteration: int) -> dict[str, Any]:
+        return torch.load(self.place(iteration) / STATE, map_location="cpu", weights_only=False, mmap=True)
+
+    @override
+    def keep_only(self, iteration: int | None) -> None:
+        for other in self.iterations():
+            if other != iteration:
+                paths.remove(self._root, other)
+        if iteration is None:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+
+@dataclass
+class _MemoryCopy:
+    content: dict[str, Any]
+    origin: dict[str, Any]
+    memory: HostBuffer
+
+
+class MemoryStore(RankLocalStore):
+    """Copies in the host's memory, which outlive the run but not the process.
+
+    Two at most, of which the older one goes when every rank has the newer; their memory is used in turn.
+    """
+
+    _of_run: ClassVar[dict[str, "MemoryStore"]] = {}
+
+    def __init__(self) -> None:
+        self._kept: dict[int, _MemoryCopy] = {}
+        self._free: list[HostBuffer] = []
+
+    @classmethod
+    def of(cls, name: str) -> "MemoryStore":
+        """That of a run: the same one as long as the process lives."""
+        return cls._of_run.setdefault(name, cls())
+
+    @override
+    def iterations(self) -> list[int]:
+        return sorted(self._kept)
+
+    @override
+    def place(self, iteration: int) -> Path:
+        return paths.iteration_dir("memory", iteration)
+
+    @override
+    def origin(self, iteration: int) -> dict[str, Any]:
+        return self._kept[iteration].origin
+
+    @override
+    def save(self, iteration: int, content: dict[str, Any], origin: dict[str, Any]) -> None:
+        memory = self._free.pop() if self._free else HostBuffer()
+        tensors = [entry for entry in nested_values(content) if isinstance(entry, torch.Tensor)]
+        copies = iter(memory.copy_tensors(tensors))
+        kept = _each(
+            lambda entry: next(copies) if isinstance(entry, torch.Tensor) else copy.deepcopy(entry), content
+        )
+        self._kept[iteration] = _MemoryCopy(kept, origin, memory)  # only now: a copy that broke off is not there
+
+    @override
+    def verify(self, iteration: int, mode: VerifyMode) -> None:
+        pass  # no disk has had it
+
+    @override
+    def load(self, iteration: int) -> dict[str, Any]:
+        return self._kept[iteration].content
+
+    @override
+    def keep_only(self, iteration: int | None) -> None:
+        for other in [number for number in self._kept if number != iteration]:
+            self._free.append(self._kept.pop(other).memory)
+        if iteration is None:
+            self._free.clear()
+
+
+def write_origin(directory: Path, origin: dict[str, Any]) -> None:
+    """Note where a checkpoint comes from."""
+    (directory / ORIGIN).write_text(json.dumps(origin) + "\n")
+
+
+def read_origin(directory: Path) -> dict[str, Any]:
+    """What ``write_origin`` noted.
+
+    Raises:
+        DamagedError: it is not there, or not whole.
+    """
+    try:
+        return json.loads((directory / ORIGIN).read_text())
+    except (OSError, ValueError) as error:
+        raise DamagedError.of(directory, f"{ORIGIN} cannot be read ({error})") from error
+
+
+def _on_host(entry: Any) -> Any:
+    return with_own_storage(entry.detach().cpu()) if isinstance(entry, torch.Tensor) else entry

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge train --dry-run``: a report on a run, computed on any machine in seconds.
+
+The report is YAML for ``--config`` with the origin of each value, followed by a summary in comments, so that a
+terminal shows the summary last.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from megatron.bridge.autotune import meta_model
+from megatron.bridge.autotune.gpus import GPUS, fits
+from megatron.bridge.autotune.memory import RankMemory, fullest_stage, memory_per_rank
+from megatron.bridge.cli.support import rank_diagram
+from megatron.bridge.cli.support.summary import describe, warnings
+from megatron.bridge.cli.support.train_job import Job
+from megatron.bridge.models.flops import local_flops_per_token
+from megatron.bridge.recipes.teachers import teacher_of
+from megatron.bridge.training.config.batch_size import BatchSize
+from megatron.bridge.utils.config.origins import annotated_yaml, leaf_values
+
+if TYPE_CHECKING:
+    from megatron.bridge.models.model_provider import ModelProvider
+    from megatron.bridge.training.config import ConfigContainer
+
+ASSUMED_MFU = 0.4
+"""The assumed MFU of a run; well-tuned dense models reach 0.35 to 0.45."""
+
+
+def report(job: Job, asked: int | None) -> str:
+    """The text that a dry run prints.
+
+    Args:
+        job: The job.
+        asked: The number of processes that the user gave.
+
+    Raises:
+        UserError: The config cannot run.
+    """
+    given = asked or int(os.environ.get("WORLD_SIZE", "0"))
+    world_size = given or job.world_size or 1
+    if job.mode == "cache-teacher":
+        return _teacher_report(job, world_size)
+    resolved = job.resolve(world_size)
+    config = resolved.config
+    lines = [f"{job.mode} from {job.source}", *_differences(job), *describe(config, world_size)]
+    if not given:
+        lines.append(f"(for {world_size} processes; set another number with --world-size N)")
+    lines += ["", *rank_diagram.rank_table(config, world_size), ""]
+    teacher = teacher_of(config, world_size)
+    memory = memory_per_rank(config, world_size, teacher)
+    lines += [*_memory(config, memory, job.gpu_kind), "", *_compute(config, world_size, job.gpu_kind, teacher), ""]
+    lines += [f"note: {note}" for note in [*resolved.notes, *warnings(config), *_caveats(config, teacher)]]
+    return annotated_yaml(config, resolved.origins) + _comments(lines)
+
+
+def _teacher_report(job: Job, world_size: int) -> str:
+    """The given config, and a summary of the teacher's run over its data."""
+    from megatron.bridge.training.distillation.cache_teacher import teacher_run
+
+    alone = teacher_run(job.config, world_size).config
+    lines = [
+        f"cache-teacher from {job.source}",
+        *describe(alone, world_size),
+        "",
+        *rank_diagram.rank_table(alone, world_size),
+    ]
+    return annotated_yaml(job.config, job.origins) + _comments(lines)
+
+
+def _comments(lines: list[str]) -> str:
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _differences(job: Job) -> Iterator[str]:
+    """Differences between the recipe and the config."""
+    if job.recipe is None:
+        return
+    theirs, ours = leaf_values(job.recipe.build()), leaf_values(job.config)
+    for key, value in ours.items():
+        if key not in theirs:
+            yield f"not in the recipe: {key}={value!r}"
+        elif repr(theirs[key]) != repr(value):
+            yield f"changed: {key}={theirs[key]!r} -> {value!r}"
+    gone = [key for key in theirs if key not in ours]
+    if gone:
+        yield f"removed: {', '.join(gone)}"
+
+
+def _memory(config: "ConfigContainer", memory: list[RankMemory], kind: str) -> Iterator[str]:
+    yield "memory per rank: states counted on the sharded model, activations estimated"
+    yield from rank_diagram.memory_table(memory, _stage_contents(config))
+    most = fullest_stage(memory)
+    if kind not in GPUS:
+        return
+    verdict = "fits with 10% left free" if fits(most.total, kind) else "does NOT fit with 10% left free"
+    need = rank_diagram.gigabytes(most.total)
+    yield f"the fullest rank, of stage {most.stage}, needs {need} GB of {kind}: {verdict}"
+
+
+def _stage_contents(config: "ConfigContainer") -> list[str]:
+    """The layers of each stage, numbered from 0, and its embedding and loss."""
+    held: list[str] = []
+    for chunks in meta_model.stage_chunks(config.model):
+        first: Any = chunks[0]
+        last: Any = chunks[-1]
+        spans = [
+            _layer_range([layer.layer_number - 1 for layer in chunk.decoder.layers]) for chunk in cast(Any, chunks)
+        ]
+        layers = ", ".join(span for span in spans if span)
+        parts = ["embedding" if first.pre_process else "", f"layers {layers}" if layers else ""]
+        held.append(", ".join(part for part in [*parts, "loss" if last.post_process else ""] if part))
+    return held
+
+
+def _layer_range(numbers: list[int]) -> str:
+    if len(numbers) < 2:
+        return "".join(map(str, numbers))
+    return f"{numbers[0]}-{numbers[-1]}"
+
+
+def _compute(
+    config: "ConfigContainer", world_size: int, kind: str, teacher: "ModelProvider | None"
+) -> Iterator[str]:
+    length = config.dataset.seq_length
+    teachers = [] if teacher is None else [meta_model.whole_model(teacher)]
+    token = local_flops_per_token([_model_with_adapters(config)], length)
+    token += local_flops_per_token(teachers, length, backward=False)
+    step = config.train.global_batch_size * length * token
+    total = BatchSize(config.train).samples_after(config.train.train_iters) * length * token
+    yield f"compute: {step:.3g} model FLOPs per step, {total:.3g} in total, without recomputation"
+    card = GPUS.get(kind)
+    if card is not None:
+        speed = card.bf16 * ASSUMED_MFU * world_size
+        yield (
+            f"time: {_duration(step / speed)} per step, {_duration(total / speed)} in total, if {world_size} x "
+            f"{kind} reach {ASSUMED_MFU:.0%} of their bf16 peak of {card.bf16 / 1e12:.0f} TFLOP/s"
+        )
+
+
+def _model_with_adapters(config: "ConfigContainer") -> Any:
+    """The whole model on the meta device, with its adapters."""
+    import torch
+
+    model = meta_model.whole_model(config.model)
+    if config.peft is not None:
+        with meta_model.as_only_rank(config.model), torch.device("meta"):
+            config.peft([model])
+    return model
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iterator[str]:
+    symbols = getattr(config.model, "layer_kinds", "")
+    package = "mamba-ssm" if "M" in symbols else None
+    if config.model.experimental_attention_variant == "gated_delta_net":
+        package = "flash-linear-attention"
+    if config.distill is not None and config.distill.cache is None and teacher is None:
+        yield (
+            f"distill.teacher={config.distill.teacher} is not on this machine: memory and compute are those of "
+            "the student, without the teacher's"
+        )
+    if package:
+        yield f"activations assume the kernels of {package}; without them PyTorch stores several times as much"

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a command ends: one line for a user error, a traceback for a bug, and the exit code of each."""
+
+import errno
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from megatron.bridge.utils.errors import UserError
+
+# The PyPI name of NVIDIA's package, which also installs ``megatron.bridge``.
+OTHER_DISTRIBUTION = "megatron-bridge"
+
+# On a loaded machine, rank 0 may start some seconds later than the others. torchrun polls every 0.1 s and stops
+# them once rank 0 has failed.
+HEAD_START_SECONDS = 10.0
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Run ``command`` and return its exit code.
+
+    The code is 1 after a ``UserError``, 130 after Ctrl-C, and 141 after the reader of standard output closed the
+    pipe, like a program that does not handle SIGPIPE. Any other exception is a bug and keeps its traceback.
+    argparse exits with 2 by itself.
+    """
+    _open_streams()
+    try:
+        code = command()
+    except UserError as error:
+        _report(str(error))
+        code = 1
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        if not _is_of_output(error):
+            raise
+        return _without_output(error)
+    return _flushed(code)
+
+
+def _open_streams() -> None:
+    """Open streams that the shell closed (``>&-``), for which Python has none; their output is discarded."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open as long as the process runs
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether ``error`` comes from standard output and not from another file that cannot be written."""
+    try:
+        output = sys.stdout.fileno()
+    except OSError:  # in a test, standard output is not a file
+        return False
+    if isinstance(error, BrokenPipeError):
+        watch = select.poll()
+        watch.register(output, select.POLLOUT)
+        return any(event & select.POLLERR for _, event in watch.poll(0))
+    return error.errno == errno.ENOSPC and os.fstatvfs(output).f_bavail == 0
+
+
+def _flushed(code: int) -> int:
+    """``code`` if the output could be written."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _without_output(error)
+    return code
+
+
+def _without_output(error: OSError) -> int:
+    """The exit code if the output could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python tries again when it exits
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    _report(f"standard output cannot be written: {error.strerror}")
+    return 1
+
+
+def refuse_other_distribution() -> None:
+    """Refuse to run if NVIDIA's package of the same import name is installed.
+
+    Raises:
+        UserError: it is installed in this environment.
+    """
+    try:
+        version = metadata.version(OTHER_DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return
+    raise UserError(
+        f"{OTHER_DISTRIBUTION} {version} by NVIDIA and hf-megatron-bridge both install megatron.bridge, so one "
+        f"overwrites the other: uninstall both with pip, then install the one you want"
+    )
+
+
+def _report(message: str) -> None:
+    """Print ``message``, once if all ranks fail with the same error."""
+    rank, alone = _rank()
+    if rank and not alone:
+        # Most user errors occur on every rank at once: rank 0 prints, and torchrun stops the others meanwhile.
+        time.sleep(HEAD_START_SECONDS)
+    prefix = f"error (rank {rank}): " if rank else "error: "
+    for line in message.splitlines():
+        sys.stderr.write(prefix + line + "\n")
+    sys.stderr.flush()
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun prints a long report of its own: this makes the message its last line, in the form that torchrun
+        # expects of a traceback
+        info = {"py_callstack": prefix + message, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": prefix + message, "extraInfo": info}}))
+
+
+def _rank() -> tuple[int, bool]:
+    """This process's rank, and whether the process group exists, so that one rank can fail alone."""
+    torch_distributed = sys.modules.get("torch.distributed")  # if it is not imported, there is no group
+    joined = bool(torch_distributed and torch_distributed.is_available() and torch_distributed.is_initialized())
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0, joined  # an invalid RANK may be the error to report

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How subcommands print sizes, counts and shapes."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNITS = (1e9, "GB"), (1e6, "MB"), (1e3, "kB")
+_WIDTH = 200  # of output that is not a terminal: names stay on one line
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units.
+
+    Example:
+        >>> size(994_464)
+        '994.5 kB'
+    """
+    return next((f"{count / step:.1f} {unit}" for step, unit in _UNITS if count >= step), f"{count:.0f} B")
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def many(count: int, what: str, ending: str = "s") -> str:
+    """A count with its noun.
+
+    Example:
+        >>> many(1, "file"), many(2, "file")
+        ('1 file', '2 files')
+    """
+    return f"{count:,} {what}" + ("" if count == 1 else ending)
+
+
+def shape(sizes: Iterable[int]) -> str:
+    """The shape of a tensor.
+
+    Example:
+        >>> shape((2, 3)), shape(())
+        ('2x3', 'scalar')
+    """
+    return "x".join(map(str, sizes)) or "scalar"
+
+
+def say(text: str) -> None:
+    """Print a line on standard output."""
+    sys.stdout.write(text + "\n")
+
+
+def table_console() -> "Console":
+    """A console for tables on standard output, wide enough for whole names in a pipe."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the config of a run from the arguments of ``train``."""
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.recipes.catalog import Recipe
+    from megatron.bridge.training.config import ConfigContainer, Resolved
+    from megatron.bridge.utils.config.origins import Origins
+    from megatron.bridge.utils.config.overrides import Change, Layer
+
+ADAPTERS = ("lora", "dora")
+DISTILL_MODES = ("distill", "cache-teacher")
+MODES = ("pretrain", "sft", *ADAPTERS, *DISTILL_MODES)
+
+
+_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\w+\])*=")
+
+
+@dataclass
+class Job:
+    """The job that the arguments of a command describe."""
+
+    config: "ConfigContainer"
+    """All settings, not resolved yet."""
+    origins: "Origins"
+    """The origin of each setting."""
+    source: str
+    """The recipe or the file, for messages."""
+    mode: str
+    """One of ``MODES``."""
+    world_size: int | None
+    """Number of processes for which the recipe was made, if known."""
+    recipe: "Recipe | None" = None
+    changes: "list[Change]" = field(default_factory=list)
+    """Settings from files and from the command line."""
+
+    @property
+    def gpu_kind(self) -> str:
+        """The GPU for which the recipe was made; empty if unknown."""
+        return "" if self.recipe is None else self.recipe.gpu_kind
+
+    def resolve(self, world_size: int) -> "Resolved[ConfigContainer]":
+        """The resolved config for ``world_size`` processes, not necessarily on this machine.
+
+        Raises:
+            UserError: The config cannot run, or a value that the user set would be ignored.
+        """
+        from megatron.bridge.utils.config.overrides import check_sticks
+
+        resolved = self.config.resolve(world_size, origins=self.origins)
+        check_sticks(resolved.config, self.changes)
+        return resolved
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that select and change the config of a run."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML"
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="recipe to run; --list shows all")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file with settings on top of --recipe, or with a complete config",
+    )
+    parser.add_argument(
+        "--hf-model",
+        metavar="ID",
+        help="directory or hub id of a model to train instead of the recipe's: its config, its tokenizer, and its "
+        "weights for fine-tuning",
+    )
+    parser.add_argument(
+        "--data", nargs="+", metavar="PATH", help="corpora for pretraining, or the folder for fine-tuning"
+    )
+    parser.add_argument("--mode", choices=MODES, help="stage of training (default: the one of the recipe)")
+    parser.add_argument(
+        "--step_func", default="gpt_step", metavar="NAME", help="gpt_step, or package.module.function of your own"
+    )
+    parser.add_argument("--seq_length", type=int, metavar="N", help="tokens per sample, for data and model")
+    parser.add_argument("--peft_scheme", metavar="NAME", help="adapter to train, lora or dora; the same as --mode")
+    parser.add_argument(
+        "--packed_sequence", action="store_true", help="pack several fine-tuning samples into one row"
+    )
+
+
+def prepare(args: argparse.Namespace) -> Job:
+    """Build the job that the arguments describe.
+
+    Raises:
+        UserError: A name, a file, a key or a value is invalid.
+    """
+    from megatron.bridge.utils.config.overrides import Layer, apply_layers
+
+    overrides = [*args.overrides, *_overrides_after_data(args)]
+    job, layers = _start(args)
+    if args.mode in DISTILL_MODES:
+        _add_distill_config(job)
+    if args.seq_length is not None:
+        overrides += [f"{group}.seq_length={args.seq_length}" for group in ("dataset", "model")]
+    job.changes += apply_layers(job.config, [*layers, Layer("command line", overrides=overrides)])
+    if args.packed_sequence:
+        job.changes += _pack(job)
+    job.origins.record(job.config, job.changes)
+    job.mode = args.mode or ("distill" if job.config.distill else job.mode)
+    _check_mode(job, args)
+    return job
+
+
+def _add_distill_config(job: Job) -> None:
+    """Add ``distill`` to the config, so that the keys of any recipe include ``distill.teacher``."""
+    from megatron.bridge.training.config import DistillConfig
+
+    if job.config.distill is None:
+        job.config.distill = DistillConfig()
+
+
+def _pack(job: Job) -> "list[Change]":
+    """Pack samples into rows of ``seq_length`` tokens, with micro-batch size 1 unless the user set another."""
+    from megatron.bridge.data.config import PackedSequenceSpecs, SFTDatasetConfig
+    from megatron.bridge.utils.config.overrides import Change
+
+    dataset: Any = job.config.dataset
+    if not isinstance(dataset, SFTDatasetConfig):
+        raise UserError(
+            f"--packed_sequence packs fine-tuning data, but the data of {job.source} is a "
+            f"{type(dataset).__name__}: use a finetune recipe, or leave it out"
+        )
+    specs = dataset.packed_sequence_specs or PackedSequenceSpecs()
+    old, specs.packed_sequence_size = specs.packed_sequence_size, dataset.seq_length
+    dataset.packed_sequence_specs = specs
+    # the size alone: the other specs are derived later
+    key = "dataset.packed_sequence_specs.packed_sequence_size"
+    changes = [Change(key, old, dataset.seq_length, "command line")]
+    train = job.config.train
+    if train.micro_batch_size > 1 and "train.micro_batch_size" not in {change.key for change in job.changes}:
+        changes.append(Change("train.micro_batch_size", train.micro_batch_size, 1, "command line"))
+        train.micro_batch_size = 1
+    return changes
+
+
+def _overrides_after_data(args: argparse.Namespace) -> list[str]:
+    """Move ``key=value`` words from ``--data``, which takes all words up to the next option, to the overrides."""
+    words = args.data or []
+    overrides = [word for word in words if _OVERRIDE.match(word) and not _is_data(word)]
+    if args.data is not None:
+        args.data = [word for word in words if word not in overrides]
+    return overrides
+
+
+def _is_data(word: str) -> bool:
+    return Path(word).exists() or Path(f"{word}.idx").exists()
+
+
+def _check_mode(job: Job, args: argparse.Namespace) -> None:
+    if job.mode in DISTILL_MODES and args.step_func != "gpt_step":
+        raise UserError(
+            f"--step_func {args.step_func} cannot be used with --mode {job.mode}, which has its own forward step: "
+            "leave one out"
+        )
+    peft = type(job.config.peft).__name__
+    if job.mode in ADAPTERS and not peft.lower().endswith(job.mode):  # CanonicalLoRA is a LoRA
+        found = "no peft" if job.config.peft is None else f"peft={peft}"
+        raise UserError(f"--mode {job.mode}, but {job.source} has {found}: change its peft, or leave --mode out")
+
+
+def _start(args: argparse.Namespace) -> "tuple[Job, list[Layer]]":
+    """The recipe or the whole file, and what a file sets on it."""
+    from megatron.bridge.utils.config.overrides import Layer
+
+    values = _read_config(args.config) if args.config else None
+    if values is not None and "_target_" in values:
+        return _from_whole_file(args, values)
+    if args.recipe is None:
+        reason = f"{args.config} is not a whole config" if args.config else "there is nothing to run"
+        raise UserError(f"{reason}: give --recipe NAME (--list shows the names)")
+    from megatron.bridge.recipes.catalog import find
+
+    job = _from_recipe(find(args.recipe), args)
+    return job, [Layer(f"file {args.config}", values)] if values else []
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    from megatron.bridge.utils.config import yaml_text
+
+    try:
+        values = yaml_text.read(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"--config {path} cannot be read: {reason}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path} holds no settings: write key: value lines, as --dry-run prints them")
+    return values
+
+
+def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> "tuple[Job, list[Layer]]":
+    from megatron.bridge.training.config import ConfigContainer
+    from megatron.bridge.utils.config.interpolation import references_in, resolve_tree
+    from megatron.bridge.utils.config.origins import Origins
+    from megatron.bridge.utils.config.overrides import Layer, apply_layers, check_types
+    from megatron.bridge.utils.config.serialize import from_plain
+
+    of_recipes = {"hf-model": args.hf_model, "data": args.data, "peft_scheme": args.peft_scheme}
+    extra = [name for name, value in {"recipe": args.recipe, **of_recipes}.items() if value is not None]
+    if extra:
+        raise UserError(f"--{extra[0]} does not go with {args.config}, which is a whole config: leave one out")
+    config = from_plain(resolve_tree(values))
+    if not isinstance(config, ConfigContainer):
+        raise UserError(f"{args.config} describes a {type(config).__name__}, not a run: its top must be {_top()}")
+    origin = f"file {args.config}"
+    layers = [Layer(origin, references_in(values))]  # again after overrides, which references may name
+    apply_layers(config, layers)
+    check_types(config)
+    mode = "pretrain" if config.checkpoint.pretrained_checkpoint is None else "sft"
+    return Job(config, Origins.of(config, origin), str(args.config), mode, None), layers
+
+
+def _top() -> str:
+    return "_target_: ConfigContainer"
+
+
+def _from_recipe(recipe: "Recipe", args: argparse.Namespace) -> Job:
+    from megatron.bridge.utils.config.origins import Origins, leaf_values
+
+    config = recipe.build()
+    options = _data_option(recipe, args.data) | _adapter_option(recipe, args)
+    if args.hf_model is not None:
+        options["hf_model"] = args.hf_model
+    if not options:
+        return Job(config, Origins.of(config), recipe.name, recipe.mode, recipe.gpus, recipe)
+    before = leaf_values(config)
+    config = recipe.build(**options)
+    origins = Origins.of(config)
+    origins.record_given(config, before, "command line")
+    return Job(config, origins, recipe.name, recipe.mode, recipe.gpus, recipe)
+
+
+def _adapter_option(recipe: "Recipe", args: argparse.Namespace) -> dict[str, Any]:
+    """The adapter from ``--peft_scheme`` or ``--mode``."""
+    mode = args.mode if args.mode in ADAPTERS else None
+    scheme = args.peft_scheme or mode
+    if scheme is None:
+        return {}
+    if args.mode is not None and args.mode not in (scheme, "sft"):
+        raise UserError(f"--mode {args.mode} and --peft_scheme {scheme} contradict each other: leave one out")
+    if recipe.mode == "pretrain":
+        raise UserError(f"{recipe.name} trains from random weights: use a finetune recipe for adapters")
+    return {"peft": scheme}
+
+
+def _data_option(recipe: "Recipe", paths: list[str] | None) -> dict[str, Any]:
+    if paths is None:
+        return {}
+    if recipe.mode == "pretrain":
+        return {"data_paths": paths}
+    if len(paths) > 1:
+        raise UserError(
+            f"--data {' '.join(paths)}: fine-tuning reads one folder; give the one with training.jsonl"
+        )
+    return {"dataset_root": paths[0]}
+
+
+def forward_step(name: str) -> Any:
+    """The function that ``--step_func`` names.
+
+    Raises:
+        UserError: The function does not exist.
+    """
+    from megatron.bridge.utils.config.names import locate
+
+    if "." not in name:
+        if name != "gpt_step":
+            raise UserError(f"--step_func {name} does not exist: use gpt_step or package.module.function")
+        name = "megatron.bridge.training.gpt_step.forward_step"
+    sys.path.insert(0, str(Path.cwd()))  # also find modules in the current directory
+    try:
+        step = locate(name)
+    except UserError as error:
+        raise UserError(f"--step_func {name}: {error}") from error
+    if not callable(step):
+        raise UserError(f"--step_func {name} is not a function")
+    return step

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only module that imports Megatron Energon."""
+
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megatron import energon  # pyright: ignore[reportAttributeAccessIssue] - an optional package
+from megatron.bridge.data.finetuning.packing import pack, rounded_up
+from megatron.bridge.data.finetuning.rows import Row, make_row
+from megatron.bridge.data.records.encoding import RecordEncoder
+from megatron.bridge.data.records.formats import expect
+from megatron.bridge.data.records.samples import EncodingReport, Sample
+from megatron.bridge.data.records.sources import LocatedRecord
+from megatron.bridge.data.tokenizer import Tokenizer
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.data.energon.energon_config import EnergonProvider
+
+EnergonSample = dict[str, Any]
+JSON, TEXT = ("json", "jsonl"), ("txt", "text")
+
+
+def open_reader(
+    config: "EnergonProvider", split: str, training: bool, tokenizer: Tokenizer, readers: int, number: int
+) -> "EnergonReader":
+    """Open reader ``number`` of ``readers`` on a split. Training data is shuffled and repeats."""
+    worker = energon.WorkerConfig(
+        rank=number,
+        world_size=readers,
+        num_workers=config.num_workers,
+        seed_offset=config.seed,
+        global_error_handler=energon.reraise_exception,  # by default, Energon skips samples that fail
+    )
+    common: dict[str, Any] = {
+        "split_part": split,
+        "worker_config": worker,
+        "batch_size": None,
+        "packing_buffer_size": config.packing_buffer_size,
+        "task_encoder": RecordTask(config, tokenizer),
+    }
+    name = f"{config.path} ({split})"
+    try:
+        if not training:
+            return EnergonReader(name, energon.get_val_dataset(config.path, **common))
+        dataset = energon.get_train_dataset(
+            config.path,
+            shuffle_buffer_size=config.shuffle_buffer_size,
+            max_samples_per_sequence=config.max_samples_per_sequence,
+            **common,
+        )
+    except (OSError, ValueError, KeyError, AssertionError, TypeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"dataset.path={config.path}: the split {split} cannot be opened ({reason}): check the names of splits"
+        ) from error
+    return EnergonReader(name, dataset)
+
+
+class EnergonReader:
+    """An endless iterator over the rows of one of Energon's loaders."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.report = EncodingReport()
+        self._name = name
+        in_this_process = dataset.worker_config.num_workers == 0
+        loader: Any = energon.get_savable_loader(
+            dataset,
+            watchdog_timeout_seconds=None,
+            # in this process, the run decides when garbage is collected
+            **({"gc_collect_every_n_steps": 0} if in_this_process else {}),
+        )
+        loader.pin_memory = torch.cuda.is_available()
+        loader.generator = torch.Generator()  # without it, the loader draws a seed from the run's own generator
+        # The loader and its epoch iterator refer to each other. The garbage collector closes the queues to the
+        # workers first, so the loader could not tell the workers to end, and would wait 5 s before killing each.
+        weakref.finalize(self, _close_epoch, loader)
+        self._loader = loader
+        self._rows: Iterator[EnergonSample] | None = None
+
+    def __next__(self) -> Row:
+        sample = self._next() or self._next()
+        if sample is None:
+            raise UserError(
+                f"{self._name} has a reader without samples: use fewer readers (dataset.readers), or more data"
+            )
+        if sample["problem"] is not None:
+            raise UserError(sample["problem"])
+        self.report.add(EncodingReport.from_dict(sample["report"]))
+        return sample["row"]
+
+    def _next(self) -> EnergonSample | None:
+        """The next sample; None at the end of an epoch, after which the next epoch begins."""
+        if self._rows is None:
+            self._rows = iter(self._loader)
+        try:
+            return next(self._rows)
+        except StopIteration:
+            self._rows = None
+            return None
+
+    def state(self) -> bytes:
+        """Energon's own state, which only Energon can read."""
+        return pickle.dumps(self._loader.save_state_rank())
+
+    def restore(self, state: bytes) -> None:
+        assert self._rows is None, "restore before reading"
+        self._loader.restore_state_rank(pickle.loads(state))
+
+
+def _close_epoch(loader: Any) -> None:
+    """Break the cycle of references."""
+    iter(loader).close()
+
+
+class RecordTask(energon.DefaultTaskEncoder):
+    """Converts records to rows in the process that reads them.
+
+    A record that is wrong becomes a row with the field ``problem``: Energon would print the error, and a worker
+    process would wrap it in its stack trace.
+    """
+
+    def __init__(self, config: "EnergonProvider", tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.cookers = [energon.Cooker(_uncooked)]
+        self._config = config
+        self._padding = tokenizer.eod
+        self._encode = RecordEncoder(tokenizer, config.encoding_rules())
+        self._unreported = EncodingReport()  # of records without samples
+
+    @energon.stateless
+    def encode_sample(self, sample: Any) -> Iterator[EnergonSample]:
+        """The samples of a record; none if the rules drop it."""
+        parts = sample if isinstance(sample, dict) else vars(sample)
+        keys = energon.basic_sample_keys(parts)
+        try:
+            encoded = self._encode([_record(parts)])
+        except UserError as error:
+            empty = EncodingReport().to_dict()
+            yield keys | {"problem": str(error), "tokens": np.zeros(2, np.int32), "report": empty}
+            return
+        self._unreported.add(encoded.report)
+        for found in encoded.samples:
+            report, self._unreported = self._unreported.to_dict(), EncodingReport()
+            content = found._asdict() if self._config.packed else {"row": self._row([found])}
+            yield keys | {"problem": None, "report": report} | content
+
+    def select_samples_to_pack(self, samples: list[EnergonSample]) -> list[list[EnergonSample]]:
+        """Pack a buffer of samples by best-fit decreasing."""
+        lengths = np.array([len(sample["tokens"]) - 1 for sample in samples])
+        rows = pack(rounded_up(lengths, self._config.sequence_multiple), self._config.seq_length)
+        return [[samples[place] for place in row.tolist()] for row in rows]
+
+    @energon.stateless
+    def pack_selected_samples(self, samples: list[EnergonSample]) -> EnergonSample:
+        """One row, or the first problem among its samples."""
+        problem = next((sample["problem"] for sample in samples if sample["problem"] is not None), None)
+        row = None
+        if problem is None:
+            row = self._row([Sample(sample["tokens"], sample["trained"]) for sample in samples])
+        report = EncodingReport()
+        for sample in samples:
+            report.add(EncodingReport.from_dict(sample["report"]))
+        keys = {key: value for key, value in samples[0].items() if key.startswith("__")}
+        return keys | {"problem": problem, "report": report.to_dict(), "row": row}
+
+    def _row(self, samples: list[Sample]) -> Row:
+        config = self._config
+        seq_length = None if config.padding_free else config.seq_length
+        return make_row(samples, self._padding, config.sequence_multiple, seq_length, config.joins_samples)
+
+
+@energon.stateless
+def _uncooked(sample: Any) -> Any:
+    return sample
+
+
+def _record(parts: dict[str, Any]) -> LocatedRecord:
+    """The record of a sample, and where it is."""
+    where = f"{parts.get('__shard__') or 'sample'}: {parts['__key__']}"
+    for key in JSON:
+        if key in parts:
+            return where, expect(parts[key], "an object", where, key)
+    for key in TEXT:
+        if key in parts:
+            return where, {"text": parts[key]}
+    found = ", ".join(key for key in parts if not key.startswith("__")) or "none"
+    raise UserError(f"{where}: the sample has no part json or txt (parts: {found}): add one of them")

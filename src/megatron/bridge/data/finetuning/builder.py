@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building the datasets of rows of a fine-tuning run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.utils.data import Dataset
+
+from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Split, Splits
+from megatron.bridge.data.finetuning.rows import (
+    BlendedRows,
+    EpochRows,
+    PackedRows,
+    PaddedRows,
+    PaddingFreeRows,
+    Row,
+)
+from megatron.bridge.data.records.preparation import PreparedSamples, prepare
+from megatron.bridge.data.records.samples import Samples
+from megatron.bridge.data.tokenizer import Tokenizer
+from megatron.bridge.utils.console import console
+
+if TYPE_CHECKING:
+    from megatron.bridge.data.finetuning.blended_config import BlendedDatasetConfig
+    from megatron.bridge.data.finetuning.sft_config import SFTDatasetConfig
+
+
+def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetRequest) -> Splits:
+    """Build datasets of the requested sizes. Only the training data is shuffled.
+
+    Raises:
+        UserError: a source is missing or has a wrong record, or no sample is left.
+    """
+    datasets: list[Dataset[Row] | None] = []
+    for split, size in zip(SPLITS, request.sizes, strict=True):
+        prepared = prepare_split(config, split, request.tokenizer) if size else None
+        if prepared is None:
+            datasets.append(None)
+            continue
+        rows = _rows(config, prepared.samples, request.tokenizer)
+        seed = config.seed if split == "train" else None
+        datasets.append(EpochRows(rows, size, seed, prepared.report))
+    return Splits(*datasets)
+
+
+def build_blended_datasets(config: "BlendedDatasetConfig", request: DatasetRequest) -> Splits:
+    """Blend each split of all parts that have it, by their weights."""
+    parts = [part.build(request) for part in config.datasets]
+    blended: list[Dataset[Row] | None] = []
+    for number, size in enumerate(request.sizes):
+        found = {index: dataset for index, part in enumerate(parts) if (dataset := part[number]) is not None}
+        weights = [config.weights[index] for index in found]
+        blended.append(BlendedRows(list(found.values()), weights, size) if found else None)
+    return Splits(*blended)
+
+
+def prepare_split(config: "SFTDatasetConfig", split: Split, tokenizer: Tokenizer) -> PreparedSamples | None:
+    """Tokenize a split; None if it is not used."""
+    source = config.limited_source(split)
+    if source is None:
+        return None
+    folder = Path(config.prepared_dir) if config.prepared_dir else None
+    return prepare(source, tokenizer, config.encoding_rules(), folder, config.workers)
+
+
+def _rows(config: "SFTDatasetConfig", samples: Samples, tokenizer: Tokenizer) -> Dataset[Row]:
+    """The samples as rows of the kind that the config asks for."""
+    multiple, padding = config.sequence_multiple, tokenizer.eod
+    if config.padding_free:
+        return PaddingFreeRows(samples, padding, multiple)
+    if not config.packed:
+        return PaddedRows(samples, config.seq_length, padding)
+    rows = PackedRows(samples, config.seq_length, padding, multiple)
+    console().print(f"packed {len(samples):,} samples into {len(rows):,} rows, {rows.fill:.2%} full")
+    return rows

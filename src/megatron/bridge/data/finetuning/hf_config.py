@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of datasets on the Hugging Face hub."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.bridge.data.dataset_config import Split
+from megatron.bridge.data.finetuning.sft_config import SFTDatasetConfig
+from megatron.bridge.data.records.sources import HoldOutSource, HubSource, RecordSource
+from megatron.bridge.utils.errors import UserError
+
+
+@dataclass(kw_only=True)
+class HFDatasetConfig(SFTDatasetConfig):
+    """Records that `datasets` loads."""
+
+    dataset_name: str
+    """Hub id, or a folder that `datasets` saved."""
+    dataset_subset: str | None = None
+    """Configuration of the dataset, if it has several."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    streaming: bool = False
+    """Read records as they are needed instead of loading whole splits first."""
+    train_split: str = "train"
+    """Name of the training split."""
+    validation_split: str | None = None
+    """Name of the validation split; None holds out ``val_proportion`` of the training split."""
+    test_split: str | None = None
+    """Name of the test split, required with ``do_test``."""
+    val_proportion: float = 0.05
+    """Share of the training records that is held out; ``seed`` selects them."""
+    do_test: bool = False
+    """Whether to test. It is False by default because many datasets have no test split."""
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not 0 < self.val_proportion < 1:
+            found.append(f"dataset.val_proportion={self.val_proportion}: it must be between 0 and 1")
+        if self.do_test and self.test_split is None:
+            found.append("dataset.test_split is not set: name a split, or set dataset.do_test=false")
+        return found
+
+    def check_sources(self) -> None:
+        name = self.dataset_name
+        if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
+            raise UserError(f"dataset.dataset_name={name} is not a directory: check the path")
+
+    def source(self, split: Split) -> RecordSource | None:
+        names = {"train": self.train_split, "valid": self.validation_split, "test": self.test_split}
+        holds_out = self.do_validation and self.validation_split is None and split != "test"
+        name = self.train_split if holds_out else names[split]
+        if name is None:
+            return None
+        whole = HubSource(self.dataset_name, self.dataset_subset, name, self.revision, self.streaming)
+        return HoldOutSource(whole, self.val_proportion, self.seed, split == "valid") if holds_out else whole

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing: which samples share a row, and how a packed row is divided among context-parallel ranks."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Distribute samples over rows by best-fit decreasing.
+
+    The longest sample comes first, and each goes to the row where it leaves the least space.
+
+    Args:
+        lengths: positive length of each sample, at most ``capacity``.
+        capacity: length of a row.
+
+    Returns:
+        The indices of the samples in each row, in ascending order. Rows are ordered by their first sample, and
+        every sample is in exactly one row.
+
+    Example:
+        >>> [row.tolist() for row in pack([3, 5, 2, 8, 6], 8)]
+        [[0, 1], [2, 4], [3]]
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    assert not len(sizes) or (sizes.min() > 0 and sizes.max() <= capacity), "a sample does not fit"
+    order = np.argsort(-sizes, kind="stable")
+    row_of = np.empty(len(sizes), dtype=np.int64)
+    count = 0
+    rows_with: dict[int, list[int]] = {}  # rows by the space left in them
+    spaces: list[int] = []  # the keys of rows_with, sorted
+    for sample, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        place = bisect_left(spaces, size)
+        if place < len(spaces):
+            space = spaces[place]
+            row = rows_with[space].pop()
+            if not rows_with[space]:
+                del rows_with[space], spaces[place]
+        else:
+            space, row = capacity, count
+            count += 1
+        row_of[sample] = row
+        if left := space - size:
+            if left not in rows_with:
+                insort(spaces, left)
+            rows_with.setdefault(left, []).append(row)
+    return _members(row_of, count)
+
+
+def _members(row_of: np.ndarray, count: int) -> list[np.ndarray]:
+    """The samples of each row. Rows are ordered by their first sample."""
+    if not count:
+        return []
+    by_row = np.argsort(row_of, kind="stable")
+    ends = np.cumsum(np.bincount(row_of, minlength=count))
+    rows = np.split(by_row, ends[:-1])
+    first = np.array([row[0] for row in rows])
+    return [rows[index] for index in np.argsort(first, kind="stable")]
+
+
+def rounded_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
+    """Each length, rounded up to a multiple."""
+    return -(-lengths // multiple) * multiple
+
+
+def cut_for_rank(boundaries: np.ndarray, rank: int, size: int) -> np.ndarray:
+    """The positions of a packed row that one context-parallel rank holds.
+
+    Each sequence is cut into ``2 * size`` equal chunks. A rank gets one from the front and the mirrored one from
+    the back, so that causal attention is equal work for all ranks.
+
+    Args:
+        boundaries: the start of each sequence, and the end of the last one; lengths are multiples of ``2 * size``.
+        rank: the context-parallel rank.
+        size: number of context-parallel ranks.
+    """
+    parts = []
+    for start, stop in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
+        chunk, rest = divmod(stop - start, 2 * size)
+        assert rest == 0, f"a sequence of {stop - start} tokens cannot be cut into {2 * size} chunks"
+        parts += [np.arange(chunk) + start + index * chunk for index in (rank, 2 * size - 1 - rank)]
+    return np.concatenate(parts)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a batch: one padded sample, one sample without padding, or several packed samples."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from megatron.bridge.data.finetuning.packing import pack, rounded_up
+from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
+
+Row = dict[str, Any]
+
+
+class SampleRows(Dataset[Row]):
+    """Rows with one sample each.
+
+    Args:
+        samples: the samples.
+        seq_length: length of a row; None: that of its sample.
+        padding: the padding token, which is never in the loss.
+        multiple: in rows with ``cu_seqlens``, pad each sample to a multiple of this, for context parallelism.
+    """
+
+    has_cu_seqlens: ClassVar[bool] = True
+    """Whether rows hold the boundaries of their samples, so that several can share a row."""
+
+    def __init__(self, samples: Samples, seq_length: int | None, padding: int, multiple: int = 1) -> None:
+        self.samples = samples
+        self.seq_length = seq_length
+        self.padding = padding
+        self.multiple = multiple
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._row([index])
+
+    def _row(self, places: Sequence[int]) -> Row:
+        samples = [self.samples[place] for place in places]
+        return make_row(samples, self.padding, self.multiple, self.seq_length, self.has_cu_seqlens)
+
+    @property
+    def fill(self) -> float | None:
+        """Fraction of all rows that is not padding; None if rows have no fixed length."""
+        if self.seq_length is None:
+            return None
+        return float((self.samples.lengths - 1).sum()) / (len(self) * self.seq_length)
+
+
+class PaddedRows(SampleRows):
+    """One sample in each row, padded to ``seq_length``."""
+
+    has_cu_seqlens: ClassVar[bool] = False
+
+
+class PaddingFreeRows(SampleRows):
+    """One sample in each row, without padding. The rows of a microbatch are concatenated."""
+
+    def __init__(self, samples: Samples, padding: int, multiple: int = 1) -> None:
+        super().__init__(samples, None, padding, multiple)
+
+
+class PackedRows(SampleRows):
+    """As many samples in each row as fit, so that little padding is needed.
+
+    Attention and positions restart at each sample. ``multiple`` must divide ``seq_length``.
+    """
+
+    def __init__(self, samples: Samples, seq_length: int, padding: int, multiple: int = 1) -> None:
+        assert seq_length % multiple == 0, (seq_length, multiple)
+        super().__init__(samples, seq_length, padding, multiple)
+        self.plan = pack(rounded_up(samples.lengths - 1, multiple), seq_length)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._row(self.plan[index].tolist())
+
+
+def make_row(
+    samples: Sequence[Sample], padding: int, multiple: int, seq_length: int | None, has_cu_seqlens: bool
+) -> Row:
+    """One row of the given samples; see ``SampleRows`` for the parameters."""
+    if not has_cu_seqlens:
+        assert seq_length is not None, "a row without cu_seqlens has a fixed length"
+        row = _concatenate(samples, [seq_length], padding)
+        del row["cu_seqlens"]
+        return row
+    lengths = rounded_up(np.array([len(sample.tokens) - 1 for sample in samples]), multiple).tolist()
+    return _concatenate(samples, lengths, padding, seq_length)
+
+
+def _concatenate(samples: Sequence[Sample], lengths: Sequence[int], padding: int, total: int | None = None) -> Row:
+    """Samples padded to the given lengths; the rest of ``total`` becomes a sequence of padding."""
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    if total is not None and bounds[-1] < total:
+        bounds = np.append(bounds, total)
+    length = int(bounds[-1])
+    tokens, labels = np.full((2, length), padding, dtype=np.int64)
+    loss_mask = np.zeros(length, dtype=np.float32)
+    for start, sample in zip(bounds.tolist(), samples, strict=False):
+        place = slice(start, start + len(sample.tokens) - 1)
+        tokens[place], labels[place] = sample.tokens[:-1], sample.tokens[1:]
+        loss_mask[place] = sample.trained[1:]  # position i predicts token i + 1
+    return {
+        "tokens": torch.from_numpy(tokens),
+        "labels": torch.from_numpy(labels),
+        "loss_mask": torch.from_numpy(loss_mask),
+        "position_ids": torch.from_numpy(np.arange(length) - np.repeat(bounds[:-1], np.diff(bounds))),
+        "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
+    }
+
+
+class EpochRows(Dataset[Row]):
+    """The rows of another dataset over and over, in a new order each epoch.
+
+    Args:
+        rows: the other dataset.
+        size: number of rows to present.
+        seed: seed of the order, which depends on the seed and the epoch only; None keeps the order of ``rows``.
+        report: what became of the records behind the rows, for the preview.
+    """
+
+    def __init__(
+        self, rows: Dataset[Row], size: int, seed: int | None, report: EncodingReport | None = None
+    ) -> None:
+        self.rows: Any = rows
+        self.size = size
+        self.seed = seed
+        self.report = report or EncodingReport()
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        epoch, place = divmod(index, len(self.rows))
+        return self.rows[self._row(epoch, place)]
+
+    def _row(self, epoch: int, place: int) -> int:
+        if self.seed is None:
+            return place
+        known = self._order  # another thread may replace it meanwhile
+        if known is None or known[0] != epoch:
+            known = (epoch, np.random.default_rng((self.seed, epoch)).permutation(len(self.rows)))
+            self._order = known
+        return int(known[1][place])
+
+
+class BlendedRows(Dataset[Row]):
+    """Rows of several datasets, ordered so that their shares are as close to the weights as possible at any time.
+
+    Args:
+        parts: the datasets, each with at least ``size`` rows.
+        weights: their shares.
+        size: number of rows to present.
+    """
+
+    def __init__(self, parts: Sequence[Dataset[Row]], weights: Sequence[float], size: int) -> None:
+        from megatron.core.datasets import helpers
+
+        self.parts: list[Any] = list(parts)
+        self.part_of = np.zeros(size, dtype=np.int16)
+        self.place_in = np.zeros(size, dtype=np.int64)
+        shares = np.array(weights, dtype=np.float64) / sum(weights)
+        build: Any = helpers.build_blending_indices  # pyright: ignore[reportAttributeAccessIssue] - compiled
+        build(self.part_of, self.place_in, shares, len(self.parts), size, False)
+
+    def __len__(self) -> int:
+        return len(self.part_of)
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.parts[self.part_of[index]][int(self.place_in[index])]

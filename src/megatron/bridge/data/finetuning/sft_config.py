@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configs of datasets of records that are tokenized before the first step."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.bridge.data.dataset_config import DatasetRequest, Split, Splits, too_small
+from megatron.bridge.data.records.record_config import RecordDatasetConfig
+from megatron.bridge.data.records.sources import SUFFIXES, FileSource, LimitedSource, RecordSource
+from megatron.bridge.utils.errors import UserError
+
+FILE_STEMS: dict[Split, str] = {"train": "training", "valid": "validation", "test": "test"}
+
+
+@dataclass(kw_only=True)
+class SFTDatasetConfig(RecordDatasetConfig):
+    """The base class of datasets of records that are tokenized before the first step."""
+
+    max_train_samples: int | None = None
+    """Maximum number of records for training; None uses all."""
+    max_validation_samples: int | None = None
+    """Maximum number of records for validation."""
+    max_test_samples: int | None = None
+    """Maximum number of records for testing."""
+    do_validation: bool = True
+    """False needs no validation data and skips validation."""
+    do_test: bool = True
+    """False needs no test data and skips testing."""
+    prepared_dir: str | None = None
+    """Folder that keeps tokenized samples for later runs. They are made again when the records, the tokenizer, or
+    any setting that they depend on changes. All nodes must share the folder."""
+    workers: int = 1
+    """Number of processes that tokenize."""
+
+    @abstractmethod
+    def source(self, split: Split) -> RecordSource | None:
+        """The records of a split; None if there are none."""
+
+    def limited_source(self, split: Split) -> RecordSource | None:
+        """The records of a split that are used; None if there are none."""
+        wanted, limit = {
+            "train": (True, self.max_train_samples),
+            "valid": (self.do_validation, self.max_validation_samples),
+            "test": (self.do_test, self.max_test_samples),
+        }[split]
+        source = self.source(split) if wanted else None
+        return source if source is None or limit is None else LimitedSource(source, limit)
+
+    def problems(self) -> list[str]:
+        counts = ("workers", "max_train_samples", "max_validation_samples", "max_test_samples")
+        return [*super().problems(), *too_small(self, *counts)]
+
+    def build(self, request: DatasetRequest) -> Splits:
+        """Build datasets of rows."""
+        from megatron.bridge.data.finetuning.builder import build_finetuning_datasets  # imports torch
+
+        self.finalize()
+        return build_finetuning_datasets(self, request)
+
+
+@dataclass(kw_only=True)
+class FinetuningDatasetConfig(SFTDatasetConfig):
+    """Records in the files ``training``, ``validation`` and ``test`` of a folder.
+
+    Each is a ``.jsonl``, ``.parquet`` or ``.arrow`` file. Files that the run does not use may be missing.
+    """
+
+    dataset_root: str
+    """The folder."""
+
+    def check_sources(self) -> None:
+        if not Path(self.dataset_root).is_dir():
+            raise UserError(f"dataset.dataset_root={self.dataset_root} is not a directory: check the path")
+
+    def source(self, split: Split) -> RecordSource:
+        """The file of the split.
+
+        Raises:
+            UserError: there is no file, or there are two with different endings.
+        """
+        folder, stem = Path(self.dataset_root), FILE_STEMS[split]
+        found = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()]
+        if len(found) > 1:
+            raise UserError(f"{' and '.join(map(str, found))} both exist: remove or rename one of them")
+        if not found:
+            names = sorted(path.name for path in folder.iterdir())[:5] if folder.is_dir() else []
+            switches = {"valid": ", or set dataset.do_validation=false", "test": ", or set dataset.do_test=false"}
+            raise UserError(
+                f"{folder} has no file {stem} with one of the endings {', '.join(SUFFIXES)} (it holds "
+                f"{', '.join(names) or 'nothing'}): add it{switches.get(split, '')}"
+            )
+        return FileSource(found[0])

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core's GPT datasets, with checks that no dataset is silently short, empty or endless."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig as CoreGPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+
+from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Splits
+from megatron.bridge.data.pretraining.blend import Blend
+from megatron.bridge.data.pretraining.fim_dataset import FIMDataset
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.data.pretraining.gpt_config import GPTDatasetConfig
+
+# fields that Megatron-Core's config has, too
+SAME_FIELDS = (
+    *("random_seed", "split", "path_to_cache", "mmap_bin_files", "num_dataset_builder_threads"),
+    *("mid_level_dataset_surplus", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+)
+INDEX_HEADER = b"MMIDIDX\x00\x00"
+
+
+def build_gpt_datasets(config: "GPTDatasetConfig", request: DatasetRequest) -> Splits:
+    """Build the training, validation and test datasets. All ranks must call this, and each gets the datasets.
+
+    Rank 0 builds the sample indices first; the others then read them from the cache, synchronized through the
+    default process group. Each rank keeps its own dataset (a memory map), so no layout needs to broadcast data.
+
+    Raises:
+        UserError: a corpus is missing, damaged or too small, or the cache cannot be written.
+    """
+    core = core_config(config, request)
+    _check_corpora(config, core, request)
+    sizes: list[int] = list(request.sizes)
+    try:
+        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, core).build()
+    except FileNotFoundError as error:
+        raise UserError(
+            f"dataset.path_to_cache={config.path_to_cache}: the index {error.filename}, which rank 0 wrote, is "
+            f"missing on another rank: choose a directory that all nodes share"
+        ) from error
+    train, valid, test = (dataset if size else None for size, dataset in zip(request.sizes, built, strict=True))
+    if config.fim is not None and train is not None:
+        train = FIMDataset(train, config.fim, request.tokenizer, config.random_seed)
+    return Splits(train, valid, test)
+
+
+def core_config(config: "GPTDatasetConfig", request: DatasetRequest) -> CoreGPTDatasetConfig:
+    """``config`` as Megatron-Core's, without the splits from which no samples are requested.
+
+    For a split without documents, Megatron-Core would count epochs forever.
+    """
+    core = CoreGPTDatasetConfig(
+        sequence_length=config.seq_length,
+        blend=_without_single_weight(config.blend),
+        blend_per_split=_needed_blends(config, request),
+        create_attention_mask=config.reset_attention_mask,
+        **{name: getattr(config, name) for name in SAME_FIELDS},
+        tokenizer=request.tokenizer,  # pyright: ignore[reportArgumentType] - read by name only
+    )
+    if core.split_matrix is not None:
+        parts: list[Any] = list(core.split_matrix)
+        needed: Any = [part if size else None for part, size in zip(parts, request.sizes, strict=True)]
+        core.split_matrix = needed
+    return core
+
+
+def _without_single_weight(blend: Blend | None) -> Blend | None:
+    """A single corpus needs no blending."""
+    return (blend[0], None) if blend is not None and len(blend[0]) == 1 else blend
+
+
+def _needed_blends(config: "GPTDatasetConfig", request: DatasetRequest) -> list[Any] | None:
+    if config.blend_per_split is None:
+        return None
+    return [
+        _without_single_weight(blend) if size else None
+        for blend, size in zip(config.blend_per_split, request.sizes, strict=True)
+    ]
+
+
+def _check_corpora(config: "GPTDatasetConfig", core: CoreGPTDatasetConfig, request: DatasetRequest) -> None:
+    parts: list[Any] = core.split_matrix or [(0.0, 1.0)] * len(SPLITS)
+    blends = config.blend_per_split or (config.blend,) * len(SPLITS)
+    for split, size, part, blend in zip(SPLITS, request.sizes, parts, blends, strict=True):
+        if size and blend is None:
+            raise UserError(
+                f"the run needs {size} samples for {split}, but dataset.blend_per_split has no blend for it: add "
+                f"one, or request no {split} samples"
+            )
+        for prefix in blend[0] if size and blend is not None else ():
+            _check_corpus(prefix, split, part or (0.0, 0.0), config)
+
+
+def _check_corpus(prefix: str, split: str, part: tuple[float, float], config: "GPTDatasetConfig") -> None:
+    corpus = open_corpus(prefix)
+    count = len(corpus)
+    first, last = (round(edge * count) for edge in part)  # rounded as in Megatron-Core
+    if int(corpus.sequence_lengths[first:last].sum()) < 2:
+        raise UserError(
+            f"dataset.split={config.split} leaves no text for {split} in {prefix} ({count} documents): give "
+            f"{split} a larger share, or a corpus of its own (dataset.blend_per_split), or request no {split} "
+            f"samples"
+        )
+    _check_cache(Path(config.path_to_cache) if config.path_to_cache else Path(prefix) / "cache")
+
+
+def open_corpus(prefix: str) -> IndexedDataset:
+    """Open the indexed dataset at ``prefix``.
+
+    Raises:
+        UserError: one of its two files is missing, damaged, or shorter than its index says.
+    """
+    for suffix in (".bin", ".idx"):
+        if not Path(prefix + suffix).is_file():
+            raise UserError(_missing_corpus(prefix, suffix))
+    if Path(prefix + ".bin").stat().st_size == 0:
+        raise UserError(f"the corpus {prefix}.bin is empty: run `megatron-bridge data preprocess` again")
+    try:
+        with Path(prefix + ".idx").open("rb") as file:
+            assert file.read(len(INDEX_HEADER)) == INDEX_HEADER, "it is not an index"
+        corpus = IndexedDataset(prefix)
+    except (AssertionError, ValueError, OSError) as error:
+        raise UserError(f"the corpus index {prefix}.idx is damaged ({error}): write it again") from error
+    expected = int(corpus.sequence_lengths.sum(dtype="int64")) * DType.size(corpus.index.dtype)
+    actual = Path(prefix + ".bin").stat().st_size
+    if actual != expected:
+        raise UserError(f"the corpus {prefix}.bin has {actual} bytes, its index says {expected}: write it again")
+    return corpus
+
+
+def _missing_corpus(prefix: str, suffix: str) -> str:
+    if prefix.endswith(suffix):
+        return f"the corpus file {prefix}{suffix} does not exist: give the path without the ending {suffix}"
+    if Path(prefix).is_file():
+        return f"{prefix} is not a corpus: make one from its text with `megatron-bridge data preprocess`"
+    return f"the corpus file {prefix}{suffix} does not exist: check the path in dataset.blend"
+
+
+def _check_cache(directory: Path) -> None:
+    """Refuse a cache that cannot be written before rank 0 fails at it while the other ranks wait.
+
+    A read-only cache that is not empty is accepted: it may hold everything that is needed.
+    """
+    if directory.is_dir() and any(directory.iterdir()):
+        return
+    nearest = directory
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(
+            f"the sample indices cannot be written to {directory}: set dataset.path_to_cache to a writable "
+            f"directory that all nodes share"
+        )

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing an indexed dataset, so that it appears as a whole or not at all and a killed run can resume.
+
+While it is written there are three other files beside the final names: ``.bin.incomplete`` with the tokens,
+``.idx.incomplete`` with the document lengths (int32), and ``.progress.json`` with how much of both is safely on
+disk and which input that was. A finished dataset keeps ``.source.json``, which identifies what it was made from.
+"""
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.bridge.utils.atomic import write_text
+from megatron.bridge.utils.errors import UserError
+
+SAVE_SECONDS = 10.0  # the work that a kill may cost
+FINAL = (UserError, OSError)  # a resumed run would fail with these again, so nothing is kept for one
+
+
+class InputPosition(NamedTuple):
+    """A position in the input files."""
+
+    file: int = 0
+    """Index of the file."""
+    offset: int = 0
+    """Bytes read from it."""
+    line: int = 1
+    """Number of the next line."""
+
+
+class EncodedDocuments(NamedTuple):
+    """The tokens of consecutive documents."""
+
+    tokens: np.ndarray
+    """All tokens, concatenated."""
+    lengths: list[int]
+    """Number of tokens of each document."""
+    empty: int
+    """Number of documents left out because they are empty."""
+    input_bytes: int
+    """Bytes that were read."""
+    end: InputPosition
+    """The input position behind them."""
+
+
+@dataclass
+class PreprocessReport:
+    """What was written. The field names are keys of the files on disk."""
+
+    documents: int = 0
+    """Documents written."""
+    tokens: int = 0
+    """Tokens written, including end-of-document tokens."""
+    empty: int = 0
+    """Documents left out because they are empty."""
+    input_bytes: int = 0
+    """Bytes read."""
+    seconds: float = 0.0
+    """Time spent, without start-up (imports, loading the tokenizer)."""
+    found: bool = False
+    """Whether the dataset already existed, made from the same content."""
+
+    def summary(self) -> str:
+        left_out = f", {self.empty:,} empty ones left out" if self.empty else ""
+        speed = self.input_bytes / 1e6 / max(self.seconds, 1e-9)
+        end = "already made from the same content" if self.found else f"{speed:.1f} MB/s"
+        return f"{self.documents:,} documents, {self.tokens:,} tokens{left_out}; {end}"
+
+
+@dataclass
+class WriterState:
+    """How far a dataset has been written. The field names are keys of the files on disk."""
+
+    key: str
+    """Hash of everything that the dataset is made from."""
+    place: InputPosition = field(default_factory=InputPosition)
+    """The input up to here has been written."""
+    report: PreprocessReport = field(default_factory=PreprocessReport)
+
+    @classmethod
+    def load(cls, path: Path) -> "WriterState | None":
+        """The state in a file; None if there is none that can be read."""
+        try:
+            saved = json.loads(path.read_text())
+            return cls(saved["key"], InputPosition(*saved["place"]), PreprocessReport(**saved["report"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def save(self, path: Path) -> None:
+        write_text(path, json.dumps(asdict(self)))
+
+
+class IndexedDatasetWriter:
+    """Context manager that writes ``prefix.bin`` and ``prefix.idx`` in Megatron-Core's format.
+
+    If it is left with an error of the input or the disk, it removes its files. If it is left with another error,
+    or killed, the next writer with the same ``key`` resumes at ``state.place``.
+
+    Args:
+        prefix: output path without endings.
+        dtype: type of the tokens, uint16 or int32.
+        key: hash of everything that the dataset is made from.
+    """
+
+    def __init__(self, prefix: Path, dtype: Any, key: str) -> None:
+        self._prefix = prefix
+        self._dtype = np.dtype(dtype)
+        self._tokens_path, self._lengths_path = (_beside(prefix, f"{end}.incomplete") for end in (".bin", ".idx"))
+        self._progress, self._index = _beside(prefix, ".progress.json"), _beside(prefix, ".idx.new")
+        self.state = WriterState(key)
+        self._saved = time.monotonic()
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        try:
+            self._prefix.parent.mkdir(parents=True, exist_ok=True)
+            earlier = WriterState.load(self._progress)
+            if earlier is not None and earlier.key == self.state.key:
+                self.state = earlier
+            report = self.state.report
+            self._tokens = _open_at(self._tokens_path, report.tokens * self._dtype.itemsize)
+            self._lengths = _open_at(self._lengths_path, report.documents * 4)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        try:
+            if kind is None:
+                self._finish()
+            elif not issubclass(kind, FINAL):
+                self._save()
+        except OSError as found:
+            raise self._cannot_write(found) from found
+        finally:
+            for file in (self._tokens, self._lengths):
+                with suppress(OSError):  # what could not be flushed
+                    file.close()
+            if kind is None or issubclass(kind, FINAL):
+                for path in (self._tokens_path, self._lengths_path, self._progress, self._index):
+                    path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise self._cannot_write(error) from error
+
+    def write(self, documents: EncodedDocuments) -> None:
+        self._tokens.write(documents.tokens.astype(self._dtype, copy=False).tobytes())
+        self._lengths.write(np.array(documents.lengths, np.int32).tobytes())
+        report = self.state.report
+        report.documents += len(documents.lengths)
+        report.tokens += len(documents.tokens)
+        report.empty += documents.empty
+        report.input_bytes += documents.input_bytes
+        self.state.place = documents.end
+        if time.monotonic() - self._saved >= SAVE_SECONDS:
+            self._save()
+
+    def _save(self) -> None:
+        now = time.monotonic()
+        self.state.report.seconds += now - self._saved
+        for file in (self._tokens, self._lengths):
+            file.flush()
+            os.fsync(file.fileno())
+        self.state.save(self._progress)
+        self._saved = now
+
+    def _finish(self) -> None:
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # imports torch
+
+        self._save()
+        lengths = np.fromfile(self._lengths_path, np.int32)
+        if not len(lengths):
+            return
+        builder: Any = IndexedDatasetBuilder(os.devnull, dtype=self._dtype.type)
+        builder.sequence_lengths, builder.document_indices = lengths, np.arange(len(lengths) + 1)
+        builder.finalize(str(self._index))
+        with self._index.open("rb") as file:
+            os.fsync(file.fileno())
+        tokens, index, source = (_beside(self._prefix, end) for end in (".bin", ".idx", ".source.json"))
+        for path in (index, source):
+            path.unlink(missing_ok=True)  # an old index must never describe new tokens
+        self._tokens_path.replace(tokens)
+        self._index.replace(index)
+        self.state.save(source)
+
+    def _cannot_write(self, error: OSError) -> UserError:
+        return UserError(
+            f"cannot write {_beside(self._prefix, '.bin')}: {error.strerror}: free some space, or choose another "
+            f"output prefix"
+        )
+
+
+def finished_state(prefix: Path) -> WriterState | None:
+    """What the dataset at ``prefix`` was made from; None if there is no dataset, or if that is unknown."""
+    if not all(_beside(prefix, end).is_file() for end in (".bin", ".idx")):
+        return None
+    return WriterState.load(_beside(prefix, ".source.json"))
+
+
+def _beside(prefix: Path, ending: str) -> Path:
+    return Path(f"{prefix}{ending}")
+
+
+def _open_at(path: Path, size: int) -> Any:
+    """Open the file behind its first ``size`` bytes and discard the rest."""
+    file = path.open("r+b" if size else "wb")
+    file.truncate(size)
+    file.seek(size)
+    return file

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From text to Megatron-Core's indexed format: ``.bin`` holds the tokens, ``.idx`` where each document begins.
+
+Worker processes parse and tokenize chunks of about a megabyte. This process reads the input and writes the output,
+in the order of the input.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron.bridge.data.pretraining.indexed_writer import (
+    EncodedDocuments,
+    IndexedDatasetWriter,
+    InputPosition,
+    PreprocessReport,
+    finished_state,
+)
+from megatron.bridge.data.records.chat_template import template_text
+from megatron.bridge.data.records.encoding import RecordEncoder
+from megatron.bridge.data.records.formats import expect
+from megatron.bridge.data.records.jsonl import parse_record
+from megatron.bridge.data.records.record_config import EncodingRules
+from megatron.bridge.data.records.sources import FileSource
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, encode_many, tokenizer_key
+from megatron.bridge.data.worker_pool import ordered_map
+from megatron.bridge.utils.console import console
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+Format = Literal["jsonl", "text", "chat"]
+VERSION = 1  # of the output: a dataset of another version is made again
+
+LONGEST = 2**31 - 1
+CHUNK_BYTES = 1 << 20  # large enough that passing results costs < 1 %, small enough to keep all workers busy
+SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text"}
+
+
+@dataclass(kw_only=True)
+class PreprocessConfig:
+    """What is tokenized, how, and where the output goes."""
+
+    inputs: list[Path]
+    """Input files, in the order of the output."""
+    output_prefix: Path
+    """The output path without ``.bin`` and ``.idx``."""
+    tokenizer_model: str
+    """Directory or hub id of a Hugging Face tokenizer."""
+    json_key: str = "text"
+    """Key of the text in a JSONL line."""
+    format: Format | None = None
+    """Format of all inputs; None derives it from the file names. ``chat`` is JSONL with records as for
+    fine-tuning: a document is the text that the chat template renders."""
+    text_document: Literal["file", "line"] = "file"
+    """What a document is in plain text: the whole file, or each line."""
+    append_eod: bool = False
+    """End each document with the tokenizer's end-of-sequence token."""
+    add_special_tokens: bool = False
+    """Let the tokenizer add its special tokens (such as BOS) to each document."""
+    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    """Number of processes that tokenize; 1 tokenizes in this process."""
+    chat_template: str | None = None
+    """File with a Jinja template, or the template itself, instead of the tokenizer's own."""
+    overwrite: bool = False
+    """Replace an existing output, even if it was made from the same content."""
+    trust_remote_code: bool = False
+    """Allow a tokenizer that brings its own Python code."""
+
+
+class DocumentChunk(NamedTuple):
+    """Consecutive documents of one file, as bytes."""
+
+    source: str
+    first_line: int
+    lines: list[bytes]
+    format: Format
+    end: InputPosition
+    """The input position behind them."""
+
+
+class DocumentEncoder:
+    """Tokenizes chunks of documents; each process makes one.
+
+    Raises:
+        UserError: a line cannot be read; the message has its file and line number.
+    """
+
+    def __init__(self, config: PreprocessConfig) -> None:
+        self.tokenizer = HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
+        self._hf = self.tokenizer.hf
+        self._key = config.json_key
+        self._by_line = config.text_document == "line"
+        self._special = config.add_special_tokens
+        self._end = [self._eod(config)] if config.append_eod else []
+        rules = EncodingRules(LONGEST, train_on="everything", chat_template=template_text(config.chat_template))
+        self._records = RecordEncoder(self.tokenizer, rules)
+        # Megatron-Core's readers expect uint16 for small vocabularies. Ids may have gaps, so len() is not enough.
+        self.dtype = np.uint16 if max(self._hf.get_vocab().values()) < 65500 - 1 else np.int32
+
+    def _eod(self, config: PreprocessConfig) -> int:
+        token = self._hf.eos_token_id
+        if not isinstance(token, int):
+            raise UserError(
+                f"--append-eod needs an end-of-sequence token, but the tokenizer {config.tokenizer_model} defines "
+                f"no eos_token: set one, or remove --append-eod"
+            )
+        return token
+
+    def __call__(self, chunk: DocumentChunk) -> EncodedDocuments:
+        documents = self._chats(chunk) if chunk.format == "chat" else self._texts(chunk)
+        lengths = [len(ids) for ids in documents]
+        tokens = np.fromiter(chain.from_iterable(documents), self.dtype, sum(lengths))
+        empty = len(chunk.lines) - len(documents)
+        return EncodedDocuments(tokens, lengths, empty, sum(map(len, chunk.lines)), chunk.end)
+
+    def _chats(self, chunk: DocumentChunk) -> list[list[int]]:
+        records = [(where, parse_record(line, where)) for where, line in _located(chunk)]
+        found = [sample.tokens.tolist() for sample in self._records(records).samples]
+        return [ids if ids[-1:] == self._end else ids + self._end for ids in found]
+
+    def _texts(self, chunk: DocumentChunk) -> list[list[int]]:
+        read = self._json_text if chunk.format == "jsonl" else self._plain_text
+        kept = [text for where, line in _located(chunk) if (text := read(line, where))]
+        return [ids + self._end for ids in encode_many(self.tokenizer, kept, self._special) if ids]
+
+    def _json_text(self, line: bytes, where: str) -> str:
+        record = parse_record(line, where)
+        if self._key not in record:
+            keys = ", ".join(record) or "none"
+            hint = did_you_mean(self._key, record)
+            raise UserError(
+                f"{where}: the key {self._key!r} is missing; name one with --json-key (keys: {keys}){hint}"
+            )
+        return expect(record[self._key], "a string", where, repr(self._key))
+
+    def _plain_text(self, document: bytes, where: str) -> str:
+        try:
+            text = document.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: the text is not UTF-8 ({error.reason} at byte {error.start})") from error
+        return text.rstrip("\r\n") if self._by_line else text
+
+
+def _located(chunk: DocumentChunk) -> Iterator[tuple[str, bytes]]:
+    """The file and line number of each line that is not blank, and the line."""
+    for number, line in enumerate(chunk.lines, start=chunk.first_line):
+        if line.strip():
+            yield f"{chunk.source}:{number}", line
+
+
+def preprocess(config: PreprocessConfig) -> PreprocessReport:
+    """Tokenize ``config.inputs`` into an indexed dataset, or resume an interrupted run.
+
+    Raises:
+        UserError: an input, the tokenizer, a line or the output is wrong. No files are left behind.
+    """
+    formats = _check(config)
+    encoder = DocumentEncoder(config)
+    key = _key(config, formats, encoder.tokenizer)
+    made = finished_state(config.output_prefix)
+    if made is not None and made.key == key and not config.overwrite:
+        return replace(made.report, found=True)
+    _refuse_existing(config)
+    with (
+        ordered_map(encoder, config.workers) as encode,
+        IndexedDatasetWriter(config.output_prefix, encoder.dtype, key) as output,
+    ):
+        report = output.state.report
+        if report.documents:
+            console().print(f"resuming after {report.documents:,} documents", markup=False)
+        chunks = _chunks(config, formats, output.state.place)
+        for documents in _progress(encode(chunks), config, report.input_bytes):
+            output.write(documents)
+        if not report.documents:
+            raise UserError(f"the input {', '.join(map(str, config.inputs))} holds no text: check --input")
+    return report
+
+
+def _check(config: PreprocessConfig) -> list[Format]:
+    """The format of each input."""
+    if config.workers < 1:
+        raise UserError(f"--workers={config.workers}: it must be at least 1")
+    for path in config.inputs:
+        if not path.is_file():
+            raise UserError(f"--input={path} is not a file: check the path")
+    if config.chat_template is not None and config.format != "chat":
+        raise UserError(f"--chat-template={config.chat_template} is for conversations: add --format chat")
+    return [config.format or _format_of(path) for path in config.inputs]
+
+
+def _refuse_existing(config: PreprocessConfig) -> None:
+    for suffix in (".bin", ".idx"):
+        path = Path(f"{config.output_prefix}{suffix}")
+        if path.exists() and not config.overwrite:
+            raise UserError(
+                f"the output {path} exists and was made from something else: choose another --output-prefix, or "
+                f"replace it with --overwrite"
+            )
+
+
+def _key(config: PreprocessConfig, formats: list[Format], tokenizer: HuggingFaceTokenizer) -> str:
+    """A hash of everything that the output depends on."""
+    options = (config.json_key, config.text_document, config.append_eod, config.add_special_tokens)
+    template = template_text(config.chat_template)
+    inputs = [FileSource(path).fingerprint() for path in config.inputs]
+    parts = [VERSION, tokenizer_key(tokenizer), options, template, formats, inputs]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
+
+
+def _format_of(path: Path) -> Format:
+    if path.suffix not in SUFFIXES:
+        known = " ".join(SUFFIXES)
+        raise UserError(
+            f"the format of {path} is unknown (known endings: {known}): add --format jsonl, text or chat"
+        )
+    return SUFFIXES[path.suffix]
+
+
+def _chunks(config: PreprocessConfig, formats: list[Format], start: InputPosition) -> Iterator[DocumentChunk]:
+    for number, (path, kind) in enumerate(zip(config.inputs, formats, strict=True)):
+        if number < start.file:
+            continue
+        try:
+            with path.open("rb") as file:
+                if kind == "text" and config.text_document == "file":
+                    yield DocumentChunk(str(path), 1, [file.read()], kind, InputPosition(number + 1))
+                    continue
+                position = start if number == start.file else InputPosition(number)
+                file.seek(position.offset)
+                while lines := file.readlines(CHUNK_BYTES):
+                    end = InputPosition(number, file.tell(), position.line + len(lines))
+                    yield DocumentChunk(str(path), position.line, lines, kind, end)
+                    position = end
+        except OSError as error:
+            raise UserError(f"--input={path} cannot be read: {error.strerror}") from error
+
+
+def _progress(
+    results: Iterator[EncodedDocuments], config: PreprocessConfig, done: int
+) -> Iterator[EncodedDocuments]:
+    """Show a progress bar in bytes, on a terminal."""
+    terminal = console()
+    if not terminal.is_terminal:
+        yield from results
+        return
+    columns = (
+        TextColumn("tokenizing"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=terminal) as progress:
+        task = progress.add_task("", total=sum(path.stat().st_size for path in config.inputs), completed=done)
+        for result in results:
+            yield result
+            progress.advance(task, result.input_bytes)

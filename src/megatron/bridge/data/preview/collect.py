@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collecting the preview of a run's data."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig
+from megatron.bridge.data.finetuning.rows import BlendedRows, EpochRows
+from megatron.bridge.data.loaders import Batch, BatchIterator, BatchShard, DataIterator, Iterators, make_iterator
+from megatron.bridge.data.preview.corpora import CorpusPreview, preview_corpora
+from megatron.bridge.data.records.samples import EncodingReport, Sample
+from megatron.bridge.data.streams import StreamingBatchIterator
+from megatron.bridge.data.tokenizer import Tokenizer
+
+BINS = 12
+SHOWN_RANKS = 16
+SHOWN_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class TextSegment:
+    """Consecutive tokens that are all in the loss, or all not."""
+
+    text: str
+    """The text of the tokens."""
+    tokens: int
+    """Number of tokens."""
+    trained: bool
+    """Whether they are in the loss."""
+
+
+@dataclass(frozen=True)
+class SplitPreview:
+    """The data of one split, or one part of a blend."""
+
+    name: str
+    """``train``, ``valid`` or ``test``, followed by the number of the part in a blend."""
+    report: EncodingReport
+    """What became of the records."""
+    longest: int
+    """Tokens of the longest sample."""
+    median: float
+    """Median number of tokens."""
+    mean: float
+    """Mean number of tokens."""
+    histogram: list[tuple[int, int]]
+    """Number of samples up to each length, as (length, number)."""
+    rows: int
+    """Rows of an epoch."""
+    fill: float | None
+    """Fraction of the rows that is not padding; None if rows have no fixed length."""
+    samples: list[list[TextSegment]]
+    """The first samples."""
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """The first microbatch of a data-parallel rank."""
+
+    rank: int
+    """Data-parallel rank."""
+    samples: list[int]
+    """Positions of its samples in the order of the run."""
+    tokens: int
+    """Input tokens, including padding."""
+    trained: int
+    """Tokens in the loss."""
+    sequences: int
+    """Samples, of which a packed row holds several."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The data of a run."""
+
+    splits: list[SplitPreview] = field(default_factory=list)
+    """Data of records."""
+    corpora: list[CorpusPreview] = field(default_factory=list)
+    """Data without records."""
+    texts: list[list[TextSegment]] = field(default_factory=list)
+    """The first rows of training data without records."""
+    first_batches: list[RankBatch] = field(default_factory=list)
+    """The first microbatch of each of the first ranks."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a JSON file, without the text of samples."""
+        splits = [
+            {name: value for name, value in vars(split).items() if name not in ("report", "samples")}
+            | {"report": split.report.to_dict()}
+            for split in self.splits
+        ]
+        return {
+            "splits": splits,
+            "corpora": [asdict(corpus) for corpus in self.corpora],
+            "first_batches": [asdict(batch) for batch in self.first_batches],
+        }
+
+
+class _FirstBatch(NamedTuple):
+    rank: int
+    batch: Batch
+    sample_ids: list[int]
+
+
+def preview(
+    config: DatasetConfig,
+    data: Iterators,
+    tokenizer: Tokenizer,
+    sizes: tuple[int, int, int],
+    samples: int = 3,
+) -> Preview:
+    """Look at the data of a run, without drawing from its iterators.
+
+    Args:
+        config: the dataset config.
+        data: the iterators made from it.
+        tokenizer: the tokenizer of the run.
+        sizes: micro batch size, global batch size, and number of data-parallel ranks.
+        samples: number of samples to show of each split.
+    """
+    splits, corpora = [], []
+    for name, iterator in zip(SPLITS, data, strict=True):
+        dataset = iterator.dataset if isinstance(iterator, BatchIterator) else iterator
+        parts = list(_parts(name, dataset))
+        splits += [_preview_split(part_name, part, tokenizer, samples) for part_name, part in parts]
+        if dataset is not None and not parts:
+            corpora.append(preview_corpora(name, dataset, config.seq_length))
+    first = list(_first_batches(config, data.train, sizes))
+    count = min(samples, len(first[0].batch["tokens"])) if first and corpora else 0
+    texts = [segments(_beginning(first[0].batch, row), tokenizer) for row in range(count)]
+    return Preview(splits, corpora, texts, [_rank_batch(*each) for each in first])
+
+
+def _parts(name: str, dataset: Any) -> Iterator[tuple[str, EpochRows]]:
+    """The datasets of a blend, one by one; nothing for data without records."""
+    if isinstance(dataset, EpochRows):
+        yield name, dataset
+    elif isinstance(dataset, BlendedRows):
+        for number, part in enumerate(dataset.parts):
+            yield f"{name} {number}", part
+
+
+def _preview_split(name: str, dataset: EpochRows, tokenizer: Tokenizer, samples: int) -> SplitPreview:
+    rows = dataset.rows
+    lengths = rows.samples.lengths
+    return SplitPreview(
+        name=name,
+        report=dataset.report,
+        longest=int(lengths.max()),
+        median=float(np.median(lengths)),
+        mean=float(lengths.mean()),
+        histogram=histogram(lengths),
+        rows=len(rows),
+        fill=rows.fill,
+        samples=[segments(rows.samples[place], tokenizer) for place in range(min(samples, len(lengths)))],
+    )
+
+
+def histogram(lengths: np.ndarray, bins: int = BINS) -> list[tuple[int, int]]:
+    """Number of samples in bins of equal width, each with its largest length.
+
+    Example:
+        >>> histogram(np.array([1, 2, 4]), bins=2)
+        [(2, 2), (4, 1)]
+    """
+    longest = int(lengths.max())
+    width = -(-longest // bins)
+    counts = np.bincount((lengths - 1) // width, minlength=-(-longest // width))
+    return [((place + 1) * width, int(count)) for place, count in enumerate(counts)]
+
+
+def segments(sample: Sample, tokenizer: Tokenizer) -> list[TextSegment]:
+    """The text of a sample, split where the loss begins and ends."""
+    edges = np.flatnonzero(np.diff(sample.trained)) + 1
+    return [
+        TextSegment(tokenizer.detokenize(tokens.tolist()), len(tokens), bool(trained[0]))
+        for tokens, trained in zip(np.split(sample.tokens, edges), np.split(sample.trained, edges), strict=True)
+    ]
+
+
+def _beginning(batch: Batch, row: int) -> Sample:
+    """The first tokens of a row."""
+    tokens = np.concatenate((batch["tokens"][row, :1].numpy(), batch["labels"][row].numpy()))
+    trained = np.concatenate((np.zeros(1, np.bool_), batch["loss_mask"][row].numpy() > 0))
+    return Sample(tokens[:SHOWN_TOKENS], trained[:SHOWN_TOKENS])
+
+
+def _first_batches(
+    config: DatasetConfig, train: DataIterator | None, sizes: tuple[int, int, int]
+) -> Iterator[_FirstBatch]:
+    micro, whole, ranks = sizes
+    if train is None or (isinstance(train, BatchIterator) and len(train.dataset) < whole):
+        return
+    for rank in range(min(ranks, SHOWN_RANKS)):
+        shard = BatchShard(micro, whole, rank, ranks)
+        if isinstance(train, StreamingBatchIterator):
+            batches = train.replicate(shard)
+        else:
+            assert isinstance(train, BatchIterator), type(train)
+            batches = make_iterator(train.dataset, config, shard, prefetch=False)
+        yield _FirstBatch(rank, next(batches), batches.sample_ids)
+
+
+def _rank_batch(rank: int, batch: Batch, ids: list[int]) -> RankBatch:
+    return RankBatch(rank, ids, batch["tokens"].numel(), int(batch["loss_mask"].sum()), _sequences(batch))
+
+
+def _sequences(batch: Batch) -> int:
+    """Number of sequences with tokens in the loss; padding at the end of a packed row is one without."""
+    if "cu_seqlens" not in batch:
+        return len(batch["tokens"])
+    bounds: Sequence[int] = batch["cu_seqlens"].tolist()
+    mask = batch["loss_mask"][0]
+    return sum(bool(mask[start:stop].any()) for start, stop in pairwise(bounds))

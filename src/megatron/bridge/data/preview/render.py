@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A preview on the console, in color, and the same as an HTML page."""
+
+import io
+from collections.abc import Iterator
+
+from rich.console import Console, ConsoleRenderable, Group
+from rich.table import Table
+from rich.text import Text
+
+from megatron.bridge.data.preview.collect import Preview, RankBatch, SplitPreview, TextSegment
+
+TRAINED, CONTEXT = "bold green", "dim"
+BAR = 40  # characters of the longest bar
+PAGE_WIDTH = 120  # characters
+PAGE = """<!doctype html>
+<html><head><meta charset="utf-8"><title>Data preview</title>
+<style>body {{ color: #222; background: #fff; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}</style>
+</head><body><h1>Data preview</h1><pre>{code}</pre></body></html>
+"""
+
+
+def to_console(console: Console, preview: Preview) -> None:
+    for split in preview.splits:
+        console.print(_split(split))
+    for corpus in preview.corpora:
+        console.print(Text(corpus.name, style="bold underline"), *map(Text, corpus.lines()), "", sep="\n")
+    for number, text in enumerate(preview.texts, start=1):
+        console.print(Text(f"beginning of row {number}", style="bold"), _text(text), sep="\n")
+    if preview.first_batches:
+        console.print(_batches(preview.first_batches))
+
+
+def to_html(preview: Preview) -> str:
+    """The preview as a page that needs no other file."""
+    console = Console(record=True, width=PAGE_WIDTH, file=io.StringIO(), highlight=False)
+    to_console(console, preview)
+    return console.export_html(code_format=PAGE, inline_styles=True)
+
+
+def _split(split: SplitPreview) -> ConsoleRenderable:
+    lines: list[ConsoleRenderable] = [Text(split.name, style="bold underline")]
+    lines += [Text(line) for line in summary(split)]
+    lines.append(_histogram(split))
+    for number, sample in enumerate(split.samples, start=1):
+        lines += [Text(f"sample {number}", style="bold"), _text(sample)]
+    return Group(*lines, Text())
+
+
+def summary(split: SplitPreview) -> Iterator[str]:
+    """Counts, lengths and packing, one sentence each."""
+    yield f"{split.report.records:,} records: {'; '.join(split.report.lines())}"
+    yield f"length: mean {split.mean:.0f}, median {split.median:.0f}, longest {split.longest:,} tokens"
+    fill = "" if split.fill is None else f", {split.fill:.2%} full"
+    yield f"{split.rows:,} rows in an epoch{fill}"
+
+
+def _histogram(split: SplitPreview) -> Table:
+    table = Table(box=None, show_header=False)
+    most = max(count for _, count in split.histogram)
+    for length, count in split.histogram:
+        table.add_row(f"up to {length:,}", "#" * round(BAR * count / most), f"{count:,}")
+    return table
+
+
+def _text(segments: list[TextSegment]) -> Text:
+    """The text of a sample. The part in the loss has a color, and brackets for consoles without colors."""
+    shown = Text()
+    for segment in segments:
+        if segment.trained:
+            shown.append(f"\u27e6{segment.text}\u27e7", TRAINED)
+        else:
+            shown.append(segment.text, CONTEXT)
+    trained = sum(segment.tokens for segment in segments if segment.trained)
+    tokens = sum(segment.tokens for segment in segments)
+    shown.append(f"\n({trained:,} of {tokens:,} tokens, those in \u27e6\u27e7, are in the loss)", "italic")
+    return shown
+
+
+def _batches(batches: list[RankBatch]) -> Table:
+    columns = ("data rank", "samples", "sequences", "tokens", "in the loss")
+    table = Table(*columns, title="first microbatch of each data-parallel rank", box=None)
+    for batch in batches:
+        counts = (batch.sequences, batch.tokens, batch.trained)
+        table.add_row(str(batch.rank), ", ".join(map(str, batch.samples)), *(f"{count:,}" for count in counts))
+    return table

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rendering conversations with chat templates, and finding the text of the assistant in the result.
+
+A template with ``{% generation %}`` marks says itself which text is the assistant's. For any other, the
+conversation up to an answer is rendered twice: without the answer but with the generation prompt, and with the
+answer. If the first text is a prefix of the second, and the second of the whole, then the text between them is the
+answer, including its end-of-turn token. If not (some templates rewrite earlier turns), no span of the text is
+certain, and the record is refused: training on everything would look just as plausible in a loss curve.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.bridge.data.records.formats import Chat
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TrainOn = Literal["assistant", "last", "completion", "everything"]
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """The text of a conversation."""
+
+    text: str
+    """All of the text."""
+    spans: list[Span]
+    """First character and end of each part that is in the loss, in order."""
+
+
+class ChatTemplate:
+    """Renders conversations with a tokenizer's chat template.
+
+    Args:
+        hf: tokenizer of transformers.
+        template: a template instead of the tokenizer's own.
+        options: variables for the template, such as ``enable_thinking``.
+
+    Raises:
+        UserError: there is no template.
+    """
+
+    def __init__(
+        self,
+        hf: "PreTrainedTokenizerBase",
+        template: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self._hf = hf
+        self._template = template
+        self._options = options or {}
+        if template is None and not hf.chat_template:
+            raise UserError(
+                f"the tokenizer {hf.name_or_path} has no chat template: set dataset.chat_template, or use prompt "
+                f"and completion instead of messages"
+            )
+
+    def render(self, chat: Chat, train_on: TrainOn, where: str) -> RenderedChat:
+        """Render ``chat`` and find the part that ``train_on`` selects.
+
+        Raises:
+            UserError: the template refuses the conversation, or its answers cannot be located.
+        """
+        text, marked = self._text(chat, len(chat.messages), False, where)
+        if train_on == "everything":
+            return RenderedChat(text, [(0, len(text))])
+        selected = _selected(chat, train_on)
+        if GENERATION.search(self._source(chat, where)):
+            return RenderedChat(text, _choose(marked, chat, selected, train_on, where))
+        return RenderedChat(text, [self._span(chat, index, text, where) for index in selected])
+
+    def prompt(self, chat: Chat, where: str) -> str:
+        """The text of the conversation, ending in the generation prompt."""
+        return self._text(chat, len(chat.messages), True, where)[0]
+
+    def _span(self, chat: Chat, index: int, text: str, where: str) -> Span:
+        if index == 0:
+            raise UserError(
+                f"{where}: the conversation begins with an answer, so the prompt for it is unknown: put a message "
+                f"before it, or give it weight 0"
+            )
+        before, _ = self._text(chat, index, True, where)
+        through, _ = self._text(chat, index + 1, False, where)
+        if not through.startswith(before):
+            raise _ambiguous(where, index, "the template changes the prompt once the answer is there")
+        if not text.startswith(through):
+            raise _ambiguous(where, index, "the template changes the answer once more messages follow")
+        return len(before), len(through)
+
+    def _text(self, chat: Chat, count: int, generate: bool, where: str) -> tuple[str, list[Span]]:
+        """The first ``count`` messages as text, and the parts that are marked as generated."""
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template  # its type hints promise one string
+        template = self._source(chat, where)
+        values = {**self._hf.special_tokens_map, **self._options, **chat.template_options}
+        try:
+            texts, spans = render(
+                [chat.messages[:count]],
+                tools=list(chat.tools) if chat.tools else None,
+                chat_template=template,
+                return_assistant_tokens_mask=bool(GENERATION.search(template)),
+                add_generation_prompt=generate,
+                **values,
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            part = "" if count == len(chat.messages) else f", given its first {count} messages"
+            raise UserError(f"{where}: the chat template refuses the conversation{part}: {error}") from error
+        return texts[0], spans[0] if spans else []
+
+    def _source(self, chat: Chat, where: str) -> str:
+        try:
+            return self._hf.get_chat_template(self._template, chat.tools)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:  # several named templates, none of them the default
+            raise UserError(f"{where}: {' '.join(str(error).split())[:200]}") from error
+
+
+def template_text(template: str | None) -> str | None:
+    """The template that a config holds, or the content of the file that it names.
+
+    Raises:
+        UserError: it is neither a file nor a template.
+    """
+    if template is None or "{{" in template or "{%" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"dataset.chat_template={template} cannot be read: {reason}") from error
+
+
+def _selected(chat: Chat, train_on: TrainOn) -> list[int]:
+    """Indices of the answers that are in the loss."""
+    answers = chat.answers
+    if train_on == "last":
+        answers = answers[-1:]
+    elif train_on == "completion":
+        answers = [index for index in answers if index >= chat.completion_start]
+    return [index for index in answers if index not in chat.excluded]
+
+
+def _choose(spans: list[Span], chat: Chat, selected: list[int], train_on: TrainOn, where: str) -> list[Span]:
+    """The marked spans of the selected answers."""
+    answers = chat.answers
+    if selected == answers:
+        return spans
+    if len(spans) != len(answers):
+        choice = "weight=0" if train_on == "assistant" else f"dataset.train_on={train_on}"
+        raise UserError(
+            f"{where}: the template marks {len(spans)} parts as generated for {len(answers)} assistant messages, "
+            f"so {choice} cannot be applied: use dataset.train_on=assistant without weights"
+        )
+    return [span for index, span in zip(answers, spans, strict=True) if index in selected]
+
+
+def _ambiguous(where: str, index: int, reason: str) -> UserError:
+    return UserError(
+        f"{where}: the answer in message {index + 1} cannot be located in the rendered conversation, because "
+        f"{reason}: set dataset.split_turns=true (each answer becomes a sample, as at inference) or "
+        f"dataset.train_on=last, or give a dataset.chat_template with {{% generation %}} marks"
+    )

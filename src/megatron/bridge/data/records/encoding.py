@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From records to tokenized samples. Whatever is dropped, cut or unusual is counted."""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
+from megatron.bridge.data.records.formats import Chat, Pair, ParsedRecord, Text, parse
+from megatron.bridge.data.records.record_config import EncodingRules, ProcessExample
+from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
+from megatron.bridge.data.records.sources import LocatedRecord
+from megatron.bridge.data.records.truncation import shorten
+from megatron.bridge.data.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    bos_token,
+    encode_many,
+    encode_with_offsets,
+)
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# reasons to drop a sample
+NO_TARGET = "without a token in the loss"
+TOO_LONG = "as too long"
+BY_FUNCTION = "by process_example_fn"
+# notes on samples that are kept
+INSIDE_A_TOKEN = "answers begin or end inside a token, all of which is in the loss"
+NO_END = "answers do not end with a special token: the model does not learn to stop there"
+EMPTY = "answers are empty: the model learns to stop at once"
+SYSTEMS = "conversations have several system messages"
+CONTROL = "messages contain a special token as text: the model takes it for one of the template"
+
+
+class EncodedRecords(NamedTuple):
+    """The samples of some records, and what became of the other records."""
+
+    samples: Samples
+    report: EncodingReport
+
+
+class _Draft(NamedTuple):
+    """A sample before truncation, and where its record is."""
+
+    where: str
+    sample: Sample
+
+
+class RecordEncoder:
+    """Tokenizes records.
+
+    Raises:
+        UserError: the tokenizer cannot do what the rules need.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, rules: EncodingRules) -> None:
+        self.tokenizer = tokenizer
+        self.rules = rules
+        self._process = _with_tokenizer(rules.process_example_fn, tokenizer)
+        self._template: ChatTemplate | None = None
+        self._opening = bos_token(tokenizer)
+        self._special_tokens = _special_tokens(tokenizer)
+
+    def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
+        """The samples of ``records``, in order.
+
+        Raises:
+            UserError: a record has no known format, cannot be masked, or is too long with ``truncation=refuse``.
+        """
+        report = EncodingReport(records=len(records))
+        kept = [draft for draft in self._drafts(records, report) if self._keep(draft, report)]
+        cut = [self._truncate(draft.sample, report) for draft in kept]
+        found = [sample for sample in cut if sample.trained.any()]
+        report.dropped[NO_TARGET] += len(cut) - len(found)
+        report.dropped, report.notes = +report.dropped, +report.notes  # + removes counts of 0
+        samples = Samples.of(found)
+        report.samples, report.tokens = len(found), len(samples.tokens)
+        report.trained = int(samples.trained.sum())
+        return EncodedRecords(samples, report)
+
+    def _drafts(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[_Draft]:
+        """Tokenize all records at once, which is several times as fast as one by one."""
+        parsed = list(self._parse(records, report))
+        chats = self._chats(
+            [self._render(where, item) for where, item in parsed if isinstance(item, Chat)], report
+        )
+        plain = self._plain([item for _, item in parsed if not isinstance(item, Chat)])
+        for where, item in parsed:
+            yield _Draft(where, next(chats if isinstance(item, Chat) else plain))
+
+    def _parse(
+        self, records: Sequence[LocatedRecord], report: EncodingReport
+    ) -> Iterator[tuple[str, ParsedRecord]]:
+        for where, record in records:
+            processed = self._process(record) if self._process else record
+            if processed is None:
+                report.dropped[BY_FUNCTION] += 1
+                continue
+            parsed = parse(processed, where)
+            self._note(parsed, report)
+            for item in self._turns(parsed):
+                yield where, item
+
+    def _turns(self, parsed: ParsedRecord) -> Iterator[ParsedRecord]:
+        """With ``split_turns``, each answer with what comes before it."""
+        if not (self.rules.split_turns and isinstance(parsed, Chat)):
+            yield parsed
+            return
+        for index in parsed.answers:
+            if index not in parsed.excluded:
+                yield replace(parsed, messages=parsed.messages[: index + 1], completion=None)
+
+    def _plain(self, parsed: Sequence[Pair | Text]) -> Iterator[Sample]:
+        """Prompt and completion are tokenized separately, so that a prompt has the same tokens at inference."""
+        first = [item.prompt if isinstance(item, Pair) else item.text for item in parsed]
+        rest = [item.completion for item in parsed if isinstance(item, Pair)]
+        beginnings = encode_many(self.tokenizer, first, special=True)
+        completions = iter(encode_many(self.tokenizer, rest, special=False))
+        for item, beginning in zip(parsed, beginnings, strict=True):
+            pair = isinstance(item, Pair)
+            ids = [*beginning, *(next(completions) if pair else ()), self.tokenizer.eod]
+            first_trained = len(beginning) if pair and self.rules.train_on != "everything" else 1
+            yield Sample(np.array(ids, np.int32), np.arange(len(ids)) >= max(first_trained, 1))
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template, created with the first conversation."""
+        if self._template is None:
+            if not isinstance(self.tokenizer, HuggingFaceTokenizer) or not self.tokenizer.hf.is_fast:
+                raise UserError(
+                    "conversations need a tokenizer that maps tokens to characters (a fast Hugging Face "
+                    "tokenizer): convert the tokenizer, or use prompt and completion"
+                )
+            self._template = ChatTemplate(
+                self.tokenizer.hf, self.rules.chat_template, self.rules.chat_template_options
+            )
+        return self._template
+
+    def _render(self, where: str, chat: Chat) -> RenderedChat:
+        return self.template.render(chat, "last" if self.rules.split_turns else self.rules.train_on, where)
+
+    def _note(self, parsed: ParsedRecord, report: EncodingReport) -> None:
+        """Count what is rarely intended."""
+        if isinstance(parsed, Pair):
+            report.notes[EMPTY] += not parsed.completion
+        if not isinstance(parsed, Chat):
+            return
+        messages = parsed.messages
+        report.notes[SYSTEMS] += sum(message["role"] in ("system", "developer") for message in messages) > 1
+        if (pattern := self._special_tokens) is not None:
+            report.notes[CONTROL] += sum(bool(pattern.search(message["content"])) for message in messages)
+        trained = [messages[index] for index in parsed.answers if index not in parsed.excluded]
+        report.notes[EMPTY] += sum(
+            not message["content"] and not message.keys() - {"role", "content"} for message in trained
+        )
+
+    def _chats(self, rendered: list[RenderedChat], report: EncodingReport) -> Iterator[Sample]:
+        if not rendered:
+            return
+        assert isinstance(self.tokenizer, HuggingFaceTokenizer)
+        endings = _Endings(self.tokenizer.hf)
+        encoded = encode_with_offsets(self.tokenizer.hf, [chat.text for chat in rendered])
+        for chat, (tokens, offsets) in zip(rendered, encoded, strict=True):
+            ids = np.array(tokens, dtype=np.int32)
+            starts, ends = coverage(np.array(offsets, dtype=np.int64).reshape(-1, 2))
+            trained = np.zeros(len(ids), dtype=np.bool_)
+            for first, last in chat.spans:
+                inside = (ends > first) & (starts < last)
+                trained |= inside
+                straddling = ((starts < first) & (ends > first)) | ((starts < last) & (ends > last))
+                report.notes[INSIDE_A_TOKEN] += int(straddling.any())
+                report.notes[NO_END] += not endings.special(ids[inside])
+            trained[:1] = False
+            yield Sample(ids, trained)
+
+    def _keep(self, draft: _Draft, report: EncodingReport) -> bool:
+        length, limit = len(draft.sample.tokens), self.rules.max_tokens
+        if length <= limit:
+            return True
+        if self.rules.truncation == "refuse":
+            raise UserError(
+                f"{draft.where}: the sample has {length - 1} tokens, more than dataset.seq_length={limit - 1}: "
+                f"increase it, or set dataset.truncation to drop, right, left or keep_answer"
+            )
+        dropped = self.rules.truncation == "drop"
+        report.dropped[TOO_LONG] += dropped
+        return not dropped
+
+    def _truncate(self, sample: Sample, report: EncodingReport) -> Sample:
+        if len(sample.tokens) <= self.rules.max_tokens:
+            return sample
+        report.cut += 1
+        return shorten(sample, self.rules.max_tokens, self.rules.truncation, self._opening)
+
+
+def coverage(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First character and end of each token, without gaps between tokens.
+
+    Tokenizers may leave white space out of the offsets of a token; it then belongs to the next token. Tokens that
+    share a character (one of several bytes) all keep it.
+    """
+    ends = np.maximum.accumulate(offsets[:, 1])
+    before = np.concatenate(([0], ends[:-1]))[: len(ends)]
+    return np.minimum(before, offsets[:, 0]), ends
+
+
+class _Endings:
+    """Finds out whether tokens end with a special token, ignoring white space."""
+
+    def __init__(self, hf: "PreTrainedTokenizerBase") -> None:
+        self._hf = hf
+        self._special = set(hf.added_tokens_decoder)  # a property that builds a dict
+        self._blank: dict[int, bool] = {}
+
+    def special(self, ids: np.ndarray) -> bool:
+        """Whether they do. Nothing but white space counts, too: it has no end to learn."""
+        for token in ids[::-1].tolist():
+            if token in self._special:
+                return True
+            if token not in self._blank:
+                self._blank[token] = not str(self._hf.decode([token])).strip()
+            if not self._blank[token]:
+                return False
+        return True
+
+
+def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """A pattern that finds any special token in a text."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    special = [token.content for token in tokenizer.hf.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(map(re.escape, special))) if special else None
+
+
+def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> ProcessExample | None:
+    """``function`` of a record alone; if it has two parameters, the second is bound to transformers' tokenizer."""
+    if function is None:
+        return None
+    required = [
+        entry
+        for entry in inspect.signature(function).parameters.values()
+        if entry.kind in (entry.POSITIONAL_ONLY, entry.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) < 2:
+        return function
+    given = tokenizer.hf if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizer
+    return lambda record: function(record, given)

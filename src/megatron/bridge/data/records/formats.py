@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The known record formats: one record becomes a conversation, a pair of texts, or a text.
+
+The formats are ``messages`` (OpenAI), ``conversations`` (ShareGPT), ``prompt`` and ``completion`` (texts or lists
+of messages), ``input`` and ``output``, and ``text``. Other keys are metadata. A record of two formats, or of none,
+is refused.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+Message = dict[str, Any]
+Record = Mapping[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+JSON_TYPES: dict[str, type] = {"a string": str, "a list": list, "an object": Mapping}
+# an assistant message with one of these needs no content
+INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+FORMATS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt and completion": ("prompt", "completion"),
+    "input and output": ("input", "output"),
+    "text": ("text",),
+}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation."""
+
+    messages: list[Message]
+    """Messages as chat templates expect them: ``role``, ``content``, and any other keys of the record."""
+    tools: list[dict[str, Any]] | None = None
+    """Descriptions of the tools that the assistant may call."""
+    excluded: frozenset[int] = frozenset()
+    """Indices of the assistant messages that are left out of the loss (``weight`` 0)."""
+    completion: int | None = None
+    """Index of the first message of the completion; None: the first after the last user message."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as ``enable_thinking``."""
+
+    @property
+    def answers(self) -> list[int]:
+        return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    @property
+    def completion_start(self) -> int:
+        """Index of the first message of the completion."""
+        if self.completion is not None:
+            return self.completion
+        users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        return users[-1] + 1 if users else 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and its completion, both plain text."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, all of it in the loss."""
+
+    text: str
+
+
+ParsedRecord = Chat | Pair | Text
+
+
+def parse(record: Record, where: str) -> ParsedRecord:
+    """Parse ``record``; ``where`` (file and line number) begins the message of an error.
+
+    Raises:
+        UserError: the record has no known format, has two of them, or holds a value of the wrong type.
+    """
+    name = _format(record, where)
+    if name == "messages":
+        return _chat(record, record["messages"], where)
+    if name == "conversations":
+        return _sharegpt(record, where)
+    if name == "text":
+        return Text(expect(record["text"], "a string", where, "text"))
+    prompt, completion = FORMATS[name]
+    if isinstance(record[prompt], list):
+        return _conversational_pair(record, where)
+    return Pair(*(expect(record[key], "a string", where, key) for key in (prompt, completion)))
+
+
+def _format(record: Record, where: str) -> str:
+    present = {key for key, value in record.items() if value is not None}
+    found = [name for name, keys in FORMATS.items() if present.issuperset(keys)]
+    if "instruction" in present:
+        raise UserError(
+            f"{where}: the key instruction has no common meaning across datasets: join instruction and input into "
+            f"a prompt with a process_example_fn"
+        )
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{where}: the record has both {' and '.join(found)}: keep one, with a process_example_fn")
+    raise UserError(
+        f"{where}: expected messages, conversations, prompt and completion, input and output, or text; the keys "
+        f"are: {_keys(record)}"
+    )
+
+
+def _keys(mapping: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(mapping)) or "none"
+
+
+def expect(value: Any, kind: str, where: str, name: str) -> Any:
+    """``value``, if it is of a JSON type: ``a string``, ``a list`` or ``an object``.
+
+    Raises:
+        UserError: it is not; the message calls it ``name``.
+    """
+    if not isinstance(value, JSON_TYPES[kind]):
+        raise UserError(f"{where}: {name} must be {kind}, not {type(value).__name__}")
+    return value
+
+
+def _chat(record: Record, messages: Any, where: str, completion: int | None = None) -> Chat:
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{where}: messages must be a list with at least one message")
+    cleaned = [_message(message, f"{where}: message {number}") for number, message in enumerate(messages, start=1)]
+    excluded = frozenset(index for index, message in enumerate(cleaned) if message.pop("weight", 1) == 0)
+    options = record.get("chat_template_kwargs") or {}
+    expect(options, "an object", where, "chat_template_kwargs")
+    return Chat(cleaned, _tools(record.get("tools"), where), excluded, completion, dict(options))
+
+
+def _conversational_pair(record: Record, where: str) -> Chat:
+    prompt = record["prompt"]
+    completion = expect(record["completion"], "a list", where, "completion, like prompt,")
+    return _chat(record, [*prompt, *completion], where, completion=len(prompt))
+
+
+def _message(message: Any, where: str) -> Message:
+    """The message without null values, with its content as a string and its tool calls parsed."""
+    expect(message, "an object", where, "a message with role and content")
+    # Tables fill missing keys with nulls, which a template would tell apart from missing keys.
+    cleaned: Message = {key: value for key, value in message.items() if value is not None}
+    role = cleaned.get("role")
+    if role not in ROLES:
+        hint = did_you_mean(str(role), ROLES)
+        raise UserError(f"{where}: role={role!r} is unknown: use one of {', '.join(ROLES)}{hint}")
+    if cleaned.get("weight", 1) not in (0, 1):
+        raise UserError(f"{where}: weight={cleaned['weight']} must be 0 (left out of the loss) or 1")
+    if "content" not in message and not any(cleaned.get(key) for key in INSTEAD_OF_CONTENT):
+        raise UserError(f'{where}: the key content is missing (keys: {_keys(cleaned)}): write "" for no content')
+    cleaned["content"] = _content(cleaned.get("content", ""), where)
+    if "tool_calls" in cleaned:
+        calls = expect(cleaned["tool_calls"], "a list", where, "tool_calls")
+        cleaned["tool_calls"] = [_tool_call(call, where) for call in calls]
+    return cleaned
+
+
+def _content(content: Any, where: str) -> str:
+    """The content as a string; a list of text parts is joined, other parts are refused."""
+    if not isinstance(content, list):
+        return expect(content, "a string", where, "content")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise UserError(f"{where}: a content part of type {kind} is not text: use a vision-language dataset")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """OpenAI's format has the arguments as a JSON string; templates expect the object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where}: a tool call must have a function with a name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments or "{}", f"{where}: the arguments of {function['name']}")
+    if arguments is not None:
+        expect(arguments, "an object", where, f"the arguments of {function['name']}")
+    rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
+    return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments or {}}}
+
+
+def _tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):
+        tools = _json(tools, f"{where}: tools") if tools.strip() else None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(f"{where}: tools must be a list of objects")
+    return [dict(tool) for tool in tools]
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} are not valid JSON: {error.msg} at column {error.colno}") from error
+
+
+def _sharegpt(record: Record, where: str) -> Chat:
+    turns = expect(record["conversations"], "a list", where, "conversations")
+    messages = [_turn(turn, f"{where}: message {number}") for number, turn in enumerate(turns, start=1)]
+    if record.get("system"):
+        if any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages):
+            raise UserError(f"{where}: the record has both the key system and a system message: keep one")
+        messages.insert(0, {"role": "system", "content": record["system"]})
+    return _chat(record, messages, where)
+
+
+def _turn(turn: Any, where: str) -> Any:
+    """A turn with ``from`` and ``value`` as a message; one with ``role`` and ``content`` is a message already."""
+    if not isinstance(turn, Mapping) or "from" not in turn:
+        return turn
+    role = turn["from"]
+    if not isinstance(role, str) or role not in SHAREGPT_ROLES:
+        hint = did_you_mean(str(role), SHAREGPT_ROLES)
+        raise UserError(f"{where}: from={role!r} is unknown: use one of {', '.join(SHAREGPT_ROLES)}{hint}")
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if "value" not in turn and not any(rest.get(key) for key in INSTEAD_OF_CONTENT):
+        raise UserError(f'{where}: the key value is missing (keys: {_keys(turn)}): write "" for no content')
+    if role == "function_call":
+        calls = _json(_content(turn.get("value"), where), f"{where}: the function call")
+        calls = calls if isinstance(calls, list) else [calls]
+        return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
+    return {"role": SHAREGPT_ROLES[role], "content": turn.get("value"), **rest}

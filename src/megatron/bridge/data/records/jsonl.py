@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSONL: one JSON object in each line."""
+
+import json
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.utils.errors import UserError
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The file and line number of each object, and the object; blank lines are skipped.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a JSON object.
+    """
+    with open_data(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{path}:{number}"
+                yield where, parse_record(line, where)
+
+
+def open_data(path: Path) -> BufferedReader:
+    """Open a data file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"the data file {path} cannot be read: {error.strerror}") from error
+
+
+def parse_record(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in ``line``; ``where`` (file and line number) begins the message of an error.
+
+    Raises:
+        UserError: not UTF-8, not JSON, not an object, a duplicate key, or half of a surrogate pair.
+    """
+    try:
+        record = _DECODER.decode(line.decode("utf-8-sig"))
+    except _DuplicateKeyError as error:
+        raise UserError(f"{where}: the key {error} occurs twice in one object: keep one") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: the line is not UTF-8 ({error.reason})") from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: the line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno} "
+            f"(write one whole object per line)"
+        ) from error
+    except (RecursionError, ValueError) as error:  # what JSON allows and Python does not
+        reason = "a number has thousands of digits" if isinstance(error, ValueError) else "it is nested too deeply"
+        raise UserError(f"{where}: the line cannot be read: {reason}") from error
+    if not isinstance(record, dict):
+        raise UserError(
+            f"{where}: the line must be a JSON object, not {type(record).__name__}: write one object per line"
+        )
+    if b"\\ud" in line.lower() and (surrogate := _lone_surrogate(record)):
+        raise UserError(f"{where}: {surrogate} is one half of a surrogate pair: repair the line")
+    return record
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of duplicate keys, Python's decoder silently keeps the last one."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DuplicateKeyError(repr(next(key for key in made if keys.count(key) > 1)))
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)  # faster than ``json.loads`` with a hook for each line
+
+
+def _lone_surrogate(record: dict[str, Any]) -> str | None:
+    """The first surrogate without its other half: JSON allows the escape, but no string can encode it."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(error.object[error.start]):04x}"
+    return None

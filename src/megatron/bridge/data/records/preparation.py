@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizing the records of a source: in memory, or once for all runs, in a folder named after their content.
+
+Records are tokenized in parts of ``PART_RECORDS``. In a folder, each part is a file that appears as a whole or not
+at all, so an interrupted preparation resumes after the last part.
+"""
+
+import hashlib
+import inspect
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from datetime import timedelta
+from itertools import batched
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed
+
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.data.records.encoding import EncodedRecords, RecordEncoder
+from megatron.bridge.data.records.record_config import EncodingRules
+from megatron.bridge.data.records.samples import EncodingReport, Samples
+from megatron.bridge.data.records.sources import LocatedRecord, RecordSource
+from megatron.bridge.data.tokenizer import Tokenizer, tokenizer_key
+from megatron.bridge.data.worker_pool import ordered_map
+from megatron.bridge.utils import distributed
+from megatron.bridge.utils.atomic import publish, staging_path, write_text
+from megatron.bridge.utils.console import console, track
+from megatron.bridge.utils.errors import UserError
+
+PART_RECORDS = 1024  # about a second of work: a kill costs little, and larger parts would gain little
+VERSION = 1  # of what is stored: samples of another version are prepared again
+TIMEOUT = timedelta(days=7)  # the other ranks wait for rank 0 as long as it takes
+
+
+class PreparedSamples(NamedTuple):
+    """Samples, and what became of their records."""
+
+    samples: Samples
+    report: EncodingReport
+
+
+def prepare(
+    source: RecordSource, tokenizer: Tokenizer, rules: EncodingRules, folder: Path | None = None, workers: int = 1
+) -> PreparedSamples:
+    """The samples of ``source``.
+
+    Args:
+        source: the records.
+        tokenizer: the tokenizer of the run.
+        rules: how records become samples.
+        folder: where samples are kept for later runs, shared by all nodes. All ranks must then call this, and rank
+            0 does the work. None keeps the samples in memory.
+        workers: number of processes that tokenize.
+
+    Raises:
+        UserError: a record is wrong, no sample is left, or the folder cannot be used.
+    """
+    encoder = RecordEncoder(tokenizer, rules)
+    if folder is None:
+        prepared = _in_memory(source, encoder, workers)
+    else:
+        final = folder / content_key(source, tokenizer, rules)
+        _on_first_rank(lambda: None if final.is_dir() else _fill(final, source, encoder, workers))
+        prepared = _load(final)
+    if not len(prepared.samples):
+        lines = ", ".join(prepared.report.lines()) if prepared.report.records else "it is empty"
+        raise UserError(f"{source.name} has no sample to train on ({lines}): check its records")
+    console().print(f"{source.name}: {'; '.join(prepared.report.lines())}", markup=False)
+    return prepared
+
+
+def content_key(source: RecordSource, tokenizer: Tokenizer, rules: EncodingRules) -> str:
+    """A hash of everything that the samples depend on: the name of their folder."""
+    function = rules.process_example_fn
+    values = {entry.name: getattr(rules, entry.name) for entry in fields(rules)}
+    parts = [
+        VERSION,
+        source.fingerprint(),
+        tokenizer_key(tokenizer),
+        values | {"process_example_fn": None if function is None else _function_key(function)},
+    ]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _function_key(function: Callable[..., Any]) -> str:
+    """The name and source code of ``function``: the code may change while the name stays."""
+    try:
+        return f"{function.__module__}.{function.__qualname__}\n{inspect.getsource(function)}"
+    except (OSError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"dataset.process_example_fn={function!r} has no source code, which dataset.prepared_dir needs to "
+            f"notice a change: define the function in a file, or leave dataset.prepared_dir unset"
+        ) from error
+
+
+def _in_memory(source: RecordSource, encoder: RecordEncoder, workers: int) -> PreparedSamples:
+    report = EncodingReport()
+    parts = []
+    with ordered_map(encoder, workers) as encode:
+        for part in encode(batched(source.records(), PART_RECORDS)):
+            parts.append(part.samples)
+            report.add(part.report)
+    return PreparedSamples(Samples.concatenate(parts), report)
+
+
+# ---------------------------------------------------------------------------------------------------- in a folder
+
+
+def _on_first_rank(action: Callable[[], None]) -> None:
+    if distributed.world_size() == 1 or not distributed.is_initialized():
+        action()
+        return
+    group: Any = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
+    try:
+        on_first_rank(action, group)
+    finally:
+        torch.distributed.destroy_process_group(group)
+
+
+def _fill(final: Path, source: RecordSource, encoder: RecordEncoder, workers: int) -> None:
+    """Make the missing parts, join all parts into one set of arrays, and publish it."""
+    parts = final.with_name(final.name + ".parts")
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        made = _make_parts(parts, source, encoder, workers)
+        for _ in track(made, f"tokenizing {source.name} (parts of {PART_RECORDS:,})"):
+            pass
+        _join_parts(parts, final)
+        shutil.rmtree(parts)
+    except OSError as error:
+        raise UserError(
+            f"dataset.prepared_dir={final.parent} cannot be written: {error.strerror}: choose another folder"
+        ) from error
+
+
+def _make_parts(folder: Path, source: RecordSource, encoder: RecordEncoder, workers: int) -> Iterator[Path]:
+    """Tokenize the parts that are missing."""
+    missing: list[Path] = []
+
+    def records() -> Iterator[tuple[LocatedRecord, ...]]:
+        for number, part in enumerate(batched(source.records(), PART_RECORDS)):
+            path = folder / f"{number:06}.npz"
+            if not path.exists():
+                missing.append(path)
+                yield part
+
+    with ordered_map(encoder, workers) as encode:
+        for number, part in enumerate(encode(records())):
+            _write_part(missing[number], part)
+            yield missing[number]
+
+
+def _write_part(path: Path, part: EncodedRecords) -> None:
+    samples = part.samples
+    staging = staging_path(path)
+    with staging.open("wb") as file:
+        np.savez(
+            file,
+            tokens=samples.tokens,
+            trained=samples.trained,
+            bounds=samples.bounds,
+            report=np.array(json.dumps(part.report.to_dict())),
+        )
+    publish(staging, path)
+
+
+def _join_parts(parts: Path, final: Path) -> None:
+    report = EncodingReport()
+    paths = sorted(parts.glob("*.npz"))
+    for path in paths:
+        report.add(EncodingReport.from_dict(json.loads(str(np.load(path)["report"]))))
+    staging = staging_path(final)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    _write_arrays(staging, paths, report)
+    write_text(staging / "report.json", json.dumps(report.to_dict()))
+    publish(staging, final)
+
+
+def _write_arrays(folder: Path, parts: list[Path], report: EncodingReport) -> None:
+    all_tokens = _create(folder / "tokens.npy", np.int32, report.tokens)
+    all_trained = _create(folder / "trained.npy", np.bool_, report.tokens)
+    bounds = np.zeros(report.samples + 1, dtype=np.int64)
+    token, sample = 0, 0
+    for path in parts:
+        part = np.load(path)
+        count, number = len(part["tokens"]), len(part["bounds"]) - 1
+        all_tokens[token : token + count] = part["tokens"]
+        all_trained[token : token + count] = part["trained"]
+        bounds[sample + 1 : sample + number + 1] = part["bounds"][1:] + token
+        token, sample = token + count, sample + number
+    np.save(folder / "bounds.npy", bounds)
+
+
+def _create(path: Path, dtype: Any, length: int) -> np.ndarray:
+    """Create a memory-mapped file, or an ordinary one if it is empty: there is no empty memory map."""
+    if length:
+        return np.lib.format.open_memmap(path, "w+", dtype, (length,))
+    np.save(path, np.empty(0, dtype))
+    return np.empty(0, dtype)
+
+
+def _load(folder: Path) -> PreparedSamples:
+    try:
+        bounds = np.load(folder / "bounds.npy")
+        mode = "r" if bounds[-1] else None
+        tokens, trained = (np.load(folder / f"{name}.npy", mmap_mode=mode) for name in ("tokens", "trained"))
+        report = EncodingReport.from_dict(json.loads((folder / "report.json").read_text()))
+        return PreparedSamples(Samples(tokens, trained, bounds), report)
+    except (OSError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"the prepared samples in {folder} cannot be read ({error}): remove that folder"
+        ) from error

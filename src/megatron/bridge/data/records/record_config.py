@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of datasets of records: how a record becomes a sample, and a sample a row."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
+
+from megatron.bridge.data.dataset_config import DatasetConfig, unknown
+from megatron.bridge.data.records.chat_template import TrainOn, template_text
+
+Truncation = Literal["refuse", "drop", "right", "left", "keep_answer"]
+ProcessExample = Callable[..., dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class EncodingRules:
+    """How records become samples. The field names are part of the key of prepared samples."""
+
+    max_tokens: int
+    """Maximum length of a sample: one token more than a row holds, because the last one is only a target."""
+    truncation: Truncation = "refuse"
+    train_on: TrainOn = "assistant"
+    split_turns: bool = False
+    chat_template: str | None = None
+    """A template instead of the tokenizer's own."""
+    chat_template_options: dict[str, Any] = field(default_factory=dict)
+    process_example_fn: ProcessExample | None = None
+
+
+@dataclass(kw_only=True)
+class PackedSequenceSpecs:
+    """How several samples share a row."""
+
+    packed_sequence_size: int = -1
+    """Length of a row: ``dataset.seq_length``, or -1 for one sample in each row."""
+    pad_seq_to_mult: int | None = None
+    """Pad each sample to a multiple of this. None derives it from the layout: twice the context-parallel size, or
+    1 without context parallelism."""
+
+
+@dataclass(kw_only=True)
+class RecordDatasetConfig(DatasetConfig):
+    """Records of any source.
+
+    A record is a conversation (``messages`` in OpenAI's format or ``conversations`` in ShareGPT's, optionally with
+    ``tools``), ``prompt`` and ``completion`` (texts, or lists of messages), ``input`` and ``output``, or ``text``.
+    The loss covers the completion and the end-of-document token of a pair, all of a ``text``, and the part of a
+    conversation that ``train_on`` selects.
+    """
+
+    read_ahead: ClassVar[bool] = True
+
+    seed: int = 1234
+    """Seed of the training order, which changes every epoch."""
+    truncation: Truncation = "refuse"
+    """What happens to a sample with more than ``seq_length`` tokens: ``refuse`` stops the run, ``drop`` drops the
+    sample, ``right`` and ``left`` cut it at that end, and ``keep_answer`` cuts what comes before the last answer.
+    A sample without a token left in the loss is dropped. All of them are counted and reported."""
+    train_on: TrainOn = "assistant"
+    """Which part of a conversation is in the loss: every message of the ``assistant``, the ``last`` one, the
+    ``completion`` (all answers after the last user message), or ``everything``, including prompts. Messages with
+    ``weight`` 0 are left out."""
+    split_turns: bool = False
+    """Make one sample of each answer and what comes before it. This is for templates that render earlier answers
+    differently from the last one, like those of reasoning models."""
+    chat_template: str | None = None
+    """File with a Jinja template, or the template itself, instead of the tokenizer's own."""
+    chat_template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables for the template, such as ``{"enable_thinking": False}``."""
+    process_example_fn: ProcessExample | None = None
+    """A function that converts a record to one of the formats above, or returns None to leave it out. If it has
+    two parameters, the second one is the tokenizer."""
+    packed_sequence_specs: PackedSequenceSpecs | None = None
+    """Pack several samples into a row; each has its own attention and positions."""
+    padding_free: bool = False
+    """Concatenate the samples of a microbatch into one row without padding."""
+
+    @property
+    def masks_tokens(self) -> bool:
+        return True
+
+    @property
+    def shuffle_seed(self) -> int:
+        return self.seed
+
+    @property
+    def packed(self) -> bool:
+        """Whether samples are packed into rows."""
+        return self.packed_sequence_specs is not None and self.packed_sequence_specs.packed_sequence_size > 0
+
+    @property
+    def joins_samples(self) -> bool:
+        return self.packed or self.padding_free
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each sample in a row of several is padded to a multiple of this."""
+        specs = self.packed_sequence_specs
+        return (specs.pad_seq_to_mult if specs else None) or 1
+
+    def encoding_rules(self) -> EncodingRules:
+        """How records become samples.
+
+        Raises:
+            UserError: the chat template cannot be read.
+        """
+        multiple = self.sequence_multiple
+        return EncodingRules(
+            max_tokens=self.seq_length // multiple * multiple + 1,
+            truncation=self.truncation,
+            train_on=self.train_on,
+            split_turns=self.split_turns,
+            chat_template=template_text(self.chat_template),
+            chat_template_options=self.chat_template_options,
+            process_example_fn=self.process_example_fn,
+        )
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *unknown(self, "truncation", get_args(Truncation)),
+            *unknown(self, "train_on", get_args(TrainOn)),
+        ]
+        if self.split_turns and self.train_on != "assistant":
+            found.append(
+                f"dataset.split_turns=True trains on one answer of each sample, so "
+                f"dataset.train_on={self.train_on} has no effect: remove one of them"
+            )
+        return found if self.packed_sequence_specs is None else [*found, *self._packing_problems()]
+
+    def _packing_problems(self) -> list[str]:
+        assert self.packed_sequence_specs is not None
+        found, name = [], "dataset.packed_sequence_specs"
+        size, multiple = self.packed_sequence_specs.packed_sequence_size, self.sequence_multiple
+        if self.packed and self.padding_free:
+            found.append(
+                "dataset.padding_free=True concatenates samples instead of packing them: remove one of the two"
+            )
+        if self.packed and size != self.seq_length:
+            found.append(
+                f"{name}.packed_sequence_size={size} differs from dataset.seq_length={self.seq_length}: set both "
+                f"to one value, because a packed row is as long as any other"
+            )
+        if not self.packed and size != -1:
+            found.append(
+                f"{name}.packed_sequence_size={size}: set it to dataset.seq_length, or to -1 for no packing"
+            )
+        if multiple < 1 or self.seq_length % multiple:
+            found.append(
+                f"{name}.pad_seq_to_mult={multiple} does not divide dataset.seq_length={self.seq_length}: choose "
+                f"another value"
+            )
+        return found

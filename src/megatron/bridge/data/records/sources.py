@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where records come from: JSONL, Parquet and Arrow files, folders saved by `datasets`, and the hub."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.bridge.data.records.jsonl import open_data, read_jsonl
+from megatron.bridge.utils.errors import UserError
+
+JSON_SUFFIXES = (".jsonl", ".json")
+TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+SUFFIXES = (*JSON_SUFFIXES, *TABLES)
+
+LocatedRecord = tuple[str, dict[str, Any]]  # where a record is (file and line), and the record
+
+
+class RecordSource(Protocol):
+    """An ordered collection of records."""
+
+    @property
+    def name(self) -> str: ...
+
+    def records(self) -> Iterator[LocatedRecord]:
+        """All records, in order.
+
+        Raises:
+            UserError: a record cannot be read.
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """A hash that changes whenever the records do."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """The records of one file, in the format of its ending."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def records(self) -> Iterator[LocatedRecord]:
+        """Lines of JSON or rows of a table, both numbered from 1."""
+        if self.path.suffix in JSON_SUFFIXES:
+            yield from read_jsonl(self.path)
+            return
+        if self.path.suffix not in TABLES:
+            raise UserError(f"{self.path}: the ending is unknown: use one of {', '.join(SUFFIXES)}")
+        open_data(self.path).close()
+        yield from _rows(str(self.path), _stream_table(TABLES[self.path.suffix], self.path))
+
+    def fingerprint(self) -> str:
+        with open_data(self.path) as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _rows(name: str, rows: Any) -> Iterator[LocatedRecord]:
+    yield from ((f"{name}: row {number}", dict(row)) for number, row in enumerate(rows, start=1))
+
+
+def _stream_table(kind: str, path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a table file, without a copy in the cache of `datasets`."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        if kind == "parquet" and not _parquet_rows(path):
+            return  # `datasets` takes an empty file for a broken one
+        yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise UserError(f"{path} is not a {kind} file: {_one_line(error)}") from error
+
+
+def _parquet_rows(path: Path) -> int:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        return file.metadata.num_rows
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """One split of a dataset that `datasets` loads: a hub id, or a folder written by ``save_to_disk``."""
+
+    dataset_name: str
+    """Hub id or folder."""
+    subset: str | None
+    """Configuration of the dataset, if it has several."""
+    split: str
+    """Name of the split."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    streaming: bool = False
+    """Read rows as they are needed instead of loading the whole split first."""
+
+    @property
+    def name(self) -> str:
+        return "/".join(part for part in (self.dataset_name, self.subset, self.split) if part)
+
+    def records(self) -> Iterator[LocatedRecord]:
+        return _rows(self.name, self._load())
+
+    def fingerprint(self) -> str:
+        """The fingerprint of `datasets`; for a stream the revision, which must then be set."""
+        if not self.streaming:
+            return str(self._load()._fingerprint)
+        if self.revision is None:
+            raise UserError(
+                f"dataset.prepared_dir with dataset.streaming=True needs dataset.revision, because the content of "
+                f"{self.dataset_name} may change: set dataset.revision to a commit"
+            )
+        return f"{self.name}@{self.revision}"
+
+    def _load(self) -> Any:
+        import datasets
+        from datasets.exceptions import DatasetsError
+
+        if Path(self.dataset_name).is_dir() and any(
+            (Path(self.dataset_name) / name).is_file() for name in ("dataset_dict.json", "state.json")
+        ):
+            return self._load_saved(datasets)
+        try:
+            return datasets.load_dataset(
+                self.dataset_name,
+                self.subset,
+                split=self.split,
+                revision=self.revision,
+                streaming=self.streaming,
+            )
+        except (OSError, ValueError, DatasetsError) as error:
+            name = f"dataset.dataset_name={self.dataset_name} (split {self.split})"
+            raise UserError(f"{name} cannot be loaded: {_one_line(error)}") from error
+
+    def _load_saved(self, datasets: Any) -> Any:
+        loaded = datasets.load_from_disk(self.dataset_name)
+        if isinstance(loaded, datasets.DatasetDict):
+            if self.split not in loaded:
+                raise UserError(
+                    f"{self.dataset_name} has no split {self.split}: choose one of {', '.join(loaded)}"
+                )
+            return loaded[self.split]
+        if self.split != "train":
+            raise UserError(f"{self.dataset_name} holds a single split: call it train, not {self.split}")
+        return loaded
+
+
+@dataclass(frozen=True)
+class HoldOutSource:
+    """A random part of another source: the records that are held out, or the rest."""
+
+    source: RecordSource
+    """What is divided."""
+    share: float
+    """Share of the records that is held out."""
+    seed: int
+    """Seed of the choice."""
+    held_out: bool
+    """Whether this is the held-out part."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.source.name} ({self.share:.1%} held out)" if self.held_out else self.source.name
+
+    def records(self) -> Iterator[LocatedRecord]:
+        """The choice depends on the index of a record only, so that a stream can be divided, too."""
+        for index, record in enumerate(self.source.records()):
+            if (_random_fraction(self.seed, index) < self.share) == self.held_out:
+                yield record
+
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint()}-{self.share}-{self.seed}-{self.held_out}"
+
+
+@dataclass(frozen=True)
+class LimitedSource:
+    """The first ``count`` records of another source."""
+
+    source: RecordSource
+    count: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.source.name} (first {self.count:,})"
+
+    def records(self) -> Iterator[LocatedRecord]:
+        return islice(self.source.records(), self.count)
+
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint()}-{self.count}"
+
+
+def _random_fraction(seed: int, index: int) -> float:
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

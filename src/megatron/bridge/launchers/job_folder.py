@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job folder keeps beside NeMo-Run's own files, so that the job can be understood and run again."""
+
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.bridge.launchers.options import LaunchOptions
+
+RECORD, AGAIN, CONFIG, VERSIONS = "launch.yaml", "launch_again.sh", "config.yaml", "versions.txt"
+
+
+def write_job_folder(folder: Path, options: LaunchOptions, jobs: tuple[str, ...], config: str | None) -> None:
+    """Write the options, the config, the commit, the versions, and a script that launches the same once more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "options": _plain(asdict(options)),
+        "jobs": list(jobs),
+        "folder": str(Path.cwd()),
+        "commit": _git("rev-parse", "HEAD"),
+        "changed": _git("status", "--porcelain", "--untracked-files=no").splitlines(),
+    }
+    (folder / RECORD).write_text(yaml.safe_dump(record, sort_keys=False))
+    again = folder / AGAIN
+    lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(str(Path.cwd()))}", f'exec {shlex.join(_typed())} "$@"']
+    again.write_text("\n".join(lines) + "\n")
+    again.chmod(0o755)
+    if config is not None:
+        (folder / CONFIG).write_text(config)
+    lines = sorted(f"{item.name}=={item.version}" for item in metadata.distributions())
+    (folder / VERSIONS).write_text("\n".join([f"python {sys.version.split()[0]}", *lines]) + "\n")
+
+
+def _typed() -> list[str]:
+    """The command line of this process."""
+    return [sys.executable, *sys.argv]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _git(*words: str) -> str:
+    package = str(Path(__file__).parent)
+    done = subprocess.run(["git", "-C", package, *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip()

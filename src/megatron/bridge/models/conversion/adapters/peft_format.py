@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters in and out of Hugging Face's ``peft`` format.
+
+The factors of an adapter take the way of the weight that they are beside. Megatron's fused layers pose no
+problem: ``[q; k; v] = W x + B A x`` is three layers that share A, each with its rows of B, so the mapping that
+cuts the rows of W cuts those of B, exactly.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.models.conversion.adapters.adapted_layers import (
+    AdaptedModule,
+    LowRankPart,
+    is_whole,
+)
+from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ParallelKind, ShardSpec
+from megatron.bridge.utils.errors import UserError
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+
+# keys of the config that are read, that the tensors tell, or that say how they were made
+_KNOWN = {
+    *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("auto_mapping", "corda_config", "eva_config", "inference_mode", "layers_pattern", "loftq_config"),
+    *("lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size"),
+    *("revision", "runtime_config", "task_type"),
+}
+# other keys -> the values with which they change nothing
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the base, too
+}
+_UNSET: tuple[Any, ...] = (None, False, [], {})
+
+
+@dataclass(frozen=True)
+class Described:
+    """What ``adapter_config.json`` says of one Hugging Face module."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    use_dora: bool
+    dropout: float
+
+
+@dataclass(frozen=True)
+class ModuleTensors:
+    """The adapter of one Hugging Face module, or a tensor of a module that is saved whole."""
+
+    module: str
+    """Name of the module, as the base checkpoint calls it."""
+    described: Described | None
+    """Of an adapter; None is a whole module."""
+    tensors: dict[str, Tensor]
+    """By the rest of their names."""
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors by their names in ``adapter_model.safetensors``."""
+        return {f"{PREFIX}{self.module}.{name}": tensor for name, tensor in self.tensors.items()}
+
+
+def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
+    """Refuse a description of the adapters that is not what they were made with.
+
+    Raises:
+        UserError: the model has no adapters, or others.
+    """
+    for chunk in chunks:
+        made_with = chunk_info(chunk).peft
+        if made_with != peft_config:
+            raise UserError(
+                f"peft_config={peft_config} is not what the model's adapters were made with, {made_with}"
+            )
+
+
+def merging(plan: Plan) -> Plan:
+    """The plan of the same export with the adapters put into the weights."""
+    return replace(plan, tasks=tuple(replace(task, merges=True) for task in plan.tasks))
+
+
+# ---------------------------------------------------------------------------------------------------------- export
+
+
+def stream(plan: Plan) -> Iterator[ModuleTensors]:
+    """The adapters of a model, whole and on every rank, in the order of the model.
+
+    Raises:
+        UserError: an adapter that the format cannot hold.
+    """
+    for task in plan.tasks:
+        mine = [] if task.is_copy or task.param_weight is None else _of_task(task)
+        for index, (module, described, outlines) in enumerate(
+            exchange.broadcast_object(task.owner, _outlines(mine))
+        ):
+            held = mine[index].tensors if mine else {}
+            tensors = {
+                name: exchange.from_owner(held.get(name), shape, dtype, task.owner)
+                for name, (shape, dtype) in outlines.items()
+            }
+            yield ModuleTensors(module, described, tensors)
+
+
+def _outlines(found: list[ModuleTensors]) -> list[Any]:
+    return [
+        (one.module, one.described, {name: (tuple(it.shape), it.dtype) for name, it in one.tensors.items()})
+        for one in found
+    ]
+
+
+@torch.no_grad()
+def _of_task(task: WeightConversionTask) -> list[ModuleTensors]:
+    """What belongs to one parameter that this rank holds; collective over the ranks that it is cut over."""
+    module, weight = task.megatron_module, cast(Tensor, task.param_weight)
+    if is_whole(weight):
+        whole = task.mapping.megatron_to_hf(weight, module)
+        return [ModuleTensors(*_split(name, tensor)) for name, tensor in whole.items()]
+    if not isinstance(module, AdaptedModule):
+        return []
+    return [found for part in module.low_rank_parts(weight) for found in _of_part(task, part)]
+
+
+def _split(name: str, tensor: Tensor) -> tuple[str, None, dict[str, Tensor]]:
+    module, _, kind = name.rpartition(".")
+    return module, None, {kind: tensor}
+
+
+def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTensors]:
+    described = Described(part.a.shape[0], part.alpha, part.use_rslora, part.magnitude is not None, part.dropout)
+    tensors = {A: _whole(task, part, part.a, "row"), B: _whole(task, part, part.b, "column")}
+    if part.magnitude is not None:
+        tensors[MAGNITUDE] = _whole(task, part, part.magnitude, "column")
+    for name in _names(task.mapping, part):
+        found = {kind: by_name[name].detach().contiguous() for kind, by_name in tensors.items()}
+        yield ModuleTensors(_module_of(name), described, found)
+
+
+def _whole(task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: ParallelKind) -> dict[str, Tensor]:
+    """A factor of each Hugging Face tensor, put together from all ranks: ``column`` runs along the outputs."""
+    names = _names(task.mapping, part)
+    shard = task.shard
+    if shard.kind != side:  # whole on every rank, and the same for all tensors
+        return dict.fromkeys(names, factor)
+    shards = exchange.all_gather(factor, exchange.shard_group(task.global_param_name), shard.parts)
+    if part.role is None:
+        return task.mapping.join(replace(shard, shape=tuple(factor.shape)), shards)
+    (name,) = names
+    return {name: torch.cat(shards)[: task.mapping.hf_shapes(shard)[name][0]]}
+
+
+def _names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
+    """The Hugging Face tensors that a part is beside.
+
+    Raises:
+        UserError: the format has no name for it.
+    """
+    if mapping.is_stacked or not mapping.copies:
+        reason = "holds all experts in one tensor" if mapping.is_stacked else "is computed from it"
+        raise UserError(
+            f"the adapter of {mapping.megatron_param} has no form in the peft format, as {mapping.hf_names[0]} "
+            f"{reason}: merge it into the model instead"
+        )
+    if part.role is None:
+        return mapping.hf_names
+    if isinstance(mapping.hf_param, str):
+        raise UserError(
+            f"the adapter of {mapping.megatron_param} has factors for {part.role} alone, but Hugging Face's "
+            f"{mapping.hf_param} is one tensor, too: use LoRA instead of CanonicalLoRA"
+        )
+    return [mapping.hf_param[part.role]]
+
+
+def _module_of(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None) -> dict[str, Any]:
+    """The content of ``adapter_config.json``.
+
+    Args:
+        found: all that ``stream`` gave.
+        plan: of the model, to name modules as briefly as is exact.
+        base: where the base model is.
+
+    Raises:
+        UserError: a mixture that one file cannot say.
+    """
+    adapters = {one.module: one.described for one in found if one.described is not None}
+    first = _most_common(adapters.values())
+    for key in ("use_rslora", "use_dora", "dropout"):
+        if len({getattr(one, key) for one in adapters.values()}) > 1:
+            raise UserError(f"the adapters differ in {key}, which the peft format has once for all: merge them")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "lora_dropout": first.dropout,
+        "use_rslora": first.use_rslora,
+        "use_dora": first.use_dora,
+        "target_modules": _briefly(adapters, plan) or [],
+        "modules_to_save": _briefly({one.module for one in found if one.described is None}, plan),
+        "rank_pattern": {name: one.rank for name, one in adapters.items() if one.rank != first.rank},
+        "alpha_pattern": {name: one.alpha for name, one in adapters.items() if one.alpha != first.alpha},
+    }
+
+
+def _most_common(described: Iterable[Described]) -> Described:
+    found = list(described)
+    return max(found, key=found.count)
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _briefly(modules: Iterable[str], plan: Plan) -> list[str] | None:
+    """Names for ``modules``: the last segment where it means these alone, else whole names."""
+    wanted = set(modules)
+    names: dict[str, None] = {}
+    everywhere = {_module_of(name) for name in plan.hf_names}
+    for module in sorted(wanted):
+        same = {other for other in everywhere if _leaf(other) == _leaf(module)}
+        names[_leaf(module) if same <= wanted else module] = None
+    return list(names) or None
+
+
+def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
+    """Write the adapters of a model into ``directory``; all ranks call this, one of them writes.
+
+    Args:
+        plan: of the model.
+        directory: exists.
+        base: where the base model is.
+        write: whether this rank writes.
+
+    Raises:
+        UserError: there are no adapters, or they have no form in the peft format.
+    """
+    found = [replace(one, tensors={name: it.cpu() for name, it in one.tensors.items()}) for one in stream(plan)]
+    if not any(one.described for one in found):
+        raise UserError("this model has no adapters to write: save the model itself")
+    _refuse_what_is_dropped(plan, {one.module for one in found if one.described})
+    config = adapter_config(found, plan, base)
+    if write:
+        tensors = {name: tensor.clone() for one in found for name, tensor in one.named().items()}
+        content = safetensors.torch.save(tensors, metadata={"format": "pt"})
+        (directory / TENSORS).write_bytes(content)  # save_file would let nobody else read it
+        (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _refuse_what_is_dropped(plan: Plan, modules: set[str]) -> None:
+    """Refuse what ``peft`` would drop in silence."""
+    experts = {
+        task.global_param_name: {_module_of(name) for name in task.mapping.hf_names}
+        for task in plan.tasks
+        if ".experts." in task.global_param_name
+    }
+    _refuse_namesakes({module for theirs in experts.values() for module in theirs}, modules)
+    _refuse_half_of_experts({name for name, theirs in experts.items() if theirs & modules})
+
+
+def _refuse_namesakes(experts: set[str], modules: set[str]) -> None:
+    """It takes layers of shared experts, and dense ones, for those of experts that are called the same."""
+    leaves = {_leaf(module) for module in experts}
+    other = next((module for module in sorted(modules - experts) if _leaf(module) in leaves), None)
+    if other is not None:
+        raise UserError(
+            f"{other} has an adapter that peft cannot load, as layers of experts are called {_leaf(other)}, too: "
+            "leave it out with peft.exclude_modules, or merge the adapters into the model"
+        )
+
+
+def _refuse_half_of_experts(adapted: set[str]) -> None:
+    """It takes an expert's first layer for the inner one of two."""
+    first = (name for name in adapted if ".linear_fc1." in name)
+    alone = next((name for name in first if name.replace(".linear_fc1.", ".linear_fc2.") not in adapted), None)
+    if alone is not None:
+        raise UserError(
+            f"{alone} has an adapter and the second layer of its expert has none, which peft cannot load: target "
+            "linear_fc2, too, or merge the adapters into the model"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- import
+
+
+def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a directory in the peft format.
+
+    Raises:
+        UserError: it is none, damaged, of another kind than LoRA, or computes something else.
+    """
+    for name in (CONFIG, TENSORS):
+        if not (directory / name).is_file():
+            raise UserError(f"{directory} has no {name}: give a directory that peft's save_pretrained wrote")
+    try:
+        config = json.loads((directory / CONFIG).read_text())
+        tensors = cast(Any, safetensors.torch).load_file(directory / TENSORS)
+    except (ValueError, safetensors.SafetensorError) as error:
+        raise UserError(f"the adapter {directory} is damaged: {error}; save it again") from error
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"the adapter {directory} is of type {config.get('peft_type')}: only LORA can be read")
+    for key, value in config.items():
+        if key not in _KNOWN and value not in _HARMLESS.get(key, _UNSET):
+            raise UserError(f"the adapter {directory} has {key}={value!r}, which cannot be read: merge it instead")
+    return config, tensors
+
+
+def load(plan: Plan, directory: Path) -> None:
+    """Fill the adapters of a model from a directory in the peft format.
+
+    Raises:
+        UserError: tensors are missing, left over or of another shape, or the scaling differs; nothing was changed.
+    """
+    config, tensors = read(directory)
+    jobs: list[tuple[WeightConversionTask, LowRankPart]] = []
+    claimed: set[str] = set()
+    for task in plan.tasks:
+        mine = [] if task.param_weight is None else _parts(task)
+        jobs += [(task, part) for part in mine]
+        claimed |= set(
+            exchange.broadcast_object(task.owner, [name for part in mine for name in _claims(task, part)])
+        )
+    if wrong := sorted(claimed ^ tensors.keys()):
+        missing = wrong[0] in claimed
+        raise UserError(
+            f"the adapter {directory} {'lacks' if missing else 'also holds'} {wrong[0]} and differs in "
+            f"{len(wrong)} tensors from the model's adapters: adapt the model with what peft_for gives for it"
+        )
+    for task, part in jobs:
+        _check(task, part, config, tensors, directory)
+    with torch.no_grad():
+        for task, part in jobs:
+            _fill(task, part, tensors)
+
+
+def _parts(task: WeightConversionTask) -> list[LowRankPart]:
+    module = task.megatron_module
+    return module.low_rank_parts(cast(Tensor, task.param_weight)) if isinstance(module, AdaptedModule) else []
+
+
+def _claims(task: WeightConversionTask, part: LowRankPart) -> list[str]:
+    kinds = [A, B, *([MAGNITUDE] if part.magnitude is not None else [])]
+    return [_key(name, kind) for name in _names(task.mapping, part) for kind in kinds]
+
+
+def _key(name: str, kind: str) -> str:
+    return f"{PREFIX}{_module_of(name)}.{kind}"
+
+
+def _check(
+    task: WeightConversionTask,
+    part: LowRankPart,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    directory: Path,
+) -> None:
+    names = _names(task.mapping, part)
+    for name in names:
+        rank, alpha = rank_and_alpha(config, _module_of(name))
+        ours = (part.a.shape[0], part.alpha, part.use_rslora)
+        theirs = (rank, alpha, bool(config.get("use_rslora")))
+        if ours != theirs:
+            raise UserError(
+                f"the adapter {directory} has rank, alpha and use_rslora {theirs} for {name}, the model's adapter "
+                f"has {ours}: adapt the model with what peft_for gives for it"
+            )
+        _check_shapes(task, part, name, tensors, directory)
+    shared = task.shard.kind != "row" and part.role is None
+    if shared and any(not torch.equal(tensors[_key(names[0], A)], tensors[_key(name, A)]) for name in names[1:]):
+        raise UserError(
+            f"the adapter {directory} has different factors A for {', '.join(names)}, which an adapter of "
+            "Megatron's fused layer shares: use CanonicalLoRA"
+        )
+
+
+def _check_shapes(
+    task: WeightConversionTask, part: LowRankPart, name: str, tensors: Mapping[str, Tensor], directory: Path
+) -> None:
+    """Refuse factors of another matrix than the base has: of a wider one, a part would fit."""
+    outputs, inputs = task.mapping.hf_shapes(task.shard)[name]
+    rank = part.a.shape[0]
+    wanted: dict[str, tuple[int, ...]] = {A: (rank, inputs), B: (outputs, rank)}
+    if part.magnitude is not None:
+        wanted[MAGNITUDE] = (outputs,)
+    for kind, fits in wanted.items():
+        found = tuple(tensors[_key(name, kind)].shape)
+        if found != fits:
+            raise UserError(
+                f"the adapter {directory} has {_key(name, kind)} of shape {list(found)} where this model needs "
+                f"{list(fits)}: give the base that it was made for"
+            )
+
+
+def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """Rank and alpha of one module; patterns are regular expressions that match the end of a name."""
+
+    def of(patterns: Mapping[str, Any], default: Any) -> Any:
+        found = (value for key, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
+        return next(found, default)
+
+    return of(config.get("rank_pattern") or {}, config["r"]), of(
+        config.get("alpha_pattern") or {}, config["lora_alpha"]
+    )
+
+
+def _fill(task: WeightConversionTask, part: LowRankPart, tensors: Mapping[str, Tensor]) -> None:
+    sides: list[tuple[Tensor, str, ParallelKind]] = [(part.a, A, "row"), (part.b, B, "column")]
+    if part.magnitude is not None:
+        sides.append((part.magnitude, MAGNITUDE, "column"))
+    names = _names(task.mapping, part)
+    for factor, kind, side in sides:
+        found = {name: tensors[_key(name, kind)] for name in names}
+        if task.shard.kind != side:
+            factor.copy_(found[names[0]])
+        elif part.role is not None:
+            _copy_rows(factor, found[names[0]], task.shard)
+        else:
+            factor.zero_()
+            for piece in task.mapping.copy_ranges(replace(task.shard, shape=tuple(factor.shape))):
+                piece.of_shard(factor).copy_(piece.of_hf(found[piece.hf]))
+
+
+def _copy_rows(factor: Tensor, whole: Tensor, shard: ShardSpec) -> None:
+    """This rank's rows; those that pad the heads become zero."""
+    rows = factor.shape[0]
+    mine = whole[shard.part * rows : (shard.part + 1) * rows]
+    factor.zero_()
+    factor[: mine.shape[0]].copy_(mine)

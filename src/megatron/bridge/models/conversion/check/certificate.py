@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that a Megatron model holds the numbers of a Hugging Face checkpoint, as a document."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.models.conversion.check.compare_logits import LogitComparison
+from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
+
+
+@dataclass(frozen=True)
+class TensorProof:
+    """One tensor on both sides."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+    """As stored in the checkpoint."""
+    sha256: str
+    """Of the checkpoint's bytes."""
+    equal: bool
+    """Whether the model's numbers, in that dtype, are the same bytes."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was compared, and how it came out."""
+
+    hf_model: str
+    """The checkpoint."""
+    megatron: str
+    """The Megatron checkpoint."""
+    tensors: dict[str, TensorProof]
+    """By Hugging Face name."""
+    missing: tuple[str, ...]
+    """Tensors of the checkpoint that the model does not give back."""
+    logits: LogitComparison | None
+    """Both models' logits on the same tokens; None where they were not run."""
+    tolerance: float
+    """Largest allowed difference of two logits over their standard deviation."""
+
+    @property
+    def different(self) -> list[str]:
+        """Tensors that are not equal."""
+        return [name for name, proof in self.tensors.items() if not proof.equal]
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything that was compared is equal."""
+        agree = self.logits is None or self.logits.relative <= self.tolerance
+        return agree and not self.different and not self.missing
+
+    def as_dict(self) -> dict[str, object]:
+        return {"holds": self.holds, **asdict(self)}
+
+
+def prove(
+    weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint
+) -> tuple[dict[str, TensorProof], tuple[str, ...]]:
+    """Compare a stream of exported tensors with the checkpoint, one at a time.
+
+    Returns:
+        Proofs by name, and the checkpoint's tensors that the stream did not have.
+    """
+    proofs = {name: _compare(weight, source[name]) for name, weight in _known(weights, source)}
+    return proofs, tuple(name for name in source if name not in proofs)
+
+
+def _known(weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint) -> Iterable[HFWeightTuple]:
+    for weight in weights:
+        assert weight.param_name in source, f"the plan closed and yet exports {weight.param_name}"
+        yield weight
+        source.release(weight.param_name)
+
+
+def _compare(found: Tensor, stored: Tensor) -> TensorProof:
+    mine, theirs = _bytes(found.detach().cpu().to(stored.dtype)), _bytes(stored)
+    return TensorProof(
+        shape=tuple(stored.shape),
+        dtype=str(stored.dtype).removeprefix("torch."),
+        sha256=hashlib.sha256(memoryview(theirs.numpy())).hexdigest(),
+        equal=found.shape == stored.shape and torch.equal(mine, theirs),
+    )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

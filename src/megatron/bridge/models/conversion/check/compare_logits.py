@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Two models side by side: their logits, the worst position, and the layer where they part."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.engine.plan import global_name
+
+EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """What one model computes: logits [rows, sequence, vocabulary], and hidden states by layer name."""
+
+    logits: Tensor
+    hidden: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LogitComparison:
+    """How far two models are apart."""
+
+    largest: float
+    """Largest absolute difference of two logits."""
+    scale: float
+    """Standard deviation of the reference's logits."""
+    worst: tuple[int, int, int]
+    """(row, position, token) of that difference."""
+    pair: tuple[float, float]
+    """The two logits there, reference first."""
+    cosine: float
+    """Smallest cosine similarity of two positions' logits."""
+    same_choice: float
+    """Share of positions with the same most likely token."""
+    layers: dict[str, float]
+    """Layer -> largest absolute difference of its output over the reference's standard deviation."""
+
+    @property
+    def relative(self) -> float:
+        """The largest difference over the logits' scale."""
+        return self.largest / self.scale
+
+
+def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
+    """The report of ``other`` against ``reference``; a padded vocabulary is cut off."""
+    expected = reference.logits.float()
+    found = other.logits.float()[..., : expected.shape[-1]]
+    difference = (found - expected).abs()
+    row, position, token = (int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
+    return LogitComparison(
+        largest=float(difference.max()),
+        scale=float(expected.std()),
+        worst=(row, position, token),
+        pair=(float(expected[row, position, token]), float(found[row, position, token])),
+        cosine=float(torch.cosine_similarity(expected, found, dim=-1).min()),
+        same_choice=float((expected.argmax(-1) == found.argmax(-1)).float().mean()),
+        layers={
+            name: float((other.hidden[name].float() - state.float()).abs().max() / state.float().std())
+            for name, state in reference.hidden.items()
+            if name in other.hidden
+        },
+    )
+
+
+@torch.no_grad()
+def run_hf(model: Any, ids: Tensor) -> ModelOutputs:
+    """Run a transformers model on token ids [rows, sequence]."""
+    layers = model.get_decoder().layers
+    hidden: dict[str, Tensor] = {}
+
+    def keep_embedding(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        hidden[EMBEDDING] = inputs[0].cpu()
+
+    # what the first layer gets: some models scale what the embedding returns
+    first = layers[0].register_forward_pre_hook(keep_embedding)
+    try:
+        with _recorded({f"layer {index}": layer for index, layer in enumerate(layers)}, hidden):
+            logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        first.remove()
+    return ModelOutputs(logits.cpu(), hidden)
+
+
+@torch.no_grad()
+def run_megatron(chunks: Sequence[nn.Module], ids: Tensor) -> ModelOutputs:
+    """Run this rank's chunks on token ids [rows, sequence]; the result is whole on every rank."""
+    hidden: dict[str, Tensor] = {}
+    modules: dict[str, nn.Module] = {}
+    for chunk in map(unwrap, chunks):
+        if getattr(chunk, "pre_process", False):
+            modules[EMBEDDING] = chunk.get_submodule("embedding")
+        for index, layer in enumerate(chunk.get_submodule("decoder.layers").children()):
+            number = global_name(chunk, f"decoder.layers.{index}.").split(".")[2]
+            modules[f"layer {number}"] = layer
+    with _recorded(modules, hidden):
+        logits = _pipeline(chunks, ids)
+    config: Any = unwrap(chunks[0]).config
+    whole = {name: _batch_first(state, config) for name, state in hidden.items()}
+    stages = exchange.all_gather_stages((logits, whole))
+    return ModelOutputs(
+        next(found for found, _ in stages if found is not None),
+        {name: state for _, states in stages for name, state in states.items()},
+    )
+
+
+def _pipeline(chunks: Sequence[nn.Module], ids: Tensor) -> Tensor | None:
+    """One forward pass through all stages; the logits on the last one."""
+    found: list[Tensor] = []
+    ids = ids.to(torch.cuda.current_device())
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+    def step(_: Any, chunk: Any) -> tuple[Tensor, Any]:
+        def keep(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            group = exchange.tensor_group()
+            shards = exchange.all_gather(logits, group, exchange.rank_and_size(group)[1])
+            found.append(torch.cat(shards, dim=-1).cpu())
+            return logits.sum(), {}
+
+        return chunk(input_ids=ids, position_ids=positions, attention_mask=None), keep
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=cast(Any, None),
+        model=list(chunks),
+        num_microbatches=1,
+        seq_length=ids.shape[1],
+        micro_batch_size=ids.shape[0],
+        forward_only=True,
+    )
+    return found[0] if found else None
+
+
+@contextmanager
+def _recorded(modules: dict[str, nn.Module], into: dict[str, Tensor]) -> Generator[None]:
+    """Keep the output of each module."""
+
+    def keep(name: str) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            into[name] = cast(Tensor, output[0] if isinstance(output, tuple) else output).detach()
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        into.update({name: state.cpu() for name, state in into.items()})
+
+
+def _batch_first(state: Tensor, config: Any) -> Tensor:
+    """[sequence (cut under sequence parallelism), rows, hidden] -> [rows, sequence, hidden]."""
+    if config.sequence_parallel:
+        device = torch.cuda.current_device()
+        parts = exchange.all_gather(state.to(device), exchange.tensor_group(), config.tensor_model_parallel_size)
+        state = torch.cat(parts).cpu()
+    return state.transpose(0, 1)

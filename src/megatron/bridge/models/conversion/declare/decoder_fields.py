@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Fields that decoder-only architectures share: sizes, activations, rotary embeddings, precision, biases."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.transformer import utils as transformer_utils
+
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.features.activations import gelu_tanh
+from megatron.bridge.models.features.rope import check_parameters
+from megatron.bridge.utils.errors import UserError
+
+# ---- conversions of single values ------------------------------------------------------------------------------
+
+_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": F.relu,
+    "relu2": squared_relu,
+}
+
+
+def _activation(name: Any, config: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
+    if name not in _ACTIVATIONS:
+        keys = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+        key = next((key for key in keys if config.get(key) == name), keys[0])
+        raise UserError(f"{key}={name!r} is not supported: {', '.join(_ACTIVATIONS)} are")
+    return _ACTIVATIONS[name]
+
+
+def _activation_name(function: Any, _: Any) -> str:
+    return next(name for name, known in _ACTIVATIONS.items() if known is function)
+
+
+def _rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
+    """What ``_partial_rope`` gives, for architectures that read a rotated share and rotate whole heads."""
+    values = _partial_rope(parameters, config)
+    if values[2] != 1.0:
+        raise UserError(f"partial_rotary_factor={values[2]} must be 1: this architecture rotates whole heads")
+    return values
+
+
+def _partial_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
+    """(scaling without its base, base, rotated share of a head); no scaling at all is None."""
+    parameters = dict(parameters or {})
+    check_parameters(parameters)
+    parameters.pop("type", None)
+    base = parameters.pop("rope_theta", None)
+    if base is None:
+        base = config.get("rope_theta") or 10000.0
+    scaling = {key: value for key, value in parameters.items() if value is not None}
+    share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    plain = scaling.get("rope_type", "default") == "default"
+    return None if plain else scaling, base, share
+
+
+def _rope_back(values: tuple[dict[str, Any] | None, float, float], _: Any) -> dict[str, Any]:
+    scaling, base, share = values
+    partial = {} if share == 1.0 else {"partial_rotary_factor": share}
+    return {"rope_type": "default", **partial, **(scaling or {}), "rope_theta": base}
+
+
+def _partial_rope_back(values: tuple[dict[str, Any] | None, float, float], provider: Any) -> dict[str, Any]:
+    # said even if it is all of a head: these architectures have another default
+    return {**_rope_back(values, provider), "partial_rotary_factor": values[2]}
+
+
+def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The same, and by how much queries grow beyond the length of the first training."""
+    own = dict(parameters or {})
+    for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        if own.get(key) is None:  # transformers has no answer without them
+            raise UserError(f"rope_parameters.{key} is missing: this architecture scales its queries by it")
+    beta = own.pop("llama_4_scaling_beta")
+    own.pop("max_position_embeddings", None)  # a copy of the config's, read by nobody
+    return *_rope(own, config), beta
+
+
+def _scaled_query_rope_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
+    scaling, base, share, beta = values
+    return _rope_back((scaling, base, share), None) | {"llama_4_scaling_beta": beta or 0.0}
+
+
+def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """(scaling, base and rotated share of layers without a window, everything of those with one)."""
+    if sorted(parameters or ()) != sorted(_LAYER_TYPES):
+        raise UserError(f"rope_parameters={parameters} must have the keys {' and '.join(_LAYER_TYPES)}")
+    everywhere, local = (_rope(parameters[kind], config) for kind in _LAYER_TYPES)
+    return *everywhere, _rope_back(local, None)
+
+
+def _ropes_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
+    scaling, base, share, local = values
+    return dict(zip(_LAYER_TYPES, (_rope_back((scaling, base, share), None), local), strict=True))
+
+
+def _to_scale(scalar: Any, _: Any) -> float:
+    return scalar**-0.5
+
+
+def _from_scale(scale: float, _: Any) -> float | int:
+    """The integer that was meant, if one gives the same scale."""
+    scalar = scale**-2
+    return round(scalar) if round(scalar) ** -0.5 == scale else scalar
+
+
+def _precision(dtype: Any, _: Mapping[str, Any]) -> tuple[torch.dtype, bool, bool]:
+    """(dtype of the parameters, bf16, fp16)."""
+    from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
+
+    found = to_dtype(dtype) or torch.float32
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UserError(f"dtype={dtype} is not supported: float32, bfloat16 and float16 are")
+    return found, found is torch.bfloat16, found is torch.float16
+
+
+def _precision_back(values: tuple[torch.dtype, bool, bool], _: Any) -> str:
+    dtype, bf16, fp16 = values
+    return "bfloat16" if bf16 else "float16" if fp16 else str(dtype).removeprefix("torch.")
+
+
+def _or_heads(groups: Any, config: Mapping[str, Any]) -> int:
+    heads = config["num_attention_heads"]
+    if groups is not None and heads % groups:
+        raise UserError(f"num_key_value_heads={groups} does not divide num_attention_heads={heads}")
+    return heads if groups is None else groups
+
+
+def _head_width(width: Any, config: Mapping[str, Any]) -> int:
+    return config["hidden_size"] // config["num_attention_heads"] if width is None else width
+
+
+def _with_any_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(this bias, whether the model has any): Megatron-Core has one switch, refined by the provider's two."""
+    return own, bool(config.get("attention_bias") or config.get("mlp_bias"))
+
+
+def _first(values: tuple[Any, ...], _: Any) -> Any:
+    return values[0]
+
+
+def _window(width: Any, _: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(keys seen before, keys seen after) a query; Hugging Face counts the query's own key as well."""
+    if width is None:
+        return None
+    if width < 1:
+        raise UserError(f"sliding_window={width} must be at least 1, or null for no window")
+    return width - 1, 0
+
+
+def _window_back(window: tuple[int, int] | None, _: Any) -> int | None:
+    return None if window is None else window[0] + 1
+
+
+def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    """1 for each layer with a window, 0 for each without."""
+    for kind in sorted(set(kinds) - set(_LAYER_TYPES)):
+        raise UserError(f"layer_types={kind!r} is not supported: {' and '.join(_LAYER_TYPES)} are")
+    if len(kinds) != config["num_hidden_layers"]:
+        raise UserError(f"layer_types has {len(kinds)} layers, num_hidden_layers={config['num_hidden_layers']}")
+    if _LAYER_TYPES[1] in kinds and not config.get("sliding_window"):
+        raise UserError(f"sliding_window is missing: layer_types has {_LAYER_TYPES[1]}")
+    return [_LAYER_TYPES.index(kind) for kind in kinds]
+
+
+def _switched_window(_: Any, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    return _window(config.get("sliding_window") if config.get("use_sliding_window") else None, config)
+
+
+def _has_window(window: Any, _: Any) -> bool:
+    return window is not None
+
+
+def _switched_layers(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    if _LAYER_TYPES[1] in kinds and not config.get("use_sliding_window"):
+        raise UserError(f"use_sliding_window=False and layer_types has {_LAYER_TYPES[1]}: make them agree")
+    return _windowed(kinds, config)
+
+
+def _windowed_back(pattern: Any, provider: Any) -> list[str]:
+    windowed = cast(Any, transformer_utils).is_layer_window_attention
+    layers = range(1, provider.num_layers + 1)
+    return [_LAYER_TYPES[windowed(provider.window_size, pattern, layer)] for layer in layers]
+
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+# ---- groups that families share ---------------------------------------------------------------------------------
+
+DTYPE = Field("dtype", ("params_dtype", "bf16", "fp16"), default=None, to=_precision, back=_precision_back)
+
+ROPE = Field(
+    "rope_parameters",
+    ("rope_parameters", "rotary_base", "rotary_percent"),
+    default=None,
+    to=_rope,
+    back=_rope_back,
+)
+
+PARTIAL_ROPE = replace(ROPE, to=_partial_rope, back=_partial_rope_back)
+"""A share of each head is rotated, ``partial_rotary_factor``; the others rotate whole heads."""
+
+LAYER_ROPE = Field(
+    "rope_parameters",
+    ("rope_parameters", "rotary_base", "rotary_percent", "local_rope_parameters"),
+    to=_ropes,
+    back=_ropes_back,
+)
+"""One rotary embedding for layers with a window and one for those without."""
+
+SCALED_QUERY_ROPE = Field(
+    "rope_parameters",
+    ("rope_parameters", "rotary_base", "rotary_percent", "query_scaling_beta"),
+    to=_scaled_query_rope,
+    back=_scaled_query_rope_back,
+)
+"""A rotary embedding, and queries that grow with their position."""
+
+ACTIVATION = Field("hidden_act", "activation_func", default="silu", to=_activation, back=_activation_name)
+
+DENSE: tuple[Field, ...] = (
+    DTYPE,
+    Field("vocab_size", "vocab_size"),
+    Field("hidden_size", "hidden_size"),
+    Field("intermediate_size", "ffn_hidden_size"),
+    Field("num_hidden_layers", "num_layers"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("num_key_value_heads", "num_query_groups", default=None, to=_or_heads),
+    Field("head_dim", "kv_channels", default=None, to=_head_width),
+    ACTIVATION,
+    Field("max_position_embeddings", ("max_position_embeddings", "seq_length")),
+    Field("initializer_range", "init_method_std", default=0.02),
+    Field("rms_norm_eps", "layernorm_epsilon"),
+    Field("tie_word_embeddings", "share_embeddings_and_output_weights", default=False),
+    Field("attention_dropout", "attention_dropout", default=0.0),
+    ROPE,
+)
+
+ATTENTION_BIAS = Field(
+    "attention_bias", ("attention_bias", "add_bias_linear"), default=False, to=_with_any_bias, back=_first
+)
+"""All four projections of attention have a bias; that the feed-forward layer has none is for ``fixed`` to say."""
+
+BIASES: tuple[Field, ...] = (
+    ATTENTION_BIAS,
+    Field("mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_with_any_bias, back=_first),
+)
+"""Attention (output projection included) and feed-forward biases, each on its own switch."""
+
+ONLY_QKV_BIAS: dict[str, Any] = {"add_qkv_bias": True, "add_bias_linear": False}
+"""Queries, keys and values have a bias, always, and nothing else has."""
+
+QUERY_SCALE = Field("query_pre_attn_scalar", "softmax_scale", to=_to_scale, back=_from_scale)
+"""Attention's scores are divided by the root of this, not of the head's width."""
+
+WINDOW = Field("sliding_window", "window_size", default=None, to=_window, back=_window_back)
+"""Every layer sees a window of this many keys, its own included; null is all keys."""
+
+LAYER_TYPES = Field("layer_types", "window_attn_skip_freq", to=_windowed, back=_windowed_back)
+"""Which layers have the window."""
+
+WINDOWS: tuple[Field, ...] = (WINDOW, LAYER_TYPES)
+"""A window in the layers that ``layer_types`` names."""
+
+SWITCHED_WINDOWS: tuple[Field, ...] = (
+    Field("use_sliding_window", "window_size", default=False, to=_switched_window, back=_has_window),
+    Field("sliding_window", "window_size", default=None, to=_switched_window, back=_window_back),
+    Field("layer_types", "window_attn_skip_freq", to=_switched_layers, back=_windowed_back),
+)
+"""The same, behind a switch."""
+
+LLAMA_LIKE: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "position_embedding_type": "rope",
+    "hidden_dropout": 0.0,
+    # only as many rows of padding as the tensor-parallel ranks need: fewer numbers that Hugging Face has not
+    "should_pad_vocab": True,
+    "make_vocab_size_divisible_by": 1,
+}
+"""What these architectures imply and do not spell."""

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Keys of a Hugging Face config and the provider's attributes they stand for, readable in both directions.
+
+Every key of a config is claimed by a field, listed as irrelevant, or refused by name: a key that nobody reads is a
+model that computes something else.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+REQUIRED: Any = object()
+"""Marks a field whose key must be there."""
+
+ABSENT: Any = object()
+"""What a field writes for a key that is not to be there."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key and the attributes that it sets."""
+
+    hf: str
+    """Key of the Hugging Face config."""
+    megatron: str | tuple[str, ...]
+    """Attribute of the provider, or several."""
+    default: Any = REQUIRED
+    """Value of an absent key."""
+    to: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    """(value, whole Hugging Face config) -> value, or values, of ``megatron``; None takes it as it is."""
+    back: Callable[[Any, Any], Any] | None = None
+    """(value or values, provider) -> value of ``hf``; None takes the first as it is."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The provider's attributes."""
+        return (self.megatron,) if isinstance(self.megatron, str) else self.megatron
+
+    def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The provider's attributes as ``config`` sets them.
+
+        Raises:
+            UserError: the key is missing, or its value cannot be represented.
+        """
+        value = config.get(self.hf, self.default)
+        if value is REQUIRED:
+            raise UserError(f"key {self.hf} is missing")
+        found = self.to(value, config) if self.to else value
+        if isinstance(self.megatron, str):
+            return {self.megatron: found}
+        values: Sequence[Any] = found if self.to else [found] * len(self.megatron)
+        return dict(zip(self.megatron, values, strict=True))
+
+    def write(self, provider: Any) -> Any:
+        """The key's value as ``provider`` has it."""
+        values = tuple(getattr(provider, name) for name in self.names)
+        value = values[0] if isinstance(self.megatron, str) else values
+        if self.back:
+            return self.back(value, provider)
+        return values[0]
+
+
+def override(fields: Iterable[Field], *own: Field) -> tuple[Field, ...]:
+    """``fields`` with an architecture's ``own`` in place of those that set the same attributes."""
+    taken = {name for field in own for name in field.names}
+    return (*(field for field in fields if not taken & set(field.names)), *own)
+
+
+# key -> the values with which it changes nothing; None: with no value does it change anything
+IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(
+        (
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "_commit_hash",
+            "_name_or_path",
+            "architectures",
+            "auto_map",
+            "bos_token_id",
+            "cache_implementation",
+            "chunk_size_feed_forward",
+            "eos_token_id",
+            "finetuning_task",
+            "id2label",
+            "is_llama_config",
+            "label2id",
+            "model_type",
+            "output_attentions",
+            "output_hidden_states",
+            "pad_token_id",
+            "prefix",
+            "pretraining_tp",
+            "problem_type",
+            "return_dict",
+            "sep_token_id",
+            "task_specific_params",
+            "tokenizer_class",
+            "torch_dtype",
+            "torchscript",
+            "transformers.js_config",
+            "transformers_version",
+            "unsloth_fixed",
+            "unsloth_version",
+            "use_bfloat16",
+            "use_cache",
+        )
+    ),
+    "add_cross_attention": (False,),
+    "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "rope_interleaved": (False,),
+    "tie_encoder_decoder": (False,),
+    # older configs carry generation defaults
+    **dict.fromkeys(
+        (
+            "bad_words_ids",
+            "begin_suppress_tokens",
+            "decoder_start_token_id",
+            "diversity_penalty",
+            "do_sample",
+            "early_stopping",
+            "encoder_no_repeat_ngram_size",
+            "exponential_decay_length_penalty",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "length_penalty",
+            "max_length",
+            "max_new_tokens",
+            "min_length",
+            "no_repeat_ngram_size",
+            "num_beam_groups",
+            "num_beams",
+            "num_return_sequences",
+            "output_scores",
+            "remove_invalid_values",
+            "repetition_penalty",
+            "return_dict_in_generate",
+            "suppress_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "typical_p",
+        )
+    ),
+}
+
+
+HarmlessKeys = Mapping[str, tuple[Any, ...] | None]
+"""Keys that change nothing: always (None), or with the listed values only."""
+
+
+def read_all(
+    fields: Iterable[Field], config: Mapping[str, Any], irrelevant: HarmlessKeys = IRRELEVANT
+) -> dict[str, Any]:
+    """The provider's attributes that ``config`` sets.
+
+    Raises:
+        UserError: keys that are unknown, missing or out of range, all in one message.
+    """
+    fields = tuple(fields)
+    problems = unknown_keys(fields, config, irrelevant)
+    values: dict[str, Any] = {}
+    for field in fields:
+        try:
+            values |= field.read(config)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; ".join(dict.fromkeys(problems)))
+    return values
+
+
+def unknown_keys(fields: Iterable[Field], config: Mapping[str, Any], irrelevant: HarmlessKeys) -> list[str]:
+    """One phrase for each key that no field claims and that could change the computation."""
+    claimed = {field.hf for field in fields}
+    problems: list[str] = []
+    for key, value in config.items():
+        if key in claimed:
+            continue
+        if key not in irrelevant:
+            hint = did_you_mean(key, claimed)
+            problems.append(f"key {key}={value!r} is not known{hint or ', remove it if it changes nothing'}")
+        elif (harmless := irrelevant[key]) is not None and value not in harmless:
+            problems.append(f"{key}={value!r} is not supported")
+    return problems
+
+
+def write_all(fields: Iterable[Field], provider: Any) -> dict[str, Any]:
+    """The Hugging Face config, as far as the fields cover it."""
+    written = {field.hf: field.write(provider) for field in fields}
+    return {key: value for key, value in written.items() if value is not ABSENT}
+
+
+def changed_keys(fields: Iterable[Field], provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys whose value in ``config`` no longer means what ``provider`` has, with their new values."""
+    changed: dict[str, Any] = {}
+    for field in fields:
+        meant = field.read(config)
+        if any(getattr(provider, name) != value for name, value in meant.items()):
+            value = field.write(provider)
+            if value != config.get(field.hf):
+                changed[field.hf] = value
+    return changed

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Gated delta nets among attention layers: config fields and weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.bridge.backends.specs.layer_specs import linear_pattern
+from megatron.bridge.models.conversion.declare.blocks import Block
+from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GDNConv1dMapping,
+    GDNLinearMapping,
+    ReplicatedMapping,
+)
+from megatron.bridge.utils.errors import UserError
+
+_KINDS = ("full_attention", "linear_attention")
+
+
+def _linear(kinds: list[str], config: Mapping[str, Any]) -> int | list[int]:
+    """1 for each gated delta net; or after how many layers attention comes again, if that is regular."""
+    layers = config["num_hidden_layers"]
+    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
+        raise UserError(f"layer_types={kinds} must say {' or '.join(_KINDS)} for num_hidden_layers={layers}")
+    pattern = [_KINDS.index(kind) for kind in kinds]
+    interval = pattern.index(0) + 1 if 0 in pattern else layers + 1
+    return interval if pattern == [int((layer + 1) % interval != 0) for layer in range(layers)] else pattern
+
+
+def _linear_back(_: Any, provider: Any) -> list[str]:
+    return [_KINDS[linear] for linear in linear_pattern(provider)]
+
+
+def _only_silu(name: Any, config: Mapping[str, Any]) -> Any:
+    if name not in ("silu", "swish"):
+        raise UserError(f"hidden_act={name!r} is not supported: gated delta nets have 'silu'")
+    assert ACTIVATION.to is not None
+    return ACTIVATION.to(name, config)
+
+
+SILU = replace(ACTIVATION, to=_only_silu)
+"""The activation of feed-forward layers and of the convolutions of gated delta nets."""
+
+DELTA_NET: tuple[Field, ...] = (
+    Field("layer_types", "linear_attention_freq", to=_linear, back=_linear_back),
+    *(
+        Field(name, name)
+        for name in (
+            "linear_conv_kernel_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+        )
+    ),
+)
+"""Which layers have a gated delta net, and its sizes."""
+
+
+def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm") -> Block:
+    """A gated delta net; the normalisation before it is named by ``attention`` where it is a module of its own.
+
+    Args:
+        layers: Hugging Face's name of a layer.
+        norm: the normalisation before it.
+    """
+    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.linear_attn"
+    return (
+        GDNLinearMapping(
+            f"{ours}.in_proj.weight", qkvz=f"{theirs}.in_proj_qkvz.weight", ba=f"{theirs}.in_proj_ba.weight"
+        ),
+        ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
+        GDNConv1dMapping(f"{ours}.conv1d.weight", f"{theirs}.conv1d.weight"),
+        AutoMapping(f"{ours}.A_log", f"{theirs}.A_log"),
+        AutoMapping(f"{ours}.dt_bias", f"{theirs}.dt_bias"),
+        ReplicatedMapping(f"{ours}.out_norm.weight", f"{theirs}.norm.weight"),
+        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+    )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Fields of hybrid architectures: which layer does what, Mamba-2 mixers, experts in some models of a family."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
+from megatron.bridge.models.conversion.declare.fields import ABSENT, Field
+from megatron.bridge.models.mamba_provider import ATTENTION, EXPERTS, FEED_FORWARD, KINDS, MAMBA
+from megatron.bridge.utils.errors import UserError
+
+# ---- conversions of single values ------------------------------------------------------------------------------
+
+_NAMES = {"linear_attention": MAMBA, "full_attention": ATTENTION, "mlp": FEED_FORWARD, "moe": EXPERTS}
+_OLDER_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
+
+
+def _layers(config: Mapping[str, Any]) -> str:
+    """A symbol for each layer, from the list of names or, without one, the older string."""
+    names, symbols = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    if names is None:
+        if symbols is None:
+            raise UserError("layers_block_type is missing: it says what each layer does")
+        names = list(symbols)
+    known = {**_NAMES, **_OLDER_NAMES, **{symbol: symbol for symbol in KINDS}}
+    for name in names:
+        if name not in known:
+            raise UserError(f"layers_block_type={name!r} is not supported: {', '.join(_NAMES)} are")
+    found = "".join(known[name] for name in names)
+    if symbols is not None and symbols != found:
+        raise UserError("hybrid_override_pattern and layers_block_type name different layers: remove one")
+    return found
+
+
+def _pattern(_: Any, config: Mapping[str, Any]) -> str:
+    return _layers(config)
+
+
+def _pattern_back(_: Any, provider: Any) -> str:
+    return provider.layer_kinds
+
+
+def _names_back(_: Any, provider: Any) -> list[str]:
+    names = {symbol: name for name, symbol in _NAMES.items()}
+    return [names[symbol] for symbol in provider.layer_kinds]
+
+
+def _number_of_layers(count: Any, config: Mapping[str, Any]) -> int:
+    layers = len(_layers(config))
+    if count not in (None, layers):
+        raise UserError(f"num_hidden_layers={count} is not the {layers} layers that layers_block_type names")
+    return layers
+
+
+def _width(_: Any, config: Mapping[str, Any]) -> int:
+    found = {key: config[key] for key in ("head_dim", "attention_head_dim") if config.get(key) is not None}
+    if not found:
+        raise UserError("head_dim is missing: no other key says how wide a head is")
+    if len(set(found.values())) > 1:
+        raise UserError(f"{' and '.join(f'{key}={value}' for key, value in found.items())} differ: remove one")
+    return next(iter(found.values()))
+
+
+def _mlp_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(this bias, whether Megatron-Core's one switch for all linear layers is on)."""
+    if own and EXPERTS in _layers(config):
+        raise UserError("mlp_bias=True is not supported with layers of experts, which would have none")
+    return own, own
+
+
+def _first(values: tuple[Any, ...], _: Any) -> Any:
+    return values[0]
+
+
+class _OfExperts(Field):
+    """A field of models that have layers of experts; in others the key changes nothing."""
+
+    def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing where no layer has experts."""
+        return super().read(config) if EXPERTS in _layers(config) else {}
+
+    def write(self, provider: Any) -> Any:
+        """The key's value, ``ABSENT`` where no layer has experts."""
+        return super().write(provider) if EXPERTS in provider.layer_kinds else ABSENT
+
+
+# ---- groups that families share ---------------------------------------------------------------------------------
+
+LAYER_KINDS: tuple[Field, ...] = (
+    Field("layers_block_type", "hybrid_override_pattern", default=None, to=_pattern, back=_names_back),
+    Field("hybrid_override_pattern", "hybrid_override_pattern", default=None, to=_pattern, back=_pattern_back),
+    Field("num_hidden_layers", "num_layers", default=None, to=_number_of_layers),
+)
+"""What each layer does, as a list of names or as a string of symbols."""
+
+MAMBA_SIZES: tuple[Field, ...] = (
+    Field("mamba_num_heads", "mamba_num_heads"),
+    Field("mamba_head_dim", "mamba_head_dim"),
+    Field("ssm_state_size", "mamba_state_dim"),
+    Field("n_groups", "mamba_num_groups"),
+    Field("conv_kernel", "mamba_conv_kernel"),
+    Field("chunk_size", "mamba_chunk_size"),
+)
+
+MAMBA_STEPS: tuple[Field, ...] = (
+    # transformers bounds the steps of a trained model by what it draws those of a new one from
+    Field("time_step_min", ("mamba_first_step_min", "mamba_smallest_step")),
+    Field("time_step_max", "mamba_first_step_max"),
+    Field("time_step_floor", "mamba_first_step_floor"),
+)
+
+ATTENTION_WIDTH: tuple[Field, ...] = (
+    Field("head_dim", "kv_channels", default=None, to=_width),
+    Field("attention_head_dim", "kv_channels", default=None, to=_width),
+)
+"""The width of a head, by its present and its older name."""
+
+MLP_BIAS = Field("mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_mlp_bias, back=_first)
+
+MLP_ACTIVATION = replace(ACTIVATION, hf="mlp_hidden_act", default="relu2")
+
+
+def of_experts(*fields: Field) -> tuple[Field, ...]:
+    """``fields`` that count only where a layer has experts."""
+    return tuple(_OfExperts(field.hf, field.megatron, field.default, field.to, field.back) for field in fields)

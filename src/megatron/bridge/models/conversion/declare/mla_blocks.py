@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of architectures with multi-latent attention, and layers of multi-token prediction."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.bridge.models.conversion.declare.blocks import Block, SizedBlock, fused_norm
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, MegatronParamMapping, ReplicatedMapping
+
+_PROJECTIONS = {
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "linear_kv_up_proj": "kv_b_proj",
+    "linear_proj": "o_proj",
+}
+
+
+def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernorm") -> Block:
+    """Multi-latent attention, with or without a latent of the queries, and the normalisation before it.
+
+    Args:
+        layers: Hugging Face's name of a layer.
+        norm: the normalisation before the attention.
+    """
+    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.self_attn"
+    return (
+        *(AutoMapping(f"{ours}.{mine}.weight", f"{theirs}.{hf}.weight") for mine, hf in _PROJECTIONS.items()),
+        *fused_norm(f"{ours}.q_layernorm", f"{ours}.linear_q_up_proj", f"{theirs}.q_a_layernorm"),
+        *fused_norm(f"{ours}.kv_layernorm", f"{ours}.linear_kv_up_proj", f"{theirs}.kv_a_layernorm"),
+        ReplicatedMapping("decoder.layers.*.input_layernorm.weight", f"{layers}.{norm}.weight"),
+    )
+
+
+@dataclass(frozen=True)
+class MTPNames:
+    """Hugging Face's names of one layer of multi-token prediction: prefixes, without ``.weight``."""
+
+    layer: str
+    """What takes the place of a decoder layer's name."""
+    enorm: str
+    """Norm of the next token's embedding."""
+    hnorm: str
+    """Norm of this token's hidden state."""
+    eh_proj: str
+    """Projection of both together."""
+    norm: str
+    """The final norm."""
+
+
+def after_decoder_layers(config: Any, depth: int) -> MTPNames:
+    """The names of layers that are numbered after those of the decoder."""
+    layer = f"model.layers.{config.num_layers + depth}"
+    own = (f"{layer}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+    return MTPNames(layer, *own)
+
+
+def mtp(
+    *layer: Block,
+    layers: str = "model.layers.*",
+    names: Callable[[Any, int], MTPNames] = after_decoder_layers,
+) -> SizedBlock:
+    """Layers of multi-token prediction.
+
+    Each norms the embedding of the next token and the hidden state of this one, projects both together (the
+    embedding first), and goes on as a layer of the decoder and a final norm before the model's own output layer.
+
+    Args:
+        *layer: the blocks of a layer of the decoder, under its names.
+        layers: Hugging Face's name of a layer.
+        names: (config, depth) -> names of the layer of that depth.
+    """
+
+    def of(config: Any) -> Block:
+        depths = range(config.mtp_num_layers or 0)
+        return tuple(mapping for depth in depths for mapping in _depth(layer, depth, layers, names(config, depth)))
+
+    return of
+
+
+def _depth(layer: tuple[Block, ...], depth: int, layers: str, theirs: MTPNames) -> Block:
+    ours = f"mtp.layers.{depth}"
+    own: Block = (
+        ReplicatedMapping(f"{ours}.enorm.weight", f"{theirs.enorm}.weight"),
+        ReplicatedMapping(f"{ours}.hnorm.weight", f"{theirs.hnorm}.weight"),
+        AutoMapping(f"{ours}.eh_proj.weight", f"{theirs.eh_proj}.weight"),
+        ReplicatedMapping(f"{ours}.final_layernorm.weight", f"{theirs.norm}.weight"),
+    )
+
+    def moved(mapping: MegatronParamMapping) -> MegatronParamMapping:
+        return mapping.renamed(
+            lambda name: name.replace("decoder.layers.*", f"{ours}.mtp_model_layer", 1),
+            lambda name: name.replace(layers, theirs.layer, 1),
+        )
+
+    return (*own, *(moved(mapping) for block in layer for mapping in block))
+
+
+def mtp_copies(layers: str = "model.layers.*", embedding: str = "model.embed_tokens.weight") -> dict[str, str]:
+    """Tensors that checkpoints store once more beside each layer of multi-token prediction, and what they copy."""
+    return {f"{layers}.embed_tokens.weight": embedding, f"{layers}.shared_head.head.weight": "lm_head.weight"}

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Fields of architectures with multi-latent attention, and of multi-token prediction."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.bridge.backends.specs.layer_specs import moe_pattern
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.moe_fields import DROPLESS, check_groups
+from megatron.bridge.utils.errors import UserError
+
+# ---- conversions of single values ------------------------------------------------------------------------------
+
+
+def _rotated(width: Any, config: Mapping[str, Any]) -> int:
+    """The width with positions; keys that transformers derives from it must not say otherwise."""
+    whole = config["qk_nope_head_dim"] + width
+    for key, derived in (("head_dim", width), ("qk_head_dim", whole)):
+        if config.get(key, derived) != derived:
+            raise UserError(
+                f"{key}={config[key]} does not agree with qk_nope_head_dim={config['qk_nope_head_dim']} and "
+                f"qk_rope_head_dim={width}: remove it, or make it {derived}"
+            )
+    return width
+
+
+def _every_head(groups: Any, config: Mapping[str, Any]) -> int:
+    heads = config["num_attention_heads"]
+    if groups not in (None, heads):
+        raise UserError(
+            f"num_key_value_heads={groups} is not num_attention_heads={heads}: in latent attention each head has "
+            "keys and values of its own"
+        )
+    return heads
+
+
+def _depths(count: Any, _: Any) -> int | None:
+    return count or None
+
+
+def _depths_back(count: int | None, _: Any) -> int:
+    return count or 0
+
+
+def _balancing(by_sequence: Any, _: Any) -> str:
+    return "seq_aux_loss" if by_sequence else "aux_loss"
+
+
+def _balancing_back(kind: str, _: Any) -> bool:
+    return kind == "seq_aux_loss"
+
+
+_METHODS = ("greedy", "group_limited_greedy")
+
+
+def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """(groups of experts, groups that a token may choose from); (None, None) for all."""
+    method, groups, chosen = config.get("topk_method", "greedy"), config.get("n_group"), config.get("topk_group")
+    if method not in _METHODS:
+        raise UserError(f"topk_method={method!r} is not supported: {' and '.join(_METHODS)} are")
+    if method == "greedy" or groups == 1:
+        return None, None
+    if not groups or not chosen:
+        raise UserError(f"topk_method={method!r} needs n_group and topk_group, which are {groups} and {chosen}")
+    check_groups(groups, chosen, config)
+    reach, wanted = chosen * config["n_routed_experts"] // groups, config["num_experts_per_tok"]
+    if reach < wanted:
+        raise UserError(
+            f"topk_group={chosen} of n_group={groups} are {reach} experts, num_experts_per_tok={wanted} are more"
+        )
+    return groups, chosen
+
+
+def _number_of_groups(_: Any, config: Mapping[str, Any]) -> int | None:
+    return _groups(config)[0]
+
+
+def _chosen_groups(_: Any, config: Mapping[str, Any]) -> int | None:
+    return _groups(config)[1]
+
+
+def _method_back(groups: int | None, _: Any) -> str:
+    return _METHODS[bool(groups)]
+
+
+def _or_one(count: int | None, _: Any) -> int:
+    return count or 1
+
+
+_KINDS = ("dense", "sparse")
+
+
+def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    """1 for each layer with experts, 0 for each without."""
+    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace")
+    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
+        raise UserError(f"mlp_layer_types={kinds} must say {' or '.join(_KINDS)} for num_hidden_layers={layers}")
+    pattern = [_KINDS.index(kind) for kind in kinds]
+    if dense is not None and pattern != [int(layer >= dense) for layer in range(layers)]:
+        raise UserError(f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one")
+    return pattern
+
+
+def _sparse_back(_: Any, provider: Any) -> list[str]:
+    return [_KINDS[sparse] for sparse in moe_pattern(provider)]
+
+
+# ---- groups that families share ---------------------------------------------------------------------------------
+
+_OWN = ("num_key_value_heads", "head_dim")  # of DENSE; they mean something else here
+
+LATENT: tuple[Field, ...] = (
+    *(field for field in DENSE if field.hf not in _OWN),
+    Field("num_key_value_heads", "num_query_groups", default=None, to=_every_head),
+    Field("q_lora_rank", "q_lora_rank", default=None),
+    Field("kv_lora_rank", "kv_lora_rank"),
+    Field("qk_nope_head_dim", "qk_head_dim"),
+    Field("qk_rope_head_dim", "qk_pos_emb_head_dim", to=_rotated),
+    Field("v_head_dim", "v_head_dim"),
+)
+"""Everything about a decoder with latent attention but its experts."""
+
+BEST_GROUPS: tuple[Field, ...] = (
+    Field("topk_method", "moe_router_num_groups", default="greedy", to=_number_of_groups, back=_method_back),
+    Field("n_group", "moe_router_num_groups", default=None, to=_number_of_groups, back=_or_one),
+    Field("topk_group", "moe_router_group_topk", default=None, to=_chosen_groups, back=_or_one),
+)
+"""A token chooses among the experts of a few groups; groups are ranked by their best expert."""
+
+BALANCING: tuple[Field, ...] = (
+    Field("aux_loss_alpha", "moe_aux_loss_coeff", default=0.0),
+    Field("seq_aux", "moe_router_load_balancing_type", default=True, to=_balancing, back=_balancing_back),
+)
+"""The auxiliary loss, over each sequence or over the batch; transformers has none."""
+
+SPARSE_LAYERS = Field("mlp_layer_types", "moe_layer_freq", to=_sparse, back=_sparse_back)
+"""Which layers have experts, by name."""
+
+NEXT_TOKENS = Field("num_nextn_predict_layers", "mtp_num_layers", default=0, to=_depths, back=_depths_back)
+"""Layers of multi-token prediction, after those of the decoder."""
+
+LATENT_LIKE: dict[str, Any] = {
+    **LLAMA_LIKE,
+    "qk_layernorm": True,
+    "add_bias_linear": False,
+    "rope_type": "rope",
+    # transformers norms the latents with its default, whatever rms_norm_eps says
+    "latent_layernorm_epsilon": 1e-6,
+}
+"""What these architectures imply and do not spell."""
+
+PLAIN_SOFTMAX_ROUTING: dict[str, Any] = {
+    **DROPLESS,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_group_score": "max",
+}
+"""Weights are a softmax over all experts, in fp32 from the logits on."""
+
+UNSPOKEN: dict[str, tuple[Any, ...] | None] = {
+    "attention_bias": (False,),
+    "ep_size": None,
+    "head_dim": None,  # checked by LATENT
+    "qk_head_dim": None,
+    "moe_layer_freq": (1,),
+    "mlp_bias": (False,),
+    "output_router_logits": None,
+    "rope_interleave": (True,),
+}
+"""Keys of these architectures that change nothing with the values given."""

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a mixture-of-experts layer: experts, router, shared experts.
+
+Experts are parameters of one grouped layer (``experts.linear_fc1.weight3``) or modules of their own
+(``experts.local_experts.3.linear_fc1.weight``); a block lists both spellings, and a model has one of them.
+"""
+
+from megatron.bridge.models.conversion.declare.blocks import Block
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GatedMLPMapping,
+    MegatronParamMapping,
+    ReplicatedMapping,
+)
+
+_LAYER = "decoder.layers.*.mlp"
+
+
+def expert_names(linear: str, kind: str = "weight") -> tuple[str, str]:
+    """Megatron's two names of one expert's parameter; the last wildcard is the expert's number.
+
+    Args:
+        linear: ``linear_fc1`` or ``linear_fc2``.
+        kind: ``weight`` or ``bias``.
+    """
+    parent = f"{_LAYER}.experts"
+    return f"{parent}.{linear}.{kind}*", f"{parent}.local_experts.*.{linear}.{kind}"
+
+
+def experts(
+    names: str = "mlp.experts.*",
+    gate: str | None = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    layers: str = "model.layers.*",
+) -> Block:
+    """Experts without biases, each with its own tensors.
+
+    Args:
+        names: Hugging Face's name of an expert in a layer.
+        gate: its gate projection; None without one.
+        up: its up projection.
+        down: its output projection.
+        layers: Hugging Face's name of a layer.
+    """
+    expert = f"{layers}.{names}"
+    gates = gate and f"{expert}.{gate}.weight"
+    return (
+        *(_fc1(name, gates, f"{expert}.{up}.weight") for name in expert_names("linear_fc1")),
+        *(AutoMapping(name, f"{expert}.{down}.weight") for name in expert_names("linear_fc2")),
+    )
+
+
+def _fc1(name: str, gate: str | None, up: str) -> MegatronParamMapping:
+    return GatedMLPMapping(name, gate=gate, up=up) if gate else AutoMapping(name, up)
+
+
+def router(
+    name: str = "mlp.gate",
+    correction: str = "e_score_correction_bias",
+    norm: str | None = None,
+    layers: str = "model.layers.*",
+) -> Block:
+    """The router, with its bias and the correction that it adds to scores only to choose experts.
+
+    Args:
+        name: Hugging Face's name of the router in a layer.
+        correction: its name of the correction, in the router.
+        norm: the normalisation before the experts; None where ``mlp``, for the dense layers, names it.
+        layers: Hugging Face's name of a layer.
+    """
+    theirs = f"{layers}.{name}"
+    block: Block = (
+        ReplicatedMapping(f"{_LAYER}.router.weight", f"{theirs}.weight"),
+        ReplicatedMapping(f"{_LAYER}.router.bias", f"{theirs}.bias"),
+        ReplicatedMapping(f"{_LAYER}.router.expert_bias", f"{theirs}.{correction}"),
+    )
+    if norm is None:
+        return block
+    return (*block, ReplicatedMapping("decoder.layers.*.pre_mlp_layernorm.weight", f"{layers}.{norm}.weight"))
+
+
+def shared_experts(
+    name: str = "mlp.shared_experts",
+    gate: str | None = None,
+    layers: str = "model.layers.*",
+    gated: bool = True,
+) -> Block:
+    """The experts that every token passes, as one feed-forward layer.
+
+    Args:
+        name: Hugging Face's name of them in a layer.
+        gate: its name of the gate on their output, in a layer; None without one.
+        layers: Hugging Face's name of a layer.
+        gated: there is a gate beside the up projection.
+    """
+    parent, theirs = f"{_LAYER}.shared_experts", f"{layers}.{name}"
+    gates = f"{theirs}.gate_proj.weight" if gated else None
+    block: Block = (
+        _fc1(f"{parent}.linear_fc1.weight", gates, f"{theirs}.up_proj.weight"),
+        AutoMapping(f"{parent}.linear_fc2.weight", f"{theirs}.down_proj.weight"),
+    )
+    if gate is None:
+        return block
+    return (*block, ReplicatedMapping(f"{parent}.gate_weight", f"{layers}.{gate}.weight"))

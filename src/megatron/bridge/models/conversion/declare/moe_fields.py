@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Fields that mixtures of experts share: how many experts, which layers have them, and how tokens are routed.
+
+The auxiliary loss follows the coefficient of the config; it acts on gradients in training and never on the logits.
+"""
+
+from collections.abc import Callable, Mapping
+from math import gcd
+from typing import Any
+
+from megatron.bridge.backends.specs.layer_specs import moe_pattern
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.utils.errors import UserError
+
+# ---- conversions of single values ------------------------------------------------------------------------------
+
+
+def _top(count: Any, config: Mapping[str, Any]) -> int:
+    if count == 1 and config.get("norm_topk_prob", True):
+        raise UserError(
+            "num_experts_per_tok=1 with norm_topk_prob=True is not supported: one expert's normalised weight is "
+            "always 1, and the router would learn nothing"
+        )
+    return count
+
+
+def _enough(key: str) -> Callable[[Any, Mapping[str, Any]], int]:
+    def check(count: Any, config: Mapping[str, Any]) -> int:
+        top = config["num_experts_per_tok"]
+        if count < max(top, 1):
+            raise UserError(f"num_experts_per_tok={top} is more than {key}={count}: a token needs as many experts")
+        return count
+
+    return check
+
+
+def _not(value: Any, _: Any) -> bool:
+    return not value
+
+
+def _groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """(groups, groups that a token may choose from); one group, or all of them, is no restriction."""
+    chosen, experts = config["topk_group"], config["num_experts_per_tok"]
+    check_groups(count or 1, chosen, config)
+    if count in (None, 1):
+        return None, None
+    if chosen != count and experts // chosen != 2:
+        raise UserError(
+            f"n_group={count} and topk_group={chosen} with num_experts_per_tok={experts} are not supported: "
+            f"Megatron-Core ranks groups by their best {experts // chosen} experts (the quotient), this "
+            "architecture by their best 2"
+        )
+    return count, chosen
+
+
+def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> None:
+    """Refuse groups that the experts cannot be cut into, or more chosen ones than there are.
+
+    Raises:
+        UserError: either of them.
+    """
+    if config["n_routed_experts"] % count:
+        raise UserError(f"n_group={count} does not divide n_routed_experts={config['n_routed_experts']}")
+    if chosen is not None and chosen > count:
+        raise UserError(f"topk_group={chosen} is more than there are: n_group={count}")
+
+
+def _groups_back(values: tuple[int | None, int | None], _: Any) -> int:
+    return values[0] or 1
+
+
+def _chosen(_: Any, config: Mapping[str, Any]) -> int | None:
+    return _groups(config["n_group"], config)[1]
+
+
+def _chosen_back(count: int | None, _: Any) -> int:
+    return count or 1
+
+
+def _shared_width(count: Any, config: Mapping[str, Any]) -> int | None:
+    return count * config["moe_intermediate_size"] if count else None
+
+
+def _shared_count(width: int | None, provider: Any) -> int | None:
+    return width // provider.moe_ffn_hidden_size if width else None
+
+
+def _as_frequency(pattern: list[int]) -> int | list[int]:
+    """1 for experts in every layer, which stays right if the number of layers is changed."""
+    return pattern if 0 in pattern else 1
+
+
+def _after_dense(dense: Any, config: Mapping[str, Any]) -> int | list[int]:
+    layers = config["num_hidden_layers"]
+    if not 0 <= dense < layers:
+        raise UserError(f"first_k_dense_replace={dense} leaves none of the {layers} layers for experts")
+    return _as_frequency([int(layer >= dense) for layer in range(layers)])
+
+
+def _dense_before(_: Any, provider: Any) -> int:
+    pattern = moe_pattern(provider)
+    dense = pattern.index(1)
+    if 0 in pattern[dense:]:
+        raise UserError("moe_layer_freq has dense layers after sparse ones: first_k_dense_replace cannot say so")
+    return dense
+
+
+def _sparse(_: Any, config: Mapping[str, Any]) -> int | list[int]:
+    """Every ``decoder_sparse_step``-th layer has experts, unless ``mlp_only_layers`` names it."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    layers = range(config["num_hidden_layers"])
+    pattern = [int((layer + 1) % step == 0 and layer not in dense) for layer in layers]
+    if 1 not in pattern:
+        raise UserError(f"decoder_sparse_step={step} and mlp_only_layers={dense} leave no layer for experts")
+    return _as_frequency(pattern)
+
+
+def _step(_: Any, provider: Any) -> int:
+    return gcd(*(layer + 1 for layer, sparse in enumerate(moe_pattern(provider)) if sparse))
+
+
+def _exceptions(_: Any, provider: Any) -> list[int]:
+    step = _step(_, provider)
+    return [layer for layer, sparse in enumerate(moe_pattern(provider)) if (layer + 1) % step == 0 and not sparse]
+
+
+# ---- groups that families share ---------------------------------------------------------------------------------
+
+
+def expert_sizes(count: str = "num_experts", width: str = "moe_intermediate_size") -> tuple[Field, ...]:
+    """Number of experts, of those that a token chooses, and their width, under the architecture's own keys."""
+    return (
+        Field(count, "num_moe_experts", to=_enough(count)),
+        Field("num_experts_per_tok", "moe_router_topk", to=_top),
+        Field(width, "moe_ffn_hidden_size"),
+    )
+
+
+AUX_LOSS = Field("router_aux_loss_coef", "moe_aux_loss_coeff", default=0.0)
+
+NORM_TOPK = Field("norm_topk_prob", "moe_router_pre_softmax", default=False, to=_not, back=_not)
+"""Softmax over the chosen experts only is the same as normalising what a softmax over all gives them."""
+
+DENSE_AMONG_SPARSE: tuple[Field, ...] = (
+    Field("decoder_sparse_step", "moe_layer_freq", default=1, to=_sparse, back=_step),
+    Field("mlp_only_layers", "moe_layer_freq", default=(), to=_sparse, back=_exceptions),
+)
+"""Dense layers by a step and a list of exceptions."""
+
+DENSE_BEFORE_SPARSE = Field(
+    "first_k_dense_replace", "moe_layer_freq", default=0, to=_after_dense, back=_dense_before
+)
+"""Dense layers at the start."""
+
+SHARED_EXPERTS = Field(
+    "n_shared_experts", "moe_shared_expert_intermediate_size", default=None, to=_shared_width, back=_shared_count
+)
+"""Shared experts, each as wide as one of the others, together one feed-forward layer."""
+
+GROUPS: tuple[Field, ...] = (
+    Field("n_group", ("moe_router_num_groups", "moe_router_group_topk"), to=_groups, back=_groups_back),
+    Field("topk_group", "moe_router_group_topk", to=_chosen, back=_chosen_back),
+)
+"""A token chooses among the experts of a few groups; groups are ranked by their two best experts."""
+
+SCALING = Field("routed_scaling_factor", "moe_router_topk_scaling_factor", default=1.0)
+"""What the weights of the chosen experts are multiplied by."""
+
+DROPLESS: dict[str, Any] = {
+    "moe_grouped_gemm": True,
+    # no capacity: every token reaches the experts that it chose
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+SOFTMAX_ROUTING: dict[str, Any] = {
+    **DROPLESS,
+    "moe_router_score_function": "softmax",
+    "moe_router_load_balancing_type": "aux_loss",
+}
+"""Weights are a softmax, in fp32, of logits in the model's own precision."""
+
+SIGMOID_ROUTING: dict[str, Any] = {
+    **DROPLESS,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+"""Weights are normalised sigmoids; a correction, trained without gradients, helps to choose the experts."""

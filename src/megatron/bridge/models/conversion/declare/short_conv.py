@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Gated short convolutions among attention layers: config fields and weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.bridge.models.conversion.declare.blocks import Block
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping, ShortConvMapping
+from megatron.bridge.utils.errors import UserError
+
+_KINDS = ("full_attention", "conv")
+_MULTIPLE = 256
+
+
+def _convolutions(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    layers = config["num_hidden_layers"]
+    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
+        raise UserError(f"layer_types={kinds} must say {' or '.join(_KINDS)} for num_hidden_layers={layers}")
+    return [_KINDS.index(kind) for kind in kinds]
+
+
+def _convolutions_back(layers: list[int], _: Any) -> list[str]:
+    return [_KINDS[layer] for layer in layers]
+
+
+def _width(_: Any, config: Mapping[str, Any]) -> int:
+    """What transformers makes of the four keys together."""
+    width: int = config["intermediate_size"]
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return width
+    multiple: int = config.get("block_multiple_of", _MULTIPLE)
+    factor: float | None = config.get("block_ffn_dim_multiplier")
+    width = int(2 * width / 3)
+    return width if factor is None else -(-int(factor * width) // multiple) * multiple
+
+
+def _is_adjusted(width: int, _: Any) -> bool:
+    return width % _MULTIPLE == 0
+
+
+def _width_back(width: int, _: Any) -> int:
+    return width * 3 // 2 if _is_adjusted(width, None) else width
+
+
+def _multiple_back(_: int, __: Any) -> int:
+    return _MULTIPLE
+
+
+def _factor_back(_: int, __: Any) -> float:
+    return 1.0
+
+
+SHORT_CONV: tuple[Field, ...] = (
+    Field("conv_L_cache", "linear_conv_kernel_dim"),
+    Field("layer_types", "short_conv_layers", to=_convolutions, back=_convolutions_back),
+)
+"""Which layers have a convolution instead of attention, and over how many tokens."""
+
+ADJUSTED_WIDTH: tuple[Field, ...] = (
+    Field("intermediate_size", "ffn_hidden_size", to=_width, back=_width_back),
+    Field("block_auto_adjust_ff_dim", "ffn_hidden_size", default=True, to=_width, back=_is_adjusted),
+    Field("block_ffn_dim_multiplier", "ffn_hidden_size", default=1.0, to=_width, back=_factor_back),
+    Field("block_multiple_of", "ffn_hidden_size", default=_MULTIPLE, to=_width, back=_multiple_back),
+)
+"""The width of feed-forward layers as 3/2 of what it is, rounded up to a multiple, unless it is said not to be."""
+
+
+def short_conv(layers: str = "model.layers.*", norm: str = "operator_norm") -> Block:
+    """A gated short convolution; the normalisation before it is named by ``attention`` where it is a module.
+
+    Args:
+        layers: Hugging Face's name of a layer.
+        norm: the normalisation before it.
+    """
+    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.conv"
+    return (
+        ShortConvMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
+        ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
+        AutoMapping(f"{ours}.conv1d.weight", f"{theirs}.conv.weight"),
+        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+    )

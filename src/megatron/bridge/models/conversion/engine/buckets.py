@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole Hugging Face tensors on every rank, for another program: exchanged many at a time, in bounded memory.
+
+Sending one tensor at a time leaves the network idle between two of them; sending all at once needs the memory of
+the whole model. A bucket is what one exchange puts together; its tensors are handed out before the next begins.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedModule
+from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.engine.exchange import Pending
+from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, MegatronModelBridge
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
+from megatron.bridge.utils.errors import UserError
+
+BUCKET_BYTES = 512 << 20
+
+Weights = dict[str, Tensor]
+"""Hugging Face tensors by name."""
+
+
+def stream(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    source: SafetensorsCheckpoint | None = None,
+    cpu: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    tasks: Iterable[WeightConversionTask] | None = None,
+) -> Iterator[HFWeightTuple]:
+    """Whole Hugging Face tensors with their names, in the order of the model, on every rank.
+
+    Args:
+        bridge: the architecture's bridge, for its hook.
+        plan: what to convert; every rank must draw from its own stream.
+        source: the checkpoint that the model came from, for the hook.
+        cpu: move each tensor to the CPU.
+        bucket_bytes: what this rank takes above the model, or what one tensor needs; the same on all ranks. What
+            was yielded last counts, what was yielded before that does not. A tensor that holds all experts of a
+            layer is put together beside the bucket.
+        tasks: those of the plan, one after the other, if the plan's own have no numbers.
+    """
+    same_as: dict[str, list[str]] = {}
+    for name, same in plan.ties.items():
+        same_as.setdefault(same, []).append(name)
+    stacks: dict[str, _Stack] = {}
+    adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
+    for bucket in _buckets(plan.tasks if tasks is None else tasks, bucket_bytes, exchange.any_rank(adapted)):
+        exchanged = _exchanged(bucket)
+        for task in bucket:
+            weights = exchanged.pop(0)
+            if bridge.computes_on_export:
+                weights = bridge.maybe_modify_converted_hf_weight(task, weights, source or {})
+            whole = _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
+            for name, weight in whole:
+                for alias in (name, *same_as.get(name, ())):
+                    yield HFWeightTuple(alias, weight.cpu() if cpu else weight)
+    if stacks:
+        raise UserError(f"the tasks leave out experts of {', '.join(stacks)}: give those of all experts")
+
+
+# ---- what goes together -----------------------------------------------------------------------------------------
+
+
+def _buckets(
+    tasks: Iterable[WeightConversionTask], limit: int, merged: bool
+) -> Iterator[list[WeightConversionTask]]:
+    """Runs of tasks whose exchange takes ``limit`` bytes; a task that communicates by itself is alone.
+
+    Args:
+        tasks: in the order of the model.
+        limit: bytes.
+        merged: whether weights are computed first, from adapters, on any rank.
+    """
+    bucket: list[WeightConversionTask] = []
+    held = largest = last = 0
+    for task in tasks:
+        if task.is_copy:
+            continue
+        room = _room(task, merged) if task.mapping.copies else limit
+        # shards are freed one after the other as they are joined: there is one more tensor than the bucket has
+        if bucket and held + room + max(largest, room) > limit:
+            yield bucket
+            # the caller still has what it was given last
+            bucket, held, largest = [], last, 0
+        bucket.append(task)
+        held, largest, last = held + room, max(largest, room), room
+    if bucket:
+        yield bucket
+
+
+def _room(task: WeightConversionTask, merged: bool) -> int:
+    """Bytes of a task's tensors, or of the shards that they are joined from; the same on all ranks."""
+    size, shard = task.dtype.itemsize, task.shard
+    joined = sum(torch.Size(shape).numel() for shape in task.mapping.hf_slice_shapes(shard).values())
+    held = torch.Size(shard.shape).numel() * (shard.parts + merged)
+    return size * max(joined, held)
+
+
+# ---- the exchange -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _exchanged(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
+    """The tensors of each task on every rank: joined where they are held, then sent to the other ranks."""
+    if not tasks[0].mapping.copies:
+        (task,) = tasks
+        return [_by_itself(task)]
+    arriving = [_gathered(task) for task in tasks]
+    joined: list[Weights | None] = []
+    for task in tasks:
+        shards = arriving.pop(0)
+        joined.append(None if shards is None else task.mapping.join(task.shard, shards.wait()))
+    everywhere = [
+        exchange.start_among_experts(found, _outline(task), task.owner)
+        for task, found in zip(tasks, joined, strict=True)
+    ]
+    in_stage = [found.wait() for found in everywhere]
+    sent = [
+        exchange.start_among_stages(found, _outline(task), task.owner)
+        for task, found in zip(tasks, in_stage, strict=True)
+    ]
+    return [found.wait() for found in sent]
+
+
+def _gathered(task: WeightConversionTask) -> Pending[list[Tensor]] | None:
+    if task.param_weight is None:
+        return None
+    group = exchange.shard_group(task.global_param_name)
+    return exchange.start_all_gather(cast(Tensor, task.exported), group, task.shard.parts)
+
+
+def _outline(task: WeightConversionTask) -> exchange.TensorSpecs:
+    return {name: (shape, task.dtype) for name, shape in task.mapping.hf_slice_shapes(task.shard).items()}
+
+
+def _by_itself(task: WeightConversionTask) -> Weights:
+    """The tensors of a mapping that computes, and communicates, itself."""
+    mine = task.mapping.megatron_to_hf(task.exported, task.megatron_module)
+    described = {name: (tuple(weight.shape), weight.dtype) for name, weight in mine.items()}
+    outline = exchange.broadcast_object(task.owner, described)
+    return {
+        name: exchange.from_owner(mine.get(name), shape, dtype, task.owner)
+        for name, (shape, dtype) in outline.items()
+    }
+
+
+# ---- handing out ------------------------------------------------------------------------------------------------
+
+
+def _taken(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, each let go of when the next is asked for."""
+    for name in list(weights):
+        yield name, weights.pop(name)
+
+
+@dataclass
+class _Stack:
+    """A tensor of all experts, and how many of them are still to come."""
+
+    whole: Tensor
+    missing: int
+
+
+def _stacked(
+    task: WeightConversionTask, weights: Mapping[str, Tensor], stacks: dict[str, _Stack]
+) -> Iterator[tuple[str, Tensor]]:
+    """Put an expert's part into its tensors; those that are whole now."""
+    experts: int = task.shard.config.num_moe_experts
+    for name, weight in weights.items():
+        if name not in stacks:
+            stacks[name] = _Stack(weight.new_empty((experts, *weight.shape)), experts)
+        stack = stacks[name]
+        stack.whole[task.mapping.expert] = weight
+        stack.missing -= 1
+        if not stack.missing:
+            yield name, stacks.pop(name).whole

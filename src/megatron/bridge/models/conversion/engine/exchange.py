@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Everything that conversion says to other ranks; the rest of the package never touches ``torch.distributed``."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as torch_dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron.bridge.utils import distributed
+
+Group = torch_dist.ProcessGroup | None
+Tensors = dict[str, Tensor]
+"""By name."""
+
+
+def is_expert(megatron_param: str) -> bool:
+    """Whether a parameter is one expert's own."""
+    return ".experts." in megatron_param
+
+
+def shard_group(megatron_param: str) -> Group:
+    """The group over which a parameter is cut; None in a process without model parallelism."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    if is_expert(megatron_param):
+        return cast(Group, parallel_state.get_expert_tensor_parallel_group())
+    return tensor_group()
+
+
+def tensor_group() -> Group:
+    """The tensor-parallel group of everything but experts."""
+    return cast(Group, parallel_state.get_tensor_model_parallel_group())
+
+
+def rank_and_size(group: Group) -> tuple[int, int]:
+    """Place in ``group`` and its size; (0, 1) without a group."""
+    return (0, 1) if group is None else (torch_dist.get_rank(group), torch_dist.get_world_size(group))
+
+
+def stage() -> int:
+    return rank_and_size(pipeline_group())[0]
+
+
+def expert_rank() -> int:
+    """This rank's place among those that share out the experts."""
+    return rank_and_size(expert_group())[0]
+
+
+def expert_group() -> Group:
+    """The ranks that hold the other experts of this rank's stage; they are of different data-parallel ranks."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return cast(Group, parallel_state.get_expert_model_parallel_group())
+
+
+def pipeline_group() -> Group:
+    """The ranks that hold the other pipeline stages of this rank's model replica."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return cast(Group, parallel_state.get_pipeline_model_parallel_group())
+
+
+def is_first_replica(megatron_param: str) -> bool:
+    """Whether this rank holds the first data- and context-parallel copy of a parameter.
+
+    Experts have copies of their own: on fewer ranks than the rest of the model, and on other ones.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return True
+    if is_expert(megatron_param):
+        return bool(cast(int, parallel_state.get_expert_data_parallel_rank()) == 0)
+    return bool(cast(int, parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0)
+
+
+def all_gather_stages[T](value: T) -> list[T]:
+    """The values of all pipeline stages, in order."""
+    group = pipeline_group()
+    return [value] if group is None else distributed.all_gather_object(value, group)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is set on any rank of this rank's model replica."""
+    experts = expert_group()
+    if experts is not None:
+        flag = any(distributed.all_gather_object(flag, experts))
+    return any(all_gather_stages(flag))
+
+
+@dataclass
+class Pending[T]:
+    """What other ranks are sending."""
+
+    value: T
+    works: tuple[torch_dist.Work, ...] = ()
+
+    def wait(self) -> T:
+        """The value, once it is there."""
+        for work in self.works:
+            work.wait()
+        return self.value
+
+
+def all_gather(tensor: Tensor, group: Group, parts: int) -> list[Tensor]:
+    """The shards of all ``parts`` ranks; just ``tensor`` when it is whole."""
+    return start_all_gather(tensor, group, parts).wait()
+
+
+def start_all_gather(tensor: Tensor, group: Group, parts: int) -> Pending[list[Tensor]]:
+    """Begin to get the shards of all ``parts`` ranks."""
+    if parts == 1:
+        return Pending([tensor])
+    local = tensor.detach().contiguous()
+    shards = torch.empty(parts * local.numel(), dtype=local.dtype, device=local.device)
+    work = cast(Any, torch_dist).all_gather_into_tensor(shards, local.view(-1), group=group, async_op=True)
+    return Pending(list(shards.view(parts, *local.shape).unbind()), (work,))
+
+
+def gather(tensor: Tensor, group: Group, parts: int, receiver: int) -> list[Tensor] | None:
+    """The shards of all ``parts`` ranks on the rank ``receiver`` of the group, None on the others."""
+    if parts == 1:
+        return [tensor] if rank_and_size(group)[0] == receiver else None
+    assert group is not None
+    local = tensor.detach().contiguous()
+    mine = torch_dist.get_rank(group) == receiver
+    shards = [torch.empty_like(local) for _ in range(parts)] if mine else None
+    torch_dist.gather(local, shards, group=group, group_dst=receiver)
+    return shards
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a parameter, among the ranks of a model replica."""
+
+    stage: int
+    """The pipeline stage."""
+    expert_rank: int | None = None
+    """Which of the ranks that share out the experts; None where all of them hold it."""
+
+    @property
+    def is_here(self) -> bool:
+        return self.stage == stage() and self.expert_rank in (None, expert_rank())
+
+
+def broadcast_object[T](owner: Owner, value: T) -> T:
+    """The value of ``owner``, on every rank of the replica."""
+    if owner.expert_rank is not None and (experts := expert_group()) is not None:
+        value = distributed.all_gather_object(value, experts)[owner.expert_rank]
+    return all_gather_stages(value)[owner.stage]
+
+
+TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of tensors by name."""
+
+
+def from_owner(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: Owner) -> Tensor:
+    """A tensor that ``owner`` holds, on every rank of the replica: first within its stage, then on all stages."""
+    mine = None if tensor is None else {"": tensor}
+    within = start_among_experts(mine, {"": (shape, dtype)}, owner).wait()
+    return start_among_stages(within, {"": (shape, dtype)}, owner).wait()[""]
+
+
+def start_among_experts(mine: Tensors | None, outline: TensorSpecs, owner: Owner) -> Pending[Tensors | None]:
+    """Begin to send the tensors of ``owner`` to the ranks of its stage that hold other experts."""
+    if owner.expert_rank is None or owner.stage != stage():
+        return Pending(mine)
+    return _start_broadcast(mine, outline, expert_group(), owner.expert_rank)
+
+
+def start_among_stages(mine: Tensors | None, outline: TensorSpecs, owner: Owner) -> Pending[Tensors]:
+    """Begin to send tensors that all of ``owner``'s stage has to the other stages."""
+    return _start_broadcast(mine, outline, pipeline_group(), owner.stage)
+
+
+def _start_broadcast(mine: Tensors | None, outline: TensorSpecs, group: Group, owner: int) -> Pending[Any]:
+    rank, size = rank_and_size(group)
+    if size == 1:
+        assert mine is not None
+        return Pending(mine)
+    assert group is not None
+    if rank != owner or mine is None:
+        device = torch.cuda.current_device()
+        mine = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in outline.items()}
+    mine = {name: tensor.contiguous() for name, tensor in mine.items()}
+    works = [torch_dist.broadcast(tensor, group=group, group_src=owner, async_op=True) for tensor in mine.values()]
+    return Pending(mine, tuple(cast(Any, works)))

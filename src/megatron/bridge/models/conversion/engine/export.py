@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the parameters straight into Hugging Face files; each tensor is written by one rank, or row by row."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, out_of_space
+from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import ShardSpec
+from megatron.bridge.models.hf_pretrained import safetensors_writer
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
+from megatron.bridge.models.hf_pretrained.safetensors_writer import OutputFile, Writer
+from megatron.bridge.utils import distributed
+from megatron.bridge.utils.errors import UserError
+
+THREADS = 2
+_IN_FLIGHT = 2 * THREADS  # tensors gathered and not yet written
+
+
+def save(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    directory: Path,
+    source: SafetensorsCheckpoint | None,
+    strict: bool = True,
+    tasks: Iterable[WeightConversionTask] | None = None,
+) -> None:
+    """Write the weights into ``directory``, sharded like the source; every rank writes what it owns.
+
+    Args:
+        bridge: the architecture's bridge, for its hook.
+        plan: what to convert.
+        directory: exists, and is the same on all ranks.
+        source: the checkpoint to be like; None makes new shards.
+        strict: refuse to write other tensors than the source has.
+        tasks: those of the plan, one after the other, if the plan's own have no numbers.
+
+    Raises:
+        UserError: the tensors are not the source's, or the disk is full.
+    """
+    layouts = _layouts(bridge, plan, source, strict)
+    on_first_rank(lambda: safetensors_writer.create(directory, layouts))
+    with Writer(directory, layouts) as writer:
+        error = _write_all(bridge, plan, plan.tasks if tasks is None else tasks, writer, source)
+        on_every_rank(lambda: _raise(error, directory))
+    on_first_rank(lambda: safetensors_writer.write_index(directory, layouts, source))
+
+
+def _layouts(
+    bridge: MegatronModelBridge, plan: Plan, source: SafetensorsCheckpoint | None, strict: bool
+) -> list[OutputFile]:
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for task in plan.tasks:
+        if not task.is_copy and task.mapping.copies:
+            tensors |= {name: (task.dtype, shape) for name, shape in task.hf_shapes.items()}
+    if source is None:
+        return safetensors_writer.new_output_files(tensors)
+    # the source's dtypes; where tensors are computed, its shapes too
+    stored = {name: (entry.dtype, entry.shape) for name, entry in source.entries.items()}
+    computed = set(tensors) if bridge.computes_on_export else set[str]()
+    computed |= {name for task in plan.tasks if not task.mapping.copies for name in task.mapping.hf_names}
+    wanted = {
+        name: (stored[name][0] if name in stored else dtype, shape) for name, (dtype, shape) in tensors.items()
+    }
+    wanted |= {name: stored[name] for name in (*computed, *plan.buffers) if name in stored}
+    wanted |= {name: wanted[same] for name, same in plan.ties.items() if same in wanted}
+    if strict and wanted.keys() != stored.keys():
+        wrong = sorted(wanted.keys() ^ stored.keys())
+        raise UserError(
+            f"the export would differ from its source in {len(wrong)} tensors, such as {wrong[0]}: "
+            "give the right source, or strict=False"
+        )
+    return safetensors_writer.output_files_like(source, wanted)
+
+
+def _write_all(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    tasks: Iterable[WeightConversionTask],
+    writer: Writer,
+    source: SafetensorsCheckpoint | None,
+) -> BaseException | None:
+    """Write this rank's share; an error is returned, since the other ranks still wait for this one's shards."""
+    room = threading.Semaphore(_IN_FLIGHT)
+    errors: list[BaseException] = []
+
+    def finished(future: Future[None]) -> None:
+        room.release()
+        if error := future.exception():
+            errors.append(error)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+
+        def submit(write: Callable[..., None], *arguments: Any) -> None:
+            room.acquire()
+            pool.submit(write, *arguments).add_done_callback(finished)
+
+        try:
+            for index, task in enumerate(map(_whole, tasks)):
+                if errors and distributed.world_size() == 1:
+                    break
+                here = task.param_weight is not None and exchange.is_first_replica(task.global_param_name)
+                if here and not task.is_copy and (parts := _gathered(bridge, task, index, source)) is not None:
+                    submit(_write, task, parts, writer, plan.ties)
+        except UserError as error:  # of tasks that are read as they come
+            errors.append(error)
+        if source is not None and distributed.rank() == 0:
+            for name in plan.buffers:
+                submit(writer.write, name, 0, source[name])
+    return errors[0] if errors else None
+
+
+def _whole(task: WeightConversionTask) -> WeightConversionTask:
+    """With a fully sharded parameter gathered, for which every rank is needed."""
+    sharded = isinstance(task.param_weight, DTensor) and not task.is_copy
+    return replace(task, param_weight=task.exported) if sharded else task
+
+
+Parts = list[tuple[int, Tensor]] | dict[str, Tensor]
+"""Shards with their place among the ranks, or whole tensors by name."""
+
+
+@torch.no_grad()
+def _gathered(
+    bridge: MegatronModelBridge, task: WeightConversionTask, index: int, source: Mapping[str, Tensor] | None
+) -> Parts | None:
+    """What this rank writes of a task: its own rows, or all of it if it is its turn; else None."""
+    group = exchange.shard_group(task.global_param_name)
+    rank, size = exchange.rank_and_size(group)
+    receiver = index % size
+    if task.mapping.copies and not bridge.computes_on_export:
+        mine, parts = cast(Tensor, task.exported), task.shard.parts
+        if parts > 1 and _in_rows(task):
+            return [(task.shard.part, mine)]
+        shards = exchange.gather(mine, group, parts, receiver)
+        return None if shards is None else list(enumerate(shards))
+    whole = task.mapping.megatron_to_hf(task.exported, cast(nn.Module, task.megatron_module))
+    if bridge.computes_on_export:
+        whole = bridge.maybe_modify_converted_hf_weight(task, whole, source or {})
+    return whole if rank == receiver else None
+
+
+def _write(task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mapping[str, str]) -> None:
+    for name, start, rows in _rows(task, parts):
+        for alias in (name, *(tied for tied, same in ties.items() if same == name)):
+            if alias in writer:
+                writer.write(alias, start, rows)
+
+
+def _rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, Tensor]]:
+    """(tensor, first row, rows): views of the shards where rows lie together, else tensors put together."""
+    shard, expert = task.shard, task.mapping.expert
+    if not isinstance(parts, dict) and not _in_rows(task):
+        parts = task.mapping.join(shard, [weight for _, weight in parts])
+    if isinstance(parts, dict):
+        for name, weight in parts.items():
+            yield (name, 0, weight) if expert is None else (name, expert, weight[None])
+        return
+    for rank, weight in parts:
+        peer = ShardSpec(shard.shape, shard.kind, rank, shard.size, shard.config)
+        for piece in task.mapping.copy_ranges(peer):
+            yield piece.hf, piece.source if piece.dim == 0 else 0, piece.of_shard(weight)
+
+
+def _in_rows(task: WeightConversionTask) -> bool:
+    """Whether each piece of a shard is a run of rows of its tensor, or the whole of it; the same on all ranks."""
+    shard = task.shard
+    first = ShardSpec(shard.shape, shard.kind, 0, shard.size, shard.config)  # others may hold nothing but padding
+    copy_ranges = task.mapping.copy_ranges(first)
+    whole = shard.parts == len(copy_ranges) == 1
+    return (shard.dim == 0 or whole) and all(piece.is_plain for piece in copy_ranges)
+
+
+def _raise(error: BaseException | None, directory: Path) -> None:
+    if isinstance(error, OSError) and out_of_space(error):
+        raise UserError(
+            f"the disk is full: {directory.parent} has no room for the model; free some space or choose another"
+        )
+    if isinstance(error, OSError):
+        raise UserError(f"cannot write to {directory.parent}: {error.strerror}")
+    if error is not None:
+        raise error

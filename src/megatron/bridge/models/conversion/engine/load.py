@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Hugging Face checkpoint into the parameters: each rank copies its slices straight into place."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from fnmatch import fnmatch
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron.bridge.backends.fsdp import sharded_rows
+from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import CopyRange
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
+from megatron.bridge.utils import console
+from megatron.bridge.utils.errors import UserError
+
+THREADS = 2  # one copies while the other waits for pages; more only contend for memory bandwidth
+_MOST_PROBLEMS = 6
+
+
+def load(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    checkpoint: SafetensorsCheckpoint,
+    declared_dtype: torch.dtype | None = None,
+    allowed_mismatched_params: Sequence[str] | None = None,
+) -> None:
+    """Fill this rank's parameters.
+
+    Args:
+        bridge: the architecture's bridge, for its hooks.
+        plan: closed against ``checkpoint``.
+        checkpoint: the tensors.
+        declared_dtype: dtype that the checkpoint's config says they have; None takes the most common one.
+        allowed_mismatched_params: patterns of Megatron parameters that keep their values if shapes differ.
+
+    Raises:
+        UserError: tensors of a wrong shape or dtype, all in one message, before anything is copied.
+    """
+    tasks = checked(bridge, plan, checkpoint, declared_dtype, allowed_mismatched_params)
+
+    def fill_one(task: WeightConversionTask) -> None:
+        fill(bridge, task, checkpoint)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(fill_one, tasks))
+
+
+def checked(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    checkpoint: SafetensorsCheckpoint,
+    declared_dtype: torch.dtype | None = None,
+    allowed_mismatched_params: Sequence[str] | None = None,
+) -> list[WeightConversionTask]:
+    """The tasks of this rank that can be done; see ``load``."""
+    tasks = [task for task in plan.tasks if task.param_weight is not None]
+    if not bridge.computes_on_load:
+        tasks = _check(plan, tasks, checkpoint, declared_dtype, allowed_mismatched_params or ())
+    _check_ties(plan, checkpoint)
+    return tasks
+
+
+def fill(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
+    """Fill one parameter and give back the pages that it was read from."""
+    if isinstance(task.param_weight, DTensor):
+        parameter, dtype = task.param_weight, sharded_rows.stored_dtype(task.param_weight)
+        values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        fill(bridge, replace(task, param_weight=values), checkpoint)
+        sharded_rows.set_local_rows(parameter, values)
+        return
+    # a thread has its own grad mode
+    with torch.no_grad():
+        if bridge.computes_on_load or not task.mapping.copies:
+            _compute(bridge, task, checkpoint)
+        else:
+            _copy(task, checkpoint)
+    for name, expert in task.mapping.parts:
+        if name in checkpoint:
+            checkpoint.release(name, expert)
+
+
+def _copy(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
+    """Copy the ranges that both sides share; what only Megatron has (padding) becomes zero."""
+    parameter = cast(Tensor, task.param_weight)
+    copy_ranges = task.mapping.copy_ranges(task.shard)
+    for piece in copy_ranges:
+        checkpoint.copy(piece.hf, piece.hf_index, piece.of_shard(parameter))
+    for start, length in _gaps(copy_ranges, task.shard.local):
+        parameter.narrow(task.shard.dim, start, length).zero_()
+
+
+def _gaps(copy_ranges: Sequence[CopyRange], local: int) -> list[tuple[int, int]]:
+    """Ranges (start, length) that no piece fills."""
+    gaps: list[tuple[int, int]] = []
+    position = 0
+    for piece in sorted(copy_ranges, key=lambda piece: piece.target):
+        assert piece.target >= position, f"overlapping pieces of {piece.hf}"
+        if piece.target > position:
+            gaps.append((position, piece.target - position))
+        position = piece.target + piece.length
+    if position < local:
+        gaps.append((position, local - position))
+    return gaps
+
+
+def _compute(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
+    """Let the bridge's hook and the mapping's own code make the shard from whole tensors."""
+    weights = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, checkpoint)
+    made = task.mapping.hf_to_megatron(weights, cast(nn.Module, task.megatron_module))
+    parameter = cast(Tensor, task.param_weight)
+    if made.shape != parameter.shape:
+        raise UserError(
+            f"the mapping of {task.global_param_name} made shape {list(made.shape)} "
+            f"for a parameter of shape {list(parameter.shape)}"
+        )
+    parameter.copy_(made)
+
+
+def _check(
+    plan: Plan,
+    tasks: list[WeightConversionTask],
+    checkpoint: SafetensorsCheckpoint,
+    declared_dtype: torch.dtype | None,
+    allowed: Sequence[str],
+) -> list[WeightConversionTask]:
+    """The tasks that can be done; those with an allowed mismatch are left out, others are refused."""
+    problems = _wrong_dtypes(plan, checkpoint, declared_dtype)
+    skipped: set[str] = set()
+    for task in plan.tasks:  # all of them, so that every rank finds the same problems
+        if not task.mapping.copies:
+            continue
+        for problem in _wrong_shapes(task, checkpoint):
+            if any(fnmatch(task.global_param_name, pattern) for pattern in allowed):
+                console.console().print(f"not loaded, as allowed: {problem}")
+                skipped.add(task.global_param_name)
+            else:
+                problems.append(problem)
+    if problems:
+        more = len(problems) - _MOST_PROBLEMS
+        raise UserError("; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
+    return [task for task in tasks if task.global_param_name not in skipped]
+
+
+def _wrong_shapes(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> list[str]:
+    return [
+        f"tensor {name} in {checkpoint.entries[name].file.name} has shape {list(checkpoint.entries[name].shape)}, "
+        f"the config means {list(shape)}"
+        for name, shape in task.hf_shapes.items()
+        if checkpoint.entries[name].shape != shape
+    ]
+
+
+def _wrong_dtypes(plan: Plan, checkpoint: SafetensorsCheckpoint, declared: torch.dtype | None) -> list[str]:
+    """Tensors that are not stored as declared: numbers would be lost, or were lost when the file was written.
+
+    A parameter that is more precise than the model (a router's correction bias) may be stored as it is.
+    """
+    kept = {name: task.dtype for task in plan.tasks if task.mapping.copies for name in task.mapping.hf_names}
+    found = [checkpoint.entries[name].dtype for name in kept]
+    if not found:
+        return []
+    wanted = declared or max(set(found), key=found.count)
+    return [
+        f"tensor {name} in {checkpoint.entries[name].file.name} is {_short(dtype)}, "
+        f"{'config.json says' if declared else 'the others are'} {_short(wanted)}"
+        for (name, ours), dtype in zip(kept.items(), found, strict=True)
+        if dtype not in (wanted, ours)
+    ]
+
+
+def _check_ties(plan: Plan, checkpoint: Mapping[str, Tensor]) -> None:
+    for name, same in plan.ties.items():
+        if torch.equal(checkpoint[name], checkpoint[same]):
+            continue
+        if name in plan.copies:
+            raise UserError(
+                f"tensor {name} differs from {same}, of which Megatron-Core takes it to be a copy: make them "
+                "equal, or remove the layer and say so in config.json"
+            )
+        raise UserError(
+            f"tensor {name} differs from {same} though tie_word_embeddings is true: "
+            "set tie_word_embeddings to false in config.json, or remove the wrong tensor"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

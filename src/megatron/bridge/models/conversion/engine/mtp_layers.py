@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of multi-token prediction that a config declares and a model is built without.
+
+When transformers saves a model it drops these layers and keeps the config key that counts them, so most fine-tuned
+copies on the hub declare layers that they do not store. A user may leave the layers out, too. Either way an export
+has what its source has: none of their tensors, or all of them, unchanged.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+
+DECLARED_ONLY = (
+    "{} declares layers of multi-token prediction and stores none of their tensors: the model is built without "
+    "them (mtp_num_layers=None), and an export writes the same files"
+)
+LEFT_OUT = (
+    "{} stores layers of multi-token prediction that the model is built without (mtp_num_layers=None): an export "
+    "copies their tensors unchanged"
+)
+
+
+@dataclass(frozen=True)
+class MTPLayers:
+    """The layers that a config declares."""
+
+    count: int
+    """How many."""
+    registry: MegatronMappingRegistry
+    """The mappings of a model that has them."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Hugging Face's names of the tensors, those of dense and of expert layers alike."""
+        own = (found for found in self.registry.get_all_mappings() if found.megatron_param.startswith("mtp."))
+        return tuple(name for mapping in own for name in mapping.hf_names)
+
+    def are_in(self, names: Iterable[str]) -> bool:
+        """Whether any of the tensors is among ``names``."""
+        prefixes = tuple(pattern.partition("*")[0] for pattern in self.patterns)
+        return any(name.startswith(prefixes) for name in names)
+
+    def tensors(self, parameters: Iterable[str], num_layers: int) -> list[str]:
+        """Hugging Face's names of all tensors.
+
+        Args:
+            parameters: Megatron's names of the model without the layers, each of which is like the decoder's last.
+            num_layers: layers of the decoder.
+        """
+        last = f"decoder.layers.{num_layers - 1}."
+        of_layer = [name.removeprefix(last) for name in parameters if name.startswith(last)]
+        found = map(self.registry.megatron_to_hf_lookup, self._parameters(of_layer))
+        return list(dict.fromkeys(name for mapping in found if mapping is not None for name in mapping.hf_names))
+
+    def _parameters(self, of_layer: list[str]) -> Iterator[str]:
+        for depth in range(self.count):
+            for name in ("enorm", "hnorm", "eh_proj", "final_layernorm"):
+                yield f"mtp.layers.{depth}.{name}.weight"
+            for name in of_layer:
+                yield f"mtp.layers.{depth}.mtp_model_layer.{name}"
+
+
+def declared_by(provider: Any, registry_for: Callable[[Any], MegatronMappingRegistry]) -> MTPLayers | None:
+    """The layers that ``provider`` declares, if any; ``registry_for`` gives the mappings of its model."""
+    count = getattr(provider, "mtp_num_layers", None)
+    return MTPLayers(count, registry_for(provider)) if count else None

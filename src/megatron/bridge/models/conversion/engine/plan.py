@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a conversion: one task per Megatron parameter, proven to cover both sides before a byte moves."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.backends.fsdp import sharded_rows
+from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedModule, in_adapter
+from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.engine.exchange import Owner
+from megatron.bridge.models.conversion.engine.mtp_layers import MTPLayers
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.mappings import patterns
+from megatron.bridge.models.conversion.param_mapping import HFPart, MegatronParamMapping, ShardSpec, parallel_kind
+from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
+# experts.linear_fc1.weight3, or experts.local_experts.3.linear_fc1.weight
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|.*\.(?:weight|bias)))(\d+)(.*)")
+_MOST_PROBLEMS = 6
+_NO_MTP = "layers of multi-token prediction are missing: set mtp_num_layers to None in the provider to do without"
+_SOME_MTP = "layers of multi-token prediction are incomplete: download the model again"
+
+
+@dataclass(frozen=True)
+class LocatedParameter:
+    """A Megatron parameter and who holds it; the same on every rank of a model replica."""
+
+    name: str
+    """Name in the whole model, layers and experts counted from its start."""
+    local_name: str
+    """Name in its chunk."""
+    owner: Owner
+    """Pipeline stage and, of an expert, place among the ranks that share out the experts."""
+    chunk: int
+    """Index of the chunk on that stage."""
+    shape: tuple[int, ...]
+    """Shape of one shard."""
+    dtype: torch.dtype
+    """Dtype of the parameter."""
+    kind: Any
+    """How it is cut, as ``ShardSpec.kind``."""
+
+
+@dataclass(frozen=True)
+class WeightConversionTask:
+    """One parameter to convert; the last two attributes are None on the ranks that do not hold it."""
+
+    param_name: str
+    """Name in its chunk."""
+    global_param_name: str
+    """Name in the whole model."""
+    mapping: MegatronParamMapping
+    """The mapping, its names resolved."""
+    shard: ShardSpec
+    """Shape and cut of one shard, as held by this rank or by its peer on the owning stage."""
+    dtype: torch.dtype
+    """Dtype of the parameter."""
+    owner: Owner
+    """The pipeline stage and, of an expert, the expert-parallel rank that hold it."""
+    vp_stage: int
+    """Index of the chunk on that stage."""
+    is_copy: bool = False
+    """Another task maps the same Hugging Face tensors; loaded, not exported."""
+    megatron_module: nn.Module | None = None
+    """The module that owns the parameter."""
+    param_weight: Tensor | None = None
+    """The parameter."""
+    merges: bool = False
+    """Export the parameter with its layer's adapter put into it."""
+
+    @property
+    def exported(self) -> Tensor | None:
+        """What an export takes for the parameter; collective if it is sharded, or with ``merges``."""
+        if self.merges and self.param_weight is not None and isinstance(self.megatron_module, AdaptedModule):
+            return self.megatron_module.merged_weight(self.param_weight)
+        return None if self.param_weight is None else sharded_rows.whole(self.param_weight)
+
+    @property
+    def pp_rank(self) -> int:
+        """The stage that owns it."""
+        return self.owner.stage
+
+    @property
+    def ep_rank(self) -> int | None:
+        """The expert-parallel rank that owns it; None where all do."""
+        return self.owner.expert_rank
+
+    @property
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The Hugging Face tensors of this task and their shapes."""
+        return self.mapping.hf_shapes(self.shard)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All tasks of one model."""
+
+    tasks: tuple[WeightConversionTask, ...]
+    """In the order of the model; the same list on every rank of a model replica."""
+    ties: dict[str, str] = field(default_factory=dict[str, str])
+    """Hugging Face name -> the name that holds the same numbers."""
+    buffers: tuple[str, ...] = ()
+    """Hugging Face tensors that are not converted: recomputed, or of another part of the model."""
+    copies: frozenset[str] = frozenset()
+    """Names in ``ties`` of tensors that the architecture stores a second time, tied or not."""
+
+    @property
+    def hf_names(self) -> list[str]:
+        """The Hugging Face tensors that the tasks cover, each once."""
+        return list(dict.fromkeys(name for task in self.tasks for name in task.mapping.hf_names))
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                task.global_param_name,
+                "x".join(map(str, task.shard.shape)) or "scalar",
+                f"{task.shard.kind}/{task.shard.parts}",
+                str(task.pp_rank) if task.ep_rank is None else f"{task.pp_rank}, experts {task.ep_rank}",
+                type(task.mapping).__name__ + (" (copy)" if task.is_copy else ""),
+                ", ".join(task.mapping.hf_names),
+            )
+            for task in self.tasks
+        ]
+        head = ("Megatron parameter", "shard", "cut", "stage", "mapping", "Hugging Face tensors")
+        widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+        lines = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+        ]
+        lines += [f"{name} = {same} (tied)" for name, same in self.ties.items()]
+        lines += [f"{name} (as in the source)" for name in self.buffers]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def build_plan(
+    registry: MegatronMappingRegistry,
+    chunks: Sequence[nn.Module],
+    entries: Mapping[str, TensorEntry] | None = None,
+    buffers: Sequence[str] = (),
+    copies: Mapping[str, str] = MappingProxyType({}),
+    left_out: MTPLayers | None = None,
+) -> Plan:
+    """Match every parameter of the model with the tensors of a checkpoint.
+
+    Args:
+        registry: the architecture's mappings.
+        chunks: this rank's bare model chunks.
+        entries: the checkpoint's tensors; None plans without one, on the mappings' word.
+        buffers: patterns of tensors that may be in the checkpoint and are not converted.
+        copies: patterns of tensors that may be in the checkpoint a second time, and what they are copies of.
+        left_out: layers that may be in the checkpoint, and that the model was built without.
+
+    Raises:
+        UserError: the plan does not close: a parameter without a mapping, a tensor that is missing, left over or
+            claimed twice.
+    """
+    config = cast(Any, chunks[0]).config
+    modules = _parameters(chunks)
+    located = _locate(registry, modules, config)
+    tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
+    problems: list[str] = []
+    tasks: list[WeightConversionTask] = []
+    owner_of: dict[HFPart, str] = {}
+    for item in located:
+        mapping = _lookup(registry, item.name, tied)
+        if mapping is None:
+            problems.append(f"Megatron parameter {item.name} has no mapping{_near(registry, item.name)}")
+            continue
+        is_copy = _claim(mapping, item, owner_of, tied, problems)
+        tasks.append(_task(item, mapping, config, is_copy, modules))
+    claimed = dict.fromkeys(name for task in tasks for name in task.mapping.hf_names)
+    ties = _ties(registry, tied, entries)
+    again = _stored_twice(entries or (), copies, claimed, ties)
+    ties |= again
+    found = _recomputed(entries or (), buffers, claimed)
+    if entries is not None:
+        unbuilt = [] if left_out is None else left_out.tensors(_names(tasks), config.num_layers)
+        found += tuple(name for name in unbuilt if name in entries)
+        problems += _differences(tasks, claimed, entries, ties, found)
+        problems += _incomplete(unbuilt, entries)
+    if problems:
+        raise UserError(_summary("the conversion plan does not close", problems))
+    return Plan(tuple(tasks), ties, found, frozenset(again))
+
+
+def global_name(chunk: nn.Module, local_name: str) -> str:
+    """The name in the whole model of a parameter of one pipeline chunk: layers know their own number."""
+    found = _LAYER.match(local_name)
+    if not found:
+        return local_name
+    layer = chunk.get_submodule(f"{found[1]}.{found[2]}")
+    number = getattr(layer, "layer_number", int(found[2]) + 1)
+    return f"{found[1]}.{number - 1}.{local_name[found.end() :]}"
+
+
+HeldParameters = dict[tuple[int, str], tuple[str, nn.Module, Tensor]]
+"""(chunk, local name) -> name with its layer's number in the whole model, owning module, parameter."""
+
+
+def _parameters(chunks: Sequence[nn.Module]) -> HeldParameters:
+    """What this rank holds: parameters, and the buffers that are saved with them (a router's correction bias)."""
+    found: HeldParameters = {}
+    seen: set[int] = set()
+    for index, chunk in enumerate(chunks):
+        for path, module in cast(Iterator[tuple[str, nn.Module]], chunk.named_modules()):
+            if in_adapter(path):
+                continue
+            prefix = f"{path}." if path else ""
+            within = global_name(chunk, prefix)
+            for name, parameter in _own_state(module):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found[index, prefix + name] = (within + name, module, parameter)
+    return found
+
+
+def _own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    recomputed = cast(set[str], vars(module)["_non_persistent_buffers_set"])
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in recomputed:
+            yield name, buffer
+
+
+def _locate(registry: MegatronMappingRegistry, modules: HeldParameters, config: Any) -> list[LocatedParameter]:
+    """The parameters of all ranks of the replica."""
+    owner = Owner(exchange.stage())
+    mine: list[LocatedParameter] = []
+    for (chunk, local), (name, module, parameter) in modules.items():
+        mapping = registry.megatron_to_hf_lookup(name)
+        kind = (mapping.kind or parallel_kind(module, parameter)) if mapping else "replicated"
+        dtype = sharded_rows.stored_dtype(parameter)
+        mine.append(LocatedParameter(name, local, owner, chunk, tuple(parameter.shape), dtype, kind))
+    stages = exchange.all_gather_stages(mine)
+    chunks = 1 + max((item.chunk for items in stages for item in items), default=0)
+    # the order of the model: all first chunks, then all second chunks
+    ordered = [item for chunk in range(chunks) for items in stages for item in items if item.chunk == chunk]
+    ranks = exchange.rank_and_size(exchange.expert_group())[1]
+    return ordered if ranks == 1 else list(_with_all_experts(ordered, ranks, config.num_moe_experts // ranks))
+
+
+def _with_all_experts(items: Iterable[LocatedParameter], ranks: int, each: int) -> Iterator[LocatedParameter]:
+    """Add the experts of the other ranks: like this one's, and ``each`` numbers further from rank to rank."""
+    for experts, run in groupby(items, lambda item: _experts_of(item.name)):
+        if not experts:
+            yield from run
+            continue
+        mine = [(item, cast(re.Match[str], _EXPERT.fullmatch(item.name)).groups()) for item in run]
+        for rank in range(ranks):
+            for item, (before, number, after) in mine:
+                name = f"{before}{int(number) + rank * each}{after}"
+                owner = Owner(item.owner.stage, rank)
+                yield LocatedParameter(name, item.local_name, owner, item.chunk, item.shape, item.dtype, item.kind)
+
+
+def _experts_of(name: str) -> str:
+    """The module that holds this expert and others; nothing for other parameters."""
+    found = _EXPERT.fullmatch(name)
+    return found[1].rpartition(".")[0] if found else ""
+
+
+def _lookup(registry: MegatronMappingRegistry, name: str, tied: bool) -> MegatronParamMapping | None:
+    if tied and name == OUTPUT:
+        # on the last stage: the embedding's copy, whatever its own name on the other side would be
+        shared = registry.megatron_to_hf_lookup(EMBEDDING)
+        return shared and type(shared)(OUTPUT, shared.hf_param)
+    return registry.megatron_to_hf_lookup(name)
+
+
+def _claim(
+    mapping: MegatronParamMapping,
+    item: LocatedParameter,
+    owner_of: dict[HFPart, str],
+    tied: bool,
+    problems: list[str],
+) -> bool:
+    """Note who covers the Hugging Face tensors; whether somebody did already, as is right for a tied output."""
+    parts = mapping.parts
+    owners = {owner_of[part] for part in parts if part in owner_of}
+    if not owners:
+        owner_of |= dict.fromkeys(parts, item.name)
+        return False
+    if not (owners == {item.name} or (tied and item.name == OUTPUT)):
+        problems.append(
+            f"Megatron parameters {item.name} and {', '.join(owners)} both claim {mapping.hf_names[0]}"
+        )
+    return True
+
+
+def _task(
+    item: LocatedParameter,
+    mapping: MegatronParamMapping,
+    config: Any,
+    is_copy: bool,
+    modules: HeldParameters,
+) -> WeightConversionTask:
+    rank, size = exchange.rank_and_size(exchange.shard_group(item.name))
+    module, parameter = None, None
+    if item.owner.is_here:
+        _, module, parameter = modules[item.chunk, item.local_name]
+    return WeightConversionTask(
+        param_name=item.local_name,
+        global_param_name=item.name,
+        mapping=mapping,
+        shard=ShardSpec(item.shape, item.kind, rank, size, _layer_config(item.name, config)),
+        dtype=item.dtype,
+        owner=item.owner,
+        vp_stage=item.chunk,
+        is_copy=is_copy,
+        megatron_module=module,
+        param_weight=parameter,
+    )
+
+
+def _layer_config(name: str, config: Any) -> Any:
+    """The config that the layer of a parameter is built with."""
+    found = _LAYER.match(name)
+    if found is None or not getattr(config, "heterogeneous_block_specs", False):
+        return config
+    return config.get_config_for_layer(int(found[2]) + 1)
+
+
+def _ties(
+    registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None
+) -> dict[str, str]:
+    """The output layer of a tied model, where the checkpoint stores it all the same."""
+    embedding, output = registry.megatron_to_hf_lookup(EMBEDDING), registry.megatron_to_hf_lookup(OUTPUT)
+    if not tied or embedding is None or output is None or entries is None:
+        return {}
+    names = zip(output.hf_names, embedding.hf_names, strict=True)
+    return {ours: theirs for ours, theirs in names if ours in entries and ours != theirs}
+
+
+def _stored_twice(
+    names: Iterable[str], copies: Mapping[str, str], claimed: Mapping[str, None], ties: Mapping[str, str]
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in names:
+        for pattern, same in copies.items():
+            origin = ties.get(same, same)
+            if name not in claimed and origin in claimed and patterns.match(pattern, name) is not None:
+                found[name] = origin
+    return found
+
+
+def _recomputed(names: Iterable[str], buffers: Sequence[str], claimed: Mapping[str, None]) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name in names
+        if name not in claimed and any(patterns.match(pattern, name) is not None for pattern in buffers)
+    )
+
+
+def _differences(
+    tasks: Sequence[WeightConversionTask],
+    claimed: Mapping[str, None],
+    entries: Mapping[str, TensorEntry],
+    ties: Mapping[str, str],
+    buffers: Sequence[str],
+) -> list[str]:
+    """What one side has and the other has not."""
+    left_over = [name for name in entries if name not in claimed and name not in ties and name not in buffers]
+    needs = {name: task.global_param_name for task in tasks for name in task.mapping.hf_names}
+    missing = [name for name in claimed if name not in entries]
+    problems = [
+        f"tensor {name} is missing from the checkpoint, Megatron parameter {needs[name]} needs it"
+        f"{did_you_mean(name, left_over)}"
+        for name in missing
+    ]
+    of_mtp = {name for name in claimed if needs[name].startswith("mtp.")}
+    if not of_mtp.isdisjoint(missing):
+        problems.insert(0, _NO_MTP if of_mtp.issubset(missing) else _SOME_MTP)
+    problems += [f"tensor {name} of the checkpoint has no Megatron parameter" for name in left_over]
+    return problems
+
+
+def _names(tasks: Iterable[WeightConversionTask]) -> list[str]:
+    return [task.global_param_name for task in tasks]
+
+
+def _incomplete(unbuilt: Sequence[str], entries: Mapping[str, TensorEntry]) -> list[str]:
+    """What a checkpoint lacks that has some tensors of the layers that the model was built without."""
+    missing = [name for name in unbuilt if name not in entries]
+    if not missing or len(missing) == len(unbuilt):
+        return []
+    return [_SOME_MTP, *(f"tensor {name} is missing from the checkpoint" for name in missing)]
+
+
+def _near(registry: MegatronMappingRegistry, name: str) -> str:
+    return did_you_mean(name, [mapping.megatron_param for mapping in registry.get_all_mappings()])
+
+
+def _summary(what: str, problems: Sequence[str]) -> str:
+    shown = "; ".join(problems[:_MOST_PROBLEMS])
+    more = len(problems) - _MOST_PROBLEMS
+    return f"{what}: {shown}{f'; and {more} more' if more > 0 else ''}"

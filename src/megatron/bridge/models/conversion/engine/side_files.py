@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""What an exported model has beside its weights: config, tokenizer, model card and all that its source brings."""
+
+import json
+import shutil
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from megatron.bridge.checkpoint import model_io, paths
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, as_dict
+from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, model_card
+from megatron.bridge.models.hf_pretrained.model_card import History
+from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
+from megatron.bridge.utils import atomic, distributed
+
+# keys of older configs that a newer key replaces
+_REPLACED = {
+    "rope_parameters": ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
+    "layer_types": ("sliding_window_pattern",),
+}
+_LARGEST_WITH_A_TOKENIZER = 64 << 20
+
+
+def write(
+    bridge: MegatronModelBridge, provider: Any, source: Any, directory: Path, title: str, history: History
+) -> None:
+    """Write everything but weights.
+
+    Args:
+        bridge: of the architecture.
+        provider: as the model was declared.
+        source: the model to be like, or only its transformers config.
+        directory: where to.
+        title: name of the exported model.
+        history: what was done to the weights.
+    """
+    if not isinstance(source, PreTrainedCausalLM):
+        plain = without_quantization(as_dict(source))
+        if bridge.changed_config(provider, plain):
+            plain = bridge.config_of(provider, plain)
+        cast(Any, type(source)).from_dict(plain).save_pretrained(directory)
+        (directory / model_card.NAME).write_text(model_card.compose(title, None, None, history))
+        return
+    for name in source.side_files():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.directory / name, directory / name)
+    _write_config(bridge, provider, source, directory)
+    _write_card(source, directory / model_card.NAME, title, history)
+
+
+def _write_config(bridge: MegatronModelBridge, provider: Any, source: PreTrainedCausalLM, directory: Path) -> None:
+    """The source's config, with what the model has otherwise."""
+    changed = bridge.changed_config(provider, as_dict(source.config))
+    changed.pop("dtype", None)  # the files keep the source's dtypes
+    config = without_quantization({**source.raw_config, **changed})
+    for name in changed:
+        for old in _REPLACED.get(name, ()):
+            config.pop(old, None)
+    if config != source.raw_config:
+        (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: History) -> None:
+    theirs = path.read_text(errors="surrogateescape") if path.is_file() else None
+    card = model_card.compose(title, model_card.public_name(source.model_name_or_path), theirs, history)
+    if card != theirs:
+        path.write_text(card, errors="surrogateescape")
+
+
+def history_of(model: Sequence[nn.Module], merge: bool) -> History:
+    """What a model in memory tells of what was done to it: which adapters will be merged."""
+    method = next((found for chunk in model if (found := chunk_info(chunk).peft) is not None), None)
+    if method is None or not merge:
+        return History()
+    rank = getattr(method, "dim", None)
+    return History(adapters=type(method).__name__ + (f" of rank {rank}" if rank else ""))
+
+
+def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") -> History:
+    """What a checkpoint and the folder of its run tell: steps, what they began with, losses.
+
+    Args:
+        path: root of a checkpoint, or one of its iterations.
+        adapters: what was merged into the weights.
+        note: anything else that was done.
+
+    Raises:
+        UserError: no checkpoint there.
+    """
+    directory = paths.resolve(path)
+    steps = paths.iteration_of(directory) or 0
+    begun: Any = model_io.read_run_config(directory).get("checkpoint") or {}
+    from_scratch = bool(steps) and not any(begun.get(key) for key in ("pretrained_checkpoint", "load"))
+    losses = model_card.last_losses(directory.parent, steps) if steps else {}
+    return History(steps, from_scratch, adapters, note, losses)
+
+
+def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
+    """The source's small files beside its weights; a tokenizer's are among them, whatever they are called."""
+    files = (source.directory / name for name in source.side_files() if len(name.parts) == 1)
+    return [
+        path for path in files if path.name != model_card.NAME and path.stat().st_size <= _LARGEST_WITH_A_TOKENIZER
+    ]
+
+
+@contextmanager
+def published(path: Path) -> Generator[Path]:
+    """A staging directory on all ranks that becomes ``path`` at the end, or vanishes on an error."""
+    staging = on_first_rank(lambda: atomic.create_staging(path))
+    try:
+        yield staging
+        on_first_rank(lambda: atomic.publish(staging, path))
+    except BaseException:
+        # no collective here: this rank may be the only one that failed
+        if distributed.rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def in_full(source: Any) -> str:
+    """What to add to the name of an exported model whose source is quantised."""
+    quantization = source.raw_config.get("quantization_config") if isinstance(source, PreTrainedCausalLM) else None
+    if quantization is None:
+        return ""
+    return f" (in full: its source is stored in {quantization['quant_method']}, which is not written)"

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""The provider of a Megatron checkpoint, under the parallel sizes of the processes that load it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+
+from megatron.bridge.checkpoint import model_io
+from megatron.bridge.models.model_provider import PARALLEL_SIZES, PreWrapHook
+from megatron.bridge.utils.config.serialize import from_plain
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+# what a provider says about the layout, as it is for one process
+ONE_PROCESS: dict[str, Any] = {
+    **dict.fromkeys(PARALLEL_SIZES, 1),
+    "virtual_pipeline_model_parallel_size": None,
+    "hierarchical_context_parallel_sizes": None,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": False,
+    "tp_comm_overlap": False,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
+def read(path: str | Path) -> Any:
+    """The provider as it was saved, parallel sizes included."""
+    return from_plain(model_io.read_run_config(path)["model"])
+
+
+def load_hook(path: str | Path) -> PreWrapHook:
+    """A hook that fills a new model from the checkpoint."""
+    return PreWrapHook(lambda chunks: model_io.load_model(chunks, path), fills_every_parameter=True)
+
+
+def read_for_layout(path: str | Path, mp_overrides: Mapping[str, Any] | None) -> Any:
+    """The provider under other parallel sizes: those of the running process groups, else of one process.
+
+    Args:
+        path: root of a checkpoint, or one of its iterations.
+        mp_overrides: parallel sizes that go before these.
+
+    Raises:
+        UserError: an override that is not a parallel size.
+    """
+    provider = read(path)
+    for name, value in {**_running_layout(), **(mp_overrides or {})}.items():
+        if name not in ONE_PROCESS:
+            raise UserError(f"mp_overrides.{name} is not a parallel size{did_you_mean(name, ONE_PROCESS)}")
+        setattr(provider, name, value)
+    return provider
+
+
+def _running_layout() -> dict[str, Any]:
+    """Parallel sizes of the process groups that exist, else of one process."""
+    if not parallel_state.model_parallel_is_initialized():
+        return ONE_PROCESS
+    return ONE_PROCESS | {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }

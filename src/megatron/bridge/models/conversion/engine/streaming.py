@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Whole checkpoints from one format into the other, with a few parameters in memory at a time.
+
+Both ways start from the model on the meta device: it has all names, shapes and places and no numbers. A parameter
+gets memory when its turn comes, and loses it when it has been written.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.backends.cpu import allocator
+from megatron.bridge.checkpoint import loading, model_io
+from megatron.bridge.checkpoint.lazy_planner import LazyParameter, LazySavePlanner, storage_id
+from megatron.bridge.models.conversion.engine import load
+from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
+from megatron.bridge.utils import distributed
+from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.prefetch import prefetch
+
+AHEAD = 512 << 20
+"""Bytes of parameters that exist at a time, unless one is larger."""
+_READERS = 1  # torch's reader holds Python's lock for much of the time
+
+
+# ---- Hugging Face -> Megatron -----------------------------------------------------------------------------------
+
+
+def planner(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    chunks: Sequence[nn.Module],
+    pretrained: PreTrainedCausalLM,
+    show_progress: bool,
+) -> LazySavePlanner:
+    """What gives a save of ``chunks`` the numbers of a Hugging Face model.
+
+    Args:
+        bridge: the architecture's bridge, for its hooks.
+        plan: of these chunks as they were built, before they were made half-precise.
+        chunks: on the meta device, in the precision to save.
+        pretrained: the model.
+        show_progress: draw a progress bar on rank 0.
+
+    Raises:
+        UserError: tensors of a wrong shape or dtype.
+    """
+    allocator.release_freed_memory()
+    sources: dict[int, LazyParameter] = {}
+    held = [_state(chunk) for chunk in chunks]
+    for task in load.checked(bridge, plan, pretrained.state, pretrained.declared_dtype):
+        stored = held[task.vp_stage][task.param_name]
+        make = partial(_made, bridge, task, pretrained, stored.dtype)
+        sources[storage_id(stored)] = LazyParameter(stored.nbytes, make)
+    return LazySavePlanner(sources, show_progress, AHEAD)
+
+
+def _state(chunk: nn.Module) -> dict[str, Tensor]:
+    bare = model_io.unwrap(chunk)
+    return {**dict(bare.named_parameters(remove_duplicate=False)), **dict(bare.named_buffers())}
+
+
+def _made(
+    bridge: MegatronModelBridge, task: WeightConversionTask, pretrained: PreTrainedCausalLM, dtype: torch.dtype
+) -> Tensor:
+    outline = cast(Tensor, task.param_weight)
+    parameter = torch.empty(task.shard.shape, dtype=outline.dtype, device="cpu")
+    load.fill(bridge, replace(task, param_weight=parameter), pretrained.state)
+    return parameter.to(dtype)
+
+
+# ---- Megatron -> Hugging Face -----------------------------------------------------------------------------------
+
+
+class StoredModel:
+    """The weights of a Megatron checkpoint under a layout, read a few at a time.
+
+    Args:
+        chunks: this rank's, on the meta device.
+        path: a checkpoint root, or one iteration's directory.
+
+    Raises:
+        UserError: no checkpoint, a damaged one, or one of another model.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], path: str | Path) -> None:
+        allocator.release_freed_memory()
+        self._directory, metadata = model_io.examine(chunks, path)
+        states = model_io.model_state(chunks, metadata)
+        loading.check(states, self._directory, known=model_io.BESIDE_WEIGHTS)
+        self._states: list[dict[str, Any]] = [states[key] for key in model_io.chunk_keys(chunks)]
+
+    def filled(self, tasks: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
+        """The tasks in their order, with parameters that have numbers; let go of each before asking for the next.
+
+        Args:
+            tasks: of a plan of the chunks.
+
+        Raises:
+            UserError: the checkpoint cannot be read. On several ranks it is raised after the last task, since the
+                other ranks wait for this one's part of each.
+        """
+        batches = _batches(tasks, AHEAD // 2)
+        calls = ((size, partial(self._read, batch)) for batch, size in batches)
+        failure: UserError | None = None
+        for found in prefetch(calls, AHEAD, _READERS):
+            failure = failure or found.failure
+            if failure is not None and distributed.world_size() == 1:
+                raise failure
+            while found.tasks:
+                yield found.tasks.pop(0)
+        if failure is not None:
+            raise failure
+
+    def _read(self, tasks: list[WeightConversionTask]) -> "_Batch":
+        """The tasks with numbers; those of other ranks, and those that are not exported, as they are."""
+        entries: dict[str, Any] = {}
+        for index, task in enumerate(tasks):
+            if _is_read(task):
+                entry = copy(self._states[task.vp_stage][task.param_name])
+                entry.data = torch.empty(task.shard.shape, dtype=task.dtype, device=_device())
+                entries[str(index)] = entry
+        found: dict[str, Any] = {name: entry.data for name, entry in entries.items()}
+        failure = None
+        try:
+            found |= loading.read(entries, self._directory) if entries else {}
+        except UserError as error:
+            failure = error
+        return _Batch(
+            [
+                replace(task, param_weight=found[str(index)]) if str(index) in found else task
+                for index, task in enumerate(tasks)
+            ],
+            failure,
+        )
+
+
+@dataclass
+class _Batch:
+    """Tasks that were read together; ``failure`` says why their numbers are not to be used."""
+
+    tasks: list[WeightConversionTask]
+    failure: UserError | None
+
+
+def _is_read(task: WeightConversionTask) -> bool:
+    return task.param_weight is not None and not task.is_copy
+
+
+def _device() -> Any:
+    """Where parameters are put together: what several ranks exchange must be where they communicate."""
+    return "cpu" if distributed.world_size() == 1 else torch.cuda.current_device()
+
+
+def _batches(
+    tasks: Iterable[WeightConversionTask], limit: int
+) -> Iterator[tuple[list[WeightConversionTask], int]]:
+    """Runs of tasks that take up ``limit`` bytes here, or one that is larger; with their bytes."""
+    batch: list[WeightConversionTask] = []
+    held = 0
+    for task in tasks:
+        size = torch.Size(task.shard.shape).numel() * task.dtype.itemsize if _is_read(task) else 0
+        if batch and held + size > limit:
+            yield batch, held
+            batch, held = [], 0
+        batch.append(task)
+        held += size
+    if batch:
+        yield batch, held

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a Megatron parameter and its Hugging Face tensors are made of the same numbers.
+
+A mapping is algebra: it lists the *blocks* of Hugging Face tensors in the order in which Megatron lays them out
+over all tensor-parallel ranks. Cutting that list at the ranks' borders gives *pieces*: ranges that both sides
+share, copied one way to load and the other way to export. Nothing here communicates except
+``megatron_to_hf``, which asks ``exchange`` for the other ranks' shards.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Literal, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.mappings.patterns import substitute
+
+ParallelKind = Literal["column", "row", "replicated"]
+HFNames = str | dict[str, str]
+HFPart = tuple[str, int | None]
+"""A Hugging Face tensor, or one expert of a tensor that holds all of them."""
+HFWeights = Tensor | Mapping[str, Tensor]
+
+# what Megatron may pad to a multiple of the ranks; Hugging Face holds the true rows, or columns, only
+_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+_HEADS = {
+    ("self_attention.linear_proj.weight", "row"): "queries",
+    ("self_attention.q_layernorm.weight", "column"): "queries",  # a norm over all heads; one head's is not cut
+    ("self_attention.k_layernorm.weight", "column"): "groups",
+}
+
+
+@dataclass(frozen=True)
+class HFRange:
+    """``length`` rows (or columns) of one Hugging Face tensor, every ``step``-th from ``start`` on."""
+
+    hf: str
+    start: int
+    length: int
+    step: int = 1
+
+    @property
+    def stop(self) -> int:
+        """One past the last row."""
+        return self.start + (self.length - 1) * self.step + 1
+
+
+@dataclass(frozen=True)
+class CopyRange:
+    """``hf`` from ``source`` on equals the Megatron shard from ``target`` on, ``length`` indices along ``dim``."""
+
+    hf: str
+    """The Hugging Face tensor."""
+    dim: int
+    """The dimension, as Megatron orders them."""
+    source: int
+    """First index in the Hugging Face tensor."""
+    target: int
+    """First index in the shard."""
+    length: int
+    """Number of indices."""
+    step: int = 1
+    """From one index of the Hugging Face tensor to the next."""
+    expert: int | None = None
+    """The entry along the first dimension of a tensor that holds all experts; None is a tensor by itself."""
+    transposed: bool = False
+    """The Hugging Face matrix is the other way round."""
+
+    @property
+    def hf_index(self) -> tuple[int | slice, ...]:
+        """Which numbers of the Hugging Face tensor these are."""
+        return self._slice_index if self.expert is None else (self.expert, *self._slice_index)
+
+    @property
+    def _slice_index(self) -> tuple[slice, ...]:
+        dim = 1 - self.dim if self.transposed else self.dim
+        stop = self.source + (self.length - 1) * self.step + 1
+        return (*[slice(None)] * dim, slice(self.source, stop, self.step))
+
+    def of_hf(self, tensor: Tensor) -> Tensor:
+        """The view of a whole Hugging Face tensor."""
+        return tensor[self.hf_index] if tensor.ndim else tensor
+
+    def of_slice(self, tensor: Tensor) -> Tensor:
+        """The view of the Hugging Face tensor, or of the expert's part of one that holds all."""
+        return tensor[self._slice_index] if tensor.ndim else tensor
+
+    def of_shard(self, shard: Tensor) -> Tensor:
+        """The view of a Megatron shard, turned as the Hugging Face tensor is."""
+        view = shard.narrow(self.dim, self.target, self.length) if shard.ndim else shard
+        return view.mT if self.transposed else view
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the Hugging Face side is a range of a tensor by itself, the same way round."""
+        return self.step == 1 and self.expert is None and not self.transposed
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What one rank holds of a parameter."""
+
+    shape: tuple[int, ...]
+    """Shape on this rank."""
+    kind: ParallelKind
+    """How the whole is cut: along rows, along columns, or not."""
+    rank: int
+    """Place in the tensor-parallel group."""
+    size: int
+    """Ranks of that group."""
+    config: Any
+    """The ``TransformerConfig`` of the model, for the mappings that need head counts."""
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+        return 1 if self.kind == "row" and len(self.shape) > 1 else 0
+
+    @property
+    def parts(self) -> int:
+        """Into how many shards the whole is cut."""
+        return 1 if self.kind == "replicated" or (self.kind == "row" and len(self.shape) < 2) else self.size
+
+    @property
+    def part(self) -> int:
+        return self.rank if self.parts > 1 else 0
+
+    @property
+    def local(self) -> int:
+        """Indices along ``dim`` on this rank."""
+        return self.shape[self.dim] if self.shape else 1
+
+
+class MegatronParamMapping:
+    """One Megatron parameter and the Hugging Face tensors it is made of.
+
+    Subclasses say how in ``blocks``. A mapping that computes instead of copying overrides ``hf_to_megatron`` and
+    ``megatron_to_hf``; the engine then hands it whole tensors.
+
+    Args:
+        megatron_param: Megatron's name; ``*`` stands for one path segment, ``**`` for any number.
+        hf_param: Hugging Face's name, or names by role, with the same wildcards in the same order.
+    """
+
+    kind: ClassVar[ParallelKind | None] = None
+    """How the parameter is cut; None asks the module."""
+    is_stacked = False
+    """Whether each Hugging Face tensor holds all experts, of which this parameter is one."""
+    transposed = False
+    """Whether the Hugging Face matrices are [in, out]."""
+    expert: int | None = None
+    """This parameter's expert where tensors are stacked; None while the number is a wildcard."""
+
+    def __init__(self, megatron_param: str, hf_param: HFNames) -> None:
+        self.megatron_param = megatron_param
+        self.hf_param = hf_param
+
+    @property
+    def hf_names(self) -> list[str]:
+        """The Hugging Face names, without their roles."""
+        return [self.hf_param] if isinstance(self.hf_param, str) else list(self.hf_param.values())
+
+    @property
+    def parts(self) -> list[HFPart]:
+        return [(name, self.expert) for name in self.hf_names]
+
+    def stacked(self, transposed: bool = False) -> Self:
+        """This mapping for Hugging Face tensors that each hold all experts along their first dimension.
+
+        The last wildcard of ``megatron_param`` is the expert's number.
+
+        Args:
+            transposed: an expert's matrix is stored as [in, out].
+        """
+        mapping = copy.copy(self)
+        mapping.is_stacked, mapping.transposed = True, transposed
+        return mapping
+
+    def resolve(self, captures: Iterable[str]) -> Self:
+        """The mapping of one concrete parameter: wildcards replaced, in order, by ``captures``."""
+        values = tuple(captures)
+        mapping = self.renamed(lambda name: substitute(name, values), lambda name: substitute(name, values))
+        if self.is_stacked:
+            mapping.expert = int(values[-1])
+        return mapping
+
+    def renamed(self, megatron: Callable[[str], str], hf: Callable[[str], str]) -> Self:
+        """This mapping between the names that the two functions make of its own."""
+        name = megatron(self.megatron_param)
+        if isinstance(self.hf_param, str):
+            mapping = self._rebuild(name, hf(self.hf_param))
+        else:
+            mapping = self._rebuild(name, {role: hf(theirs) for role, theirs in self.hf_param.items()})
+        mapping.is_stacked, mapping.transposed, mapping.expert = self.is_stacked, self.transposed, self.expert
+        return mapping
+
+    def _rebuild(self, megatron_param: str, hf_param: HFNames) -> Self:
+        create = cast(Any, type(self))
+        if _takes_roles(create) and not isinstance(hf_param, str):
+            return create(megatron_param, **hf_param)
+        return create(megatron_param, hf_param)
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        """The whole parameter along ``shard.dim``, rank after rank."""
+        assert isinstance(self.hf_param, str), f"{type(self).__name__} maps one tensor"
+        whole = shard.local * shard.parts
+        if self.megatron_param.endswith(_VOCABULARY):
+            whole = min(whole, getattr(shard.config, "vocab_size", None) or whole)
+        for (name, kind), heads in _HEADS.items():
+            if self.megatron_param.endswith(name) and shard.kind == kind:
+                whole = min(whole, AttentionHeads.of(shard.config).wide(heads))
+        yield HFRange(self.hf_param, 0, whole)
+
+    def copy_ranges(self, shard: ShardSpec) -> list[CopyRange]:
+        """The ranges that ``shard`` shares with the Hugging Face tensors."""
+        first, last = shard.part * shard.local, (shard.part + 1) * shard.local
+        copy_ranges: list[CopyRange] = []
+        position = 0
+        for block in self.blocks(shard):
+            start, stop = max(first, position), min(last, position + block.length)
+            if start < stop:
+                source = block.start + (start - position) * block.step
+                where = (block.hf, shard.dim, source, start - first, stop - start)
+                copy_ranges.append(CopyRange(*where, block.step, self.expert, self.transposed))
+            position += block.length
+        return copy_ranges
+
+    def hf_shapes(self, shard: ShardSpec) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole Hugging Face tensors."""
+        shapes = self.hf_slice_shapes(shard)
+        if not self.is_stacked:
+            return shapes
+        return {hf: (shard.config.num_moe_experts, *shape) for hf, shape in shapes.items()}
+
+    def hf_slice_shapes(self, shard: ShardSpec) -> dict[str, tuple[int, ...]]:
+        """The same; of one expert's part where a tensor holds all of them."""
+        extent: dict[str, int] = {}
+        for block in self.blocks(shard):
+            extent[block.hf] = max(extent.get(block.hf, 0), block.stop)
+        if not shard.shape:
+            return dict.fromkeys(extent, ())
+        before, after = shard.shape[: shard.dim], shard.shape[shard.dim + 1 :]
+        turn = -1 if self.transposed else 1
+        return {hf: (*before, length, *after)[::turn] for hf, length in extent.items()}
+
+    @property
+    def copies(self) -> bool:
+        """Whether ``blocks`` is the whole truth, so that the engine may copy ranges without asking."""
+        base, own = MegatronParamMapping, type(self)
+        return own.hf_to_megatron is base.hf_to_megatron and own.megatron_to_hf is base.megatron_to_hf
+
+    def shard_of(self, module: nn.Module, parameter: Tensor | None = None) -> ShardSpec:
+        """Describe this rank's part of the parameter that ``module`` owns."""
+        name = self.megatron_param.rsplit(".", 1)[-1]
+        parameter = getattr(module, name) if parameter is None else parameter
+        rank, size = exchange.rank_and_size(exchange.shard_group(self.megatron_param))
+        kind = self.kind or parallel_kind(module, cast(Tensor, parameter))
+        return ShardSpec(tuple(cast(Tensor, parameter).shape), kind, rank, size, getattr(module, "config", None))
+
+    def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
+        """This rank's shard, made from whole Hugging Face tensors (by role where there are several)."""
+        whole = self._by_name(hf_weights)
+        shard = self.shard_of(megatron_module)
+        like = next(iter(whole.values()))
+        local = torch.zeros(shard.shape, dtype=like.dtype, device=like.device)
+        for piece in self.copy_ranges(shard):
+            piece.of_shard(local).copy_(piece.of_hf(whole[piece.hf]))
+        return local
+
+    def megatron_to_hf(
+        self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
+    ) -> dict[str, Tensor]:
+        """Whole Hugging Face tensors on all ranks of the stage that owns the parameter; nothing elsewhere.
+
+        Of a tensor that holds all experts, this one's part.
+        """
+        if megatron_weights is None or megatron_module is None:
+            return {}
+        shard = self.shard_of(megatron_module, megatron_weights)
+        weights = exchange.all_gather(megatron_weights, exchange.shard_group(self.megatron_param), shard.parts)
+        return self.join(shard, weights)
+
+    def join(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, Tensor]:
+        """Whole Hugging Face tensors (an expert's part where they are stacked) from the shards in rank order."""
+        whole = {
+            hf: torch.empty(shape, dtype=weights[0].dtype, device=weights[0].device)
+            for hf, shape in self.hf_slice_shapes(shard).items()
+        }
+        for rank, weight in enumerate(weights):
+            for piece in self.copy_ranges(ShardSpec(shard.shape, shard.kind, rank, len(weights), shard.config)):
+                piece.of_slice(whole[piece.hf]).copy_(piece.of_shard(weight))
+        return whole
+
+    def _by_name(self, hf_weights: HFWeights) -> dict[str, Tensor]:
+        if isinstance(hf_weights, Tensor):
+            (name,) = self.hf_names
+            return {name: hf_weights}
+        if isinstance(self.hf_param, str):
+            return dict(hf_weights)
+        return {name: hf_weights[role] for role, name in self.hf_param.items()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.megatron_param!r}, {self.hf_param!r})"
+
+
+@cache
+def _takes_roles(mapping: Any) -> bool:
+    """Whether a mapping class is made from names by role rather than from ``hf_param``."""
+    return "hf_param" not in inspect.signature(mapping).parameters
+
+
+class DirectMapping(MegatronParamMapping):
+    """The same tensor on both sides, whole on every rank."""
+
+    kind = "replicated"
+
+
+class ReplicatedMapping(DirectMapping):
+    """The same tensor on both sides, whole on every tensor-parallel rank."""
+
+
+class ColumnParallelMapping(MegatronParamMapping):
+    """Cut along the output dimension: weight [out / size, in], bias [out / size]."""
+
+    kind = "column"
+
+
+class RowParallelMapping(MegatronParamMapping):
+    """Cut along the input dimension: weight [out, in / size]; the bias is whole on every rank."""
+
+    kind = "row"
+
+
+class AutoMapping(MegatronParamMapping):
+    """Cut as the module that owns the parameter cuts it."""
+
+    @staticmethod
+    def register_module_type(name: str, kind: ParallelKind) -> None:
+        """Say how a module class cuts its parameters.
+
+        Args:
+            name: class name; subclasses follow.
+            kind: ``column``, ``row`` or ``replicated``.
+        """
+        assert kind in ("column", "row", "replicated"), kind
+        _MODULE_KINDS[name] = kind
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """Attention heads without those that a provider appends to fit tensor parallelism."""
+
+    queries: int
+    groups: int
+    width: int
+
+    @classmethod
+    def of(cls, config: Any) -> "AttentionHeads":
+        """The heads of a model with ``config``."""
+        declared = (config.num_attention_heads, config.num_query_groups or config.num_attention_heads)
+        queries, groups = getattr(config, "unpadded_heads", declared)
+        return cls(queries, groups, config.kv_channels or config.hidden_size // queries)
+
+    def wide(self, kind: str) -> int:
+        """Width of all heads that are ``queries``, or of all ``groups``."""
+        return self.width * (self.queries if kind == "queries" else self.groups)
+
+
+_MODULE_KINDS: dict[str, ParallelKind] = {
+    "ColumnParallelLinear": "column",
+    "VocabParallelEmbedding": "column",
+    "TEColumnParallelLinear": "column",
+    "TELayerNormColumnParallelLinear": "column",
+    "TEColumnParallelGroupedLinear": "column",
+    "RowParallelLinear": "row",
+    "TERowParallelLinear": "row",
+    "TERowParallelGroupedLinear": "row",
+}
+
+
+def parallel_kind(module: nn.Module, parameter: Tensor) -> ParallelKind:
+    """How ``parameter`` of ``module`` is cut: what Megatron marked on it, else what its module class says."""
+    if getattr(parameter, "tensor_model_parallel", False):
+        return "row" if cast(Any, parameter).partition_dim == 1 else "column"
+    for cls in type(module).__mro__:
+        kind = _MODULE_KINDS.get(cls.__name__)
+        if kind is not None:
+            # a normalisation weight fused into a column-parallel linear is whole on every rank
+            is_norm = parameter is getattr(module, "layer_norm_weight", None) or parameter is getattr(
+                module, "layer_norm_bias", None
+            )
+            return "replicated" if is_norm else kind
+    return "replicated"

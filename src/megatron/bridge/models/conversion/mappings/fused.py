@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mappings of parameters that Megatron fuses: queries, keys and values, gate and up projections."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.models.conversion.mappings.base import (
+    AttentionHeads,
+    HFRange,
+    MegatronParamMapping,
+    ShardSpec,
+)
+
+
+class QKVMapping(MegatronParamMapping):
+    """Separate query, key and value projections, interleaved by key-value group in Megatron.
+
+    Megatron's rows are, for each group: the queries of its heads, its key, its value; [heads per group + 2 rows
+    of ``kv_channels``] x groups. Weights and biases alike.
+    """
+
+    kind = "column"
+
+    def __init__(self, megatron_param: str, q: str, k: str, v: str) -> None:
+        super().__init__(megatron_param, {"q": q, "k": k, "v": v})
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        names = cast(dict[str, str], self.hf_param)
+        starts = dict.fromkeys("qkv", 0)
+        for role, start, length in _grouped(AttentionHeads.of(shard.config), "qkv", starts):
+            yield HFRange(names[role], start, length)
+
+
+class GatedQKVMapping(MegatronParamMapping):
+    """The same where the query projection also makes gates on the output of attention.
+
+    Hugging Face holds each head's query above its gate; Megatron holds, for each group: the queries of its heads,
+    their gates, its key, its value.
+    """
+
+    kind = "column"
+
+    def __init__(self, megatron_param: str, q: str, k: str, v: str) -> None:
+        super().__init__(megatron_param, {"q": q, "k": k, "v": v})
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        names = cast(dict[str, str], self.hf_param)
+        heads = AttentionHeads.of(shard.config)
+        each = heads.queries // heads.groups
+        for group in range(heads.groups):
+            for gate in range(2):
+                for head in range(group * each, (group + 1) * each):
+                    yield HFRange(names["q"], (2 * head + gate) * heads.width, heads.width)
+            for role in "kv":
+                yield HFRange(names[role], group * heads.width, heads.width)
+
+
+class ConcatenatedQKVMapping(MegatronParamMapping):
+    """One Hugging Face tensor with all queries, then all keys, then all values."""
+
+    kind = "column"
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        assert isinstance(self.hf_param, str)
+        heads = AttentionHeads.of(shard.config)
+        keys = heads.queries * heads.width
+        starts = {"q": 0, "k": keys, "v": keys + heads.groups * heads.width}
+        for _, start, length in _grouped(heads, "qkv", starts):
+            yield HFRange(self.hf_param, start, length)
+
+
+class KVMapping(MegatronParamMapping):
+    """Separate key and value projections, interleaved by group in Megatron (cross attention)."""
+
+    kind = "column"
+
+    def __init__(self, megatron_param: str, k: str, v: str) -> None:
+        super().__init__(megatron_param, {"k": k, "v": v})
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        names = cast(dict[str, str], self.hf_param)
+        for role, start, length in _grouped(AttentionHeads.of(shard.config), "kv", {"k": 0, "v": 0}):
+            yield HFRange(names[role], start, length)
+
+
+class GatedMLPMapping(MegatronParamMapping):
+    """Separate gate and up projections; Megatron's shard holds its part of the gate above its part of up."""
+
+    kind = "column"
+
+    def __init__(self, megatron_param: str, gate: str, up: str) -> None:
+        super().__init__(megatron_param, {"gate": gate, "up": up})
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        """Gate and up of the first rank, then of the second, and so on."""
+        names = cast(dict[str, str], self.hf_param)
+        half = shard.local // 2
+        for rank in range(shard.parts):
+            yield HFRange(names["gate"], rank * half, half)
+            yield HFRange(names["up"], rank * half, half)
+
+
+class ConcatenatedGatedMLPMapping(MegatronParamMapping):
+    """One Hugging Face tensor with the gate's rows above those of up."""
+
+    kind = "column"
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        """Gate and up of the first rank, then of the second, and so on."""
+        assert isinstance(self.hf_param, str)
+        half = shard.local // 2
+        for rank in range(shard.parts):
+            yield HFRange(self.hf_param, rank * half, half)
+            yield HFRange(self.hf_param, (shard.parts + rank) * half, half)
+
+
+class InterleavedGatedMLPMapping(MegatronParamMapping):
+    """One Hugging Face tensor in which rows of the gate and of up alternate."""
+
+    kind = "column"
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        """Gate and up of the first rank, then of the second, and so on."""
+        assert isinstance(self.hf_param, str)
+        half = shard.local // 2
+        for rank in range(shard.parts):
+            yield HFRange(self.hf_param, 2 * rank * half, half, step=2)
+            yield HFRange(self.hf_param, 2 * rank * half + 1, half, step=2)
+
+
+def _grouped(heads: AttentionHeads, roles: str, starts: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+    """(role, row, rows) in Megatron's order: group after group, ``roles`` within a group."""
+    rows = {role: heads.width * (heads.queries // heads.groups if role == "q" else 1) for role in roles}
+    for group in range(heads.groups):
+        for role in roles:
+            yield role, starts[role] + group * rows[role], rows[role]
+
+
+def _merge(config: Any, roles: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    rows = _grouped(AttentionHeads.of(config), roles, dict.fromkeys(roles, 0))
+    return torch.cat([tensors[role].narrow(0, start, length) for role, start, length in rows])
+
+
+def _split(config: Any, roles: str, fused: Tensor) -> tuple[Tensor, ...]:
+    parts: dict[str, list[Tensor]] = {role: [] for role in roles}
+    position = 0
+    for role, _, length in _grouped(AttentionHeads.of(config), roles, dict.fromkeys(roles, 0)):
+        parts[role].append(fused.narrow(0, position, length))
+        position += length
+    return tuple(torch.cat(parts[role]) for role in roles)
+
+
+def merge_qkv_weights(config: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Interleave query, key and value projections by group: [(heads + 2 groups) * kv_channels, hidden]."""
+    return _merge(config, "qkv", {"q": q, "k": k, "v": v})
+
+
+def split_qkv_weights(config: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Undo ``merge_qkv_weights``."""
+    q, k, v = _split(config, "qkv", qkv)
+    return q, k, v
+
+
+def merge_qkv_biases(config: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Interleave query, key and value biases by group: [(heads + 2 groups) * kv_channels]."""
+    return _merge(config, "qkv", {"q": q, "k": k, "v": v})
+
+
+def split_qkv_biases(config: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Undo ``merge_qkv_biases``."""
+    q, k, v = _split(config, "qkv", qkv)
+    return q, k, v
+
+
+def merge_kv_weights(config: Any, k: Tensor, v: Tensor) -> Tensor:
+    """Interleave key and value projections by group: [2 groups * kv_channels, hidden]."""
+    return _merge(config, "kv", {"k": k, "v": v})
+
+
+def split_kv_weights(config: Any, kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo ``merge_kv_weights``."""
+    k, v = _split(config, "kv", kv)
+    return k, v

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wildcards in parameter names: ``*`` is one path segment (or the rest of one), ``**`` any number of them."""
+
+import re
+from functools import cache
+
+_WILDCARD = re.compile(r"\*\*|\*")
+
+
+@cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The regular expression of ``pattern``; one group per wildcard.
+
+    Example:
+        >>> compiled("layers.*.mlp.weight*").fullmatch("layers.3.mlp.weight12").groups()
+        ('3', '12')
+    """
+    copy_ranges = (re.escape(piece) for piece in _WILDCARD.split(pattern))
+    wildcards = ("(.+)" if found == "**" else r"([^.]+)" for found in _WILDCARD.findall(pattern))
+    return re.compile("".join(text for pair in zip(copy_ranges, [*wildcards, ""], strict=True) for text in pair))
+
+
+def is_concrete(pattern: str) -> bool:
+    """Whether ``pattern`` has no wildcard."""
+    return "*" not in pattern
+
+
+def match(pattern: str, name: str) -> tuple[str, ...] | None:
+    """What the wildcards of ``pattern`` stand for in ``name``, or None if it does not match."""
+    found = compiled(pattern).fullmatch(name)
+    return found.groups() if found else None
+
+
+def substitute(pattern: str, captures: tuple[str, ...]) -> str:
+    """Replace the wildcards of ``pattern``, in order, by ``captures``; surplus captures are left over.
+
+    Example:
+        >>> substitute("model.layers.*.mlp", ("3",))
+        'model.layers.3.mlp'
+    """
+    values = iter(captures)
+    return _WILDCARD.sub(lambda _: next(values), pattern)

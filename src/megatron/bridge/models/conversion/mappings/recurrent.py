@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mappings of recurrent layers: Mamba-2's mixers, gated delta nets, and zero-centred norms.
+
+These layers project to several kinds of features at once. Megatron cuts each kind over the tensor-parallel ranks
+and lays a rank's parts one after the other; Hugging Face lays the whole kinds one after the other, or groups them
+by head.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from megatron.bridge.models.conversion.mappings.base import (
+    HFRange,
+    HFWeights,
+    MegatronParamMapping,
+    ReplicatedMapping,
+    ShardSpec,
+)
+
+
+class SegmentedMapping(MegatronParamMapping):
+    """One tensor of several row segments, each cut over the ranks by itself; subclasses give their lengths."""
+
+    kind = "column"
+
+    def segments(self, config: Any) -> tuple[int, ...]:
+        """Rows of each segment over all ranks, in order."""
+        raise TypeError(f"{type(self).__name__} is abstract: {config} has no segments")
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        """Every segment's part of the first rank, then of the second, and so on."""
+        assert isinstance(self.hf_param, str)
+        lengths = self.segments(shard.config)
+        starts = accumulate(lengths, initial=0)
+        parts = [(start, length // shard.parts) for start, length in zip(starts, lengths, strict=False)]
+        for rank in range(shard.parts):
+            for start, part in parts:
+                yield HFRange(self.hf_param, start + rank * part, part)
+
+
+class MambaInProjMapping(SegmentedMapping):
+    """The input projection of a Mamba-2 mixer, weight [2 inner + 2 groups x state + heads, hidden]."""
+
+    def segments(self, config: Any) -> tuple[int, ...]:
+        """Rows of z, x, B, C and dt."""
+        heads, inner, states = _mamba_sizes(config)
+        return inner, inner, states, states, heads
+
+
+class MambaConv1dMapping(SegmentedMapping):
+    """A Mamba-2 mixer's convolution, weight or bias, over inputs, B and C; [inner + 2 groups x state, ...]."""
+
+    def segments(self, config: Any) -> tuple[int, ...]:
+        """Rows of x, B and C."""
+        _, inner, states = _mamba_sizes(config)
+        return inner, states, states
+
+
+def _mamba_sizes(config: Any) -> tuple[int, int, int]:
+    """Heads, their features together, and rows of B (or C); as many heads as twice the width unless given."""
+    heads = config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim
+    return heads, heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
+
+
+class GDNConv1dMapping(SegmentedMapping):
+    """A gated delta net's convolution over queries, keys and values; [2 key features + value features, ...]."""
+
+    def segments(self, config: Any) -> tuple[int, ...]:
+        """Rows of q, k and v."""
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        return keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
+
+
+class ShortConvMapping(SegmentedMapping):
+    """The input projection of a gated short convolution: two gates and the input; [3 hidden, hidden]."""
+
+    def segments(self, config: Any) -> tuple[int, ...]:
+        return (config.hidden_size,) * 3
+
+
+class GDNLinearMapping(MegatronParamMapping):
+    """A gated delta net's input projection from Hugging Face's two, both grouped by key head.
+
+    Hugging Face holds for each key head its query, key, values and output gates in ``qkvz``, its write strengths
+    (beta) and decays (alpha) in ``ba``. A Megatron rank holds its heads' queries, then keys, values, gates, betas
+    and alphas.
+    """
+
+    kind = "column"
+
+    def __init__(self, megatron_param: str, qkvz: str, ba: str) -> None:
+        super().__init__(megatron_param, {"qkvz": qkvz, "ba": ba})
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        """Kind after kind, head after head, of the first rank, then of the second, and so on."""
+        names = cast(dict[str, str], self.hf_param)
+        config = shard.config
+        ratio = config.linear_num_value_heads // config.linear_num_key_heads
+        key, values = config.linear_key_head_dim, ratio * config.linear_value_head_dim
+        kinds = [("qkvz", key), ("qkvz", key), ("qkvz", values), ("qkvz", values), ("ba", ratio), ("ba", ratio)]
+        rows = {"qkvz": 2 * (key + values), "ba": 2 * ratio}
+        heads = config.linear_num_key_heads // shard.parts
+        for rank in range(shard.parts):
+            offsets = dict.fromkeys(rows, 0)
+            for role, length in kinds:
+                for head in range(rank * heads, (rank + 1) * heads):
+                    yield HFRange(names[role], head * rows[role] + offsets[role], length)
+                offsets[role] += length
+
+
+class RMSNorm2ZeroCenteredRMSNormMapping(ReplicatedMapping):
+    """A gain that Hugging Face stores as it is and Megatron as its distance from one (``zero_centered_gamma``).
+
+    Computed in float32. In half precision the difference is rounded, so a gain may come back with other last bits:
+    prefer a Megatron norm of the same kind as Hugging Face's.
+    """
+
+    def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
+        """The gain minus one."""
+        (weight,) = self._by_name(hf_weights).values()
+        return (weight.float() - 1.0).to(weight.dtype)
+
+    def megatron_to_hf(
+        self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
+    ) -> dict[str, Tensor]:
+        """The gain itself; nothing on the stages that do not own it."""
+        if megatron_weights is None:
+            return {}
+        return {self.hf_names[0]: (megatron_weights.float() + 1.0).to(megatron_weights.dtype)}

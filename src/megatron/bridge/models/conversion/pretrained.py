@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models in either format: a Hugging Face model, or a Megatron checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron.bridge.checkpoint import model_io
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.models.conversion.engine import stored_provider
+from megatron.bridge.models.hf_pretrained.hub import is_hf_model
+
+
+def is_megatron_checkpoint(name: str | Path) -> bool:
+    """Whether ``name`` is a directory in Megatron's format; every other name is a Hugging Face model's."""
+    return Path(name).is_dir() and not is_hf_model(name)
+
+
+def load_weights(chunks: Sequence[nn.Module], path: Path) -> None:
+    """Fill this rank's chunks from a local directory in either format; all ranks call this.
+
+    A Megatron checkpoint is not verified: whoever chose it has done that.
+    """
+    if on_first_rank(lambda: is_hf_model(path)):
+        AutoBridge.from_hf_pretrained(path).load_hf_weights(chunks)
+    else:
+        model_io.load_model(chunks, path, verify=False)
+
+
+def provider_of(name: str, trust_remote_code: bool = False) -> Any:
+    """The provider of the model ``name``, a directory in either format or a hub id; it loads the weights, too.
+
+    Args:
+        name: directory or hub id.
+        trust_remote_code: run a Hugging Face model's own configuration code.
+    """
+    if not is_megatron_checkpoint(name):
+        return AutoBridge.from_hf_pretrained(name, trust_remote_code=trust_remote_code).to_megatron_provider()
+    provider = stored_provider.read(name)
+    provider.register_pre_wrap_hook(stored_provider.load_hook(name))
+    return provider

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embeddings of multi-latent attention, with the numbers that transformers computes.
+
+Every attention layer owns its embedding here, and Megatron-Core derives YaRN's numbers by rules of its own: with
+``mscale`` or ``mscale_all_dim`` alone they differ from transformers'. Frequencies and attention factor come from
+transformers' own functions, as those of other models do (``models/features/rope.py``).
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+from megatron.bridge.models.features import rope
+from megatron.bridge.utils.errors import UserError
+
+_STATIC = ("linear", "llama3", "yarn")
+
+
+class LatentRotaryEmbedding(YarnRotaryEmbedding):
+    """Angles of the ``qk_pos_emb_head_dim`` dimensions of a head that carry positions, for all layers.
+
+    Args:
+        config: the provider that the model was built from; ``rope_parameters`` says which rule.
+        cp_group: context-parallel ranks, which share out the positions.
+    """
+
+    def __init__(self, config: Any, cp_group: Any) -> None:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        parameters = {**config.rope_parameters, "rope_theta": config.rotary_base}
+        reference: Any = rope.reference_config(config, parameters, config.qk_pos_emb_head_dim)
+        with torch.device("cpu"):  # numbers, even while the model is built on the meta device
+            self._frequencies, self._attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+                reference, None
+            )
+        super().__init__(
+            config.qk_pos_emb_head_dim,
+            rotary_base=config.rotary_base,
+            original_max_position_embeddings=config.original_max_position_embeddings,
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=cp_group,
+        )
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> tuple[torch.Tensor, float]:
+        """Angles [position, 1, 1, qk_pos_emb_head_dim] from ``offset`` on, and the factor of sines and cosines."""
+        self._frequencies = self._frequencies.to(torch.cuda.current_device())
+        positions = torch.arange(
+            offset, offset + max_seq_len, device=self._frequencies.device, dtype=torch.float32
+        )
+        angles = torch.outer(positions, self._frequencies)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :], self._attention_factor
+
+
+def derive(config: Any) -> None:
+    """Set the values of Megatron-Core that ``config.rope_parameters`` stands for; without any they stay.
+
+    Raises:
+        UserError: a kind of scaling that changes with the length of the sequence.
+    """
+    parameters = config.rope_parameters or {}
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        return
+    if kind not in _STATIC:
+        raise UserError(
+            f"rope_parameters.rope_type={kind!r} is not supported with multi-latent attention: "
+            f"{', '.join(_STATIC)} are"
+        )
+    config.rope_type = "yarn"  # the kind whose embedding has an attention factor
+    # only sizes a first table of cosines: the least that can be shared out, as ``apply`` throws the layers' away
+    config.original_max_position_embeddings = 2 * config.context_parallel_size
+    # the softmax is scaled by (0.1 mscale_all_dim ln(factor) + 1)^2, section 3.1.4 of arXiv:2405.04434
+    config.rotary_scaling_factor = parameters.get("factor", 1.0)
+    config.mscale_all_dim = parameters.get("mscale_all_dim") or 0.0
+
+
+def apply(model: Any, config: Any) -> None:
+    """Give all attention layers of ``model`` the one embedding that ``config.rope_parameters`` asks for."""
+    if (config.rope_parameters or {}).get("rope_type", "default") == "default":
+        return
+    layers = [module for module in model.modules() if isinstance(module, MultiLatentAttention)]
+    if layers:
+        shared = LatentRotaryEmbedding(config, layers[0].pg_collection.cp)
+        for layer in layers:
+            layer.rotary_pos_emb = shared

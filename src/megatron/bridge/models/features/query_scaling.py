@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries that grow with their position, so that attention stays as sharp over contexts longer than trained.
+
+A query at position p is multiplied by ``1 + beta * log(1 + floor(p / length))``: by 1 within the length of the
+first training, by a little more in each further one (Llama 4 and Ministral 3 call this temperature scaling).
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor, nn
+
+from megatron.bridge.backends.attention import context_parallel
+from megatron.bridge.backends.attention.block_mask import PackedSegment, segments
+from megatron.bridge.utils.errors import UserError
+
+
+def apply_query_scaling(model: nn.Module, config: Any) -> None:
+    """Scale the rotated queries of ``model`` (a ``GPTModel``) where ``config.query_scaling_beta`` is not None.
+
+    Raises:
+        UserError: the length of the first training is not in ``config.rope_parameters``.
+    """
+    if config.query_scaling_beta is None:
+        return
+    length = (config.rope_parameters or {}).get("original_max_position_embeddings")
+    if not length:
+        raise UserError(
+            f"query_scaling_beta={config.query_scaling_beta} has no length from which to scale queries: set "
+            "rope_parameters.original_max_position_embeddings"
+        )
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            scale = _scale_queries(module, config.query_scaling_beta, length)
+            module.get_submodule("core_attention").register_forward_pre_hook(scale, with_kwargs=True)
+
+
+def _scale_queries(attention: SelfAttention, beta: float, length: int) -> Any:
+    group = attention.pg_collection.cp
+
+    def scale(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        query, key, *others = args
+        positions = _positions(query, key, kwargs.get("packed_seq_params"), group)
+        factors = 1 + beta * torch.log1p((positions / length).floor())
+        return (query * factors.view(-1, *[1] * (query.ndim - 1)).to(query.dtype), key, *others), kwargs
+
+    return scale
+
+
+def _positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Tensor:
+    """Positions of this rank's queries [s, b, h, d], or packed [t, h, d], counted from each sequence's start."""
+    if packed is not None and packed.qkv_format == "thd":
+        padded = packed.cu_seqlens_q_padded
+        parts = segments(packed.cu_seqlens_q.tolist(), None if padded is None else padded.tolist())
+        group, first = packed.cp_group if packed.local_cp_size is not None else group, 0
+    else:
+        total = query.size(0) * _size(group)
+        # with cached keys, the queries are the last positions
+        parts, first = [PackedSegment(0, total, total)], key.size(0) - query.size(0)
+    positions = first + torch.cat([torch.arange(part.padded, device=query.device) for part in parts])
+    if _size(group) > 1:
+        by_rank = context_parallel.to_rank_order(positions, parts, group.size())
+        positions = by_rank.chunk(group.size())[group.rank()]
+    return torch.nn.functional.pad(positions, (0, query.size(0) - len(positions)))
+
+
+def _size(group: Any) -> int:
+    return 1 if group is None else group.size()

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaled rotary embeddings: every kind that transformers computes, with the numbers that transformers computes.
+
+Megatron-Core knows two kinds of scaling and fixes some of their parameters. Here the inverse frequencies and the
+attention factor come from transformers' own functions, so a scaled model cannot drift from its reference.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import nn
+
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+# rope_type -> (keys it needs, keys it may have)
+KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "dynamic": (frozenset({"factor"}), frozenset()),
+    "proportional": (frozenset(), frozenset({"factor"})),
+    "llama3": (
+        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+        frozenset(),
+    ),
+    "yarn": (
+        frozenset({"factor", "original_max_position_embeddings"}),
+        frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    ),
+    "longrope": (
+        frozenset({"short_factor", "long_factor", "original_max_position_embeddings"}),
+        frozenset({"attention_factor", "factor"}),
+    ),
+}
+_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+
+
+def check_parameters(parameters: dict[str, Any]) -> None:
+    """Refuse a ``rope_parameters`` dict that is not understood to the last key.
+
+    Raises:
+        UserError: an unknown kind, an unknown key, or a key that the kind needs and that is not there.
+    """
+    kind = parameters.get("rope_type", "default")
+    if kind not in KINDS:
+        raise UserError(f"rope_parameters.rope_type={kind!r} is not one of {', '.join(KINDS)}")
+    if parameters.get("type", kind) != kind:
+        raise UserError(
+            f"rope_parameters has rope_type={kind!r} and type={parameters['type']!r}: remove the wrong one"
+        )
+    required, optional = KINDS[kind]
+    known = required | optional | _COMMON
+    for key in sorted(set(parameters) - known):
+        raise UserError(
+            f"rope_parameters.{key} is not a parameter of rope_type={kind!r}{did_you_mean(key, known)}"
+        )
+    for key in sorted(required):
+        if parameters.get(key) is None:
+            raise UserError(f"rope_parameters.{key} is missing: rope_type={kind!r} needs it")
+
+
+class ScaledRotaryEmbedding(RotaryEmbedding):
+    """Megatron's rotary embedding with the frequencies of one of transformers' scaling rules.
+
+    Args:
+        plain: the embedding to replace; layout and process group are taken from it.
+        config: the provider that the model was built from.
+        parameters: which rule, and its base ``rope_theta``.
+    """
+
+    def __init__(self, plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> None:
+        super().__init__(**_layout(plain, config, parameters))
+        self._kind: str = parameters["rope_type"]
+        self._reference = reference_config(config, parameters, config.kv_channels)
+        device = self.inv_freq.device
+        frequencies, self.attention_factor = self._compute(None)
+        for name in ("short_factor", "long_factor"):
+            factors = parameters.get(name)
+            if factors is not None and len(factors) != len(frequencies):
+                raise UserError(
+                    f"rope_parameters.{name} has {len(factors)} numbers, the heads have {len(frequencies)} pairs"
+                )
+        if frequencies.shape != self.inv_freq.shape:
+            raise UserError(
+                f"rope_parameters rotates {2 * len(frequencies)} of {config.kv_channels} head dimensions but "
+                f"rotary_percent={config.rotary_percent} means {2 * len(self.inv_freq)}: make them agree"
+            )
+        self.inv_freq = frequencies.to(device)
+
+    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Angles [position, rotated dimension / 2] of ``max_seq_len`` positions from ``offset`` on."""
+        positions = torch.arange(offset, offset + max_seq_len, device=self.inv_freq.device, dtype=torch.float32)
+        return torch.outer(positions, self._frequencies(max_seq_len + offset))
+
+    def _frequencies(self, length: int) -> torch.Tensor:
+        # transformers recomputes these two kinds from the length of the sequence at hand
+        if self._kind == "longrope" or (
+            self._kind == "dynamic" and length > self._reference.max_position_embeddings
+        ):
+            return self._compute(length)[0].to(self.inv_freq.device)
+        return self.inv_freq
+
+    def _compute(self, length: int | None) -> tuple[torch.Tensor, float]:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        reference: Any = self._reference
+        with torch.device("cpu"):  # numbers, even while the model is built on the meta device
+            return ROPE_INIT_FUNCTIONS[self._kind](reference, None, seq_len=length)
+
+
+class LayerwiseRotaryEmbedding(nn.Module):
+    """Two rotary embeddings in one tensor, of which each layer takes its own.
+
+    Args:
+        everywhere: that of layers without a window.
+        local: that of layers with a window.
+    """
+
+    def __init__(self, everywhere: RotaryEmbedding, local: RotaryEmbedding) -> None:
+        super().__init__()
+        if everywhere.inv_freq.shape != local.inv_freq.shape:
+            raise UserError(
+                f"local_rope_parameters rotates {2 * len(local.inv_freq)} head dimensions, rope_parameters "
+                f"{2 * len(everywhere.inv_freq)}: make them agree"
+            )
+        self.everywhere, self.local = everywhere, local
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Angles [2, s, 1, 1, rotated dimension]; the arguments are those of Megatron-Core's embedding."""
+        return torch.stack((self.everywhere(*args, **kwargs), self.local(*args, **kwargs)))
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """How many positions the angles must cover."""
+        return self.everywhere.get_rotary_seq_len(*args, **kwargs)
+
+    def get_cos_sin(self, *_: Any) -> Any:
+        """What only flash decoding asks for.
+
+        Raises:
+            UserError: always; its kernel takes one table for all layers.
+        """
+        raise UserError("local_rope_parameters does not work with flash_decode=True: set model.flash_decode=False")
+
+
+def apply_rope(model: Any, config: Any) -> None:
+    """Give ``model`` (a ``GPTModel``) the scaled, or layerwise, rotary embedding that ``config`` asks for.
+
+    Raises:
+        UserError: the parameters are not understood, or another setting would leave them without effect.
+    """
+    parameters, local = config.rope_parameters or {}, config.local_rope_parameters
+    if config.multi_latent_attention or (_is_plain(parameters) and not local):
+        return  # latent attention has an embedding in each layer: models/features/mla_rope.py
+    if config.position_embedding_type != "rope" or config.rope_scaling:
+        name, what = "rope_parameters", f"rope_parameters.rope_type={parameters.get('rope_type')!r}"
+        if _is_plain(parameters):
+            name = what = "local_rope_parameters"
+        raise UserError(
+            f"{what} has no effect with position_embedding_type={config.position_embedding_type!r} and "
+            f"rope_scaling={config.rope_scaling}: use 'rope' and False, or remove {name}"
+        )
+    plain = model.rotary_pos_emb
+    everywhere = _embedding(plain, config, {**parameters, "rope_theta": config.rotary_base})
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    if not local:
+        model.rotary_pos_emb = everywhere
+        _set_attention_factor(layers, config, everywhere)
+        return
+    model.rotary_pos_emb = LayerwiseRotaryEmbedding(everywhere, _embedding(plain, config, local))
+    for layer in layers:
+        is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
+        layer.self_attention.register_forward_pre_hook(_take(int(is_local)), with_kwargs=True)
+        own = model.rotary_pos_emb.local if is_local else everywhere
+        _set_attention_factor([layer], config, own)
+
+
+def _take(index: int) -> Any:
+    """A hook that leaves a layer its own of the angles of ``LayerwiseRotaryEmbedding``."""
+
+    def take(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"][index]}
+
+    return take
+
+
+def _is_plain(parameters: dict[str, Any]) -> bool:
+    return parameters.get("rope_type", "default") == "default"
+
+
+def _embedding(plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> RotaryEmbedding:
+    check_parameters(parameters)
+    if _is_plain(parameters):
+        return RotaryEmbedding(**_layout(plain, config, parameters))
+    return ScaledRotaryEmbedding(plain, config, parameters)
+
+
+def _layout(plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+    """How to build a rotary embedding like ``plain`` on the base of ``parameters``."""
+    return {
+        "kv_channels": config.kv_channels,
+        "rotary_percent": config.rotary_percent,
+        "rotary_interleaved": plain.rotary_interleaved,
+        "rotary_base": parameters["rope_theta"],
+        "use_cpu_initialization": plain.inv_freq.device.type == "cpu",
+        "cp_group": plain.cp_group,
+    }
+
+
+def _set_attention_factor(layers: list[Any], config: TransformerConfig, embedding: RotaryEmbedding) -> None:
+    factor = getattr(embedding, "attention_factor", 1.0)
+    if factor == 1.0:
+        return
+    if config.apply_rope_fusion:
+        # the fused kernel drops the factor for packed sequences without a word
+        raise UserError(
+            f"apply_rope_fusion=True cannot scale by the attention factor {factor:.4g} of rope_parameters: "
+            "set model.apply_rope_fusion=False"
+        )
+    for layer in layers:
+        layer.self_attention._yarn_concentration_factor = factor
+
+
+def reference_config(config: Any, parameters: dict[str, Any], width: int) -> SimpleNamespace:
+    """What transformers' functions read from a Hugging Face config whose heads have ``width`` dimensions."""
+    return SimpleNamespace(
+        rope_parameters=parameters,
+        head_dim=width,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings or config.seq_length,
+        standardize_rope_params=lambda: None,
+    )

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints with quantised weights, presented as the ones they were made from.
+
+A quantised tensor and its scales appear as one tensor under its plain name and in the dtype of the model. What is
+stored beside it and belongs to it is claimed; a scale that is missing, left over or of the wrong shape is refused.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.models.hf_pretrained.dequantize import (
+    MXFP4,
+    BlockScaledFP8,
+    QuantizedTensor,
+    block_grid,
+    is_mxfp4,
+)
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, TensorEntry
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+_MOST_PROBLEMS = 6
+_WAY_OUT = "convert the model in bfloat16 or float32, which its authors or transformers' save_pretrained can give"
+
+Entries = Mapping[str, TensorEntry]
+Found = tuple[dict[str, QuantizedTensor], list[str], list[str]]
+"""Packed tensors by their plain name, stored tensors that belong to them, problems."""
+
+
+def _anything(_: Any) -> bool:
+    return True
+
+
+def _is_block(value: Any) -> bool:
+    return value is None or (len(value) == 2 and all(isinstance(size, int) and size > 0 for size in value))
+
+
+# method -> key of quantization_config -> whether its value can be represented
+_METHODS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "fp8": {
+        "activation_scheme": ("dynamic", "static").__contains__,
+        "weight_block_size": _is_block,
+        "fmt": ("e4m3", None).__contains__,
+        "scale_fmt": ("float", "ue8m0", None).__contains__,
+        "expert_dtype": ("fp8", None).__contains__,
+        "dequantize": _anything,
+        **dict.fromkeys(("modules_to_not_convert", "modules_to_convert", "ignored_layers"), _anything),
+    },
+    "mxfp4": {"dequantize": _anything, "modules_to_not_convert": _anything},
+}
+
+
+def check(config: Mapping[str, Any]) -> str:
+    """The quantisation method of a ``quantization_config``.
+
+    Raises:
+        UserError: the method, or one of its settings, is not one that can be read.
+    """
+    method = config.get("quant_method")
+    if method not in _METHODS:
+        raise UserError(
+            f"quantization_config.quant_method={method!r} cannot be read: {', '.join(_METHODS)} can; {_WAY_OUT}"
+        )
+    known = _METHODS[method]
+    for key, value in config.items():
+        if key == "quant_method":
+            continue
+        if key not in known:
+            hint = did_you_mean(key, known)
+            raise UserError(
+                f"quantization_config.{key}={value!r} is not known for quant_method={method!r}{hint or '; '}"
+                f"{'' if hint else _WAY_OUT}"
+            )
+        if not known[key](value):
+            raise UserError(
+                f"quantization_config.{key}={value!r} cannot be read with quant_method={method!r}: {_WAY_OUT}"
+            )
+    return method
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A Hugging Face config as that of the model in full.
+
+    Raises:
+        UserError: the model is quantised in a way that cannot be read.
+    """
+    plain = dict(config)
+    if plain.get("quantization_config") is not None:
+        check(_plain(plain.pop("quantization_config")))
+    return plain
+
+
+def open_checkpoint(
+    directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None
+) -> SafetensorsCheckpoint:
+    """The weights in ``directory``, in full.
+
+    Args:
+        directory: holds the safetensors files.
+        config: ``config.json``.
+        dtype: dtype in which quantised tensors appear; bfloat16 when None.
+
+    Raises:
+        UserError: the model is quantised in a way that cannot be read.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return SafetensorsCheckpoint(directory)
+    check(quantization)
+    return QuantizedCheckpoint(directory, quantization, dtype or torch.bfloat16)
+
+
+class QuantizedCheckpoint(SafetensorsCheckpoint):
+    """A checkpoint whose quantised tensors appear in full.
+
+    Args:
+        directory: holds the safetensors files.
+        config: ``quantization_config``.
+        dtype: dtype in which quantised tensors appear; a part that is copied is computed in float32 and rounded
+            to the target's dtype only.
+
+    Raises:
+        UserError: a scale is missing, left over or of the wrong shape.
+    """
+
+    as_stored = False
+
+    def __init__(self, directory: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+        super().__init__(directory)
+        self._stored = SafetensorsCheckpoint(directory)
+        self._config = config
+        self._dtype = dtype
+
+    @property
+    def method(self) -> str:
+        """How the tensors are quantised."""
+        return self._config["quant_method"]
+
+    @cached_property
+    def files(self) -> dict[str, tuple[dict[str, TensorEntry], dict[str, str]]]:
+        """File name -> the tensors stored in it, scales among them, and its metadata."""
+        return self._stored.files
+
+    @cached_property
+    def entries(self) -> dict[str, TensorEntry]:
+        """Every tensor in full, where the largest part of it lies."""
+        belongings = set(self._found[1])
+        whole: dict[str, TensorEntry] = {}
+        plain_name = {packed.sources[0].name: name for name, packed in self._packed.items()}
+        for name, entry in self._stored.entries.items():
+            if name in plain_name:
+                packed = self._packed[plain_name[name]]
+                whole[plain_name[name]] = replace(
+                    entry, name=plain_name[name], dtype=self._dtype, shape=packed.shape
+                )
+            elif name not in belongings:
+                whole[name] = entry
+        return whole
+
+    @property
+    def _packed(self) -> dict[str, QuantizedTensor]:
+        return self._found[0]
+
+    @cached_property
+    def _found(self) -> Found:
+        stored = self._stored.entries
+        found = _microscaled(stored) if self.method == "mxfp4" else _block_scaled(stored, self._config)
+        packed, _, problems = found
+        if not packed and not problems:
+            problems.append(
+                f"config.json says that weights are quantised ({self.method}) and none in {self.directory} is: "
+                "remove quantization_config from config.json"
+            )
+        if problems:
+            more = len(problems) - _MOST_PROBLEMS
+            raise UserError("; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
+        return found
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._packed:
+            return self._stored[name]
+        entry = self.entries[name]
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        self._packed[name].fill(self._stored, (), whole)
+        return whole
+
+    def copy(self, name: str, index: tuple[int | slice, ...], target: Tensor) -> None:
+        """Copy a part of a tensor into ``target``; only that part is dequantised."""
+        if name not in self._packed:
+            super().copy(name, index, target)
+            return
+        packed = self._packed[name]
+        packed.fill(self._stored, index, target)
+        stored, whole = packed.sources[0], torch.Size(packed.shape).numel()
+        self._count(target.numel() * (stored.end - stored.begin) // max(whole, 1))
+
+    def release(self, name: str, row: int | None = None) -> None:
+        """Give back the memory in which the pages of a tensor, or of one row of it, were mapped."""
+        sources = self._packed[name].sources if name in self._packed else (self.entries[name],)
+        for entry in sources:  # the rows of packed matrices are those of each of their parts
+            self._stored.release(entry.name, row)
+
+
+def _block_scaled(stored: Entries, config: Mapping[str, Any]) -> Found:
+    """``name`` in float8 beside ``name_scale_inv``, and the activation scales that only inference needs."""
+    packed: dict[str, QuantizedTensor] = {}
+    block = cast(tuple[int, int] | None, config.get("weight_block_size"))
+    suffix = "_scale_inv"
+    scales = [name for name in stored if name.endswith(suffix)]
+    problems = [
+        f"tensor {name} scales {name.removesuffix(suffix)}, which {_instead(stored, name.removesuffix(suffix))}"
+        for name in scales
+        if not _is_float8(stored.get(name.removesuffix(suffix)))
+    ]
+    for name, entry in stored.items():
+        if not _is_float8(entry):
+            continue
+        scale = stored.get(name + suffix)
+        problem = _wrong_scale(entry, scale, block)
+        if problem or scale is None:
+            problems.append(problem or "")
+        else:
+            packed[name] = BlockScaledFP8(entry, scale, None if block is None else (block[0], block[1]))
+    extra = _activation_scales(stored, packed) if config.get("activation_scheme") == "static" else []
+    return packed, [*scales, *extra], problems
+
+
+def _activation_scales(stored: Entries, packed: Mapping[str, QuantizedTensor]) -> list[str]:
+    modules = {name.rpartition(".")[0] for name in packed}
+    names = (f"{module}.activation_scale" for module in modules)
+    return [name for name in names if name in stored]
+
+
+def _is_float8(entry: TensorEntry | None) -> bool:
+    return entry is not None and entry.dtype is torch.float8_e4m3fn
+
+
+def _instead(stored: Entries, name: str) -> str:
+    return f"is {_short(stored[name].dtype)}" if name in stored else "is not in the checkpoint"
+
+
+def _wrong_scale(weight: TensorEntry, scale: TensorEntry | None, block: tuple[int, int] | None) -> str | None:
+    if scale is None:
+        return (
+            f"tensor {weight.name} is {_short(weight.dtype)} and its {weight.name}_scale_inv is missing: "
+            "download the checkpoint again"
+        )
+    if len(weight.shape) != 2:
+        return f"tensor {weight.name} is {_short(weight.dtype)} and of shape {list(weight.shape)}, not a matrix"
+    if not scale.dtype.is_floating_point:
+        return f"tensor {scale.name} is {_short(scale.dtype)}, not a float"
+    right = (
+        torch.Size(scale.shape).numel() == 1 if block is None else scale.shape == block_grid(weight.shape, block)
+    )
+    if right:
+        return None
+    wanted = "one number" if block is None else f"shape {list(block_grid(weight.shape, block))}"
+    return (
+        f"tensor {scale.name} has shape {list(scale.shape)}, weight_block_size={block} and the shape "
+        f"{list(weight.shape)} of {weight.name} mean {wanted}"
+    )
+
+
+def _microscaled(stored: Entries) -> Found:
+    """``name_blocks`` beside ``name_scales``."""
+    packed: dict[str, QuantizedTensor] = {}
+    problems: list[str] = []
+    plain = dict.fromkeys(
+        name.removesuffix(suffix) for name in stored for suffix in ("_blocks", "_scales") if name.endswith(suffix)
+    )
+    for name in plain:
+        blocks, scales = stored.get(f"{name}_blocks"), stored.get(f"{name}_scales")
+        if blocks is None or scales is None:
+            missing = "blocks" if blocks is None else "scales"
+            problems.append(f"tensor {name}_{missing} is missing from the checkpoint: download it again")
+        elif name in stored:
+            problems.append(f"tensor {name} is in the checkpoint both in full and as {blocks.name}: remove one")
+        elif not is_mxfp4(blocks, scales):
+            problems.append(
+                f"tensors {blocks.name} {_what(blocks)} and {scales.name} {_what(scales)} are not MXFP4: "
+                "uint8 [experts, rows, groups, 16] and [experts, rows, groups] are"
+            )
+        else:
+            packed[name] = MXFP4(blocks, scales)
+    return packed, [f"{name}_scales" for name in plain], problems
+
+
+def _what(entry: TensorEntry) -> str:
+    return f"({_short(entry.dtype)} {list(entry.shape)})"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _plain(quantization: Any) -> Mapping[str, Any]:
+    """A ``quantization_config`` as a dict: transformers may have made an object of it."""
+    if isinstance(quantization, Mapping):
+        return cast(Mapping[str, Any], quantization)
+    plain: Iterable[tuple[str, Any]] = quantization.to_dict().items()
+    return {key: getattr(value, "value", value) for key, value in plain}

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The builders behind all recipes: ``pretrain``, ``distill`` and ``sft`` turn a size and options into a config.
+
+The caller's options win over the values that the recipe recommends, and these win over the defaults in this file.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+
+from megatron.bridge.data.config import FinetuningDatasetConfig, GPTDatasetConfig, MockGPTDatasetConfig
+from megatron.bridge.data.tokenizer import TokenizerConfig
+from megatron.bridge.models.gpt_provider import GPTModelProvider, drop_mtp_layers
+from megatron.bridge.recipes.default_peft import default_peft_config
+from megatron.bridge.recipes.options import (
+    FinetuneOptions,
+    LayoutOptions,
+    PretrainOptions,
+    Recompute,
+    ScheduleOptions,
+    layout,
+)
+from megatron.bridge.recipes.sizes import CheckpointSize, Size
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DistillConfig,
+    DistributedDataParallelConfig,
+    LoggerConfig,
+    OptimizerConfig,
+    RNGConfig,
+    SchedulerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+LAYOUT: LayoutOptions = {
+    **layout(),
+    "embedding_and_loss_are_layers": False,
+    "pipeline_layout": None,
+    "recompute": None,
+}
+
+SCHEDULE: ScheduleOptions = {
+    "micro_batch_size": 1,
+    "eval_iters": 10,
+    "precision": "bf16_mixed",
+    "seed": 1234,
+    "dir": None,
+    "tokenizer": None,
+    "hf_model": None,
+}
+
+PRETRAIN: PretrainOptions = {
+    **LAYOUT,
+    **SCHEDULE,
+    "train_iters": 250_000,
+    "global_batch_size": 512,
+    "min_lr": 3e-6,
+    "warmup_fraction": 0.01,
+    "eval_interval": 1000,
+    "save_interval": 1000,
+    "data_paths": None,
+    "split": "9990,8,2",
+}
+
+FINETUNE: FinetuneOptions = {
+    **LAYOUT,
+    **SCHEDULE,
+    "seq_length": 4096,
+    "train_iters": 1000,
+    "global_batch_size": 128,
+    "lr": 5e-6,
+    "min_lr": 0.0,
+    "warmup_fraction": 0.05,
+    "eval_interval": 100,
+    "save_interval": 100,
+    "pretrained_checkpoint": None,
+    "dataset_root": None,
+    "peft": None,
+}
+
+# Adapters start from zero and tolerate a higher rate than pretrained weights.
+ADAPTERS: FinetuneOptions = {"lr": 1e-4}
+
+
+def pretrain(
+    size: Size,
+    options: PretrainOptions,
+    *shared: LayoutOptions | PretrainOptions,
+    **recommended: Unpack[PretrainOptions],
+) -> ConfigContainer:
+    """The config that trains ``size`` from random weights.
+
+    Args:
+        size: The model.
+        options: What the caller asks for.
+        *shared: Recommended values that several recipes share; later ones win.
+        **recommended: Recommended values of this recipe; they win over the shared ones.
+
+    Raises:
+        UserError: ``options`` has a key that is not in ``PretrainOptions``.
+    """
+    chosen = _chosen(PretrainOptions, PRETRAIN, *shared, recommended, options)
+    data_paths = chosen["data_paths"]
+    if data_paths is None:
+        dataset = _mock_data(chosen)
+    else:
+        dataset = GPTDatasetConfig(
+            seq_length=chosen["seq_length"],
+            blend=(data_paths, None),
+            split=chosen["split"],
+            random_seed=chosen["seed"],
+        )
+    return _assemble(size, chosen, dataset, weight_decay=0.1, mock=data_paths is None)
+
+
+def distill(
+    size: Size, teacher: Size, options: PretrainOptions, **recommended: Unpack[PretrainOptions]
+) -> ConfigContainer:
+    """The config that trains ``size`` from random weights on the data and on the logits of ``teacher``.
+
+    Raises:
+        UserError: ``options`` has a key that is not in ``PretrainOptions``.
+    """
+    config = pretrain(size, options, **recommended)
+    config.distill = DistillConfig(teacher=teacher.hub_id)
+    return config
+
+
+def sft(
+    size: Size,
+    options: FinetuneOptions,
+    *shared: LayoutOptions | FinetuneOptions,
+    **recommended: Unpack[FinetuneOptions],
+) -> ConfigContainer:
+    """The config that fine-tunes ``size``, or adapters on it, on prompts and completions.
+
+    The arguments are those of ``pretrain``.
+
+    Raises:
+        UserError: ``options`` has a key that is not in ``FinetuneOptions``, or asks for an unknown adapter.
+    """
+    adapters: FinetuneOptions = {} if options.get("peft") is None else ADAPTERS
+    chosen = _chosen(FinetuneOptions, FINETUNE, *shared, recommended, adapters, options)
+    root = chosen["dataset_root"]
+    if root is None:
+        dataset = _mock_data(chosen)
+    else:
+        dataset = FinetuningDatasetConfig(
+            seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"], truncation="right"
+        )
+    config = _assemble(size, chosen, dataset, weight_decay=0.01, mock=root is None)
+    config.checkpoint.pretrained_checkpoint = chosen["pretrained_checkpoint"] or chosen["hf_model"]
+    if chosen["peft"] is not None:
+        config.peft = default_peft_config(chosen["peft"], config.model)
+    return config
+
+
+def _chosen(kind: Any, *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the options; later ones win. Python does not check the keys of a TypedDict, so this does."""
+    chosen = {key: value for layer in layers for key, value in layer.items()}
+    for key in chosen:
+        if key not in kind.__annotations__:
+            raise UserError(f"there is no recipe option {key}{did_you_mean(key, kind.__annotations__)}")
+    return chosen
+
+
+def _mock_data(chosen: dict[str, Any]) -> MockGPTDatasetConfig:
+    return MockGPTDatasetConfig(seq_length=chosen["seq_length"], random_seed=chosen["seed"])
+
+
+def _assemble(
+    size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: float, mock: bool
+) -> ConfigContainer:
+    if chosen["hf_model"] is not None:
+        size = CheckpointSize(chosen["hf_model"], numbers={}, published=False)
+    model = _model(size, chosen)
+    return ConfigContainer(
+        model=model,
+        train=TrainingConfig(
+            train_iters=chosen["train_iters"],
+            global_batch_size=chosen["global_batch_size"],
+            micro_batch_size=chosen["micro_batch_size"],
+            # a garbage collection on one rank makes the others wait, so all collect at the same step
+            manual_gc=True,
+            manual_gc_interval=100,
+        ),
+        validation=ValidationConfig(eval_interval=chosen["eval_interval"], eval_iters=chosen["eval_iters"]),
+        optimizer=_optimizer(chosen, weight_decay),
+        # a fraction, so that a shortened run keeps its warmup and its schedule
+        scheduler=SchedulerConfig(lr_decay_style="cosine", lr_warmup_fraction=chosen["warmup_fraction"]),
+        ddp=DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+        ),
+        dataset=dataset,
+        tokenizer=_tokenizer(size, chosen, model, mock),
+        checkpoint=_checkpoint(chosen),
+        logger=LoggerConfig(),
+        rng=RNGConfig(seed=chosen["seed"]),
+        mixed_precision=chosen["precision"],
+    )
+
+
+def _model(size: Size, chosen: dict[str, Any]) -> GPTModelProvider:
+    model = size.provider()
+    for name in ("seq_length", *layout()):
+        setattr(model, name, chosen[name])
+    model.sequence_parallel = chosen.get("sequence_parallel", model.tensor_model_parallel_size > 1)
+    model.account_for_embedding_in_pipeline_split = chosen["embedding_and_loss_are_layers"]
+    model.account_for_loss_in_pipeline_split = chosen["embedding_and_loss_are_layers"]
+    model.pipeline_model_parallel_layout = chosen["pipeline_layout"]
+    if not model.mtp_num_layers:  # the layout is that of a size that may have MTP layers
+        drop_mtp_layers(model)
+    _recompute(model, chosen["recompute"])
+    # the fused SwiGLU keeps only its input for the backward pass; the unfused one keeps three more tensors
+    model.bias_activation_fusion = model.gated_linear_unit and model.activation_func is torch.nn.functional.silu
+    return model
+
+
+def _recompute(model: GPTModelProvider, what: Recompute | None) -> None:
+    if what == "full":
+        model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
+    elif what is not None:
+        model.recompute_granularity = "selective"
+        model.recompute_modules = ["core_attn"] if what == "selective" else [*what]
+
+
+def _optimizer(chosen: dict[str, Any], weight_decay: float) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=chosen["lr"],
+        min_lr=chosen["min_lr"],
+        weight_decay=weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=1e-8,
+        clip_grad=1.0,
+    )
+
+
+def _tokenizer(size: Size, chosen: dict[str, Any], model: GPTModelProvider, mock: bool) -> TokenizerConfig:
+    name = chosen["tokenizer"]
+    if mock and name is None:
+        return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=model.vocab_size)
+    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=name or size.hub_id)
+
+
+def _checkpoint(chosen: dict[str, Any]) -> CheckpointConfig:
+    folder = chosen["dir"]
+    if folder is None:
+        return CheckpointConfig()
+    return CheckpointConfig(save=folder, save_interval=chosen["save_interval"])

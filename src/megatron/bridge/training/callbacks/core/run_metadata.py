@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run was started, written to its log folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.training.callbacks.base import Callback
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.state import Run
+from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+from megatron.bridge.utils.config.origins import Origins, annotated_yaml
+from megatron.bridge.utils.environment import environment, git_diff, summary
+
+CONFIG, ENVIRONMENT, DIFF = "run_config.yaml", "environment.json", "git.diff"
+STARTS = "starts"
+
+
+class RunMetadata(Callback):
+    """Writes the resolved config, the versions of packages and the state of the source tree to ``logger.log_dir``.
+
+    ``run_config.yaml`` holds the config with the origin of each value, under a summary of the environment. Each
+    start, also a resume, keeps its own copy with ``environment.json`` and ``git.diff`` in ``starts/001`` and so
+    on.
+    """
+
+    def __init__(self, config: ConfigContainer) -> None:
+        self._folder = Path(config.logger.log_dir) if config.logger.log_dir else None
+
+    def on_train_start(self, context: Run) -> None:
+        config, folder = context.config, self._folder
+        if config.logger.log_non_default_values:
+            config.log_non_default_values(context.origins)
+        if folder is not None:
+            on_first_rank(lambda: write_run_metadata(folder, config, context.origins, context.progress.step))
+
+
+def write_run_metadata(folder: Path, config: ConfigContainer, origins: Origins, step: int) -> None:
+    """Write the metadata of one start.
+
+    Args:
+        folder: The log folder of the run.
+        config: The resolved config.
+        origins: The origin of each value of the config.
+        step: The step at which the run starts or resumes.
+
+    Raises:
+        UserError: The folder cannot be written.
+    """
+    found = environment() | {"step": step}
+    with refuse_unwritable(f"logger.log_dir={folder}"):
+        start = _next_start(folder)
+        header = [*summary(found), f"more in {STARTS}/{start.name}"]
+        text = "".join(f"# {line}\n" for line in header) + annotated_yaml(config, origins)
+        _write_start(start, found, text)
+        write_text(folder / CONFIG, text)
+
+
+def _next_start(folder: Path) -> Path:
+    starts = folder / STARTS
+    starts.mkdir(parents=True, exist_ok=True)
+    numbers = [int(entry.name) for entry in starts.iterdir() if entry.name.isdecimal()]
+    start = starts / f"{max(numbers, default=0) + 1:03d}"
+    start.mkdir()
+    return start
+
+
+def _write_start(start: Path, found: dict[str, Any], text: str) -> None:
+    (start / CONFIG).write_text(text)
+    (start / ENVIRONMENT).write_text(json.dumps(found, indent=2) + "\n")
+    if diff := git_diff(found["git"]):
+        (start / DIFF).write_text(diff)

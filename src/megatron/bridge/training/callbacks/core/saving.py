@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a run saves checkpoints."""
+
+from pathlib import Path
+
+from megatron.bridge.checkpoint import paths, saving
+from megatron.bridge.checkpoint.async_writer import AsyncSaver
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.checkpoint.nvrx_writer import NvrxAsyncSaver
+from megatron.bridge.training.callbacks.base import Callback
+from megatron.bridge.training.checkpointing import non_persistent
+from megatron.bridge.training.checkpointing.save_load import (
+    remove_non_persistent,
+    run_state,
+    save_non_persistent,
+    save_run,
+)
+from megatron.bridge.training.state import Run
+from megatron.bridge.utils.console import print_rank_0
+from megatron.bridge.utils.errors import UserError
+
+
+class CheckpointSaving(Callback):
+    """Saves every ``checkpoint.save_interval`` steps and after the last one, if ``checkpoint.save`` is set."""
+
+    def __init__(self) -> None:
+        self._saved: int | None = None
+        self._started: int | None = None
+        self._background: AsyncSaver | None = None
+        self._name: str | None = None
+
+    def on_train_start(self, context: Run) -> None:
+        config = context.config.checkpoint
+        if config.save is not None:
+            root, step = Path(config.save), context.progress.step
+            self._saved = step if on_first_rank(lambda: _is_newest(root, step)) else None
+            self._background = _background_writer(context) if config.async_save else None
+            if config.non_persistent_ckpt_type is not None:
+                self._name = on_first_rank(lambda: non_persistent.run_name(root, make=True))
+
+    def on_train_step_end(self, context: Run) -> None:
+        """Publish what the background writer has finished; save if a checkpoint is due."""
+        if self._background is not None:
+            self._background.poll()
+        config = context.config.checkpoint
+        if context.is_due(config.save_interval):
+            self._save(context)
+        elif self._name is not None and context.is_due(config.non_persistent_save_interval):
+            save_non_persistent(context, self._name, self._started)
+
+    def on_train_end(self, context: Run) -> None:
+        """Save the last step, unless it was just saved, and wait for the background writer."""
+        self._save(context)
+        if self._background is not None:
+            self._background.poll(wait=True)
+        if self._name is not None:
+            remove_non_persistent(context, self._name)
+        if self._saved is not None:
+            place = paths.iteration_dir(Path(str(context.config.checkpoint.save)), self._saved)
+            print_rank_0(f"checkpoint: {place}")
+
+    def close(self, context: Run) -> None:
+        if self._background is not None:
+            self._background.abort()  # after an error, an unfinished checkpoint is never published
+
+    def _save(self, context: Run) -> None:
+        step = context.progress.step
+        if context.config.checkpoint.save is not None and step != self._saved:
+            self._started = step
+            save_run(context, self._background)
+            self._saved = step
+
+
+def _background_writer(run: Run) -> AsyncSaver:
+    """A background writer with enough reserved memory for one checkpoint."""
+    background = NvrxAsyncSaver() if run.config.checkpoint.async_strategy == "nvrx" else AsyncSaver()
+    background.reserve(saving.host_buffer_size(run_state(run)))
+    return background
+
+
+def _is_newest(root: Path, step: int) -> bool:
+    """Whether ``step`` is the newest checkpoint in the run's own folder."""
+    try:
+        return paths.latest_iteration(root) == step
+    except UserError:
+        return False

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks that detect faults: NaN, hangs, stragglers, preemption."""

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs for the metrics of a run: the console, ``metrics.jsonl`` and TensorBoard."""
+
+import json
+import time
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from rich.live import Live
+from rich.text import Text
+
+from megatron.bridge.training.callbacks.observe.metrics import Metrics
+from megatron.bridge.training.callbacks.observe.timing import PREFIX
+from megatron.bridge.training.callbacks.observe.trackers import MLflowOutput, WandbOutput
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+from megatron.bridge.utils.console import console
+from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.loss_curves import METRICS
+
+
+class Output(Protocol):
+    """A destination of metrics, used on the first rank."""
+
+    def open(self, step: int, train_iters: int) -> None:
+        """Start, or resume after ``step`` of ``train_iters``."""
+        ...
+
+    def write(self, step: int, kind: str, numbers: Metrics) -> None:
+        """Write the metrics of ``kind`` (train, validation, test) after ``step``."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release resources; called once, also after an error and before ``open``."""
+        ...
+
+
+def outputs(config: ConfigContainer) -> list[Output]:
+    chosen: list[Output] = [ConsoleOutput()]
+    if config.logger.log_dir:
+        chosen.append(JsonLinesOutput(Path(config.logger.log_dir) / METRICS))
+    if config.logger.tensorboard_dir:
+        chosen.append(TensorBoardOutput(config.logger.tensorboard_dir))
+    if config.logger.wandb_project:
+        chosen.append(WandbOutput(config))
+    if config.logger.mlflow_experiment:
+        chosen.append(MLflowOutput(config))
+    return chosen
+
+
+class ConsoleOutput:
+    """Plain lines in a log; in a terminal one live line for training, and one line for each evaluation."""
+
+    def __init__(self) -> None:
+        self._console = console()
+        self._live: Live | None = None
+        self._train_iters = 0
+        self._first_step = 0
+        self._started = 0.0
+
+    def open(self, step: int, train_iters: int) -> None:
+        self._first_step, self._train_iters, self._started = step, train_iters, time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+
+    def write(self, step: int, kind: str, numbers: Metrics) -> None:
+        if kind != "train":
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+            self._console.print(f"{kind} after step {step}: {shown}", markup=False)
+            return
+        line = f"step {step}/{self._train_iters}  {_train_line(numbers)}  {self._remaining(step)} left"
+        lines = "\n".join(filter(None, (line, _times_line(numbers))))
+        if self._live is None:
+            self._console.print(lines, markup=False)
+        else:
+            # a narrow terminal wraps the line instead of cutting its end
+            self._live.update(Text(lines, no_wrap=False, overflow="fold"), refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _remaining(self, step: int) -> str:
+        """Estimated time to the last step, at the average speed so far, including the time between steps."""
+        per_step = (time.monotonic() - self._started) / max(step - self._first_step, 1)
+        return str(timedelta(seconds=round(per_step * (self._train_iters - step))))
+
+
+# Formats of metrics on the console. None: the console does not show it. A metric without a row is a loss.
+_CONSOLE_FORMATS: dict[str, str | None] = {
+    "learning rate": "lr {:.2e}",
+    "grad norm": "grad norm {:.3f}",
+    "params norm": "params norm {:.3f}",
+    "zeros in grad": "{:,.0f} zeros in grad",
+    "loss scale": "loss scale {:g}",
+    "tokens per second": "{:,.0f} tokens/s",
+    "TFLOP/s per process": "{:.3g} TFLOP/s",
+    "MFU": "{:.1%} MFU",
+    "peak memory GB": "{:.2f} GB",
+    "joules per step": "{:,.0f} J",
+    "watts per GPU": "{:,.0f} W",
+    "skipped steps": "{} skipped",
+    **dict.fromkeys(("step time", "batch size", "consumed samples", "consumed tokens", "data wait")),
+    **dict.fromkeys(("memory GB", "reserved memory GB")),
+}
+_NOTABLE_WAIT = 0.05  # fraction of the step time
+_SHORTEST_SHOWN = 0.05  # milliseconds; shorter times would be shown as 0.0
+
+
+def _train_line(numbers: Metrics) -> str:
+    words = [
+        f"{name} {value:.4f}"
+        for name, value in numbers.items()
+        if name not in _CONSOLE_FORMATS and not name.startswith(PREFIX)
+    ]
+    words += [
+        form.format(numbers[name]) for name, form in _CONSOLE_FORMATS.items() if form and _is_shown(name, numbers)
+    ]
+    if (share := numbers.get("data wait", 0.0) / numbers.get("step time", 1.0)) >= _NOTABLE_WAIT:
+        words.append(f"{share:.0%} waiting for data")
+    return "  ".join(words)
+
+
+def _is_shown(name: str, numbers: Metrics) -> bool:
+    return name in numbers and (name != "skipped steps" or numbers[name] > 0)
+
+
+def _times_line(numbers: Metrics) -> str:
+    """The timed parts of a step in milliseconds, the longest first; empty without timers."""
+    times = {name: value * 1e3 for name, value in numbers.items() if name.startswith(PREFIX)}
+    longest = sorted(times, key=lambda name: -times[name])
+    words = [
+        f"{name.removeprefix(PREFIX)} {_minimum_shown(times.get(f'{name} min'), times[name])}{times[name]:.1f}"
+        for name in longest
+        if not name.endswith(" min") and times[name] >= _SHORTEST_SHOWN
+    ]
+    return f"      ms per step: {', '.join(words)}" if words else ""
+
+
+def _minimum_shown(least: float | None, most: float) -> str:
+    return "" if least is None or f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to "
+
+
+class JsonLinesOutput:
+    """One JSON object per line, in full precision, for plots and comparisons."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def open(self, step: int, train_iters: int) -> None:
+        """Append after ``step``; later lines, which a killed run wrote after its last checkpoint, are removed."""
+        with self._refuse_unwritable():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self._path, "".join(_lines_until(self._path, step)))
+            self._file = self._path.open("a", buffering=1)
+
+    def write(self, step: int, kind: str, numbers: Metrics) -> None:
+        assert self._file is not None, "not open"
+        with self._refuse_unwritable():
+            self._file.write(json.dumps({"step": step, "kind": kind} | numbers) + "\n")
+
+    def _refuse_unwritable(self) -> AbstractContextManager[None]:
+        return refuse_unwritable(str(self._path), "choose another logger.log_dir")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    if step == 0 or not path.exists():
+        return []
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+        return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged, a line is not JSON of this run: repair or remove the file") from error
+
+
+class TensorBoardOutput:
+    """TensorBoard scalars, named by kind and metric."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def open(self, step: int, train_iters: int) -> None:
+        """Start an event file; it replaces what a killed run wrote after ``step``."""
+        from torch.utils.tensorboard.writer import SummaryWriter  # 1 s to import
+
+        self._writer = SummaryWriter(self._folder, purge_step=step + 1)
+
+    def write(self, step: int, kind: str, numbers: Metrics) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of the model to a few prompts while it trains."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.data.records.chat_template import ChatTemplate
+from megatron.bridge.data.records.formats import Chat, parse
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+from megatron.bridge.training.callbacks.base import Callback
+from megatron.bridge.training.generation import generate
+from megatron.bridge.training.state import Run
+from megatron.bridge.utils.atomic import write_text
+from megatron.bridge.utils.console import print_rank_0
+from megatron.bridge.utils.errors import UserError
+
+SAMPLES_FILE = "samples.jsonl"
+ANSWER_MARKER = "an answer"  # text that no template contains
+Prompt = str | list[dict[str, Any]]
+
+
+class GenerationSamples(Callback):
+    """Continues a few prompts before the first step, every ``interval`` steps, and after the last step.
+
+    The answers are printed, and appended to ``samples.jsonl`` in ``logger.log_dir`` if that is set.
+
+    Args:
+        prompts: Texts, or conversations whose next message is the assistant's.
+        interval: Steps between samples; with None only before the first and after the last step.
+        max_new_tokens: The maximum length of an answer.
+        chat_template: The template for conversations; None uses the tokenizer's own.
+    """
+
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        interval: int | None = None,
+        max_new_tokens: int = 64,
+        chat_template: str | None = None,
+    ) -> None:
+        if not prompts or max_new_tokens < 1 or (interval is not None and interval < 1):
+            raise UserError(
+                f"GenerationSamples needs a prompt, an interval and max_new_tokens of at least 1, not "
+                f"{len(prompts)} prompts, interval={interval}, max_new_tokens={max_new_tokens}"
+            )
+        self._prompts = prompts
+        self._interval = interval
+        self._max_new_tokens = max_new_tokens
+        self._template = chat_template
+        self._sampled_step: int | None = None
+
+    def on_train_start(self, context: Run) -> None:
+        self._sample(context)
+
+    def on_train_step_end(self, context: Run) -> None:
+        if context.is_due(self._interval):
+            self._sample(context)
+
+    def on_train_end(self, context: Run) -> None:
+        if self._sampled_step != context.progress.step:
+            self._sample(context)
+
+    def _sample(self, run: Run) -> None:
+        self._sampled_step = run.progress.step
+        prompts = [self._tokens(run, prompt) for prompt in self._prompts]
+        answers = generate(run, prompts, self._max_new_tokens, self._ends(run))
+        lines = [
+            {"step": run.progress.step, "prompt": _prompt_text(prompt), "answer": run.tokenizer.detokenize(answer)}
+            for prompt, answer in zip(self._prompts, answers, strict=True)
+        ]
+        for line in lines:
+            print_rank_0(f"step {line['step']}: {line['prompt']} -> {line['answer']}")
+        folder = run.config.logger.log_dir
+        if folder is not None:
+            on_first_rank(lambda: _append(Path(folder), lines))
+
+    def _tokens(self, run: Run, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return run.tokenizer.tokenize(prompt)
+        return run.tokenizer.continue_tokens(self._chat_template(run).prompt(_parse_chat(prompt), "prompt"))
+
+    def _ends(self, run: Run) -> frozenset[int]:
+        """The special token that the chat template puts after an answer, found by rendering one."""
+        prompt = next((prompt for prompt in self._prompts if not isinstance(prompt, str)), None)
+        if prompt is None:
+            return frozenset()
+        answered = [*prompt, {"role": "assistant", "content": ANSWER_MARKER}]
+        text = self._chat_template(run).render(_parse_chat(answered), "everything", "prompt").text
+        ids = run.tokenizer.continue_tokens(text.rpartition(ANSWER_MARKER)[2])
+        return frozenset(token for token in ids[:1] if token in run.tokenizer.hf.added_tokens_decoder)
+
+    def _chat_template(self, run: Run) -> ChatTemplate:
+        if not isinstance(run.tokenizer, HuggingFaceTokenizer):
+            raise UserError("a conversation as a prompt needs a HuggingFaceTokenizer: pass the prompt as text")
+        return ChatTemplate(run.tokenizer.hf, self._template)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of one JSON object per line; an empty list if there is no such file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _parse_chat(messages: list[dict[str, Any]]) -> Chat:
+    parsed = parse({"messages": messages}, "prompt")
+    assert isinstance(parsed, Chat), "messages are a chat"
+    return parsed
+
+
+def _prompt_text(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
+    """Append ``lines``; lines of this and later steps, which a killed run left, are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / SAMPLES_FILE
+    kept = [line for line in read_json_lines(path) if line["step"] < lines[0]["step"]]
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [*kept, *lines]))

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load the adapters of a run's checkpoint outside of the run."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.checkpoint import loading, model_io, paths, verification
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.peft.base import PEFT
+from megatron.bridge.peft.checkpoint import fingerprint, set_trained_state, trained_state
+from megatron.bridge.utils.config.serialize import from_plain
+from megatron.bridge.utils.errors import UserError
+
+
+def base_name(path: Path) -> str:
+    """The path or hub id of the base model on which the adapters were trained."""
+    return str(_saved_base(path)[1]["name"])
+
+
+def adapted_model(path: Path, base: str, trust_remote_code: bool, check: bool) -> tuple[AutoBridge, list[Any]]:
+    """Load the base model with the adapters of a checkpoint, in one process.
+
+    Args:
+        path: The folder of a run, or one of its checkpoints.
+        base: Hugging Face directory or hub id.
+        trust_remote_code: Whether to run the base model's own code.
+        check: Refuse a base model on which the adapters were not trained.
+
+    Raises:
+        UserError: The checkpoint holds no adapters, or adapters of another base model.
+    """
+    directory, saved = _saved_base(path)
+    method = from_plain(model_io.read_run_config(directory)["peft"])
+    assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
+    bridge = AutoBridge.from_hf_pretrained(base, trust_remote_code=trust_remote_code)
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    if check and fingerprint(model) != saved["fingerprint"]:
+        raise UserError(
+            f"checkpoint {directory} holds adapters of {saved['name']}, whose weights differ from those of "
+            f"{base}: use the base model on which the adapters were trained"
+        )
+    method(model, training=False)
+    verification.verify(directory)
+    state = trained_state(model, model_io.stored_metadata(loading.load_common(directory)))
+    set_trained_state(model, loading.load(state, directory, known=model_io.BESIDE_WEIGHTS))
+    return bridge, model
+
+
+def _saved_base(path: Path) -> tuple[Path, dict[str, str]]:
+    """The directory of the iteration, and the name and fingerprint of the adapters' base model."""
+    directory = on_first_rank(lambda: paths.resolve(path))
+    saved = loading.load_common(directory).get("run", {}).get("base")
+    if saved is None:
+        raise UserError(f"checkpoint {directory} holds no adapters: use `megatron-bridge export` for its weights")
+    return directory, saved

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""How many samples a step takes: ``train.global_batch_size``, or with ``train.rampup_batch_size`` a way up to it.
+
+``[start, increment, samples]`` begins with ``start`` samples a step and adds ``increment`` at equal distances, so
+that the full batch is reached after ``samples`` samples. Megatron-Core 0.19 has a calculator for any thresholds
+and ignores an argument of the old form without a word, so the thresholds are made here.
+"""
+
+from megatron.core.num_microbatches_calculator import (
+    ConstantNumMicroBatchesCalculator,
+    NumMicroBatchesCalculator,
+    StepBatchsizeNumMicroBatchesCalculator,
+)
+
+from megatron.bridge.training.config.blocks.train import TrainingConfig
+
+
+class BatchSize:
+    """The batch size as a function of the samples that were consumed before."""
+
+    def __init__(self, train: TrainingConfig) -> None:
+        self.final = train.global_batch_size
+        self._calculator = _calculator(train)
+
+    def at(self, consumed: int) -> int:
+        """Samples of the step that begins behind ``consumed`` samples."""
+        self._calculator.update(consumed, consistency_check=False)
+        return self._calculator.get_current_global_batch_size()
+
+    def samples_after(self, steps: int) -> int:
+        """Samples that the first ``steps`` steps consume."""
+        consumed = 0
+        while steps > 0 and (size := self.at(consumed)) != self.final:
+            consumed, steps = consumed + size, steps - 1
+        return consumed + steps * self.final
+
+    def steps_within(self, samples: int) -> int:
+        """Whole steps that ``samples`` samples are enough for."""
+        consumed = steps = 0
+        while (size := self.at(consumed)) != self.final:
+            if consumed + size > samples:
+                return steps
+            consumed, steps = consumed + size, steps + 1
+        return steps + max(samples - consumed, 0) // self.final
+
+
+def samples_of(train: TrainingConfig) -> int:
+    """Training samples that a whole run draws."""
+    return BatchSize(train).samples_after(train.train_iters)
+
+
+def stages(train: TrainingConfig) -> list[tuple[int, int]]:
+    """From which number of consumed samples on a step takes how many.
+
+    Example:
+        >>> stages(TrainingConfig(global_batch_size=8, rampup_batch_size=[2, 3, 25]))
+        [(0, 2), (13, 5), (25, 8)]
+    """
+    if train.rampup_batch_size is None:
+        return [(0, train.global_batch_size)]
+    start, increment, samples = train.rampup_batch_size
+    count = (train.global_batch_size - start) // increment
+    return [(-(-number * samples // count), start + number * increment) for number in range(count + 1)]
+
+
+def _calculator(train: TrainingConfig) -> NumMicroBatchesCalculator:
+    # in units of samples: how many microbatches of a rank that is, the layout says
+    if train.rampup_batch_size is None:
+        return ConstantNumMicroBatchesCalculator(train.global_batch_size, 1, 1, False, rank=1)
+    schedule = " ".join(f"{threshold}:{size}" for threshold, size in stages(train))
+    return StepBatchsizeNumMicroBatchesCalculator(1, 1, False, rank=1, schedule=schedule)

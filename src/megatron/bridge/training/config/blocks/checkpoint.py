@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run saves and loads."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class CheckpointConfig:
+    """What a run saves and loads, where and when."""
+
+    save: str | None = None
+    """Run folder for checkpoints, metrics and the resolved config. A run resumes from the newest checkpoint in it.
+    None saves nothing.
+    """
+    load: str | None = None
+    """Folder to resume from if ``save`` has no checkpoint yet."""
+    save_interval: int | None = None
+    """Steps between checkpoints. The last step is always saved."""
+    pretrained_checkpoint: str | None = None
+    """Weights to start from: a Megatron checkpoint or a Hugging Face directory."""
+    most_recent_k: int = -1
+    """Number of newest checkpoints to keep; -1 keeps all."""
+    save_optim: bool = True
+    """Save the optimizer state."""
+    save_rng: bool = True
+    """Save the random number generator states."""
+    load_optim: bool = True
+    """Load the optimizer state."""
+    load_rng: bool = True
+    """Load the random number generator states."""
+    finetune: bool = False
+    """Load only weights from ``load``, and start at step 0."""
+    async_save: bool = False
+    """Write in the background. Training stops only while the state is copied."""
+    async_strategy: Literal["thread", "nvrx"] = "thread"
+    """What writes in the background: a ``thread`` of each process, or a process of nvidia-resiliency-ext
+    (``nvrx``).
+    """
+    verify: Literal["full", "fast"] = "full"
+    """How to compare a checkpoint with its manifest before loading it: ``full`` reads every file, ``fast``
+    compares file sizes and reads only small files.
+    """
+    when_damaged: Literal["use_previous", "refuse"] = "use_previous"
+    """If the newest checkpoint in ``save`` is damaged: resume from the one before it, or refuse to start."""
+    non_persistent_save_interval: int | None = None
+    """Steps between non-persistent checkpoints. Only the newest is kept, and only until the run ends."""
+    non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = None
+    """``global`` writes an ordinary checkpoint to a separate folder, ``local`` writes each rank's shard to a disk
+    of its machine, ``in_memory`` keeps each rank's shard in memory for ``inprocess_restart``.
+    """
+    non_persistent_global_ckpt_dir: str | None = None
+    """Folder of ``global`` checkpoints. None means ``non_persistent`` in ``save``."""
+    non_persistent_local_ckpt_dir: str | None = None
+    """Folder of ``local`` checkpoints, on every machine."""

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingTypeStubs=false
+"""Data parallelism and the process group."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.distributed import DistributedDataParallelConfig as CoreDistributedDataParallelConfig
+
+
+@dataclass
+class DistributedDataParallelConfig(CoreDistributedDataParallelConfig):
+    """Megatron-Core's data-parallel settings. The fields below that are None are derived."""
+
+    grad_reduce_in_fp32: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Reduce gradients in fp32. None follows ``mixed_precision``."""
+    use_distributed_optimizer: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """None shards the optimizer state if there is more than one data-parallel rank."""
+    data_parallel_sharding_strategy: str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """What ``use_megatron_fsdp`` shards: ``optim``, ``optim_grads``, or ``optim_grads_params``, which None means.
+    """
+
+
+@dataclass
+class DistributedInitConfig:
+    """The process group."""
+
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """None means ``nccl`` with CUDA, and ``gloo`` without."""
+    distributed_timeout_minutes: int = 10
+    """Minutes after which a collective that has not finished ends the run."""
+    hang_timeout_minutes: float | None = None
+    """Minutes without progress after which the run names the rank that the others wait for, dumps stacks, and ends
+    with exit code 76. Set it longer than an evaluation batch and than a save. None turns the detection off.
+    """
+    use_torch_fsdp2: bool = False
+    """Use PyTorch's FSDP2 instead of Megatron-Core's data parallelism: weights, gradients and optimizer state are
+    sharded over the data-parallel ranks. See docs/optimizers.md.
+    """

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs, trackers and metrics."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class LoggerConfig:
+    """Logs, trackers and metrics."""
+
+    log_interval: int = 10
+    """Steps between log lines."""
+    tensorboard_dir: str | None = None
+    """TensorBoard folder. None writes no TensorBoard events."""
+    log_dir: str | None = None
+    """Folder of ``metrics.jsonl`` and ``run_config.yaml``. None means ``checkpoint.save``."""
+    wandb_project: str | None = None
+    """Weights & Biases project. None turns the tracker off."""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user."""
+    wandb_exp_name: str | None = None
+    """Weights & Biases run name."""
+    wandb_save_dir: str | None = None
+    """Folder of the local files of Weights & Biases. None means ``log_dir``."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment. None turns the tracker off."""
+    mlflow_run_name: str | None = None
+    """MLflow run name."""
+    mlflow_tracking_uri: str | None = None
+    """MLflow tracking URI. None leaves it to MLflow's environment variables."""
+    peak_tflops: float | None = None
+    """Peak dense bf16 TFLOP/s of one device, for MFU. None looks the GPU up in a table, and shows no MFU for a GPU
+    that is not in it.
+    """
+    log_params_norm: bool = False
+    """Log the L2 norm of all trained weights."""
+    log_energy: bool = False
+    """Log the energy per step and the power per GPU, as the driver measures them."""
+    timing_log_level: Literal[0, 1, 2] = 0
+    """Level of Megatron-Core's timers: 0 for none, 1 for parts that run once per step, 2 also for parts that run
+    once per microbatch. Timers synchronize with the device, so steps take longer.
+    """
+    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    """Log the longest time over the ranks, the shortest and the longest, or the times of all ranks."""
+    log_non_default_values: bool = False
+    """Print the settings that differ from their defaults when the run starts."""

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ConfigContainer``: everything that a run needs, and the one way from it to what runs."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from megatron.bridge.training.config.hardware import Hardware
+from megatron.bridge.training.config.resolve import Resolved, resolve
+from megatron.bridge.training.config.resolve.precision import without_quantization
+from megatron.bridge.training.config.rules import LOCAL_RULES, RULES, SIZE_RULES, refuse, violations
+from megatron.bridge.training.config.run_config import RunConfig
+from megatron.bridge.utils import distributed
+from megatron.bridge.utils.config.origins import Origins, non_defaults
+from megatron.bridge.utils.config.serialize import dump_yaml, load_yaml
+from megatron.bridge.utils.console import console
+from megatron.bridge.utils.errors import UserError
+
+
+@dataclass(kw_only=True)
+class ConfigContainer(RunConfig):
+    """Everything that a run needs.
+
+    A field whose default is None is derived. A value that you set is never replaced.
+
+    Example:
+        >>> config = ConfigContainer(train=..., model=..., ...)  # doctest: +SKIP
+        >>> config.validate()  # doctest: +SKIP
+    """
+
+    def resolve(
+        self, world_size: int | None = None, origins: Origins | None = None
+    ) -> "Resolved[ConfigContainer]":
+        """A copy in which everything is derived and checked; this object stays as it is.
+
+        Args:
+            world_size: Number of processes of a run on another machine, about which nothing is known; None means
+                this job, on this machine.
+            origins: Where the values came from, if that is known.
+
+        Raises:
+            UserError: one line for each problem, all of them together.
+        """
+        hardware = Hardware.detect(runs_here=world_size is None)
+        world_size = distributed.world_size() if world_size is None else world_size
+        refuse(violations(SIZE_RULES, self, world_size))
+        resolved = resolve(self, world_size, hardware, origins)
+        config, rules = resolved.config, (*RULES, *LOCAL_RULES) if hardware.runs_here else RULES
+        refuse([*resolved.problems, *config.dataset.problems(), *violations(rules, config, world_size)])
+        _check_model(config.model, hardware)
+        return cast("Resolved[ConfigContainer]", resolved)
+
+    def validate(self, world_size: int | None = None) -> list[str]:
+        """Check everything, and change nothing.
+
+        Args:
+            world_size: As for ``resolve``.
+
+        Returns:
+            A sentence for each value that a run would replace.
+
+        Raises:
+            UserError: one line for each problem, all of them together.
+        """
+        return self.resolve(world_size).notes
+
+    def to_yaml(self) -> str:
+        """The config as YAML that ``from_yaml`` reads back exactly."""
+        return dump_yaml(self)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> "ConfigContainer":
+        """The config that ``to_yaml`` wrote.
+
+        Raises:
+            UserError: the YAML has unknown keys, or is not a whole config.
+        """
+        config = load_yaml(text)
+        if not isinstance(config, cls):
+            raise UserError(f"the YAML holds a {type(config).__name__}, not a {cls.__name__}")
+        return config
+
+    def log_non_default_values(self, origins: Origins | None = None) -> None:
+        """Print the settings that differ from their defaults, and where their values came from."""
+        for line in non_defaults(self, origins):
+            console().print(line, markup=False)
+
+    def print_yaml(self) -> None:
+        console().print(self.to_yaml(), markup=False)
+
+
+def _check_model(model: Any, hardware: Hardware) -> None:
+    """Let Megatron-Core check the model; it cannot check FP8 on a machine without Transformer Engine."""
+    try:
+        (model if hardware.runs_here else without_quantization(model)).finalize()
+    except (ValueError, AssertionError) as error:
+        raise UserError(f"model: {error}") from error

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the config that a user wrote to the config that runs.
+
+Each step fills in only what is None, or what it alone owns, and notes every value that it replaces. A value that
+contradicts another one is a problem and is never replaced. Resolving a resolved config changes nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from megatron.bridge.training.config.hardware import Hardware
+from megatron.bridge.training.config.resolve.data import derive_data
+from megatron.bridge.training.config.resolve.findings import Findings
+from megatron.bridge.training.config.resolve.overlap import derive_overlap, overlap_interleaved_messages
+from megatron.bridge.training.config.resolve.precision import check_quantization, derive_precision
+from megatron.bridge.training.config.resolve.requirements import check_requirements
+from megatron.bridge.training.config.resolve.schedule import derive_folders, derive_length, derive_schedule
+from megatron.bridge.training.config.resolve.sharding import copy_param_gather, derive_sharding
+from megatron.bridge.training.config.resolve.weights import derive_mtp_layers
+from megatron.bridge.training.config.run_config import RunConfig
+from megatron.bridge.utils.config.origins import Origins, leaf_values
+from megatron.bridge.utils.config.serialize import copy_config
+
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[ConfigT]):
+    """What runs."""
+
+    config: ConfigT
+    """A copy of the user's config in which every derived field is set."""
+    world_size: int
+    notes: list[str]
+    """A sentence for each value that was replaced, to be shown to the user."""
+    problems: list[str]
+    """A sentence for each contradiction; a config with one must not run."""
+    origins: Origins
+    """Where each value of ``config`` came from."""
+    tokenizer: Any = None
+    """Added by ``setup.add_tokenizer``; None where nothing needs one, as in a dry run."""
+
+    def set_derived(self, key: str, value: Any) -> None:
+        """Set a field ``block.name`` that could not be derived before."""
+        before = leaf_values(self.config)
+        block, _, name = key.partition(".")
+        setattr(getattr(self.config, block), name, value)
+        self.origins.record_derived(self.config, before)
+
+
+def resolve(
+    config: ConfigT,
+    world_size: int,
+    hardware: Hardware,
+    origins: Origins | None = None,
+) -> Resolved[ConfigT]:
+    """Derive everything that ``config`` leaves open; ``config`` itself stays as it is.
+
+    Args:
+        config: What the user wrote; its parallel sizes fit ``world_size``.
+        world_size: Number of processes.
+        hardware: The machine that the config is resolved for.
+        origins: Where the values of ``config`` came from; None means a script.
+    """
+    copied, findings = copy_config(config), Findings(hardware)
+    before = leaf_values(copied)
+    _derive(copied, world_size, findings)
+    origins = origins.copy() if origins else Origins.of(config, "script")
+    origins.record_derived(copied, before)
+    return Resolved(copied, world_size, findings.notes, findings.problems, origins)
+
+
+def _derive(config: RunConfig, world_size: int, findings: Findings) -> None:
+    """Run all steps; later ones read what earlier ones set."""
+    derive_mtp_layers(config, findings)
+    derive_precision(config, findings)
+    check_quantization(config, findings)
+    derive_sharding(config, world_size, findings)
+    derive_overlap(config, world_size, findings)
+    copy_param_gather(config, findings)
+    check_requirements(config, findings)
+    overlap_interleaved_messages(config, findings)
+    derive_length(config, findings)
+    derive_schedule(config, findings)
+    derive_folders(config)
+    derive_data(config, world_size, findings)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning data: padding that follows the layout, and settings of the model that follow the data."""
+
+from collections.abc import Sequence
+
+from megatron.bridge.data.config import (
+    BlendedDatasetConfig,
+    DatasetConfig,
+    PackedSequenceSpecs,
+    RecordDatasetConfig,
+)
+from megatron.bridge.data.energon import EnergonProvider
+from megatron.bridge.training.config.resolve.findings import Findings
+from megatron.bridge.training.config.run_config import RunConfig
+
+
+def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
+    """Fill in what follows from the layout."""
+    if isinstance(config.dataset, EnergonProvider) and config.dataset.readers is None:
+        config.dataset.readers = config.data_parallel_size(world_size)
+    parts = tuning_parts(config.dataset)
+    for part in parts:
+        _pad_for_layout(part, config)
+    findings.notes += [*_count_tokens(config, parts), *_vary_lengths(config)]
+
+
+def tuning_parts(dataset: DatasetConfig) -> Sequence[RecordDatasetConfig]:
+    """The record datasets in ``dataset``; none if it is of another kind."""
+    if isinstance(dataset, BlendedDatasetConfig):
+        return dataset.datasets
+    return [dataset] if isinstance(dataset, RecordDatasetConfig) else []
+
+
+def sequence_multiple(config: RunConfig, padding_free: bool) -> int:
+    """What sample lengths are multiples of: context parallelism splits samples, sequence parallelism rows."""
+    model = config.model
+    multiple = 2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
+    # a packed row is as long as seq_length, of which a rule sees to it that it can be cut
+    return multiple * model.tensor_model_parallel_size if padding_free and model.sequence_parallel else multiple
+
+
+def _pad_for_layout(part: RecordDatasetConfig, config: RunConfig) -> None:
+    if not part.joins_samples:
+        return
+    if part.packed_sequence_specs is None:
+        part.packed_sequence_specs = PackedSequenceSpecs()
+    if part.packed_sequence_specs.pad_seq_to_mult is None:
+        part.packed_sequence_specs.pad_seq_to_mult = sequence_multiple(config, part.padding_free)
+
+
+def _count_tokens(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> list[str]:
+    """Samples learn differently many tokens: a mean of the means of microbatches depends on which share one."""
+    if not parts or config.model.calculate_per_token_loss:
+        return []
+    config.model.calculate_per_token_loss = True
+    return [
+        "model.calculate_per_token_loss=True is used: each learnt token counts the same, whatever it is batched "
+        "or packed with"
+    ]
+
+
+def _vary_lengths(config: RunConfig) -> list[str]:
+    model, distill = config.model, config.distill
+    if model.pipeline_model_parallel_size == 1 or model.variable_seq_lengths:
+        return []
+    if getattr(config.dataset, "padding_free", False):
+        why = "padding-free batches differ in length"
+    elif distill is not None and distill.cache is None:
+        why = "stages send the teacher's activations along with the student's"
+    else:
+        return []
+    model.variable_seq_lengths = True
+    if not model.num_moe_experts:  # Megatron-Core asks for this one even where there is nothing to dispatch
+        model.moe_token_dispatcher_type = "alltoall"
+    return [f"model.variable_seq_lengths=True is used: {why}"]

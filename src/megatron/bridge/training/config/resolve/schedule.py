@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The length of a run, its learning-rate schedule, and where its logs go."""
+
+from megatron.bridge.training.config.batch_size import BatchSize
+from megatron.bridge.training.config.resolve.findings import Findings
+from megatron.bridge.training.config.run_config import RunConfig
+
+
+def derive_length(config: RunConfig, findings: Findings) -> None:
+    """Turn ``train_samples`` into ``train_iters``."""
+    train = config.train
+    if train.train_samples is None:
+        return
+    steps = BatchSize(train).steps_within(train.train_samples)
+    if steps == 0:
+        findings.problems.append(
+            f"train.train_samples={train.train_samples} are not enough for one step: raise it, or lower "
+            f"train.global_batch_size={train.global_batch_size}"
+        )
+    if train.train_iters not in (0, steps):  # the recipe's; a value that the user typed is refused later
+        findings.notes.append(
+            f"train.train_iters={train.train_iters} gives way to train.train_samples={train.train_samples}, which "
+            f"are {steps} steps"
+        )
+    train.train_iters = steps
+
+
+def derive_schedule(config: RunConfig, findings: Findings) -> None:
+    """Let the decay end with the run, and the weight decay stay as it is."""
+    scheduler, optimizer = config.scheduler, config.optimizer
+    steps, warmup = config.train.train_iters, scheduler.lr_warmup_iters
+    if scheduler.lr_decay_iters is None and scheduler.lr_decay_samples is None:
+        # a short trial of a long recipe stays within its warm-up
+        scheduler.lr_decay_iters = max(steps, warmup + 1)
+        if warmup >= steps:
+            findings.notes.append(
+                f"train.train_iters={steps} ends within scheduler.lr_warmup_iters={warmup}: the learning rate "
+                "does not reach its peak"
+            )
+    if optimizer.min_lr is None:
+        optimizer.min_lr = 0.0
+    if scheduler.start_weight_decay is None:
+        scheduler.start_weight_decay = optimizer.weight_decay
+    if scheduler.end_weight_decay is None:
+        scheduler.end_weight_decay = optimizer.weight_decay
+
+
+def derive_folders(config: RunConfig) -> None:
+    """Logs go to the run folder."""
+    if config.logger.log_dir is None:
+        config.logger.log_dir = config.checkpoint.save

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the model that follow the weights it starts from."""
+
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.models.gpt_provider import drop_mtp_layers
+from megatron.bridge.models.hf_pretrained.hub import is_hf_model
+from megatron.bridge.training.config.resolve.findings import Findings
+from megatron.bridge.training.config.run_config import RunConfig
+from megatron.bridge.utils.errors import UserError
+
+
+def derive_mtp_layers(config: RunConfig, findings: Findings) -> None:
+    """Drop the layers of multi-token prediction where the weights have none, whatever their config declares.
+
+    transformers drops them when it saves a model. A recipe's number gives way; one that the user typed is refused
+    later.
+    """
+    start = config.checkpoint.pretrained_checkpoint
+    if not config.model.mtp_num_layers or start is None or not is_hf_model(start):
+        return
+    try:
+        missing = AutoBridge.from_hf_pretrained(start).lacks_mtp_layers()
+    except UserError as error:
+        findings.problems.append(f"checkpoint.pretrained_checkpoint={start}: {error}")
+        return
+    if missing:
+        drop_mtp_layers(config.model)
+        findings.notes.append(
+            f"model.mtp_num_layers=None is used: checkpoint.pretrained_checkpoint={start} has no tensors of "
+            "multi-token prediction"
+        )

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suggestions for error messages: the legal values nearest to an illegal one."""
+
+from collections.abc import Iterable
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def near(value: int, legal: Iterable[int]) -> str:
+    """The legal values next to ``value``.
+
+    Example:
+        >>> near(3, [1, 2, 4, 8])
+        '2 or 4'
+    """
+    ordered = sorted(legal)
+    below = [size for size in ordered if size < value][-1:]
+    above = [size for size in ordered if size > value][:1]
+    return " or ".join(str(size) for size in below + above)
+
+
+def multiple_near(value: int, unit: int) -> str:
+    """The multiples of ``unit`` next to ``value``.
+
+    Example:
+        >>> multiple_near(10, 4)
+        '8 or 12'
+    """
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules on how small and how large a number may be."""
+
+import dataclasses
+import math
+from typing import Any
+
+from megatron.bridge.training.config.run_config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Legal values of a setting."""
+
+    rule: str
+    """The range in words, after "must"."""
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    """An open lower bound."""
+    below: float = math.inf
+    """An open upper bound."""
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most and self.above < value < self.below
+
+
+ONE_OR_MORE = Range("be at least 1", least=1)
+NOT_NEGATIVE = Range("be at least 0", least=0)
+POSITIVE = Range("be above 0", above=0)
+BELOW_ONE = Range("lie in [0, 1)", least=0, below=1)
+# ranks and stages count on from a seed, and numpy's seeds end at 2**32
+SEED = Range(f"be at least 0 and at most {2**32 - 2**20}", least=0, most=2**32 - 2**20)
+
+_BY_RANGE: dict[Range, tuple[str, ...]] = {
+    ONE_OR_MORE: (
+        *("model.num_query_groups", "model.kv_channels", "model.ffn_hidden_size", "model.vocab_size"),
+        *("model.make_vocab_size_divisible_by", "model.recompute_num_layers", "model.moe_layer_freq"),
+        *("model.moe_ffn_hidden_size", "model.expert_tensor_parallel_size", "tokenizer.vocab_size"),
+        *("ddp.suggested_communication_unit_size", "ddp.bucket_size", "ddp.num_buckets"),
+        *("train.exit_interval", "train.iterations_to_skip", "validation.eval_interval"),
+        *("checkpoint.save_interval", "checkpoint.non_persistent_save_interval", "straggler.interval"),
+    ),
+    NOT_NEGATIVE: (
+        *("model.layernorm_epsilon", "model.init_method_std", "model.mtp_num_layers", "model.moe_aux_loss_coeff"),
+        *("optimizer.adam_eps", "optimizer.clip_grad", "validation.eval_iters", "train.manual_gc_interval"),
+    ),
+    POSITIVE: (  # zero is no scale, no base, and no time
+        *("model.rotary_base", "model.rope_scaling_factor", "model.moe_expert_capacity_factor"),
+        *("optimizer.loss_scale", "optimizer.initial_loss_scale", "peft.alpha", "logger.peak_tflops"),
+        *("train.exit_duration_in_mins", "dist.distributed_timeout_minutes", "dist.hang_timeout_minutes"),
+    ),
+    BELOW_ONE: (  # dropout probabilities, and averages that forget
+        *("model.hidden_dropout", "model.attention_dropout", "optimizer.adam_beta1", "optimizer.adam_beta2"),
+        *("optimizer.sgd_momentum", "optimizer.muon_momentum"),
+    ),
+    Range("be at least 0 and at most 1", least=0, most=1): ("model.rotary_percent",),
+    SEED: ("rng.seed", "dataset.random_seed", "dataset.seed"),
+}
+ELEMENTWISE = ("train.iterations_to_skip",)
+"""Lists of numbers; other lists are patterns, such as ``model.moe_layer_freq``."""
+RANGES: dict[str, Range] = {key: found for found, keys in _BY_RANGE.items() for key in keys}
+
+
+def numbers_are_finite(config: RunConfig, world_size: int) -> str | None:
+    """NaN and infinity would spread to every weight."""
+    blocks = ((key, block) for key, block in vars(config).items() if dataclasses.is_dataclass(block))
+    wrong = [
+        f"{key}.{entry.name}={value}"
+        for key, block in blocks
+        for entry in dataclasses.fields(block)
+        if isinstance(value := getattr(block, entry.name), float)
+        and not math.isfinite(value)
+        and value != entry.default
+    ]
+    return f"{', '.join(wrong)}: must be a finite number" if wrong else None
+
+
+def sizes_are_in_range(config: RunConfig, world_size: int) -> str | None:
+    """Megatron-Core, and other rules, would divide by zero or compute NaN."""
+    return _out_of_range(config, {key: found for key, found in RANGES.items() if _is_size(key, found)})
+
+
+def numbers_are_in_range(config: RunConfig, world_size: int) -> str | None:
+    """Intervals, times, probabilities and the optimizer's numbers have legal ranges."""
+    return _out_of_range(config, {key: found for key, found in RANGES.items() if not _is_size(key, found)})
+
+
+def _is_size(key: str, found: Range) -> bool:
+    """Whether other rules compute with the number."""
+    return found != BELOW_ONE and key.partition(".")[0] in ("model", "tokenizer", "dataset", "peft", "rng")
+
+
+def _out_of_range(config: RunConfig, ranges: dict[str, Range]) -> str | None:
+    wrong: list[str] = []
+    for key, allowed in ranges.items():
+        value = _value(config, key)
+        if any(number not in allowed for number in _numbers(key, value)):
+            wrong.append(f"{key}={value}: must {allowed.rule}")
+    return "; ".join(wrong) or None
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    block, _, name = key.partition(".")
+    return getattr(getattr(config, block), name, None)
+
+
+def _numbers(key: str, value: Any) -> list[float]:
+    """The numbers of a setting, if it has any; another rule refuses NaN."""
+    values = value if key in ELEMENTWISE else [value]
+    numbers = [item for item in values if isinstance(item, int | float) and not isinstance(item, bool)]
+    return [number for number in numbers if not math.isnan(number)]

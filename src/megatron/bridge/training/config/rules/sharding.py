@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules on fully sharded data parallelism: combinations that were not tested against one process are refused."""
+
+import dataclasses
+from typing import Any
+
+from megatron.bridge.backends.fsdp import megatron_fsdp
+from megatron.bridge.backends.specs.layer_specs import resolve_backend
+from megatron.bridge.training.config.run_config import RunConfig
+
+# settings of Megatron-Core's own data parallelism that say what PyTorch's does
+_TORCH = {
+    "grad_reduce_in_fp32": (True,),
+    "use_distributed_optimizer": (False,),
+    "data_parallel_sharding_strategy": (megatron_fsdp.NO_SHARD,),
+}
+# and those of Megatron-FSDP with which it was compared
+_MEGATRON = {
+    "use_megatron_fsdp": (True,),
+    "data_parallel_sharding_strategy": megatron_fsdp.STRATEGIES,
+    "grad_reduce_in_fp32": (True,),
+    "use_distributed_optimizer": (True,),
+    "overlap_grad_reduce": (True,),
+    "overlap_param_gather": (True,),
+}
+_SIZES = ("bucket_size", "suggested_communication_unit_size")
+
+
+def one_fsdp_at_a_time(config: RunConfig, world_size: int) -> str | None:
+    """A parameter is sharded once."""
+    if not (config.dist.use_torch_fsdp2 and config.ddp.use_megatron_fsdp):
+        return None
+    return "dist.use_torch_fsdp2=True and ddp.use_megatron_fsdp=True exclude each other: remove one of them"
+
+
+def sharding_strategy_needs_megatron_fsdp(config: RunConfig, world_size: int) -> str | None:
+    """Without Megatron-FSDP the strategy would be ignored."""
+    ddp, strategy = config.ddp, config.ddp.data_parallel_sharding_strategy
+    if ddp.use_custom_fsdp:
+        return "ddp.use_custom_fsdp=True is the old name of ddp.use_megatron_fsdp: use that"
+    if ddp.use_megatron_fsdp or strategy in (None, megatron_fsdp.NO_SHARD):
+        return None
+    return (
+        f"ddp.data_parallel_sharding_strategy={strategy} has no effect without ddp.use_megatron_fsdp=true: set "
+        "both, or remove it"
+    )
+
+
+def fsdp_needs_supported_model(config: RunConfig, world_size: int) -> str | None:
+    """FSDP supports dense models without pipeline, experts and adapters. Other features are untested."""
+    model = config.model
+    wrong: dict[str, tuple[Any, str]] = {
+        "model.pipeline_model_parallel_size": (model.pipeline_model_parallel_size > 1, "1"),
+        "model.num_moe_experts": (model.num_moe_experts, "null"),
+        "model.mtp_num_layers": (model.mtp_num_layers, "null"),
+        "model.hybrid_override_pattern": (getattr(model, "hybrid_override_pattern", None), "null"),
+        "model.experimental_attention_variant": (model.experimental_attention_variant, "null"),
+        "model.heterogeneous_block_specs": (model.heterogeneous_block_specs, "false"),
+        "model.fp16": (model.fp16, "false (mixed_precision=bf16_mixed)"),
+        "model.fp8": (model.fp8, "null"),
+        "model.fp4": (model.fp4, "null"),
+        "model.gradient_accumulation_fusion": (model.gradient_accumulation_fusion, "false"),
+        "model.cpu_offloading": (model.cpu_offloading, "false"),
+        "rng.data_parallel_random_init": (config.rng.data_parallel_random_init, "false"),
+        "train.frozen": (config.train.frozen, "[]"),
+        "peft": (config.peft, "null"),
+        "distill": (config.distill, "null"),
+        "inprocess_restart": (config.inprocess_restart and config.inprocess_restart.enabled, "null"),
+    }
+    why = [f"{key} must be {value}" for key, (found, value) in wrong.items() if found]
+    if resolve_backend() == "transformer_engine":  # its optimizer is used by layers of torch, too
+        why.append("it is untested with Transformer Engine, which is installed")
+    return _refused(config, why)
+
+
+def fsdp2_ignores_ddp_settings(config: RunConfig, world_size: int) -> str | None:
+    """FSDP2 would ignore the settings of Megatron-Core's data parallelism."""
+    if not config.dist.use_torch_fsdp2:
+        return None
+    others = _others(config.ddp, _TORCH)
+    wrong = [f"ddp.{name}={value} has no effect, set it to {usual}" for name, value, usual in others]
+    if config.optimizer.optimizer == "muon":
+        wrong.append("optimizer.optimizer=muon must be adam or sgd, which work on shards")
+    return _refused(config, wrong)
+
+
+def megatron_fsdp_settings_are_supported(config: RunConfig, world_size: int) -> str | None:
+    """Megatron-FSDP ignores some settings, and others are untested."""
+    if not config.ddp.use_megatron_fsdp:
+        return None
+    allowed = _MEGATRON | {name: (getattr(config.ddp, name),) for name in _SIZES}
+    wrong = [f"ddp.{name}={value} must be {usual}" for name, value, usual in _others(config.ddp, allowed)]
+    if config.optimizer.log_num_zeros_in_grad:
+        wrong.append("optimizer.log_num_zeros_in_grad must be false (it would count tensor-parallel copies)")
+    for name, usual in (("init_model_with_meta_device", False), ("cuda_graph_impl", "none")):
+        if getattr(config.model, name) != usual:
+            wrong.append(f"model.{name}={getattr(config.model, name)} must be {str(usual).lower()}")
+    return _refused(config, wrong)
+
+
+def _others(ddp: Any, allowed: dict[str, tuple[Any, ...]]) -> list[tuple[str, Any, str]]:
+    """Settings that are neither default nor ``allowed``: name, value, and what to set."""
+    usual = {field.name: allowed.get(field.name, (field.default,)) for field in dataclasses.fields(ddp)}
+    return [
+        (name, getattr(ddp, name), " or ".join(map(str, values)))
+        for name, values in usual.items()
+        if getattr(ddp, name) not in values
+    ]
+
+
+def _refused(config: RunConfig, why: list[str]) -> str | None:
+    used = config.dist.use_torch_fsdp2, config.ddp.use_megatron_fsdp
+    keys = [key for key, on in zip(("dist.use_torch_fsdp2", "ddp.use_megatron_fsdp"), used, strict=True) if on]
+    if not (keys and why):
+        return None
+    return f"{', '.join(keys)}=True: {'; '.join(why)}; or use ddp.use_distributed_optimizer=true instead"

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a chunk of the student and a chunk of the teacher together in one pipeline schedule.
+
+A stage sends one tensor to the next: the concatenated activations of the student and of the teacher, and those
+hidden states of both that are compared on the last stage. So both models process the same microbatch under any
+schedule, and no stage keeps more than the microbatches in flight. The gradients of the teacher's part are zero.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.models.conversion.engine import exchange
+
+Side = Literal["student", "teacher"]
+Place = tuple[Side, int]
+"""A model and one of its layers, numbered from 1."""
+
+
+@dataclass
+class Pair:
+    """The chunks of student and teacher on one stage."""
+
+    student: MegatronModule
+    """The student's unwrapped chunk."""
+    teacher: MegatronModule
+    """The teacher's chunk on the same stage."""
+    places: Sequence[Place]
+    """Layers of both models whose outputs are compared."""
+    stage_of: dict[Place, int]
+    """The stage that computes each of these layers."""
+    stage: int
+    """The index of this stage."""
+    widths: dict[Side, int]
+    """Hidden size of each model, the student first."""
+    states: dict[Place, Tensor] = field(default_factory=dict[Place, Tensor])
+    """Outputs of compared layers that this stage has computed or received for the current microbatch."""
+
+    def run(self, model: MegatronModule, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The outputs of student and teacher for one microbatch.
+
+        Args:
+            model: The student's wrapped chunk.
+            inputs: Arguments of both models.
+
+        Returns:
+            Logits [batch, sequence, vocabulary shard] on the last stage, elsewhere hidden states.
+        """
+        self.states = {}
+        self._receive()
+        ours = model(**inputs)
+        with torch.no_grad():
+            theirs = self.teacher(**inputs)
+        return ours, theirs
+
+    def joined(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        """The tensor for the next stage, [sequence, batch, sum of widths]."""
+        parts = [ours, theirs, *(self.states[place] for place in self._sent(self.stage))]
+        return torch.cat([part.to(ours.dtype) for part in parts], dim=-1)
+
+    def take_states(self) -> dict[Place, Tensor]:
+        """Return and release the hidden states of the last microbatch."""
+        states, self.states = self.states, {}
+        return states
+
+    def _receive(self) -> None:
+        """Split the tensor of the previous stage, which the schedule passed to the student."""
+        received: Tensor | None = bare_decoder(self.student).input_tensor
+        if received is None:
+            return
+        places = self._sent(self.stage - 1)
+        widths = [*self.widths.values(), *(self.widths[side] for side, _ in places)]
+        ours, theirs, *states = (part.contiguous() for part in received.split(widths, dim=-1))
+        set_input(self.student, ours)
+        set_input(self.teacher, theirs.detach())
+        self.states = dict(zip(places, states, strict=True))
+
+    def _sent(self, stage: int) -> list[Place]:
+        return [place for place in self.places if self.stage_of[place] <= stage]
+
+
+def bind(students: Sequence[MegatronModule], teachers: Sequence[MegatronModule], layers: dict[int, int]) -> None:
+    """Attach the teacher's chunks to the student's.
+
+    They are not submodules, so wrappers, the optimizer and checkpoints ignore them.
+
+    Args:
+        students: Unwrapped chunks of the student on this rank.
+        teachers: The teacher's chunk for each of them.
+        layers: Layer of the student -> layer of the teacher.
+    """
+    places: list[Place] = [("student", layer) for layer in layers]
+    places.extend(("teacher", layer) for layer in dict.fromkeys(layers.values()))
+    for student, wrapped in zip(students, teachers, strict=True):
+        teacher = unwrap(wrapped)
+        here = [*_watched("student", student, places), *_watched("teacher", teacher, places)]
+        stage_of = {
+            place: stage for stage, found in enumerate(exchange.all_gather_stages(here)) for place in found
+        }
+        widths: dict[Side, int] = {"student": width(student), "teacher": width(teacher)}
+        pair = Pair(student, wrapped, places, stage_of, exchange.stage(), widths)
+        chunk_info(student).student_teacher = pair
+        _watch(pair, "student", student)
+        _watch(pair, "teacher", teacher)
+
+
+def pair_of(model: nn.Module) -> Pair | None:
+    """The pair of a chunk, wrapped or not; None without a teacher."""
+    return chunk_info(model).student_teacher
+
+
+def set_input(model: nn.Module, received: Tensor) -> None:
+    """Set the input of a chunk from the previous stage."""
+    unwrap(model).set_input_tensor([received])  # type: ignore[operator]
+
+
+def bare_decoder(model: nn.Module) -> Any:
+    return unwrap(model).decoder
+
+
+def width(model: nn.Module) -> int:
+    config: Any = unwrap(model).config
+    return config.hidden_size
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    return ((layer.layer_number, layer) for layer in bare_decoder(model).layers)
+
+
+def _watched(side: Side, model: nn.Module, places: Sequence[Place]) -> list[Place]:
+    return [(side, number) for number, _ in _layers(model) if (side, number) in places]
+
+
+def _watch(pair: Pair, side: Side, model: nn.Module) -> None:
+    for number, layer in _layers(model):
+        if (side, number) in pair.places:
+            layer.register_forward_hook(_keeper(pair, (side, number)))
+
+
+def _keeper(pair: Pair, place: Place) -> Any:
+    def keep(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        pair.states[place] = outputs[0] if isinstance(outputs, tuple) else outputs
+
+    return keep

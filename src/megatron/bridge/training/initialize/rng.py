@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seed, read and restore the random number generators of a rank."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron.bridge.training.config import RNGConfig
+
+
+def seed_everything(rng: RNGConfig, step: int = 0) -> None:
+    """Seed Python, NumPy, torch and the model-parallel generators.
+
+    Pipeline stages get different seeds, because they hold different layers; data-parallel ranks only with
+    ``data_parallel_random_init``.
+
+    Args:
+        rng: The seed and its options.
+        step: The step from which a run resumes, so that dropout does not repeat the masks of the first steps.
+    """
+    seed = rng.seed + step + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if rng.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all generators."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": _tracker().get_states(),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restore the result of ``random_states``."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.cuda.set_rng_state(states["device"])
+    torch.set_rng_state(states["torch"])
+    _tracker().set_states(states["tracker"])
+
+
+def _tracker() -> Any:
+    """Megatron-Core's tracker of the generators that tensor-parallel ranks share or do not share."""
+    return tensor_parallel.get_cuda_rng_tracker()

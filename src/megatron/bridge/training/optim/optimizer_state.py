@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer state in a checkpoint: stored per model parameter, for any optimizer and parallel sizes.
+
+A distributed optimizer keeps flat intervals of parameters. Megatron-Core can save them unchanged, which ties a
+checkpoint to its tensor and pipeline parallel sizes, or gather and reshape them first, which costs 13 to 17 s and
+7 GB for 207M parameters. Neither is needed: an interval of a row-major tensor consists of a few rectangular
+slices of that tensor, and the format can store any rectangular slices. So each rank writes and reads its own part
+in place, without communication, and a checkpoint can be loaded with any parallel sizes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+from megatron.bridge.backends.fsdp.sharded_rows import ShardedRowsFactory, local_rows, stored_dtype
+from megatron.bridge.training.config.blocks.optimizer import STATE_NAMES
+from megatron.bridge.training.optim.optimizer import megatron_optimizers, optimizer_kind
+
+PREFIX = "optimizer.state"
+MASTER = "fp32_param"
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """This rank's shard of the state of one model parameter: an interval of its flattened elements."""
+
+    parameter: torch.Tensor
+    """The model's parameter, or this rank's rows of it."""
+    start: int
+    """First element of the interval."""
+    end: int
+    """End of the interval, exclusive."""
+    tensors: dict[str, torch.Tensor]
+    """State name -> values of the interval."""
+    instance: int | None
+    """Index of the distributed optimizer instance; None if the state is replicated on data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """A rectangular slice of a tensor, as a part of a flattened interval."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    flat: int
+    """Position of its first element in the interval."""
+
+
+def tensor_slices(shape: tuple[int, ...], start: int, end: int) -> list[TensorSlice]:
+    """Split the elements ``start`` to ``end`` of a row-major tensor into at most ``2 * len(shape) - 1`` slices.
+
+    Example:
+        >>> [(part.offset, part.size) for part in tensor_slices((4, 3), 2, 10)]
+        [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if start >= end:
+        return []
+    if len(shape) == 1:
+        return [TensorSlice((start,), (end - start,), 0)]
+    row = prod(shape[1:])
+    first, last = -(-start // row), end // row
+    if first > last:  # within one row
+        return _slices_in_row(shape, last, start, end, 0)
+    found = _slices_in_row(shape, first - 1, start, first * row, 0)
+    if first < last:
+        found.append(
+            TensorSlice((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row - start)
+        )
+    return found + _slices_in_row(shape, last, last * row, end, last * row - start)
+
+
+def _slices_in_row(shape: tuple[int, ...], row: int, start: int, end: int, flat: int) -> list[TensorSlice]:
+    base = row * prod(shape[1:])
+    inner = tensor_slices(shape[1:], start - base, end - base)
+    return [TensorSlice((row, *box.offset), (1, *box.size), flat + box.flat) for box in inner]
+
+
+def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> dict[str, ShardedTensor]:
+    """The sharded state dict of the optimizer's tensors, for saving or for loading in place.
+
+    Args:
+        optimizer: The result of ``build_optimizer``.
+        model_state: The sharded state dict of its model chunks.
+    """
+    described = _by_parameter(model_state)
+    state: dict[str, ShardedTensor] = {}
+    for shard in parameter_shards(optimizer):
+        if shard.start == shard.end:
+            continue
+        for tensor, begin in _checkpoint_tensors(described[id(shard.parameter)]):
+            for entry in _shard_entries(shard, tensor, begin):
+                state[f"{entry.key}@{'.'.join(map(str, entry.global_offset))}"] = entry
+    return state
+
+
+def parameter_shards(optimizer: MegatronOptimizer) -> Iterator[ParameterShard]:
+    """This rank's shards, for each of Megatron-Core's three optimizer classes."""
+    for part in megatron_optimizers(optimizer):
+        names = STATE_NAMES[optimizer_kind(part)]
+        for parameter, main, start, end in _parameter_intervals(part):
+            state = part.optimizer.state[main]
+            tensors = {name: local_rows(state[name]) for name in names if name in state}
+            if stored_dtype(parameter) != main.dtype:
+                tensors[MASTER] = local_rows(main.data)
+            sharded = isinstance(part, DistributedOptimizer)
+            instance = part.distributed_optimizer_instance_id if sharded else None
+            yield ParameterShard(local_rows(parameter), start, end, tensors, instance)
+
+
+def _parameter_intervals(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
+    """Each model parameter, the main parameter that the inner optimizer updates, and its interval."""
+    if isinstance(part, DistributedOptimizer) and not cast(Any, part).ddp_config.use_megatron_fsdp:
+        yield from _distributed_intervals(part)
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        for half, single in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            for parameter, main in zip(half, single, strict=True):
+                yield parameter, main, 0, parameter.numel()
+        for group in part.fp32_from_fp32_groups:
+            yield from ((parameter, parameter, 0, parameter.numel()) for parameter in group)
+    else:
+        yield from (
+            (parameter, parameter, 0, local_rows(parameter).numel()) for parameter in part.get_parameters()
+        )
+
+
+def _distributed_intervals(
+    part: DistributedOptimizer,
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
+    for buffer in part.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    group, order = part.model_param_group_index_map[parameter]
+                    main = part.optimizer.param_groups[group]["params"][order]
+                    yield parameter, main, ranges["param"].start, ranges["param"].end
+
+
+def _by_parameter(model_state: dict[str, Any]) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+    return {
+        id(entry.data): entry
+        for entry in nested_values(model_state)
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
+    }
+
+
+def _checkpoint_tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]]:
+    """The checkpoint tensors that a parameter is split into, with the offset of each in the parameter.
+
+    For example, the gate and the up projection are two halves of one parameter.
+    """
+    if isinstance(entry, ShardedTensor):
+        return [(entry, 0)]
+    found: list[Any] = (
+        entry.shards if isinstance(entry, ShardedRowsFactory) else list(nested_values(entry.build()))
+    )
+    for tensor in found:
+        shared = tensor.data.untyped_storage().data_ptr() == entry.data.untyped_storage().data_ptr()
+        assert shared, f"{tensor.key}: a copy has no offset in its parameter"
+        assert tensor.data.is_contiguous(), f"{tensor.key}: only splits into whole rows can be saved"
+    return [(tensor, tensor.data.storage_offset() - entry.data.storage_offset()) for tensor in found]
+
+
+def _shard_entries(shard: ParameterShard, tensor: ShardedTensor, begin: int) -> Iterator[ShardedTensor]:
+    """The slices of one checkpoint tensor that this rank has, for each state."""
+    start, end = max(shard.start, begin), min(shard.end, begin + prod(tensor.local_shape))
+    replica = tensor.replica_id
+    if shard.instance is not None:
+        assert isinstance(replica, tuple), f"{tensor.key}: replica is {replica}, not (pipeline, tensor, data)"
+        replica = (*replica[:2], shard.instance)
+    for part in tensor_slices(tuple(tensor.local_shape), start - begin, end - begin):
+        first = start - shard.start + part.flat
+        for name, values in shard.tensors.items():
+            yield _slice_entry(tensor, f"{PREFIX}.{name}.{tensor.key}", values.view(-1)[first:], part, replica)
+
+
+def _slice_entry(
+    tensor: ShardedTensor, key: str, values: torch.Tensor, part: TensorSlice, replica: Any
+) -> ShardedTensor:
+    extra = tensor.prepend_axis_num
+    inner = (*(0,) * extra, *part.offset)
+    offset = tuple(outer + start for outer, start in zip(tensor.global_offset, inner, strict=True))
+    size = (*(1,) * extra, *part.size)
+    return replace(
+        tensor,
+        key=key,
+        data=values[: prod(size)].view(size),
+        dtype=values.dtype,
+        local_shape=size,
+        global_offset=offset,
+        axis_fragmentations=None,  # slices form no grid; torch checks that they fill the tensor exactly
+        prepend_axis_num=0,
+        replica_id=replica,
+    )

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule of learning rate and weight decay, in Megatron-Core's unit: samples."""
+
+from typing import Any
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.schedule_lengths import lengths
+
+# Attributes that Megatron-Core does not save.
+EXTRA_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+
+
+class Schedule(OptimizerParamScheduler):
+    """Megatron-Core's scheduler with complete state.
+
+    Megatron-Core does not save or compare the start of the warmup and the end of a WSD schedule, and sets the
+    rates of parameter groups from the config even if those of the checkpoint should be used.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {name: getattr(self, name) for name in EXTRA_STATE}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore ``state_dict``; a value that an older version did not save is kept."""
+        before = {"max_lr": self.max_lr, "min_lr": self.min_lr}
+        super().load_state_dict(state_dict)
+        for name in EXTRA_STATE:
+            if name in state_dict:
+                setattr(self, name, self._check_and_set(getattr(self, name), state_dict[name], name))
+        for group in self.optimizer.param_groups:
+            group |= {name: getattr(self, name) for name, value in before.items() if group[name] == value}
+        self.step(increment=0)
+
+
+def build_scheduler(config: ConfigContainer, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The scheduler for a resolved config.
+
+    It counts samples, not steps, so that its position stays valid when the batch size changes.
+    """
+    scheduler, rates, length = config.scheduler, config.optimizer, lengths(config)
+    assert rates.lr is not None, "the config is not resolved"
+    assert rates.min_lr is not None, "the config is not resolved"
+    assert scheduler.start_weight_decay is not None, "the config is not resolved"
+    assert scheduler.end_weight_decay is not None, "the config is not resolved"
+    return Schedule(
+        optimizer,
+        init_lr=scheduler.lr_warmup_init,
+        max_lr=rates.lr,
+        min_lr=rates.min_lr,
+        lr_warmup_steps=length.warmup,
+        lr_decay_steps=length.decay,
+        lr_decay_style=scheduler.lr_decay_style,
+        start_wd=scheduler.start_weight_decay,
+        end_wd=scheduler.end_weight_decay,
+        wd_incr_steps=length.run,
+        wd_incr_style=scheduler.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=scheduler.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=scheduler.override_opt_param_scheduler,
+        wsd_decay_steps=length.wsd_decay,
+        lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
+    )

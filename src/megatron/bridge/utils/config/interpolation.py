@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""References in configuration values, in OmegaConf's grammar: ``${train.train_iters}``, ``${oc.env:HOME}``.
+
+OmegaConf parses and resolves them. It is imported only when a value holds a reference, because the import takes
+0.1 s. ``\${`` stands for a literal ``${``.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from megatron.bridge.utils.config.names import MARKERS, TARGET
+from megatron.bridge.utils.errors import UserError, nearest_keys, suggestion
+
+_OPENING = re.compile(r"(\\*)\$\{")
+_NO_KEY = re.compile(r"Interpolation key '(.+?)' not found")
+_NO_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
+
+
+def escape(text: str) -> str:
+    r"""``text`` written so that it holds no reference.
+
+    Example:
+        >>> print(escape("costs ${x}"))
+        costs \${x}
+    """
+    return _OPENING.sub(r"\1\1\\${", text)
+
+
+def unescape(text: str) -> str:
+    """The inverse of ``escape``; references stay as they are."""
+
+    def plain(found: "re.Match[str]") -> str:
+        return found[0] if _is_reference(found) else found[1][: len(found[1]) // 2] + "${"
+
+    return _OPENING.sub(plain, text)
+
+
+def has_reference(value: object) -> bool:
+    """Whether a string in ``value``, or in its items, holds a reference."""
+    if isinstance(value, str):
+        return any(map(_is_reference, _OPENING.finditer(value)))
+    if isinstance(value, dict):
+        return any(map(has_reference, cast("dict[Any, Any]", value).values()))
+    return isinstance(value, (list, tuple)) and any(map(has_reference, cast("list[Any]", value)))
+
+
+def _is_reference(found: "re.Match[str]") -> bool:
+    return len(found[1]) % 2 == 0
+
+
+def references_in(values: object, key: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings and lists that hold a reference, by dotted key.
+
+    Example:
+        >>> references_in({"a": {"b": "${c}", "d": [1, "x/${c}"]}})
+        {'a.b': '${c}', 'a.d.1': 'x/${c}'}
+    """
+    if not has_reference(values):
+        return {}
+    if isinstance(values, str) or (isinstance(values, dict) and MARKERS - {TARGET} & values.keys()):
+        return {key: values}
+    items = cast(
+        "dict[Any, Any]", values if isinstance(values, dict) else dict(enumerate(cast("list[Any]", values)))
+    )
+    parts = (references_in(value, f"{key}.{name}" if key else str(name)) for name, value in items.items())
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def resolve_tree(values: dict[str, Any]) -> dict[str, Any]:
+    """Nested mappings with their references to one another resolved.
+
+    Raises:
+        UserError: one line for each reference that cannot be resolved.
+    """
+    raw = references_in(values)
+    if not raw:
+        return values
+    resolve(raw, values)  # names all mistakes
+
+    from omegaconf import OmegaConf
+
+    return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.create(values), resolve=True))
+
+
+def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that references stand for.
+
+    Args:
+        raw: Values with references by dotted key.
+        tree: Everything that they may refer to; ``raw`` is put into it.
+
+    Raises:
+        UserError: one line for each reference that cannot be resolved.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    resolved: dict[str, Any] = {}
+    problems: list[str] = []
+    try:  # a mistake in the grammar is found here already, one at a time
+        root = OmegaConf.create(dict(tree), flags={"allow_objects": True})
+        for key, value in raw.items():
+            OmegaConf.update(root, key, value, merge=False, force_add=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key or ""
+        raise UserError(_sentence(key, raw.get(key), error, tree)) from None
+    for key, value in raw.items():
+        try:
+            found: Any = OmegaConf.select(root, key)
+            resolved[key] = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        except OmegaConfBaseException as error:
+            problems.append(_sentence(key, value, error, tree))
+    if problems:
+        raise UserError("\n".join(problems))
+    return resolved
+
+
+def _sentence(key: str, value: Any, error: Exception, tree: Mapping[str, Any]) -> str:
+    reason = str(error).partition("\n")[0]
+    if found := _NO_KEY.search(reason):
+        return f"{key}={value}: there is no {found[1]}{suggestion(nearest_keys(found[1], _keys(tree)))}"
+    if found := _NO_VARIABLE.search(reason):
+        name = found[1]
+        return (
+            f"{key}={value}: the environment variable {name} is not set; set it, or give a default: "
+            f"${{oc.env:{name},default}}"
+        )
+    return f"{key}={value} cannot be resolved: {reason}; write the value itself, or \\${{ for a literal ${{"
+
+
+def _keys(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+    for name, value in tree.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _keys(cast("dict[str, Any]", value), f"{prefix}{name}.")

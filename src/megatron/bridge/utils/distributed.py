@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank helpers that also work before, or without, ``torch.distributed``."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.bridge.utils import torchrun_env
+from megatron.bridge.utils.slurm import adopt_slurm_step
+
+
+def is_initialized() -> bool:
+    """Whether a default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """Global rank: from the process group, else from torchrun's environment, else 0."""
+    return dist.get_rank() if is_initialized() else torchrun_env.read_number("RANK", 0)
+
+
+def world_size() -> int:
+    """Number of processes: from the process group, else from torchrun's environment, else 1."""
+    return dist.get_world_size() if is_initialized() else torchrun_env.read_number("WORLD_SIZE", 1)
+
+
+def local_rank() -> int:
+    """Rank on this machine, from torchrun's environment, else 0."""
+    return torchrun_env.read_number("LOCAL_RANK", 0)
+
+
+def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store: dist.Store | None = None) -> None:
+    """Join the default process group, unless that is done: torchrun's or srun's, or one of this process alone.
+
+    Args:
+        backend: ``nccl`` or ``gloo``; None takes NCCL where there is a GPU.
+        timeout_minutes: how long a collective may wait for a rank.
+        store: where the ranks find each other, instead of at torchrun's address.
+
+    Raises:
+        UserError: the environment holds a part of what torchrun sets, or values that cannot be.
+    """
+    if is_initialized():
+        return
+    adopt_slurm_step()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local_rank())
+    where: dict[str, Any] = {}
+    if "RANK" not in os.environ:  # a process of its own needs neither a port nor a launcher
+        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif store is None:
+        torchrun_env.check_environment()
+    else:
+        where = {"store": store, "rank": rank(), "world_size": world_size()}
+    dist.init_process_group(
+        backend or ("nccl" if cuda else "gloo"),
+        timeout=timedelta(minutes=timeout_minutes),
+        **where,
+    )
+
+
+def barrier() -> None:
+    """Wait for all ranks; nothing to wait for without a process group."""
+    if is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def broadcast_object[T](value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """The value that global rank ``src`` holds, on every rank of ``group``; any picklable object."""
+    if not is_initialized() or dist.get_world_size(group) == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=src, group=group)
+    return box[0]
+
+
+def all_gather_object[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks of ``group``, in rank order."""
+    if not is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def all_ranks_agree(fact: bool) -> bool:
+    """Whether ``fact`` holds on all ranks; the cheapest question there is."""
+    if not is_initialized() or dist.get_world_size() == 1:
+        return fact
+    answer = torch.tensor([fact], dtype=torch.int32, device=torch.cuda.current_device())
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+    return bool(answer.item())

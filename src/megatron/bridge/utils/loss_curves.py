@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Curves of runs from ``metrics.jsonl``, as a picture."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+METRICS = "metrics.jsonl"
+LOSS, THROUGHPUT = "lm loss", "tokens per second"
+
+MetricsRow = dict[str, Any]
+Axis = Literal["step", "tokens", "time"]
+AXES: dict[str, str] = {"step": "step", "tokens": "tokens (10^9)", "time": "hours of training steps"}
+_SKIPPED = ("step", "kind")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one number of one run.
+
+    Attributes:
+        label: In the legend.
+        kind: train, validation or test.
+        x: Places along the axis.
+        y: Values.
+    """
+
+    label: str
+    kind: str
+    x: list[float] = field(repr=False)
+    y: list[float] = field(repr=False)
+
+
+def read_metrics(place: Path) -> list[MetricsRow]:
+    """The rows of a run; of a step that was done again after a kill, the later ones.
+
+    Args:
+        place: A run's folder, or the file itself.
+
+    Raises:
+        UserError: there is no such file, or a line of it is damaged.
+    """
+    path = place / METRICS if place.is_dir() else place
+    try:
+        lines = path.read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: give a run's folder (logger.log_dir) or its {METRICS}") from error
+    rows: list[MetricsRow] = []
+    for number, line in enumerate(lines[:-1], start=1):  # behind the last line's end: nothing, or a killed write
+        row = _row(line, path, number)
+        while rows and row["step"] < rows[-1]["step"]:
+            rows.pop()
+        rows.append(row)
+    return list({(row["step"], row["kind"]): row for row in rows}.values())
+
+
+def _row(line: str, path: Path, number: int) -> MetricsRow:
+    try:
+        row = json.loads(line)
+        return row | {"step": row["step"], "kind": row["kind"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}, line {number} is damaged: {line[:60]!r}; remove it") from error
+
+
+def curves(
+    rows: Sequence[MetricsRow], metric: str, label: str, axis: Axis = "step", source: str = "the run"
+) -> list[Curve]:
+    """A number of a run while it trained and, where they have it, of its evaluations.
+
+    Args:
+        rows: From ``read_metrics``.
+        metric: Name of the number.
+        label: Of the run.
+        axis: ``step``; ``tokens`` consumed; or ``time``, hours of steps without what was between them.
+        source: Where the rows are from, in messages.
+
+    Raises:
+        UserError: no row has the number, or what the axis needs.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in _SKIPPED))
+    if metric not in names:
+        raise UserError(
+            f"{source} has no metric {metric!r}{did_you_mean(metric, names) or f'; it has {", ".join(names)}'}"
+        )
+    place = _places(rows, axis, source)
+    found: list[Curve] = []
+    for kind in ("train", "validation", "test"):
+        points = [(place(row["step"]), row[metric]) for row in rows if row["kind"] == kind and metric in row]
+        if points:
+            found.append(Curve(label, kind, [x for x, _ in points], [y for _, y in points]))
+    return found
+
+
+def _places(rows: Sequence[MetricsRow], axis: Axis, source: str) -> Any:
+    """From a step to its place along the axis, straight between the steps that are known."""
+    if axis == "step":
+        return float
+    name = {"tokens": "consumed tokens", "time": "step time"}[axis]
+    train = [row for row in rows if row["kind"] == "train" and name in row]
+    if not train:
+        raise UserError(f"{source} does not tell {name!r}, which --x {axis} needs: use --x step")
+    from numpy import interp
+
+    steps = [row["step"] for row in train]
+    known = [row[name] / 1e9 for row in train] if axis == "tokens" else list(_hours(train))
+    if axis == "time":  # it begins at nothing
+        steps, known = [0, *steps], [0.0, *known]
+    return lambda step: float(interp(step, steps, known))
+
+
+def _hours(train: Iterable[MetricsRow]) -> Iterator[float]:
+    total = 0.0
+    for before, row in pairwise([{"step": 0}, *train]):
+        total += (row["step"] - before["step"]) * row["step time"] / 3600
+        yield total
+
+
+def smoothed(values: Sequence[float], points: int) -> list[float]:
+    """The mean of each value and those before it, ``points`` in all; fewer at the start.
+
+    Example:
+        >>> smoothed([4.0, 2.0, 3.0], 2)
+        [4.0, 3.0, 2.5]
+    """
+    windows = (values[max(0, end - points) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
+
+
+def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smooth: int = 1) -> None:
+    """Write a picture; its format is that of the name.
+
+    Args:
+        path: Where to.
+        panels: Curves by what is written beside them, one below the other.
+        xlabel: What is written below.
+        smooth: Points that are averaged; the points themselves stay visible behind the line.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure  # 0.5 s to import; no window system, no global state
+
+    figure: Any = Figure(figsize=(8, 0.9 + 3.6 * len(panels)), layout="constrained")  # its hints are partial
+    grid = figure.subplots(len(panels), squeeze=False).flat
+    for axes, (ylabel, found) in zip(grid, panels.items(), strict=True):
+        colours = {label: f"C{place % 10}" for place, label in enumerate(dict.fromkeys(c.label for c in found))}
+        for curve in found:
+            _draw_curve(axes, curve, colours[curve.label], smooth)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.grid(alpha=0.3)
+        if xlabel == AXES["step"]:
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        if any(curve.label or curve.kind != "train" for curve in found):
+            axes.legend()
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be written ({error}): choose another file, such as curves.png") from error
+
+
+def _draw_curve(axes: Any, curve: Curve, colour: str, smooth: int) -> None:
+    label = f"{curve.label} {curve.kind}".strip() if curve.kind != "train" or not curve.label else curve.label
+    if curve.kind != "train":
+        marker = "o--" if curve.kind == "validation" else "s"
+        axes.plot(curve.x, curve.y, marker, color=colour, label=label, markersize=4)
+        return
+    if smooth > 1:
+        axes.plot(curve.x, curve.y, color=colour, alpha=0.25, linewidth=1)
+    style = "-" if len(curve.x) > 1 else "o"
+    axes.plot(curve.x, smoothed(curve.y, smooth), style, color=colour, label=label, linewidth=1.5)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages that only some runs need."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from megatron.bridge.utils.errors import UserError
+
+
+def installed(package: str) -> bool:
+    """Whether ``package`` can be imported, without importing it."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package above it
+        return False
+
+
+def import_optional(package: str, key: str, extra: str) -> Any:
+    """The module ``package``.
+
+    Args:
+        package: dotted name.
+        key: what in the config asks for it.
+        extra: the extra of this project that installs it.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if not installed(package):
+        raise UserError(missing_message(package, key, extra))
+    return import_module(package)
+
+
+def missing_message(package: str, key: str, extra: str) -> str:
+    """The sentence for a package that is not installed."""
+    return (
+        f"{key} needs the package {package}, which is not installed: install it with "
+        f"`uv pip install 'hf-megatron-bridge[{extra}]'`, or leave {key.partition('=')[0]} unset"
+    )

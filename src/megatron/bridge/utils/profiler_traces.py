@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traces of all ranks as one, for Perfetto.
+
+A trace is JSON in Chrome's format, as PyTorch's profiler writes it: times are microseconds behind
+``baseTimeNanoseconds``, which count from 1970 by the clock of the machine. In the merged one each process of each
+rank has a number and a name of its own, arrows between events stay within their rank, and times have one base.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+from megatron.bridge.utils.errors import UserError
+
+TRACES_DIR = "traces"
+METADATA_KEY = "megatron_bridge"
+
+Clock = Literal["wall", "barrier"]
+_NAME = re.compile(r"rank_(\d+)\.json(?:\.gz)?")
+_ARROWS = frozenset("stf")  # phases of events that an id ties together: start, step, finish
+
+
+def trace_name(rank: int) -> str:
+    return f"rank_{rank}.json.gz"
+
+
+@dataclass(frozen=True)
+class MergedTrace:
+    """What was merged.
+
+    Attributes:
+        ranks: Whose traces.
+        events: How many events there are.
+        apart: Most by which the ranks' clocks differ at the barrier before the first step, in seconds.
+    """
+
+    ranks: list[int]
+    events: int
+    apart: float
+
+
+def find_traces(place: Path) -> dict[int, Path]:
+    """The traces by rank, in a run's folder, in its ``traces``, or in one of the folders in there.
+
+    Raises:
+        UserError: there are none, or several sets of them.
+    """
+    folders = sorted({path.parent for path in place.rglob("rank_*.json*") if _NAME.fullmatch(path.name)})
+    if not folders:
+        raise UserError(
+            f"{place} holds no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true"
+        )
+    if len(folders) > 1:
+        raise UserError(f"{place} holds several sets of traces: give one of {', '.join(map(str, folders))}")
+    found = {}
+    for path in sorted(folders[0].iterdir()):
+        if name := _NAME.fullmatch(path.name):
+            found[int(name[1])] = path
+    return dict(sorted(found.items()))
+
+
+def merge(traces: dict[int, Path], target: Path, clock: Clock = "wall") -> MergedTrace:
+    """Write the traces of all ranks to ``target``, one rank in memory at a time.
+
+    Args:
+        traces: File by rank.
+        target: A new file; compressed if its name ends in ``.gz``.
+        clock: ``wall`` trusts the machines' clocks; ``barrier`` shifts each rank so that all leave the barrier
+            before the first profiled step at once, for machines whose clocks differ.
+
+    Raises:
+        UserError: a trace is missing, damaged, or not of this kind; nothing is written then.
+    """
+    aside = target.with_name(f".{target.name}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _open(aside, target) as file:
+            merged = _TraceMerger(traces, file, clock).run()
+        aside.replace(target)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror}; choose another file") from error
+    finally:
+        aside.unlink(missing_ok=True)
+    return merged
+
+
+def _open(aside: Path, target: Path) -> IO[str]:
+    if target.suffix == ".gz":
+        return cast(IO[str], gzip.open(aside, "wt", compresslevel=3))  # 6 takes three times as long
+    return aside.open("w")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A trace.
+
+    Raises:
+        UserError: it is damaged, or no trace.
+    """
+    try:
+        raw = path.read_bytes()
+        content = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+        return content | {name: content[name] for name in ("traceEvents", "baseTimeNanoseconds")}
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:120]
+        raise UserError(f"{path} is no whole trace of PyTorch's profiler ({reason}): profile again") from error
+
+
+class _TraceMerger:
+    """Numbers and times that all ranks share."""
+
+    def __init__(self, traces: dict[int, Path], file: IO[str], clock: Clock) -> None:
+        self._traces, self._file, self._clock = traces, file, clock
+        self._base: int | None = None  # the first rank's, in nanoseconds
+        self._met: list[int] = []
+        self._processes: dict[tuple[int, Any], int] = {}
+        self._arrows: dict[tuple[int, Any], int] = {}
+        self._named: set[int] = set()
+        self._events = 0
+
+    def run(self) -> MergedTrace:
+        self._file.write('{"traceEvents": [\n')
+        for rank, path in self._traces.items():
+            self._add(rank, path, read(path))
+        about = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self._base, METADATA_KEY: [*self._traces]}
+        self._file.write(f"\n],\n{json.dumps(about)[1:-1]}}}\n")
+        apart = max(self._met) - min(self._met) if self._met else 0
+        return MergedTrace([*self._traces], self._events, apart / 1e9)
+
+    def _add(self, rank: int, path: Path, trace: dict[str, Any]) -> None:
+        about: dict[str, Any] = trace.get(METADATA_KEY) or {}
+        self._check(rank, path, about)
+        shift = self._shift(trace["baseTimeNanoseconds"], about.get("met_ns"), path)
+        name = about.get("name", f"rank {rank}")
+        for event in self._events_of(rank, name, trace["traceEvents"], shift):
+            self._write(event)
+        for (owner, number), process in self._processes.items():
+            if owner == rank and process not in self._named:
+                called = {"name": f"{name} {number or 'marks'}"}
+                self._write({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": called})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write((",\n" if self._events else "") + json.dumps(event))
+        self._events += 1
+
+    def _check(self, rank: int, path: Path, about: dict[str, Any]) -> None:
+        told = about.get("rank", rank)
+        if told != rank:
+            raise UserError(f"{path} is the trace of rank {told}: give it back its name, {trace_name(told)}")
+        missing = [str(other) for other in about.get("ranks", []) if other not in self._traces]
+        if missing:
+            raise UserError(
+                f"{path.parent} holds no trace of rank {', '.join(missing)}, which was profiled: copy it there"
+            )
+
+    def _shift(self, base: int, met: int | None, path: Path) -> float:
+        """Microseconds to add to the times of a rank."""
+        first = self._base is None
+        if first:
+            self._base = base
+        if met is None and self._clock == "barrier":
+            raise UserError(f"{path} does not tell when the ranks met: leave --clock barrier out")
+        if met is not None:
+            self._met.append(met)
+        moved = self._met[0] - met if self._clock == "barrier" and met is not None else 0
+        return (base - cast(int, self._base) + moved) / 1e3
+
+    def _events_of(
+        self, rank: int, name: str, events: Iterable[dict[str, Any]], shift: float
+    ) -> Iterator[dict[str, Any]]:
+        for event in events:
+            moved = dict(event)
+            if "pid" in moved:
+                moved["pid"] = self._process(rank, moved["pid"])
+            if "ts" in moved:
+                moved["ts"] = moved["ts"] + shift
+            if moved.get("ph") in _ARROWS:
+                moved["id"] = self._arrows.setdefault((rank, moved["id"]), len(self._arrows) + 1)
+            if moved.get("ph") == "M":
+                self._describe(moved, name)
+            yield moved
+
+    def _process(self, rank: int, number: Any) -> int:
+        return self._processes.setdefault((rank, number), len(self._processes) + 1)
+
+    def _describe(self, event: dict[str, Any], name: str) -> None:
+        """What a process is called, and where it stands: by rank."""
+        if event["name"] == "process_name":
+            self._named.add(event["pid"])
+            # a GPU's process is called python, too, and labelled as what it is
+            event["args"] = {"name": name}
+        elif event["name"] == "process_sort_index":
+            event["args"] = {"sort_index": event["pid"]}

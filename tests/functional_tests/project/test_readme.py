@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The six lines (tune.py) of README.md and docs/index.md run as they stand, on two processes with a toy model."""
+
+import contextlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tests.pages import blocks
+from tests.unit_tests.project.tree import ROOT
+
+MODEL = "Qwen/Qwen3-0.6B"
+DATA = ROOT / "tutorials" / "data"
+
+
+def snippet(page):
+    (found,) = [block.text for block in blocks(ROOT / page) if block.title == "tune.py"]
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A working directory with a toy in the place of the model on the hub, and with conversations."""
+    toy = json.loads((ROOT / "examples/models/qwen/qwen3.json").read_text())
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**toy | {"vocab_size": 512}))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / MODEL)
+    AutoTokenizer.from_pretrained(DATA / "tokenizer").save_pretrained(tmp_path / MODEL)
+    shutil.copytree(DATA / "chats", tmp_path / "chats")
+    shutil.copy(tmp_path / "chats/validation.jsonl", tmp_path / "chats/test.jsonl")
+    return tmp_path
+
+
+def execute(source, folder):
+    """On every rank of a pool."""
+    with contextlib.chdir(folder):
+        names = {"__name__": "tune"}
+        exec(compile(source, "tune.py", "exec"), names)
+    return names["config"].model.tensor_model_parallel_size
+
+
+def measured(page):
+    """The table of what has been measured on which hardware."""
+    text = (ROOT / page).read_text()
+    return re.search(r"^\| what \| hardware .*?\n(?=\n|\Z)", text, flags=re.MULTILINE | re.DOTALL)[0]
+
+
+def test_both_pages_show_the_same():
+    assert snippet("README.md") == snippet("docs/index.md")
+    assert measured("README.md").replace("](docs/", "](") == measured("docs/index.md")
+
+
+def test_nobody_can_believe_that_it_ran_on_a_gpu():
+    rows = [row.split("|")[2:4] for row in measured("README.md").splitlines()[2:]]
+    assert [result.strip() for hardware, result in rows if "CPU" not in hardware] == ["not run yet"] * 4
+
+
+def test_six_lines(two_workers, folder):
+    assert two_workers.run(execute, snippet("README.md"), folder) == [2, 2]
+    before, after = (AutoModelForCausalLM.from_pretrained(folder / name) for name in (MODEL, "tuned"))
+    assert before.config.to_dict().keys() == after.config.to_dict().keys()
+    pairs = zip(before.parameters(), after.parameters(), strict=True)
+    # the gain of a norm, 1 in bf16, may round to itself after so few steps
+    assert not any(torch.equal(old, new) for old, new in pairs if old.dim() > 1)
+    assert Path(folder / "tuned/tokenizer.json").read_bytes() == (folder / MODEL / "tokenizer.json").read_bytes()
