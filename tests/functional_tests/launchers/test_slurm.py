@@ -156,7 +156,7 @@ REFUSED = {
     "--time 2-00 is more than partition toy allows, which is 1:00:00": ["--time", "2-00"],
     "--remote-job-dir /sys/jobs cannot be written": ["--remote-job-dir", "/sys/jobs"],
     "/etc is not in a git repository": ["--packager", "git", "--script", "/etc/hostname"],
-    "--script no.py is not there": ["--script", "no.py"],
+    "--script no.py does not exist": ["--script", "no.py"],
     "--nodes 0 is not possible": ["--nodes", "0"],
     "--env lower: the name must be capital letters": ["--env", "lower=1"],
     "--no-detach follows jobs through sacct, which says": ["--no-detach"],
