@@ -214,7 +214,7 @@ class Injector(Callback):
         self._acts = fault.target == f"rank {rank}" or (fault.target in ("all", "launcher") and rank == 0)
 
     def on_train_start(self, context: Any) -> None:
-        """Stand where the fault shall happen."""
+        """Wait at the place where the fault is to be injected."""
         self._last = context.progress.step + self._fault.after
         if self._fault.phase == "data":
             context.train_batches[0] = self._watched(context.train_batches[0])
@@ -233,7 +233,7 @@ class Injector(Callback):
             note(self._paths, "fault", **asdict(self._fault))
             time.sleep(0.3)
         if self._done and self._fault.detail == "SIGSTOP" and self._fault.target == "launcher":
-            time.sleep(1.0)  # or the run would reach its end before the launcher goes on
+            time.sleep(1.0)  # otherwise the run would end before the launcher continues
         if self._acts and self._fault.kind in ("slow", "nan") and context.progress.step >= self._last + 3:
             _send("SIGTERM", "launcher")  # the run went on; let the next fault come
 
@@ -285,7 +285,7 @@ class Injector(Callback):
 
 
 def _send(name: str, target: str) -> None:
-    """Send a signal; who has nobody left to notice that he was stopped goes on later, as after a suspension."""
+    """Send a signal. A stopped process that nobody is left to notice is continued later, as after a suspension."""
     launcher, own = int(os.environ["CHAOS_LAUNCHER"]), os.getpid()
     targets = {"launcher": [launcher], "all": _children(launcher)}.get(target, [own])
     targets.sort(key=lambda pid: pid == own)  # this process last
@@ -295,7 +295,7 @@ def _send(name: str, target: str) -> None:
 
 
 def _go_on_later(targets: list[int], launcher: int) -> None:
-    """In a process of its own: let ``targets`` go on after longer than a hang may last, then end the attempt."""
+    """In a separate process: continue ``targets`` after the hang limit, then end the attempt."""
     if os.fork() == 0:
         time.sleep(1.5 * HANG_SECONDS)
         _kill(targets, signal.SIGCONT)
@@ -519,7 +519,7 @@ def _check(paths: Paths, done: Attempt, newest: int, damaged: set[int]) -> int:
 
 
 def _damage(paths: Paths, how: str, draw: random.Random, newest: int, damaged: set[int]) -> int:
-    """Damage the newest checkpoint if there is an older one; the iteration that the run will go on from."""
+    """Damage the newest checkpoint if there is an older one; return the iteration that the run will resume from."""
     older = [number for number in layout.published_iterations(paths.run) if number < newest]
     if not older:
         return newest

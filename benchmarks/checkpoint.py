@@ -149,7 +149,7 @@ class InBackground:
     """Saves in the background, and what they cost the caller.
 
     Attributes:
-        stopped: Seconds until the caller could go on, for each save.
+        stopped: Seconds until each save returned to its caller.
         slowed: Seconds by which the next update took longer than one before the save.
     """
 

@@ -89,7 +89,7 @@ def main() -> None:
         base = Path(folder) / "base"
         found, run = candidates(base, args, args.precision == "bf16")
         times = measure({name: partial(candidate) for name, candidate in found.items()}, args)
-        print(f"\n{args.size}, {args.precision}, {args.micro_batch_size} x {args.seq_length} tokens a step\n")
+        print(f"\n{args.size}, {args.precision}, {args.micro_batch_size} x {args.seq_length} tokens per step\n")
         print(table(HEADERS, rows(times, args.micro_batch_size * args.seq_length, "peft + HF Trainer, LoRA")))
         print()
         print(table(["ms to write", "ms to read", "MB"], writing_and_reading(base, run, Path(folder))))

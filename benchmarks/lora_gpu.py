@@ -99,8 +99,8 @@ def batches(config: DatasetConfig, vocabulary: int, micro_batch_size: int) -> It
 def for_hugging_face(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same tokens as transformers takes them: positions that start again mark the samples of a row."""
     tokens = batch["tokens"]
-    learnt = torch.where(batch["loss_mask"] > 0, batch["labels"], -100)
-    labels = torch.cat((torch.full_like(learnt[:, :1], -100), learnt[:, :-1]), dim=1)  # it shifts them itself
+    targets = torch.where(batch["loss_mask"] > 0, batch["labels"], -100)
+    labels = torch.cat((torch.full_like(targets[:, :1], -100), targets[:, :-1]), dim=1)  # it shifts them itself
     return {"input_ids": tokens, "labels": labels, "position_ids": batch["position_ids"]}
 
 
@@ -194,7 +194,7 @@ def main() -> None:
         ours, operations = with_megatron(base, data, args)
         theirs = with_trainer(base, batches(data, vocabulary, args.micro_batch_size), args)
         times = measure({"peft + HF Trainer": theirs, "Megatron Bridge": ours}, args)
-    print(f"\n{args.shape}, {args.data}, bf16, {args.micro_batch_size} x {length} tokens a step\n")
+    print(f"\n{args.shape}, {args.data}, bf16, {args.micro_batch_size} x {length} tokens per step\n")
     print(
         table(
             ["", "ms/step", "tokens/s", "TFLOP/s"], list(rows(times, args.micro_batch_size * length, operations))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenising conversations and packing them: throughput, fill, start-up, and the stall of a step.
+"""Tokenizing conversations and packing them: throughput, fill, start-up, and the stall of a step.
 
 ``python -m benchmarks.packing --samples 2000`` compares, on the same made-up conversations and the same tokenizer,
 this project's preparation with ``datasets.map`` over ``apply_chat_template``, and best-fit decreasing with filling
@@ -144,7 +144,7 @@ def lengths_of(samples: int) -> np.ndarray:
 
 
 def samples_of(lengths: np.ndarray) -> Any:
-    """Samples of these lengths, the second half of each learnt."""
+    """Samples of these lengths; the second half of each is in the loss."""
     from megatron.bridge.data.records.samples import Sample, Samples
 
     return Samples.of(Sample(np.zeros(n + 1, np.int32), np.arange(n + 1) > n // 2) for n in lengths.tolist())
@@ -262,7 +262,7 @@ def loading(samples: int, seconds: float, steps: int) -> None:
             batch = next(batches)
             waits.append(time.perf_counter() - start)
             step(seconds)
-            del batch  # as a step lets go of it
+            del batch  # a step also frees it here
         print(
             f"  {name:16} first {waits[0] * 1e3:7.2f} ms, then {np.median(waits[1:]) * 1e3:.3f} ms, "
             f"99 of 100 below {np.quantile(waits[1:], 0.99) * 1e3:.3f} ms"

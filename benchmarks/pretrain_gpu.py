@@ -101,7 +101,7 @@ def without_swiglu(run: Any) -> None:
 
 
 def without_fused_adam(run: Any) -> None:
-    """The kernels for lists of tensors, which PyTorch takes by itself."""
+    """The foreach kernels that PyTorch uses by default."""
     from megatron.bridge.training.optim.optimizer import torch_optimizers
 
     for optimizer in torch_optimizers(run.optimizer):
@@ -308,7 +308,7 @@ def compare(
             found[name]["seconds"] += result["seconds"]
             found[name]["memory"] = max(found[name]["memory"], result["memory"])
             step = statistics.median(result["seconds"])
-            print(f"round {number + 1}, {name}: {step * 1e3:.1f} ms a step", file=sys.stderr, flush=True)
+            print(f"round {number + 1}, {name}: {step * 1e3:.1f} ms/step", file=sys.stderr, flush=True)
     return found
 
 
@@ -358,7 +358,7 @@ def main() -> None:
         return
     limits = in_process(args, "ceilings")
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "no GPU"
-    batch = f"{args.micro_batch_size} x {args.seq_length} tokens a step"
+    batch = f"{args.micro_batch_size} x {args.seq_length} tokens per step"
     print(f"\n{args.shape}, bf16, {batch}, {name}, torch {torch.__version__}\n")
     print(table(["ceiling", ""], [[key, f"{value:,.1f}"] for key, value in limits.items() if key != "operations"]))
     parts = [({name: (name, ()) for name in CANDIDATES}, TRAINER)]

@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="counted steps of a candidate in a round")
     args = parser.parse_args()
     for precision in args.precision:
-        print(f"\n{args.size}, {precision}, {args.micro_batch_size} x {args.seq_length} tokens a step\n")
+        print(f"\n{args.size}, {precision}, {args.micro_batch_size} x {args.seq_length} tokens per step\n")
         print(table(HEADERS, one_precision(args, precision)))
 
 
