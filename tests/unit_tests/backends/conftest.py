@@ -12,6 +12,7 @@ from tests.workers import leave
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
     """A gloo group of one, model parallel groups, and seeds."""
+    leave()  # an earlier test in this process may have left its own group
     store = tmp_path_factory.mktemp("rendezvous") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()

@@ -83,7 +83,7 @@ def test_parts_of_a_step_add_up_to_it(tmp_path):
     for row in rows(tmp_path)[1:]:
         whole, update = (row[f"{PREFIX}{name} rank 0"] for name in ("forward-backward", "optimizer"))
         parts = (row[f"{PREFIX}{name} rank 0"] for name in ("forward-compute", "backward-compute"))
-        assert 0.5 * row["step time"] < whole + update < row["step time"]
+        assert min(whole, update) > 0 and whole + update < row["step time"]
         assert 0.5 * whole < sum(parts) < whole
 
 
