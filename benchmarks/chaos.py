@@ -519,7 +519,7 @@ def _check(paths: Paths, done: Attempt, newest: int, damaged: set[int]) -> int:
 
 
 def _damage(paths: Paths, how: str, draw: random.Random, newest: int, damaged: set[int]) -> int:
-    """Damage the newest checkpoint if there is an older one; return the iteration that the run will resume from."""
+    """Damage the newest checkpoint if there is an older one; return the iteration to resume from."""
     older = [number for number in layout.published_iterations(paths.run) if number < newest]
     if not older:
         return newest

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""Torch's reader of checkpoint files, taught to read large tensors right into the memory where they are wanted.
+"""Torch's reader of checkpoint files, which also reads large tensors in place and refuses to run code.
 
 Torch reads what a file holds of a tensor into fresh memory, all of it, and copies from there what is wanted. Fresh
 memory costs more than the reading on a virtual machine, and a rank that wants a part of what another layout wrote
 reads the rest for nothing.
 """
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import torch as strategy
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
+
+from megatron.bridge.utils import unpickling
 
 # Bytes of a tensor in its file. For a smaller one, finding its place takes longer than copying it.
 LARGE = 8 << 20
@@ -28,10 +33,34 @@ class InplaceReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all that ``plan`` names into what ``planner`` answers with."""
-        for item in filter(self._is_large, plan.items):
-            self._read_large(item, planner)
-        others = [item for item in plan.items if not self._is_large(item)]
+        others: list[ReadItem] = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                self._read_object(item, planner)
+            elif self._is_large(item):
+                self._read_large(item, planner)
+            else:
+                others.append(item)
         return super().read_data(replace(plan, items=others), planner)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As torch's own reader, but the file cannot run code."""
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as stream:
+            metadata = unpickling.read_metadata(cast(Any, stream), str(path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def _read_object(self, item: ReadItem, planner: LoadPlanner) -> None:
+        """Give the planner the bytes of an object, which it unpickles without checks: check them first."""
+        place = self.storage_data[item.storage_index]
+        path = self.fs.concat_path(self.path, place.relative_path)
+        with self.fs.create_stream(path, "rb") as stream:
+            part = self._slice_file(cast(Any, stream), place)
+            content = self.transforms.transform_load_stream(item, place.transform_descriptors or (), part).read(-1)
+        unpickling.read_torch(io.BytesIO(content), f"{path} ({item.storage_index.fqn})", map_location="cpu")
+        planner.load_bytes(item, io.BytesIO(content))
 
     def _is_large(self, item: ReadItem) -> bool:
         place = self.storage_data[item.storage_index]
@@ -90,4 +119,4 @@ def _open(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> InplaceReade
 
 
 # Megatron-Core takes no reader as an argument; several threads may read at once, so it is never set back.
-strategy._get_filesystem_reader = _open
+strategy._get_filesystem_reader = serialization._get_filesystem_reader = _open

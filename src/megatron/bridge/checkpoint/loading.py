@@ -2,7 +2,6 @@
 """Load a sharded state dict in Megatron-Core's ``torch_dist`` format; what is damaged or foreign is refused."""
 
 import json
-import pickle
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from megatron.bridge.checkpoint import (
 )
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, root_cause
 from megatron.bridge.checkpoint.manifest import DamagedError
-from megatron.bridge.utils import distributed
+from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.errors import UserError
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -185,9 +184,11 @@ def _check_format(directory: Path) -> None:
 def _read_metadata(directory: Path) -> Metadata:
     try:
         with (directory / ".metadata").open("rb") as stream:
-            metadata = pickle.load(stream)
+            metadata = unpickling.read_metadata(stream, f"{directory}/.metadata")
     except FileNotFoundError:
         raise DamagedError.of(directory, ".metadata is missing") from None
+    except UserError:
+        raise
     except Exception as error:  # a damaged pickle raises nearly anything
         raise DamagedError.of(directory, f".metadata cannot be read ({_reason(error)})") from error
     if not isinstance(metadata, Metadata) or not metadata.storage_data:

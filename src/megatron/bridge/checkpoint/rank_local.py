@@ -21,7 +21,7 @@ from megatron.bridge.checkpoint import manifest, paths
 from megatron.bridge.checkpoint.hashing_writer import without_zip_checksums
 from megatron.bridge.checkpoint.host_buffers import HostBuffer, with_own_storage
 from megatron.bridge.checkpoint.manifest import DamagedError, VerifyMode
-from megatron.bridge.utils import atomic
+from megatron.bridge.utils import atomic, unpickling
 from megatron.bridge.utils.errors import UserError
 
 STATE = "state.pt"
@@ -141,7 +141,8 @@ class DiskStore(RankLocalStore):
 
     @override
     def load(self, iteration: int) -> dict[str, Any]:
-        return torch.load(self.place(iteration) / STATE, map_location="cpu", weights_only=False, mmap=True)
+        file = self.place(iteration) / STATE
+        return unpickling.read_torch(file, str(file), map_location="cpu", mmap=True)
 
     @override
     def keep_only(self, iteration: int | None) -> None:

@@ -5,7 +5,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli.support.model_options import add_trust_remote_code
+from megatron.bridge.cli.support.model_options import add_trust_checkpoint, add_trust_remote_code
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--hf-model", required=action is unmerge, help=model)
         command.add_argument("--hf-path", type=Path, required=True, help="directory to create")
         add_trust_remote_code(command)
+        add_trust_checkpoint(command)
         command.set_defaults(action=action)
 
 

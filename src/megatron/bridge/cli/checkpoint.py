@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.checkpoint import lock, manifest, paths
+from megatron.bridge.cli.support.model_options import add_trust_checkpoint
 from megatron.bridge.cli.support.text_format import folder_size, many, say, shape, size
 from megatron.bridge.utils.errors import UserError
 
@@ -47,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("path", type=Path, help=where)
     add.add_argument("target", type=Path, help="folder to write to")
     add.add_argument("--run-config", type=Path, metavar="FILE", help="run_config.yaml to store with the weights")
+    for name in ("inspect", "diff", "convert"):
+        add_trust_checkpoint(commands.choices[name])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options.add_model_arguments(parser)
+    model_options.add_trust_checkpoint(parser)
     parser.add_argument(
         "--megatron-path", type=Path, required=True, help="checkpoint directory, or one iteration in it"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.cli.support.model_options import add_trust_checkpoint
 
 DESCRIPTION = (
     "Show parameters, dtypes, files, parallel layout and iteration of a checkpoint in either format. "
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="DIR", help="Hugging Face model, or Megatron checkpoint")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust_checkpoint(parser)
 
 
 @dataclass(frozen=True)

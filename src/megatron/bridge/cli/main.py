@@ -62,7 +62,12 @@ def _run(arguments: list[str]) -> int:
     if module is None:
         parser.print_help()
         return 2
-    return module.run(args)
+    if not getattr(args, "trust_checkpoint", False):
+        return module.run(args)
+    from megatron.bridge.utils import unpickling  # imports torch
+
+    with unpickling.trusting(True):
+        return module.run(args)
 
 
 def _load(name: str) -> ModuleType:

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
     model_options.add_parallel_arguments(parser)
+    model_options.add_trust_checkpoint(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ from megatron.bridge.training.optim.scheduler import build_scheduler
 from megatron.bridge.training.resiliency import fault_tolerance
 from megatron.bridge.training.state import Run
 from megatron.bridge.training.step.forward_step import bind_state, returns_schedule_plan, takes_state
-from megatron.bridge.utils import distributed
+from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
@@ -103,6 +103,7 @@ def setup(config: AnyConfig, forward_step: Callable[..., Any], callbacks: Callba
         print_rank_0(f"note: {note}")
     monitor = fault_tolerance.connect(config)
     initialize(config)
+    unpickling.trust_checkpoints(config.checkpoint.trust_checkpoint)
     start = find_starting_point(config)  # refuses a damaged checkpoint before the model is built
     model = build_model(config)
     optimizer = build_optimizer(config.optimizer, model)

@@ -35,6 +35,14 @@ def add_trust_remote_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_trust_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="unpickle all classes in the checkpoint, which can run code",
+    )
+
+
 def parallel_sizes(args: argparse.Namespace) -> dict[str, Any]:
     """The parallel sizes by the names of the provider's fields.
 

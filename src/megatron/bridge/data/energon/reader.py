@@ -17,6 +17,7 @@ from megatron.bridge.data.records.formats import expect
 from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.records.sources import LocatedRecord
 from megatron.bridge.data.tokenizer import Tokenizer
+from megatron.bridge.utils import unpickling
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -110,7 +111,9 @@ class EnergonReader:
 
     def restore(self, state: bytes) -> None:
         assert self._rows is None, "restore before reading"
-        self._loader.restore_state_rank(pickle.loads(state))
+        self._loader.restore_state_rank(
+            unpickling.read_states(state, "the position in Energon's data", "megatron.energon")
+        )
 
 
 def _close_epoch(loader: Any) -> None:

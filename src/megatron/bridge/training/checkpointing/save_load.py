@@ -34,7 +34,7 @@ from megatron.bridge.training.optim.optimizer import (
 from megatron.bridge.training.optim.optimizer_state import PREFIX, sharded_optimizer_state
 from megatron.bridge.training.optim.param_gather import gathered_params
 from megatron.bridge.training.state import Run
-from megatron.bridge.utils import distributed
+from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
@@ -157,9 +157,18 @@ def run_state(run: Run) -> dict[str, Any]:
         "random": config.save_rng,
         "base": chunk_info(run.model[0]).base,
     }
-    own = {"callbacks": run.callbacks.state_dict(), "random": random_states() if config.save_rng else None}
+    own = {"callbacks": _callback_states(run), "random": random_states() if config.save_rng else None}
     state[RANK] = ShardedObject(RANK, own, (distributed.world_size(),), (distributed.rank(),))
     return state
+
+
+def _callback_states(run: Run) -> dict[str, Any]:
+    """The states of the callbacks; one that a resumed run would refuse to read is refused now."""
+    states = run.callbacks.state_dict()
+    if not run.config.checkpoint.trust_checkpoint:
+        for name, state in states.items():
+            unpickling.check_readable(state, f"the state of callback {name}")
+    return states
 
 
 @dataclass(frozen=True)

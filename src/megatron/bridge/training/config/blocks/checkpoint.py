@@ -41,6 +41,10 @@ class CheckpointConfig:
     """How to compare a checkpoint with its manifest before loading it: ``full`` reads every file, ``fast``
     compares file sizes and reads only small files.
     """
+    trust_checkpoint: bool = False
+    """Unpickle objects of any class from checkpoints, which can run code. Otherwise only tensors, plain values and
+    Megatron-Core's own classes are read, and all others are refused by name.
+    """
     when_damaged: Literal["use_previous", "refuse"] = "use_previous"
     """If the newest checkpoint in ``save`` is damaged: resume from the one before it, or refuse to start."""
     non_persistent_save_interval: int | None = None

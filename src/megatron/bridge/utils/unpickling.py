@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the pickles of a checkpoint without running what they name.
+
+A pickle names functions, which are called while it is read. Here it may name only what checkpoints consist of:
+torch's metadata, tensors, and plain values. An unpickler with a fixed list reads ``.metadata``, and torch's
+weights-only unpickler reads everything that ``torch.save`` wrote. Anything else is refused by name, unless the
+user trusts the checkpoint.
+"""
+
+import dataclasses
+import io
+import pickle
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast, override
+
+import numpy
+import torch
+from torch.distributed.checkpoint import Metadata
+
+from megatron.bridge.utils.errors import UserError
+
+_DCP = "torch.distributed.checkpoint"
+METADATA_NAMES = {
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    *(
+        (f"{_DCP}.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+"""(module, name) of everything that ``.metadata`` may name, besides torch's dtypes."""
+
+STATE_NAMES = {
+    ("_codecs", "encode"),
+    ("collections", "OrderedDict"),
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # Megatron-Core puts it in place of torch's own
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+}
+"""(module, name) of what pickled tensors and arrays consist of."""
+
+# What numpy's arrays and random states name, besides what Megatron-Core declares as safe.
+torch.serialization.add_safe_globals(
+    [
+        cast(Any, numpy)._core.multiarray.scalar,
+        *(type(numpy.dtype(code)) for code in numpy.typecodes["All"] if code != "O"),
+    ]
+)
+
+_trusted = False
+
+
+class UntrustedPickleError(UserError):
+    """A pickle names something that is not read from a checkpoint."""
+
+    def __init__(self, source: str, name: str) -> None:
+        super().__init__(
+            f"{source} contains {name}, which can run code when it is read: if you trust the author, set "
+            "checkpoint.trust_checkpoint=true for a run, or give a command --trust-checkpoint"
+        )
+
+
+def trust_checkpoints(trust: bool = True) -> None:
+    """Read the checkpoints of this process like any pickle: they can run code."""
+    global _trusted  # noqa: PLW0603 - Megatron-Core reads in threads, where a context variable would be unset
+    _trusted = trust
+
+
+@contextmanager
+def trusting(trust: bool) -> Iterator[None]:
+    """Trust checkpoints, or not, inside the block."""
+    before = _trusted
+    trust_checkpoints(trust or before)
+    try:
+        yield
+    finally:
+        trust_checkpoints(before)
+
+
+def read_metadata(stream: IO[bytes], source: str) -> Metadata:
+    """The content of a ``.metadata`` file; ``source`` names it in messages.
+
+    Raises:
+        UntrustedPickleError: it names anything that is not in ``METADATA_NAMES``.
+    """
+    return _load(stream, source, METADATA_NAMES)
+
+
+def read_states(data: bytes, source: str, package: str) -> Any:
+    """What ``pickle.dumps`` made of plain values and of dataclasses, named tuples and dictionaries of ``package``.
+
+    Raises:
+        UntrustedPickleError: it names anything else.
+    """
+    return _load(io.BytesIO(data), source, STATE_NAMES, f"{package}.")
+
+
+def read_torch(file: Path | io.BytesIO, source: str, **options: Any) -> Any:
+    """What ``torch.save`` wrote; ``options`` are those of ``torch.load``.
+
+    Raises:
+        UntrustedPickleError: it names anything but tensors, plain values and what Megatron-Core declares as safe.
+    """
+    if _trusted:
+        return torch.load(file, weights_only=False, **options)
+    try:
+        return torch.load(file, weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        if names := _unsafe_names(file):
+            raise UntrustedPickleError(source, names[0]) from error
+        raise
+
+
+def check_readable(value: object, source: str) -> None:
+    """Raise what reading ``value`` from a checkpoint would raise.
+
+    Raises:
+        UntrustedPickleError: it contains anything that ``read_torch`` refuses.
+    """
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    read_torch(stream, source)
+
+
+def _unsafe_names(file: Path | io.BytesIO) -> list[str]:
+    data = file.read_bytes() if isinstance(file, Path) else file.getvalue()
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        return []
+    return torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, io.BytesIO(data)))
+
+
+def _load(stream: IO[bytes], source: str, names: set[tuple[str, str]], prefix: str | None = None) -> Any:
+    return pickle.load(stream) if _trusted else _Unpickler(stream, source, names, prefix).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: IO[bytes], source: str, names: set[tuple[str, str]], prefix: str | None) -> None:
+        super().__init__(stream)
+        self._source, self._names, self._prefix = source, names, prefix
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._names or _is_dtype(module, name) or self._is_state(module, name):
+            return super().find_class(module, name)
+        raise UntrustedPickleError(self._source, f"{module}.{name}")
+
+    def _is_state(self, module: str, name: str) -> bool:
+        """Whether it is a class without code of its own; a dotted name could lead out of the module."""
+        if self._prefix is None or not module.startswith(self._prefix) or "." in name:
+            return False
+        found = super().find_class(module, name)
+        return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, (dict, tuple)))
+
+
+def _is_dtype(module: str, name: str) -> bool:
+    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
