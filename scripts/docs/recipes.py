@@ -32,7 +32,7 @@ def gigabytes(recipe: "Recipe") -> int:
 def write_memory(recipe: "Recipe") -> None:
     """Put the memory into the docstring of ``recipe``."""
     path = ROOT / "src" / f"{recipe.module.replace('.', '/')}.py"
-    docstring = re.compile(rf'(def {recipe.name}\(.*?"""[^\n]*: )\d+( GB)', re.DOTALL)
+    docstring = re.compile(rf'(^(?:def )?{recipe.name}\b.*?"""[^\n]*: )\d+( GB)', re.DOTALL | re.MULTILINE)
     path.write_text(docstring.sub(rf"\g<1>{gigabytes(recipe)}\g<2>", path.read_text(), count=1))
 
 

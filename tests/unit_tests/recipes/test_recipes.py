@@ -8,6 +8,7 @@ import importlib
 import inspect
 import operator
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -154,8 +155,9 @@ class TestEveryRecipe:
         family = importlib.import_module(recipe.module.rpartition(".")[0])
         function = getattr(family, recipe.name)
         assert getattr(recipes, recipe.name) is function is recipe.function()
-        assert function.__name__ == recipe.name
-        assert len(inspect.getsource(function.__code__).splitlines()) <= 15
+        assert (function.__name__, pickle.loads(pickle.dumps(function))) == (recipe.name, function)
+        assert inspect.getdoc(function).startswith(f"{recipe.what}, {recipe.gpus} x {recipe.gpu_kind}: ")
+        assert "options" in inspect.signature(function).parameters
 
     def test_configs_share_nothing(self, recipe):
         first, second = recipe.build(), recipe.build()
@@ -295,6 +297,8 @@ def test_listing_imports_no_torch():
         ("recipes.llama", "llama3_8b_finetune_config(dataset_root='x', peft=None)", True),
         ("recipes.builders", "pretrain(LLAMA3_8B, {}, tensor_model_parallel=2)", False),
         ("recipes.builders", "pretrain(LLAMA3_8B, {}, {'lr': 3e-4}, tensor_model_parallel_size=2)", True),
+        ("recipes.builders", "pretrain_recipe(LLAMA3_8B, {'lr': 3e-4}, tensor_model_parallel=2)", False),
+        ("recipes.builders", "pretrain_recipe(LLAMA3_8B, {'lr': 3e-4}, tensor_model_parallel_size=2)", True),
     ],
 )
 def test_pyright_knows_the_options(module, call, accepted, tmp_path):

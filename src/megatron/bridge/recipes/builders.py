@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The builders behind all recipes: ``pretrain``, ``distill`` and ``sft`` turn a size and options into a config.
+"""The builders behind all recipes.
 
-The caller's options win over the values that the recipe recommends, and these win over the defaults in this file.
+``pretrain``, ``distill`` and ``sft`` turn a size and options into a config. ``pretrain_recipe``,
+``distill_recipe`` and ``finetune_recipe`` make recipes of them. The caller's options win over the values that the
+recipe recommends, and these win over the defaults in this file.
 """
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 
@@ -157,6 +159,49 @@ def sft(
     if chosen["peft"] is not None:
         config.peft = default_peft_config(chosen["peft"], config.model)
     return config
+
+
+class PretrainRecipe(Protocol):
+    """A recipe for training from random weights."""
+
+    def __call__(self, **options: Unpack[PretrainOptions]) -> ConfigContainer: ...
+
+
+class FinetuneRecipe(Protocol):
+    """A recipe for fine-tuning."""
+
+    def __call__(self, **options: Unpack[FinetuneOptions]) -> ConfigContainer: ...
+
+
+def pretrain_recipe(
+    size: Size, *shared: LayoutOptions | PretrainOptions, **recommended: Unpack[PretrainOptions]
+) -> PretrainRecipe:
+    """The function that passes its options, and these arguments, to ``pretrain``."""
+
+    def recipe(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+        return pretrain(size, options, *shared, **recommended)
+
+    return recipe
+
+
+def distill_recipe(size: Size, teacher: Size, **recommended: Unpack[PretrainOptions]) -> PretrainRecipe:
+    """The function that passes its options, and these arguments, to ``distill``."""
+
+    def recipe(**options: Unpack[PretrainOptions]) -> ConfigContainer:
+        return distill(size, teacher, options, **recommended)
+
+    return recipe
+
+
+def finetune_recipe(
+    size: Size, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
+) -> FinetuneRecipe:
+    """The function that passes its options, and these arguments, to ``sft``."""
+
+    def recipe(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+        return sft(size, options, *shared, **recommended)
+
+    return recipe
 
 
 def _chosen(kind: Any, *layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """All recipes by name, read from their source: listing them imports no torch.
 
-A recipe is a public function of a module ``recipes/<family>/<module>.py`` with ``_config`` in its name. The first
-line of its docstring reads ``what it trains, N x GPU: M GB each, layout.``; ``make recipes`` writes M.
+A recipe is a public name with ``_config`` in a module ``recipes/<family>/<module>.py``: a function, or an
+assignment with a docstring below it. The first line of the docstring reads
+``what it trains, N x GPU: M GB each, layout.``; ``make recipes`` writes M.
 """
 
 import ast
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,6 +47,8 @@ class Recipe:
     """GB (10^9 bytes) that the fullest GPU uses, rounded up, as ``autotune.memory`` counts."""
     layout: str
     """Model-parallel sizes, such as ``TP8 PP2``, or ``no model parallelism``."""
+    docstring: str
+    """All of its docstring."""
 
     @property
     def mode(self) -> Mode:
@@ -70,6 +74,19 @@ def catalog() -> dict[str, Recipe]:
     root = Path(__file__).parent
     found = [recipe for path in sorted(root.glob("*/*.py")) for recipe in _recipes_of(path, root)]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
+
+
+def name_functions(package: str) -> None:
+    """Give the recipes of a family the names and docstrings in their source, so that they pickle and have a help.
+
+    Args:
+        package: The package of the family, imported.
+    """
+    for recipe in catalog().values():
+        if recipe.module.startswith(f"{package}."):
+            function = recipe.function()
+            function.__module__, function.__doc__ = recipe.module, recipe.docstring
+            function.__name__ = function.__qualname__ = recipe.name
 
 
 def find(name: str) -> Recipe:
@@ -102,12 +119,22 @@ def _searchable(recipe: Recipe) -> str:
 
 def _recipes_of(path: Path, root: Path) -> list[Recipe]:
     module = f"{__package__}.{path.relative_to(root).with_suffix('').as_posix().replace('/', '.')}"
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return [
-        _parse(node.name, module, ast.get_docstring(node) or "")
-        for node in functions
-        if "_config" in node.name and not node.name.startswith("_")
-    ]
+    found = _documented(ast.parse(path.read_text()).body)
+    return [_parse(name, module, text) for name, text in found if "_config" in name and not name.startswith("_")]
+
+
+def _documented(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """The names that a module defines, each with its docstring."""
+    for node, below in pairwise([*body, ast.Pass()]):
+        match node, below:
+            case ast.FunctionDef(name=name), _:
+                yield name, ast.get_docstring(node) or ""
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, text.strip()
+            case ast.Assign(targets=[ast.Name(id=name)]), _:
+                yield name, ""
+            case _:
+                pass
 
 
 def _parse(name: str, module: str, docstring: str) -> Recipe:
@@ -115,4 +142,4 @@ def _parse(name: str, module: str, docstring: str) -> Recipe:
     form = "what it trains, N x GPU: M GB each, layout."
     assert match, f"{module}.{name}: the docstring must begin with '{form}'"
     count, memory = int(match["count"]), int(match["memory"])
-    return Recipe(name, module, match["what"], count, match["kind"], memory, match["layout"])
+    return Recipe(name, module, match["what"], count, match["kind"], memory, match["layout"], docstring)

@@ -32,23 +32,24 @@ def recommended(recipe: Recipe, option: str) -> Value:
 def _recommended_by(recipe: Recipe) -> dict[str, Value]:
     """All literals; later ones win, as in the builders."""
     root = Path(__file__).parents[2]  # of the package ``megatron``
-    own, functions = _parse(root.joinpath(*recipe.module.split(".")[1:]).with_suffix(".py"))
+    own, recipes = _parse(root.joinpath(*recipe.module.split(".")[1:]).with_suffix(".py"))
     builders, options = (_parse(Path(__file__).with_name(name))[0] for name in ("builders.py", "options.py"))
-    tables, node = {**options, **own}, functions[recipe.name]
+    tables, node = {**options, **own}, recipes[recipe.name]
     found = {**builders[_DEFAULTS[recipe.mode]]}
-    for argument, default in zip(reversed(node.args.args), reversed(node.args.defaults), strict=False):
-        found |= _literals({_PARAMETERS.get(argument.arg, argument.arg): default})
-    call = node.body[-1]
-    assert isinstance(call, ast.Return)
-    assert isinstance(call.value, ast.Call)
-    for shared in call.value.args:
+    if isinstance(node, ast.FunctionDef):
+        for argument, default in zip(reversed(node.args.args), reversed(node.args.defaults), strict=False):
+            found |= _literals({_PARAMETERS.get(argument.arg, argument.arg): default})
+        node = node.body[-1]
+    assert isinstance(node, ast.Assign | ast.Return)
+    assert isinstance(node.value, ast.Call)
+    for shared in node.value.args:
         found |= tables.get(shared.id, {}) if isinstance(shared, ast.Name) else {}
-    return found | _literals({keyword.arg: keyword.value for keyword in call.value.keywords})
+    return found | _literals({keyword.arg: keyword.value for keyword in node.value.keywords})
 
 
 @cache
-def _parse(path: Path) -> tuple[Tables, dict[str, ast.FunctionDef]]:
-    """The tables of options and the functions of a module."""
+def _parse(path: Path) -> tuple[Tables, dict[str, ast.stmt]]:
+    """The tables of options of a module, and the statements that define its recipes."""
     body = ast.parse(path.read_text()).body
     tables: Tables = {}
     for node in body:
@@ -58,7 +59,9 @@ def _parse(path: Path) -> tuple[Tables, dict[str, ast.FunctionDef]]:
             and isinstance(node.value, ast.Dict)
         ):
             tables[node.target.id] = _table(node.value, tables)
-    return tables, {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    assigned = {ast.unparse(node.targets[0]): node for node in body if isinstance(node, ast.Assign)}
+    return tables, {**functions, **assigned}
 
 
 def _table(node: ast.Dict, tables: Tables) -> dict[str, Value]:

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V2. Learning rates, and the batch size of V2-Lite, are from "DeepSeek-V2" (2024)."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import PretrainOptions, layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
-from megatron.bridge.training.config import ConfigContainer
 
 DEEPSEEK_V2_GENERATION = Generation(
     {
@@ -64,22 +61,14 @@ DEEPSEEK_V2 = DEEPSEEK_V2_GENERATION.size(
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4608}
 _LAYOUT = layout(tp=8, pp=4, vp=5, ep=16, etp=1)
 
+deepseek_v2_lite_pretrain_config = pretrain_recipe(
+    DEEPSEEK_V2_LITE, _PRETRAIN, layout(ep=8), lr=4.2e-4, min_lr=4.2e-5
+)
+"""DeepSeek-V2-Lite 16B pretraining, 8 x H100 80GB: 63 GB each, EP8."""
+deepseek_v2_pretrain_config = pretrain_recipe(DEEPSEEK_V2, _PRETRAIN, _LAYOUT, lr=2.4e-4, min_lr=2.4e-5)
+"""DeepSeek-V2 236B pretraining, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""
 
-def deepseek_v2_lite_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V2-Lite 16B pretraining, 8 x H100 80GB: 63 GB each, EP8."""
-    return pretrain(DEEPSEEK_V2_LITE, options, _PRETRAIN, layout(ep=8), lr=4.2e-4, min_lr=4.2e-5)
-
-
-def deepseek_v2_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V2 236B pretraining, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""
-    return pretrain(DEEPSEEK_V2, options, _PRETRAIN, _LAYOUT, lr=2.4e-4, min_lr=2.4e-5)
-
-
-def deepseek_v2_lite_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """DeepSeek-V2-Lite 16B full fine-tuning, 8 x H100 80GB: 63 GB each, EP8."""
-    return sft(DEEPSEEK_V2_LITE, options, layout(ep=8))
-
-
-def deepseek_v2_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """DeepSeek-V2 236B full fine-tuning, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""
-    return sft(DEEPSEEK_V2, options, _LAYOUT)
+deepseek_v2_lite_finetune_config = finetune_recipe(DEEPSEEK_V2_LITE, layout(ep=8))
+"""DeepSeek-V2-Lite 16B full fine-tuning, 8 x H100 80GB: 63 GB each, EP8."""
+deepseek_v2_finetune_config = finetune_recipe(DEEPSEEK_V2, _LAYOUT)
+"""DeepSeek-V2 236B full fine-tuning, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""

@@ -5,19 +5,9 @@ There are 32 interleaved stages for 61 layers: the first has one layer and the e
 and the layer for multi-token prediction, the stage before it has one layer, and all others have two.
 """
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import (
-    FP8_BLOCKWISE,
-    MXFP8,
-    FinetuneOptions,
-    LayoutOptions,
-    PretrainOptions,
-    layout,
-)
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import FP8_BLOCKWISE, MXFP8, LayoutOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
-from megatron.bridge.training.config import ConfigContainer
 
 DEEPSEEK_V3_GENERATION = Generation(
     {
@@ -67,35 +57,24 @@ _STAGES: LayoutOptions = {"pipeline_layout": "Et|(tt|)*29t|tmL"}
 _RECOMPUTE: LayoutOptions = {"recompute": ["mla_up_proj", "layernorm", "moe_act"]}
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4096, "lr": 2.2e-4, "min_lr": 2.2e-5}
 
+deepseek_v3_pretrain_config = pretrain_recipe(
+    DEEPSEEK_V3, _STAGES, _RECOMPUTE, _PRETRAIN, layout(tp=4, pp=16, vp=2, ep=16, etp=1)
+)
+"""DeepSeek-V3 671B pretraining, 1024 x H100 80GB: 69 GB each, TP4 PP16 EP16."""
+deepseek_v3_pretrain_config_32nodes = pretrain_recipe(
+    DEEPSEEK_V3, _STAGES, _RECOMPUTE, _PRETRAIN, layout(tp=8, pp=8, vp=4, ep=32, etp=1)
+)
+"""DeepSeek-V3 671B pretraining on 32 nodes, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32."""
+deepseek_v3_fp8_blockwise_pretrain_config = pretrain_recipe(
+    DEEPSEEK_V3, _STAGES, _RECOMPUTE, _PRETRAIN, FP8_BLOCKWISE, layout(tp=4, pp=16, vp=2, ep=32, etp=1)
+)
+"""DeepSeek-V3 671B pretraining in blockwise FP8, 1024 x H100 80GB: 64 GB each, TP4 PP16 EP32."""
+deepseek_v3_mxfp8_pretrain_config = pretrain_recipe(
+    DEEPSEEK_V3, _STAGES, _PRETRAIN, MXFP8, layout(tp=4, pp=16, vp=2, ep=8, etp=1)
+)
+"""DeepSeek-V3 671B pretraining in MXFP8, 256 x B200 180GB: 130 GB each, TP4 PP16 EP8."""
 
-def deepseek_v3_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B pretraining, 1024 x H100 80GB: 69 GB each, TP4 PP16 EP16."""
-    return pretrain(DEEPSEEK_V3, options, _STAGES, _RECOMPUTE, _PRETRAIN, layout(tp=4, pp=16, vp=2, ep=16, etp=1))
-
-
-def deepseek_v3_pretrain_config_32nodes(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B pretraining on 32 nodes, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32."""
-    return pretrain(DEEPSEEK_V3, options, _STAGES, _RECOMPUTE, _PRETRAIN, layout(tp=8, pp=8, vp=4, ep=32, etp=1))
-
-
-def deepseek_v3_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B pretraining in blockwise FP8, 1024 x H100 80GB: 64 GB each, TP4 PP16 EP32."""
-    return pretrain(
-        DEEPSEEK_V3,
-        options,
-        _STAGES,
-        _RECOMPUTE,
-        _PRETRAIN,
-        FP8_BLOCKWISE,
-        layout(tp=4, pp=16, vp=2, ep=32, etp=1),
-    )
-
-
-def deepseek_v3_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B pretraining in MXFP8, 256 x B200 180GB: 130 GB each, TP4 PP16 EP8."""
-    return pretrain(DEEPSEEK_V3, options, _STAGES, _PRETRAIN, MXFP8, layout(tp=4, pp=16, vp=2, ep=8, etp=1))
-
-
-def deepseek_v3_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """DeepSeek-V3 671B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32."""
-    return sft(DEEPSEEK_V3, options, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1))
+deepseek_v3_finetune_config = finetune_recipe(
+    DEEPSEEK_V3, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1)
+)
+"""DeepSeek-V3 671B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32."""

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma. Learning rates are our own: none are published."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 GEMMA = Generation(
     {
@@ -28,22 +25,12 @@ GEMMA = Generation(
 GEMMA_2B = GEMMA.size("google/gemma-2b", 2048, 16384, 18, 8, 1)
 GEMMA_7B = GEMMA.size("google/gemma-7b", 3072, 24576, 28, 16, 16)
 
+gemma_2b_pretrain_config = pretrain_recipe(GEMMA_2B, seq_length=8192, lr=3e-4)
+"""Gemma 2B pretraining, 8 x H100 80GB: 67 GB each, no model parallelism."""
+gemma_7b_pretrain_config = pretrain_recipe(GEMMA_7B, layout(tp=4), seq_length=8192, lr=3e-4)
+"""Gemma 7B pretraining, 16 x H100 80GB: 44 GB each, TP4."""
 
-def gemma_2b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 2B pretraining, 8 x H100 80GB: 67 GB each, no model parallelism."""
-    return pretrain(GEMMA_2B, options, seq_length=8192, lr=3e-4)
-
-
-def gemma_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 7B pretraining, 16 x H100 80GB: 44 GB each, TP4."""
-    return pretrain(GEMMA_7B, options, layout(tp=4), seq_length=8192, lr=3e-4)
-
-
-def gemma_2b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 2B full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
-    return sft(GEMMA_2B, options, lr=1e-5)
-
-
-def gemma_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 7B full fine-tuning, 8 x H100 80GB: 63 GB each, TP2."""
-    return sft(GEMMA_7B, options, layout(tp=2))
+gemma_2b_finetune_config = finetune_recipe(GEMMA_2B, lr=1e-5)
+"""Gemma 2B full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
+gemma_7b_finetune_config = finetune_recipe(GEMMA_7B, layout(tp=2))
+"""Gemma 7B full fine-tuning, 8 x H100 80GB: 63 GB each, TP2."""

@@ -4,12 +4,9 @@
 The config of those text models is ``text_config`` of the published one.
 """
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 GEMMA3 = Generation(
     {
@@ -44,42 +41,20 @@ GEMMA3_4B = GEMMA3.size("google/gemma-3-4b-pt", 2560, 10240, 34, 8, 4)
 GEMMA3_12B = GEMMA3.size("google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8)
 GEMMA3_27B = GEMMA3.size("google/gemma-3-27b-pt", 5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168)
 
+gemma3_1b_pretrain_config = pretrain_recipe(GEMMA3_1B, seq_length=8192, lr=5e-4)
+"""Gemma 3 1B pretraining, 8 x H100 80GB: 48 GB each, no model parallelism."""
+gemma3_4b_pretrain_config = pretrain_recipe(GEMMA3_4B, layout(tp=2), seq_length=8192, lr=3e-4)
+"""Gemma 3 4B (text) pretraining, 8 x H100 80GB: 52 GB each, TP2."""
+gemma3_12b_pretrain_config = pretrain_recipe(GEMMA3_12B, layout(tp=4), seq_length=8192, lr=3e-4)
+"""Gemma 3 12B (text) pretraining, 16 x H100 80GB: 59 GB each, TP4."""
+gemma3_27b_pretrain_config = pretrain_recipe(GEMMA3_27B, layout(tp=8), seq_length=8192, lr=2e-4)
+"""Gemma 3 27B (text) pretraining, 32 x H100 80GB: 57 GB each, TP8."""
 
-def gemma3_1b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 3 1B pretraining, 8 x H100 80GB: 48 GB each, no model parallelism."""
-    return pretrain(GEMMA3_1B, options, seq_length=8192, lr=5e-4)
-
-
-def gemma3_4b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 3 4B (text) pretraining, 8 x H100 80GB: 52 GB each, TP2."""
-    return pretrain(GEMMA3_4B, options, layout(tp=2), seq_length=8192, lr=3e-4)
-
-
-def gemma3_12b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 3 12B (text) pretraining, 16 x H100 80GB: 59 GB each, TP4."""
-    return pretrain(GEMMA3_12B, options, layout(tp=4), seq_length=8192, lr=3e-4)
-
-
-def gemma3_27b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Gemma 3 27B (text) pretraining, 32 x H100 80GB: 57 GB each, TP8."""
-    return pretrain(GEMMA3_27B, options, layout(tp=8), seq_length=8192, lr=2e-4)
-
-
-def gemma3_1b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 3 1B full fine-tuning, 1 x H100 80GB: 38 GB, no model parallelism."""
-    return sft(GEMMA3_1B, options, lr=1e-5)
-
-
-def gemma3_4b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 3 4B (text) full fine-tuning, 8 x H100 80GB: 63 GB each, no model parallelism."""
-    return sft(GEMMA3_4B, options, lr=1e-5)
-
-
-def gemma3_12b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 3 12B (text) full fine-tuning, 8 x H100 80GB: 52 GB each, TP4."""
-    return sft(GEMMA3_12B, options, layout(tp=4))
-
-
-def gemma3_27b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Gemma 3 27B (text) full fine-tuning, 16 x H100 80GB: 54 GB each, TP8."""
-    return sft(GEMMA3_27B, options, layout(tp=8))
+gemma3_1b_finetune_config = finetune_recipe(GEMMA3_1B, lr=1e-5)
+"""Gemma 3 1B full fine-tuning, 1 x H100 80GB: 38 GB, no model parallelism."""
+gemma3_4b_finetune_config = finetune_recipe(GEMMA3_4B, lr=1e-5)
+"""Gemma 3 4B (text) full fine-tuning, 8 x H100 80GB: 63 GB each, no model parallelism."""
+gemma3_12b_finetune_config = finetune_recipe(GEMMA3_12B, layout(tp=4))
+"""Gemma 3 12B (text) full fine-tuning, 8 x H100 80GB: 52 GB each, TP4."""
+gemma3_27b_finetune_config = finetune_recipe(GEMMA3_27B, layout(tp=8))
+"""Gemma 3 27B (text) full fine-tuning, 16 x H100 80GB: 54 GB each, TP8."""

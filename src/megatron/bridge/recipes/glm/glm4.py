@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLM-4 (0414). Learning rates are our own: none are published."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 GLM4 = Generation(
     {
@@ -27,22 +24,12 @@ GLM4 = Generation(
 GLM4_9B = GLM4.size("zai-org/GLM-4-9B-0414", 4096, 13696, 40, 32, 2, attention_bias=True)
 GLM4_32B = GLM4.size("zai-org/GLM-4-32B-0414", 6144, 23040, 61, 48, 2, attention_bias=False)
 
+glm4_9b_pretrain_config = pretrain_recipe(GLM4_9B, layout(tp=2), seq_length=8192, lr=3e-4)
+"""GLM-4 9B pretraining, 16 x H100 80GB: 67 GB each, TP2."""
+glm4_32b_pretrain_config = pretrain_recipe(GLM4_32B, layout(tp=8), seq_length=8192, lr=2e-4)
+"""GLM-4 32B pretraining, 32 x H100 80GB: 57 GB each, TP8."""
 
-def glm4_9b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """GLM-4 9B pretraining, 16 x H100 80GB: 67 GB each, TP2."""
-    return pretrain(GLM4_9B, options, layout(tp=2), seq_length=8192, lr=3e-4)
-
-
-def glm4_32b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """GLM-4 32B pretraining, 32 x H100 80GB: 57 GB each, TP8."""
-    return pretrain(GLM4_32B, options, layout(tp=8), seq_length=8192, lr=2e-4)
-
-
-def glm4_9b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """GLM-4 9B full fine-tuning, 8 x H100 80GB: 59 GB each, TP2."""
-    return sft(GLM4_9B, options, layout(tp=2))
-
-
-def glm4_32b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """GLM-4 32B full fine-tuning, 16 x H100 80GB: 59 GB each, TP8."""
-    return sft(GLM4_32B, options, layout(tp=8))
+glm4_9b_finetune_config = finetune_recipe(GLM4_9B, layout(tp=2))
+"""GLM-4 9B full fine-tuning, 8 x H100 80GB: 59 GB each, TP2."""
+glm4_32b_finetune_config = finetune_recipe(GLM4_32B, layout(tp=8))
+"""GLM-4 32B full fine-tuning, 16 x H100 80GB: 59 GB each, TP8."""

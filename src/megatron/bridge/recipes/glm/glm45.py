@@ -6,12 +6,9 @@ large model has 32 stages for 92 layers: the first has two layers and the embedd
 layer for multi-token prediction, the stage before it has two layers, and all others have three.
 """
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, LayoutOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import LayoutOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
-from megatron.bridge.training.config import ConfigContainer
 
 GLM45 = Generation(
     {
@@ -47,28 +44,18 @@ _AIR: LayoutOptions = {"pipeline_layout": "Et*3|(t*4|)*10t*3mL"}
 _STAGES: LayoutOptions = {"pipeline_layout": "Et*2|(t*3|)*29t*2|tmL"}
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "lr": 2.5e-4, "min_lr": 2.5e-5}
 
+glm45_air_106b_pretrain_config = pretrain_recipe(
+    GLM45_AIR_106B, _AIR, _PRETRAIN, layout(tp=4, pp=4, vp=3, ep=8, etp=1), global_batch_size=1024
+)
+"""GLM-4.5 Air 106B-A12B pretraining, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8."""
+glm45_355b_pretrain_config = pretrain_recipe(
+    GLM45_355B, _STAGES, _PRETRAIN, layout(tp=8, pp=16, vp=2, ep=8, etp=1), global_batch_size=4096
+)
+"""GLM-4.5 355B-A32B pretraining, 256 x H100 80GB: 58 GB each, TP8 PP16 EP8."""
 
-def glm45_air_106b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """GLM-4.5 Air 106B-A12B pretraining, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8."""
-    return pretrain(
-        GLM45_AIR_106B, options, _AIR, _PRETRAIN, layout(tp=4, pp=4, vp=3, ep=8, etp=1), global_batch_size=1024
-    )
-
-
-def glm45_355b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """GLM-4.5 355B-A32B pretraining, 256 x H100 80GB: 58 GB each, TP8 PP16 EP8."""
-    return pretrain(
-        GLM45_355B, options, _STAGES, _PRETRAIN, layout(tp=8, pp=16, vp=2, ep=8, etp=1), global_batch_size=4096
-    )
-
-
-def glm45_air_106b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """GLM-4.5 Air 106B-A12B full fine-tuning, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8."""
-    return sft(GLM45_AIR_106B, options, _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
-
-
-def glm45_355b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """GLM-4.5 355B-A32B full fine-tuning, 128 x H100 80GB: 70 GB each, TP8 PP8 EP16."""
-    return sft(
-        GLM45_355B, options, _STAGES, layout(tp=8, pp=8, vp=4, ep=16, etp=1), recompute=["layernorm", "moe_act"]
-    )
+glm45_air_106b_finetune_config = finetune_recipe(GLM45_AIR_106B, _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
+"""GLM-4.5 Air 106B-A12B full fine-tuning, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8."""
+glm45_355b_finetune_config = finetune_recipe(
+    GLM45_355B, _STAGES, layout(tp=8, pp=8, vp=4, ep=16, etp=1), recompute=["layernorm", "moe_act"]
+)
+"""GLM-4.5 355B-A32B full fine-tuning, 128 x H100 80GB: 70 GB each, TP8 PP8 EP16."""

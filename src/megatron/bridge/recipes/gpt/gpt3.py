@@ -5,12 +5,9 @@ Sizes, batch size and learning rates are from "Language Models are Few-Shot Lear
 banded sparse attention. The weights were never published; the tokenizer is GPT-2's.
 """
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain
-from megatron.bridge.recipes.options import PretrainOptions, layout
+from megatron.bridge.recipes.builders import pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import ProviderSize
-from megatron.bridge.training.config import ConfigContainer
 
 GPT3_175B = ProviderSize(
     "openai-community/gpt2",
@@ -28,9 +25,7 @@ GPT3_175B = ProviderSize(
     published=False,
 )
 
-
-def gpt3_175b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """GPT-3 175B pretraining, 128 x H100 80GB: 63 GB each, TP8 PP4."""
-    return pretrain(
-        GPT3_175B, options, layout(tp=8, pp=4, vp=6), seq_length=2048, global_batch_size=1536, lr=6e-5, min_lr=6e-6
-    )
+gpt3_175b_pretrain_config = pretrain_recipe(
+    GPT3_175B, layout(tp=8, pp=4, vp=6), seq_length=2048, global_batch_size=1536, lr=6e-5, min_lr=6e-6
+)
+"""GPT-3 175B pretraining, 128 x H100 80GB: 63 GB each, TP8 PP4."""

@@ -5,12 +5,9 @@ Transformers does not apply the published coefficient of the load-balancing loss
 off). It would outweigh the language-model loss, so the recipes use 0.001.
 """
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 GPT_OSS = Generation(
     {
@@ -49,22 +46,14 @@ GPT_OSS = Generation(
 GPT_OSS_20B = GPT_OSS.size("openai/gpt-oss-20b", 24, 32)
 GPT_OSS_120B = GPT_OSS.size("openai/gpt-oss-120b", 36, 128)
 
+gpt_oss_20b_pretrain_config = pretrain_recipe(GPT_OSS_20B, layout(tp=2, ep=4, etp=1), seq_length=4096, lr=3e-4)
+"""gpt-oss 20B pretraining, 16 x H100 80GB: 67 GB each, TP2 EP4."""
+gpt_oss_120b_pretrain_config = pretrain_recipe(
+    GPT_OSS_120B, layout(tp=2, pp=4, vp=3, ep=8, etp=1), seq_length=4096, lr=2e-4
+)
+"""gpt-oss 120B pretraining, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8."""
 
-def gpt_oss_20b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """gpt-oss 20B pretraining, 16 x H100 80GB: 67 GB each, TP2 EP4."""
-    return pretrain(GPT_OSS_20B, options, layout(tp=2, ep=4, etp=1), seq_length=4096, lr=3e-4)
-
-
-def gpt_oss_120b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """gpt-oss 120B pretraining, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8."""
-    return pretrain(GPT_OSS_120B, options, layout(tp=2, pp=4, vp=3, ep=8, etp=1), seq_length=4096, lr=2e-4)
-
-
-def gpt_oss_20b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """gpt-oss 20B full fine-tuning, 8 x H100 80GB: 68 GB each, TP2 EP8."""
-    return sft(GPT_OSS_20B, options, layout(tp=2, ep=8, etp=1))
-
-
-def gpt_oss_120b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """gpt-oss 120B full fine-tuning, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8."""
-    return sft(GPT_OSS_120B, options, layout(tp=2, pp=4, vp=3, ep=8, etp=1))
+gpt_oss_20b_finetune_config = finetune_recipe(GPT_OSS_20B, layout(tp=2, ep=8, etp=1))
+"""gpt-oss 20B full fine-tuning, 8 x H100 80GB: 68 GB each, TP2 EP8."""
+gpt_oss_120b_finetune_config = finetune_recipe(GPT_OSS_120B, layout(tp=2, pp=4, vp=3, ep=8, etp=1))
+"""gpt-oss 120B full fine-tuning, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8."""

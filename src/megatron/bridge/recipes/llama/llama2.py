@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 2. Learning rates and batch size are from "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023)."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 LLAMA2 = Generation(
     {
@@ -26,36 +23,22 @@ LLAMA2_7B = LLAMA2.size("meta-llama/Llama-2-7b-hf", 4096, 11008, 32, 32, 32)
 LLAMA2_13B = LLAMA2.size("meta-llama/Llama-2-13b-hf", 5120, 13824, 40, 40, 40)
 LLAMA2_70B = LLAMA2.size("meta-llama/Llama-2-70b-hf", 8192, 28672, 80, 64, 8)
 
+llama2_7b_pretrain_config = pretrain_recipe(
+    LLAMA2_7B, seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5
+)
+"""Llama 2 7B pretraining, 8 x H100 80GB: 72 GB each, no model parallelism."""
+llama2_13b_pretrain_config = pretrain_recipe(
+    LLAMA2_13B, layout(tp=2), seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5
+)
+"""Llama 2 13B pretraining, 16 x H100 80GB: 65 GB each, TP2."""
+llama2_70b_pretrain_config = pretrain_recipe(
+    LLAMA2_70B, layout(tp=8, pp=2), seq_length=4096, global_batch_size=1024, lr=1.5e-4, min_lr=1.5e-5
+)
+"""Llama 2 70B pretraining, 64 x H100 80GB: 52 GB each, TP8 PP2."""
 
-def llama2_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 2 7B pretraining, 8 x H100 80GB: 72 GB each, no model parallelism."""
-    return pretrain(LLAMA2_7B, options, seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5)
-
-
-def llama2_13b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 2 13B pretraining, 16 x H100 80GB: 65 GB each, TP2."""
-    return pretrain(
-        LLAMA2_13B, options, layout(tp=2), seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5
-    )
-
-
-def llama2_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 2 70B pretraining, 64 x H100 80GB: 52 GB each, TP8 PP2."""
-    return pretrain(
-        LLAMA2_70B, options, layout(tp=8, pp=2), seq_length=4096, global_batch_size=1024, lr=1.5e-4, min_lr=1.5e-5
-    )
-
-
-def llama2_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 2 7B full fine-tuning, 8 x H100 80GB: 72 GB each, no model parallelism."""
-    return sft(LLAMA2_7B, options)
-
-
-def llama2_13b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 2 13B full fine-tuning, 8 x H100 80GB: 48 GB each, TP4."""
-    return sft(LLAMA2_13B, options, layout(tp=4))
-
-
-def llama2_70b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 2 70B full fine-tuning, 32 x H100 80GB: 65 GB each, TP8 PP2."""
-    return sft(LLAMA2_70B, options, layout(tp=8, pp=2))
+llama2_7b_finetune_config = finetune_recipe(LLAMA2_7B)
+"""Llama 2 7B full fine-tuning, 8 x H100 80GB: 72 GB each, no model parallelism."""
+llama2_13b_finetune_config = finetune_recipe(LLAMA2_13B, layout(tp=4))
+"""Llama 2 13B full fine-tuning, 8 x H100 80GB: 48 GB each, TP4."""
+llama2_70b_finetune_config = finetune_recipe(LLAMA2_70B, layout(tp=8, pp=2))
+"""Llama 2 70B full fine-tuning, 32 x H100 80GB: 65 GB each, TP8 PP2."""

@@ -6,17 +6,8 @@ Learning rates are from "The Llama 3 Herd of Models" (2024), table 3.
 
 from typing import Unpack
 
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import (
-    FP8,
-    FP8_BLOCKWISE,
-    MXFP8,
-    NVFP4,
-    FinetuneOptions,
-    LowPrecision,
-    PretrainOptions,
-    layout,
-)
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain, pretrain_recipe
+from megatron.bridge.recipes.options import FP8, FP8_BLOCKWISE, MXFP8, NVFP4, LowPrecision, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -39,71 +30,42 @@ LLAMA3_70B = LLAMA3.size("meta-llama/Meta-Llama-3-70B", 8192, 28672, 80, 64, 8)
 _PRETRAIN_8B: PretrainOptions = {"seq_length": 8192, "lr": 3e-4}
 _PRETRAIN_70B: PretrainOptions = {"seq_length": 8192, "lr": 1.5e-4, "min_lr": 1.5e-6}
 
-
-def llama3_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B pretraining, 8 x H100 80GB: 61 GB each, TP2."""
-    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=2))
-
-
-def llama3_8b_16k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B pretraining on 16k tokens, 16 x H100 80GB: 56 GB each, TP2 CP2."""
-    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=2, cp=2), seq_length=16384, global_batch_size=256)
-
-
-def llama3_8b_64k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B pretraining on 64k tokens, 32 x H100 80GB: 67 GB each, TP4 CP2."""
-    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=4, cp=2), seq_length=65536, global_batch_size=64)
-
-
-def llama3_8b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B pretraining on 128k tokens, 64 x H100 80GB: 67 GB each, TP4 CP4."""
-    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32)
-
-
-def llama3_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
-    return pretrain(LLAMA3_70B, options, _PRETRAIN_70B, layout(tp=8, pp=2))
-
-
-def llama3_70b_16k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B pretraining on 16k tokens, 128 x H100 80GB: 59 GB each, TP8 PP2 CP2."""
-    return pretrain(
-        LLAMA3_70B, options, _PRETRAIN_70B, layout(tp=8, pp=2, cp=2), seq_length=16384, global_batch_size=256
-    )
-
-
-def llama3_70b_64k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B pretraining on 64k tokens, 256 x H100 80GB: 58 GB each, TP8 PP2 CP8."""
-    return pretrain(
-        LLAMA3_70B, options, _PRETRAIN_70B, layout(tp=8, pp=2, cp=8), seq_length=65536, global_batch_size=64
-    )
-
-
-def llama3_70b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B pretraining on 128k tokens, 512 x H100 80GB: 59 GB each, TP8 PP2 CP16."""
-    return pretrain(
-        LLAMA3_70B, options, _PRETRAIN_70B, layout(tp=8, pp=2, cp=16), seq_length=131072, global_batch_size=32
-    )
-
-
-def llama3_8b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B pretraining in FP8, 8 x H100 80GB: 68 GB each, TP2."""
-    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, FP8, layout(tp=2))
-
-
-def llama3_8b_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B pretraining in blockwise FP8, 8 x H100 80GB: 68 GB each, TP2."""
-    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, FP8_BLOCKWISE, layout(tp=2))
-
-
-def llama3_8b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B pretraining in MXFP8, 8 x B200 180GB: 123 GB each, no model parallelism."""
-    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, MXFP8)
-
-
-def llama3_8b_nvfp4_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 8B pretraining in NVFP4, 8 x B200 180GB: 116 GB each, no model parallelism."""
-    return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, NVFP4)
+llama3_8b_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, layout(tp=2))
+"""Llama 3 8B pretraining, 8 x H100 80GB: 61 GB each, TP2."""
+llama3_8b_16k_pretrain_config = pretrain_recipe(
+    LLAMA3_8B, _PRETRAIN_8B, layout(tp=2, cp=2), seq_length=16384, global_batch_size=256
+)
+"""Llama 3 8B pretraining on 16k tokens, 16 x H100 80GB: 56 GB each, TP2 CP2."""
+llama3_8b_64k_pretrain_config = pretrain_recipe(
+    LLAMA3_8B, _PRETRAIN_8B, layout(tp=4, cp=2), seq_length=65536, global_batch_size=64
+)
+"""Llama 3 8B pretraining on 64k tokens, 32 x H100 80GB: 67 GB each, TP4 CP2."""
+llama3_8b_128k_pretrain_config = pretrain_recipe(
+    LLAMA3_8B, _PRETRAIN_8B, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32
+)
+"""Llama 3 8B pretraining on 128k tokens, 64 x H100 80GB: 67 GB each, TP4 CP4."""
+llama3_70b_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, layout(tp=8, pp=2))
+"""Llama 3 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
+llama3_70b_16k_pretrain_config = pretrain_recipe(
+    LLAMA3_70B, _PRETRAIN_70B, layout(tp=8, pp=2, cp=2), seq_length=16384, global_batch_size=256
+)
+"""Llama 3 70B pretraining on 16k tokens, 128 x H100 80GB: 59 GB each, TP8 PP2 CP2."""
+llama3_70b_64k_pretrain_config = pretrain_recipe(
+    LLAMA3_70B, _PRETRAIN_70B, layout(tp=8, pp=2, cp=8), seq_length=65536, global_batch_size=64
+)
+"""Llama 3 70B pretraining on 64k tokens, 256 x H100 80GB: 58 GB each, TP8 PP2 CP8."""
+llama3_70b_128k_pretrain_config = pretrain_recipe(
+    LLAMA3_70B, _PRETRAIN_70B, layout(tp=8, pp=2, cp=16), seq_length=131072, global_batch_size=32
+)
+"""Llama 3 70B pretraining on 128k tokens, 512 x H100 80GB: 59 GB each, TP8 PP2 CP16."""
+llama3_8b_fp8_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, FP8, layout(tp=2))
+"""Llama 3 8B pretraining in FP8, 8 x H100 80GB: 68 GB each, TP2."""
+llama3_8b_fp8_blockwise_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, FP8_BLOCKWISE, layout(tp=2))
+"""Llama 3 8B pretraining in blockwise FP8, 8 x H100 80GB: 68 GB each, TP2."""
+llama3_8b_mxfp8_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, MXFP8)
+"""Llama 3 8B pretraining in MXFP8, 8 x B200 180GB: 123 GB each, no model parallelism."""
+llama3_8b_nvfp4_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, NVFP4)
+"""Llama 3 8B pretraining in NVFP4, 8 x B200 180GB: 116 GB each, no model parallelism."""
 
 
 def llama3_8b_low_precision_pretrain_config(
@@ -119,31 +81,18 @@ def llama3_8b_low_precision_pretrain_config(
     return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=2), precision=mixed_precision_recipe)
 
 
-def llama3_70b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B pretraining in FP8, 64 x H100 80GB: 61 GB each, TP8 PP4."""
-    return pretrain(LLAMA3_70B, options, _PRETRAIN_70B, FP8, layout(tp=8, pp=4, vp=5))
+llama3_70b_fp8_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, FP8, layout(tp=8, pp=4, vp=5))
+"""Llama 3 70B pretraining in FP8, 64 x H100 80GB: 61 GB each, TP8 PP4."""
+llama3_70b_fp8_blockwise_pretrain_config = pretrain_recipe(
+    LLAMA3_70B, _PRETRAIN_70B, FP8_BLOCKWISE, layout(tp=8, pp=4, vp=5)
+)
+"""Llama 3 70B pretraining in blockwise FP8, 64 x H100 80GB: 61 GB each, TP8 PP4."""
+llama3_70b_mxfp8_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, MXFP8, layout(tp=4, pp=2))
+"""Llama 3 70B pretraining in MXFP8, 64 x B200 180GB: 133 GB each, TP4 PP2."""
+llama3_70b_nvfp4_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, NVFP4, layout(tp=4, pp=2))
+"""Llama 3 70B pretraining in NVFP4, 64 x B200 180GB: 124 GB each, TP4 PP2."""
 
-
-def llama3_70b_fp8_blockwise_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B pretraining in blockwise FP8, 64 x H100 80GB: 61 GB each, TP8 PP4."""
-    return pretrain(LLAMA3_70B, options, _PRETRAIN_70B, FP8_BLOCKWISE, layout(tp=8, pp=4, vp=5))
-
-
-def llama3_70b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B pretraining in MXFP8, 64 x B200 180GB: 133 GB each, TP4 PP2."""
-    return pretrain(LLAMA3_70B, options, _PRETRAIN_70B, MXFP8, layout(tp=4, pp=2))
-
-
-def llama3_70b_nvfp4_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3 70B pretraining in NVFP4, 64 x B200 180GB: 124 GB each, TP4 PP2."""
-    return pretrain(LLAMA3_70B, options, _PRETRAIN_70B, NVFP4, layout(tp=4, pp=2))
-
-
-def llama3_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
-    return sft(LLAMA3_8B, options, layout(tp=2))
-
-
-def llama3_70b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""
-    return sft(LLAMA3_70B, options, layout(tp=8, pp=2))
+llama3_8b_finetune_config = finetune_recipe(LLAMA3_8B, layout(tp=2))
+"""Llama 3 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
+llama3_70b_finetune_config = finetune_recipe(LLAMA3_70B, layout(tp=8, pp=2))
+"""Llama 3 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""

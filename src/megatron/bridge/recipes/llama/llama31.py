@@ -5,13 +5,10 @@ Learning rates are from "The Llama 3 Herd of Models" (2024), table 3. The 126 la
 into stages; with the embedding and the loss they count as 128.
 """
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.llama.llama3 import LLAMA3
-from megatron.bridge.recipes.options import FP8, MXFP8, NVFP4, FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.options import FP8, MXFP8, NVFP4, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation, llama3_128k
-from megatron.bridge.training.config import ConfigContainer
 
 LLAMA31 = Generation({**LLAMA3.common, **llama3_128k(8.0)})
 LLAMA31_8B = LLAMA31.size("meta-llama/Llama-3.1-8B", 4096, 14336, 32, 32, 8)
@@ -25,72 +22,43 @@ _PRETRAIN_405B: PretrainOptions = {
     "embedding_and_loss_are_layers": True,
 }
 
+llama31_8b_pretrain_config = pretrain_recipe(LLAMA31_8B, layout(tp=2), seq_length=8192, lr=3e-4)
+"""Llama 3.1 8B pretraining, 8 x H100 80GB: 61 GB each, TP2."""
+llama31_70b_pretrain_config = pretrain_recipe(LLAMA31_70B, _PRETRAIN_70B, layout(tp=8, pp=2))
+"""Llama 3.1 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
+llama31_405b_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405B, layout(tp=8, pp=8, vp=4, cp=4))
+"""Llama 3.1 405B pretraining, 1024 x H100 80GB: 66 GB each, TP8 PP8 CP4."""
+llama31_8b_128k_pretrain_config = pretrain_recipe(
+    LLAMA31_8B, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32, lr=3e-4
+)
+"""Llama 3.1 8B pretraining on 128k tokens, 64 x H100 80GB: 67 GB each, TP4 CP4."""
+llama31_70b_128k_pretrain_config = pretrain_recipe(
+    LLAMA31_70B, _PRETRAIN_70B, layout(tp=8, pp=2, cp=16), seq_length=131072, global_batch_size=32
+)
+"""Llama 3.1 70B pretraining on 128k tokens, 512 x H100 80GB: 59 GB each, TP8 PP2 CP16."""
+llama31_405b_128k_pretrain_config = pretrain_recipe(
+    LLAMA31_405B,
+    _PRETRAIN_405B,
+    layout(tp=8, pp=8, vp=4, cp=4),
+    seq_length=131072,
+    global_batch_size=32,
+    recompute="full",
+)
+"""Llama 3.1 405B pretraining on 128k tokens, 1024 x H100 80GB: 65 GB each, TP8 PP8 CP4."""
+llama31_405b_fp8_pretrain_config = pretrain_recipe(
+    LLAMA31_405B, _PRETRAIN_405B, FP8, layout(tp=8, pp=16, vp=4, cp=4)
+)
+"""Llama 3.1 405B pretraining in FP8, 1024 x H100 80GB: 54 GB each, TP8 PP16 CP4."""
+llama31_405b_mxfp8_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405B, MXFP8, layout(tp=8, pp=8, vp=8))
+"""Llama 3.1 405B pretraining in MXFP8, 512 x B200 180GB: 141 GB each, TP8 PP8."""
+llama31_405b_nvfp4_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405B, NVFP4, layout(tp=8, pp=8, vp=8))
+"""Llama 3.1 405B pretraining in NVFP4, 512 x B200 180GB: 135 GB each, TP8 PP8."""
 
-def llama31_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 8B pretraining, 8 x H100 80GB: 61 GB each, TP2."""
-    return pretrain(LLAMA31_8B, options, layout(tp=2), seq_length=8192, lr=3e-4)
-
-
-def llama31_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
-    return pretrain(LLAMA31_70B, options, _PRETRAIN_70B, layout(tp=8, pp=2))
-
-
-def llama31_405b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 405B pretraining, 1024 x H100 80GB: 66 GB each, TP8 PP8 CP4."""
-    return pretrain(LLAMA31_405B, options, _PRETRAIN_405B, layout(tp=8, pp=8, vp=4, cp=4))
-
-
-def llama31_8b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 8B pretraining on 128k tokens, 64 x H100 80GB: 67 GB each, TP4 CP4."""
-    return pretrain(LLAMA31_8B, options, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32, lr=3e-4)
-
-
-def llama31_70b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 70B pretraining on 128k tokens, 512 x H100 80GB: 59 GB each, TP8 PP2 CP16."""
-    return pretrain(
-        LLAMA31_70B, options, _PRETRAIN_70B, layout(tp=8, pp=2, cp=16), seq_length=131072, global_batch_size=32
-    )
-
-
-def llama31_405b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 405B pretraining on 128k tokens, 1024 x H100 80GB: 65 GB each, TP8 PP8 CP4."""
-    return pretrain(
-        LLAMA31_405B,
-        options,
-        _PRETRAIN_405B,
-        layout(tp=8, pp=8, vp=4, cp=4),
-        seq_length=131072,
-        global_batch_size=32,
-        recompute="full",
-    )
-
-
-def llama31_405b_fp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 405B pretraining in FP8, 1024 x H100 80GB: 54 GB each, TP8 PP16 CP4."""
-    return pretrain(LLAMA31_405B, options, _PRETRAIN_405B, FP8, layout(tp=8, pp=16, vp=4, cp=4))
-
-
-def llama31_405b_mxfp8_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 405B pretraining in MXFP8, 512 x B200 180GB: 141 GB each, TP8 PP8."""
-    return pretrain(LLAMA31_405B, options, _PRETRAIN_405B, MXFP8, layout(tp=8, pp=8, vp=8))
-
-
-def llama31_405b_nvfp4_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.1 405B pretraining in NVFP4, 512 x B200 180GB: 135 GB each, TP8 PP8."""
-    return pretrain(LLAMA31_405B, options, _PRETRAIN_405B, NVFP4, layout(tp=8, pp=8, vp=8))
-
-
-def llama31_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.1 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
-    return sft(LLAMA31_8B, options, layout(tp=2))
-
-
-def llama31_70b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.1 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""
-    return sft(LLAMA31_70B, options, layout(tp=8, pp=2))
-
-
-def llama31_405b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.1 405B full fine-tuning, 256 x H100 80GB: 61 GB each, TP8 PP16 CP2."""
-    return sft(LLAMA31_405B, options, layout(tp=8, pp=16, vp=4, cp=2), embedding_and_loss_are_layers=True)
+llama31_8b_finetune_config = finetune_recipe(LLAMA31_8B, layout(tp=2))
+"""Llama 3.1 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
+llama31_70b_finetune_config = finetune_recipe(LLAMA31_70B, layout(tp=8, pp=2))
+"""Llama 3.1 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""
+llama31_405b_finetune_config = finetune_recipe(
+    LLAMA31_405B, layout(tp=8, pp=16, vp=4, cp=2), embedding_and_loss_are_layers=True
+)
+"""Llama 3.1 405B full fine-tuning, 256 x H100 80GB: 61 GB each, TP8 PP16 CP2."""

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 3.2 and Llama 3.3, a further-trained 3.1 70B. The learning rates of Llama 3.2 are our own."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.llama.llama3 import LLAMA3
 from megatron.bridge.recipes.llama.llama31 import LLAMA31
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation, llama3_128k
-from megatron.bridge.training.config import ConfigContainer
 
 LLAMA32 = Generation({**LLAMA3.common, **llama3_128k(32.0), "tie_word_embeddings": True})
 LLAMA32_1B = LLAMA32.size("meta-llama/Llama-3.2-1B", 2048, 8192, 16, 32, 8, head_dim=64)
@@ -17,32 +14,18 @@ LLAMA33_70B = LLAMA31.size(
     "meta-llama/Llama-3.3-70B-Instruct", 8192, 28672, 80, 64, 8, eos_token_id=[128001, 128008, 128009]
 )
 
+llama32_1b_pretrain_config = pretrain_recipe(LLAMA32_1B, seq_length=8192, lr=5e-4, min_lr=5e-6)
+"""Llama 3.2 1B pretraining, 8 x H100 80GB: 29 GB each, no model parallelism."""
+llama32_3b_pretrain_config = pretrain_recipe(LLAMA32_3B, seq_length=8192, lr=3e-4)
+"""Llama 3.2 3B pretraining, 8 x H100 80GB: 56 GB each, no model parallelism."""
+llama33_70b_pretrain_config = pretrain_recipe(
+    LLAMA33_70B, layout(tp=8, pp=2), seq_length=8192, lr=1.5e-4, min_lr=1.5e-6
+)
+"""Llama 3.3 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
 
-def llama32_1b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.2 1B pretraining, 8 x H100 80GB: 29 GB each, no model parallelism."""
-    return pretrain(LLAMA32_1B, options, seq_length=8192, lr=5e-4, min_lr=5e-6)
-
-
-def llama32_3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.2 3B pretraining, 8 x H100 80GB: 56 GB each, no model parallelism."""
-    return pretrain(LLAMA32_3B, options, seq_length=8192, lr=3e-4)
-
-
-def llama33_70b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama 3.3 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
-    return pretrain(LLAMA33_70B, options, layout(tp=8, pp=2), seq_length=8192, lr=1.5e-4, min_lr=1.5e-6)
-
-
-def llama32_1b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.2 1B full fine-tuning, 1 x H100 80GB: 32 GB, no model parallelism."""
-    return sft(LLAMA32_1B, options, lr=1e-5)
-
-
-def llama32_3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.2 3B full fine-tuning, 8 x H100 80GB: 40 GB each, no model parallelism."""
-    return sft(LLAMA32_3B, options, lr=1e-5)
-
-
-def llama33_70b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama 3.3 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""
-    return sft(LLAMA33_70B, options, layout(tp=8, pp=2))
+llama32_1b_finetune_config = finetune_recipe(LLAMA32_1B, lr=1e-5)
+"""Llama 3.2 1B full fine-tuning, 1 x H100 80GB: 32 GB, no model parallelism."""
+llama32_3b_finetune_config = finetune_recipe(LLAMA32_3B, lr=1e-5)
+"""Llama 3.2 3B full fine-tuning, 8 x H100 80GB: 40 GB each, no model parallelism."""
+llama33_70b_finetune_config = finetune_recipe(LLAMA33_70B, layout(tp=8, pp=2))
+"""Llama 3.3 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""

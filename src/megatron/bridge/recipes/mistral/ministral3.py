@@ -4,12 +4,11 @@
 Their config is ``text_config`` of the published one.
 """
 
-from typing import Any, Unpack
+from typing import Any
 
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 
 def _rope(theta: float) -> dict[str, Any]:
@@ -49,32 +48,16 @@ MINISTRAL3_14B = MINISTRAL3.size(
     "mistralai/Ministral-3-14B-Base-2512", 5120, 16384, 40, 32, 8, rope_parameters=_rope(1000000000.0)
 )
 
+ministral3_3b_pretrain_config = pretrain_recipe(MINISTRAL3_3B, seq_length=8192, lr=3e-4)
+"""Ministral 3 3B (text) pretraining, 8 x H100 80GB: 59 GB each, no model parallelism."""
+ministral3_8b_pretrain_config = pretrain_recipe(MINISTRAL3_8B, layout(tp=2), seq_length=8192, lr=3e-4)
+"""Ministral 3 8B (text) pretraining, 8 x H100 80GB: 64 GB each, TP2."""
+ministral3_14b_pretrain_config = pretrain_recipe(MINISTRAL3_14B, layout(tp=4), seq_length=8192, lr=3e-4)
+"""Ministral 3 14B (text) pretraining, 16 x H100 80GB: 48 GB each, TP4."""
 
-def ministral3_3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Ministral 3 3B (text) pretraining, 8 x H100 80GB: 59 GB each, no model parallelism."""
-    return pretrain(MINISTRAL3_3B, options, seq_length=8192, lr=3e-4)
-
-
-def ministral3_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Ministral 3 8B (text) pretraining, 8 x H100 80GB: 64 GB each, TP2."""
-    return pretrain(MINISTRAL3_8B, options, layout(tp=2), seq_length=8192, lr=3e-4)
-
-
-def ministral3_14b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Ministral 3 14B (text) pretraining, 16 x H100 80GB: 48 GB each, TP4."""
-    return pretrain(MINISTRAL3_14B, options, layout(tp=4), seq_length=8192, lr=3e-4)
-
-
-def ministral3_3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Ministral 3 3B (text) full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
-    return sft(MINISTRAL3_3B, options, lr=1e-5)
-
-
-def ministral3_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Ministral 3 8B (text) full fine-tuning, 8 x H100 80GB: 52 GB each, TP2."""
-    return sft(MINISTRAL3_8B, options, layout(tp=2))
-
-
-def ministral3_14b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Ministral 3 14B (text) full fine-tuning, 8 x H100 80GB: 49 GB each, TP4."""
-    return sft(MINISTRAL3_14B, options, layout(tp=4))
+ministral3_3b_finetune_config = finetune_recipe(MINISTRAL3_3B, lr=1e-5)
+"""Ministral 3 3B (text) full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
+ministral3_8b_finetune_config = finetune_recipe(MINISTRAL3_8B, layout(tp=2))
+"""Ministral 3 8B (text) full fine-tuning, 8 x H100 80GB: 52 GB each, TP2."""
+ministral3_14b_finetune_config = finetune_recipe(MINISTRAL3_14B, layout(tp=4))
+"""Ministral 3 14B (text) full fine-tuning, 8 x H100 80GB: 49 GB each, TP4."""

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistral 7B, NeMo and Small. Learning rates are our own: none are published."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 MISTRAL = Generation(
     {
@@ -32,32 +29,16 @@ MISTRAL_SMALL_24B = MISTRAL.size(
     "mistralai/Mistral-Small-24B-Base-2501", 5120, 32768, 40, 32, 8, rope_theta=100000000.0
 )
 
+mistral_7b_pretrain_config = pretrain_recipe(MISTRAL_7B, layout(tp=2), seq_length=8192, lr=3e-4)
+"""Mistral 7B pretraining, 8 x H100 80GB: 54 GB each, TP2."""
+mistral_nemo_12b_pretrain_config = pretrain_recipe(MISTRAL_NEMO_12B, layout(tp=4), seq_length=8192, lr=3e-4)
+"""Mistral NeMo 12B pretraining, 16 x H100 80GB: 44 GB each, TP4."""
+mistral_small_24b_pretrain_config = pretrain_recipe(MISTRAL_SMALL_24B, layout(tp=4), seq_length=8192, lr=2e-4)
+"""Mistral Small 24B pretraining, 32 x H100 80GB: 70 GB each, TP4."""
 
-def mistral_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Mistral 7B pretraining, 8 x H100 80GB: 54 GB each, TP2."""
-    return pretrain(MISTRAL_7B, options, layout(tp=2), seq_length=8192, lr=3e-4)
-
-
-def mistral_nemo_12b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Mistral NeMo 12B pretraining, 16 x H100 80GB: 44 GB each, TP4."""
-    return pretrain(MISTRAL_NEMO_12B, options, layout(tp=4), seq_length=8192, lr=3e-4)
-
-
-def mistral_small_24b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Mistral Small 24B pretraining, 32 x H100 80GB: 70 GB each, TP4."""
-    return pretrain(MISTRAL_SMALL_24B, options, layout(tp=4), seq_length=8192, lr=2e-4)
-
-
-def mistral_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Mistral 7B full fine-tuning, 8 x H100 80GB: 44 GB each, TP2."""
-    return sft(MISTRAL_7B, options, layout(tp=2))
-
-
-def mistral_nemo_12b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Mistral NeMo 12B full fine-tuning, 8 x H100 80GB: 71 GB each, TP2."""
-    return sft(MISTRAL_NEMO_12B, options, layout(tp=2))
-
-
-def mistral_small_24b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Mistral Small 24B full fine-tuning, 16 x H100 80GB: 66 GB each, TP4."""
-    return sft(MISTRAL_SMALL_24B, options, layout(tp=4))
+mistral_7b_finetune_config = finetune_recipe(MISTRAL_7B, layout(tp=2))
+"""Mistral 7B full fine-tuning, 8 x H100 80GB: 44 GB each, TP2."""
+mistral_nemo_12b_finetune_config = finetune_recipe(MISTRAL_NEMO_12B, layout(tp=2))
+"""Mistral NeMo 12B full fine-tuning, 8 x H100 80GB: 71 GB each, TP2."""
+mistral_small_24b_finetune_config = finetune_recipe(MISTRAL_SMALL_24B, layout(tp=4))
+"""Mistral Small 24B full fine-tuning, 16 x H100 80GB: 66 GB each, TP4."""

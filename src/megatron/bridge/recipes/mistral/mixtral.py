@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtral. Learning rates are our own: none are published."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 MIXTRAL = Generation(
     {
@@ -33,22 +30,16 @@ MIXTRAL_8X7B = MIXTRAL.size(
 )
 MIXTRAL_8X22B = MIXTRAL.size("mistralai/Mixtral-8x22B-v0.1", 6144, 16384, 56, 48, 8)
 
+mixtral_8x7b_pretrain_config = pretrain_recipe(
+    MIXTRAL_8X7B, layout(tp=2, pp=4, vp=4, ep=4, etp=1), seq_length=4096, lr=3e-4
+)
+"""Mixtral 8x7B pretraining, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4."""
+mixtral_8x22b_pretrain_config = pretrain_recipe(
+    MIXTRAL_8X22B, layout(tp=4, pp=4, vp=7, ep=8, etp=1), seq_length=4096, lr=2e-4
+)
+"""Mixtral 8x22B pretraining, 128 x H100 80GB: 62 GB each, TP4 PP4 EP8."""
 
-def mixtral_8x7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Mixtral 8x7B pretraining, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4."""
-    return pretrain(MIXTRAL_8X7B, options, layout(tp=2, pp=4, vp=4, ep=4, etp=1), seq_length=4096, lr=3e-4)
-
-
-def mixtral_8x22b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Mixtral 8x22B pretraining, 128 x H100 80GB: 62 GB each, TP4 PP4 EP8."""
-    return pretrain(MIXTRAL_8X22B, options, layout(tp=4, pp=4, vp=7, ep=8, etp=1), seq_length=4096, lr=2e-4)
-
-
-def mixtral_8x7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Mixtral 8x7B full fine-tuning, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4."""
-    return sft(MIXTRAL_8X7B, options, layout(tp=2, pp=4, vp=4, ep=4, etp=1))
-
-
-def mixtral_8x22b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Mixtral 8x22B full fine-tuning, 64 x H100 80GB: 64 GB each, TP8 PP4 EP8."""
-    return sft(MIXTRAL_8X22B, options, layout(tp=8, pp=4, vp=7, ep=8, etp=1))
+mixtral_8x7b_finetune_config = finetune_recipe(MIXTRAL_8X7B, layout(tp=2, pp=4, vp=4, ep=4, etp=1))
+"""Mixtral 8x7B full fine-tuning, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4."""
+mixtral_8x22b_finetune_config = finetune_recipe(MIXTRAL_8X22B, layout(tp=8, pp=4, vp=7, ep=8, etp=1))
+"""Mixtral 8x22B full fine-tuning, 64 x H100 80GB: 64 GB each, TP8 PP4 EP8."""

@@ -5,12 +5,9 @@ There are 32 interleaved stages of two layers, except that the first has one lay
 has only the loss. The published ``model_type``, ``kimi_k2``, is another name of DeepSeek-V3's.
 """
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
-from megatron.bridge.training.config import ConfigContainer
 
 KIMI = Generation(
     {
@@ -57,21 +54,18 @@ KIMI = Generation(
 )
 KIMI_K2 = KIMI.size("moonshotai/Kimi-K2-Instruct", 7168, 18432, 61, 64, 64, 2048, 384)
 
+kimi_k2_pretrain_config = pretrain_recipe(
+    KIMI_K2,
+    layout(tp=8, pp=16, vp=2, ep=16, etp=1),
+    seq_length=4096,
+    global_batch_size=4096,
+    lr=2e-4,
+    min_lr=2e-5,
+    pipeline_layout="Et|(tt|)*30L",
+)
+"""Kimi K2 1T-A32B pretraining, 1024 x H100 80GB: 59 GB each, TP8 PP16 EP16."""
 
-def kimi_k2_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Kimi K2 1T-A32B pretraining, 1024 x H100 80GB: 59 GB each, TP8 PP16 EP16."""
-    return pretrain(
-        KIMI_K2,
-        options,
-        layout(tp=8, pp=16, vp=2, ep=16, etp=1),
-        seq_length=4096,
-        global_batch_size=4096,
-        lr=2e-4,
-        min_lr=2e-5,
-        pipeline_layout="Et|(tt|)*30L",
-    )
-
-
-def kimi_k2_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Kimi K2 1T-A32B full fine-tuning, 512 x H100 80GB: 72 GB each, TP8 PP16 EP16."""
-    return sft(KIMI_K2, options, layout(tp=8, pp=16, vp=2, ep=16, etp=1), pipeline_layout="Et|(tt|)*30L")
+kimi_k2_finetune_config = finetune_recipe(
+    KIMI_K2, layout(tp=8, pp=16, vp=2, ep=16, etp=1), pipeline_layout="Et|(tt|)*30L"
+)
+"""Kimi K2 1T-A32B full fine-tuning, 512 x H100 80GB: 72 GB each, TP8 PP16 EP16."""

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moonlight. The learning rate is from "Muon is Scalable for LLM Training" (2025); the optimizer here is Adam."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
-from megatron.bridge.training.config import ConfigContainer
 
 MOONLIGHT = Generation(
     {
@@ -44,12 +41,10 @@ MOONLIGHT = Generation(
 )
 MOONLIGHT_16B = MOONLIGHT.size("moonshotai/Moonlight-16B-A3B", 2048, 11264, 27, 16, 16, 1408, 64)
 
+moonlight_16b_pretrain_config = pretrain_recipe(
+    MOONLIGHT_16B, layout(ep=4), seq_length=4096, lr=4.2e-4, min_lr=4.2e-5
+)
+"""Moonlight 16B-A3B pretraining, 16 x H100 80GB: 65 GB each, EP4."""
 
-def moonlight_16b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Moonlight 16B-A3B pretraining, 16 x H100 80GB: 65 GB each, EP4."""
-    return pretrain(MOONLIGHT_16B, options, layout(ep=4), seq_length=4096, lr=4.2e-4, min_lr=4.2e-5)
-
-
-def moonlight_16b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Moonlight 16B-A3B full fine-tuning, 8 x H100 80GB: 62 GB each, TP2 EP4."""
-    return sft(MOONLIGHT_16B, options, layout(tp=2, ep=4, etp=1))
+moonlight_16b_finetune_config = finetune_recipe(MOONLIGHT_16B, layout(tp=2, ep=4, etp=1))
+"""Moonlight 16B-A3B full fine-tuning, 8 x H100 80GB: 62 GB each, TP2 EP4."""

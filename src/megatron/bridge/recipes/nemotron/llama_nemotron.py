@@ -5,12 +5,11 @@ Each row of ``LAYERS`` is a number of consecutive layers, whether they have atte
 feed-forward layer as a multiple of the hidden size (None without one).
 """
 
-from typing import Any, Unpack
+from typing import Any
 
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation, llama3_128k
-from megatron.bridge.training.config import ConfigContainer
 
 # fmt: off
 LAYERS_49B: list[tuple[int, bool, float | None]] = [
@@ -76,40 +75,20 @@ LLAMA_NEMOTRON_253B = NEMOTRON_NAS.size(
     **llama3_128k(16.0),
 )
 
+llama_nemotron_8b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_8B, layout(tp=2), seq_length=8192, lr=3e-4)
+"""Llama-Nemotron 8B pretraining, 8 x H100 80GB: 61 GB each, TP2."""
+llama_nemotron_49b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_49B, layout(tp=8), seq_length=8192, lr=2e-4)
+"""Llama-Nemotron 49B pretraining, 64 x H100 80GB: 67 GB each, TP8."""
+llama_nemotron_253b_pretrain_config = pretrain_recipe(
+    LLAMA_NEMOTRON_253B, layout(tp=8, pp=6, cp=2), seq_length=8192, global_batch_size=768, lr=8e-5, min_lr=8e-7
+)
+"""Llama-Nemotron 253B pretraining, 384 x H100 80GB: 62 GB each, TP8 PP6 CP2."""
 
-def llama_nemotron_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama-Nemotron 8B pretraining, 8 x H100 80GB: 61 GB each, TP2."""
-    return pretrain(LLAMA_NEMOTRON_8B, options, layout(tp=2), seq_length=8192, lr=3e-4)
-
-
-def llama_nemotron_49b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama-Nemotron 49B pretraining, 64 x H100 80GB: 67 GB each, TP8."""
-    return pretrain(LLAMA_NEMOTRON_49B, options, layout(tp=8), seq_length=8192, lr=2e-4)
-
-
-def llama_nemotron_253b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Llama-Nemotron 253B pretraining, 384 x H100 80GB: 62 GB each, TP8 PP6 CP2."""
-    return pretrain(
-        LLAMA_NEMOTRON_253B,
-        options,
-        layout(tp=8, pp=6, cp=2),
-        seq_length=8192,
-        global_batch_size=768,
-        lr=8e-5,
-        min_lr=8e-7,
-    )
-
-
-def llama_nemotron_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama-Nemotron 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
-    return sft(LLAMA_NEMOTRON_8B, options, layout(tp=2))
-
-
-def llama_nemotron_49b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama-Nemotron 49B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8."""
-    return sft(LLAMA_NEMOTRON_49B, options, layout(tp=8))
-
-
-def llama_nemotron_253b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Llama-Nemotron 253B full fine-tuning, 192 x H100 80GB: 70 GB each, TP8 PP6 CP2."""
-    return sft(LLAMA_NEMOTRON_253B, options, layout(tp=8, pp=6, cp=2), global_batch_size=192)
+llama_nemotron_8b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_8B, layout(tp=2))
+"""Llama-Nemotron 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
+llama_nemotron_49b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_49B, layout(tp=8))
+"""Llama-Nemotron 49B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8."""
+llama_nemotron_253b_finetune_config = finetune_recipe(
+    LLAMA_NEMOTRON_253B, layout(tp=8, pp=6, cp=2), global_batch_size=192
+)
+"""Llama-Nemotron 253B full fine-tuning, 192 x H100 80GB: 70 GB each, TP8 PP6 CP2."""

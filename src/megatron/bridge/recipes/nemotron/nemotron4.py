@@ -7,12 +7,10 @@ are from the report, its tokenizer is that of the Minitron that was pruned from 
 """
 
 from dataclasses import replace
-from typing import Unpack
 
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 NEMOTRON4 = Generation(
     {
@@ -41,52 +39,24 @@ NEMOTRON4_340B = NEMOTRON4.size(
     "nvidia/Nemotron-4-340B-Base", 18432, 73728, 96, 96, 8, head_dim=None, initializer_range=0.0063
 )
 
+nemotron4_15b_pretrain_config = pretrain_recipe(
+    NEMOTRON4_15B, layout(tp=2), seq_length=4096, global_batch_size=1152, lr=4.5e-4, min_lr=4.5e-7
+)
+"""Nemotron-4 15B pretraining, 32 x H100 80GB: 72 GB each, TP2."""
+nemotron4_340b_pretrain_config = pretrain_recipe(
+    NEMOTRON4_340B, layout(tp=8, pp=12, vp=8), seq_length=4096, global_batch_size=2304, lr=1e-4, min_lr=1e-6
+)
+"""Nemotron-4 340B pretraining, 768 x H100 80GB: 67 GB each, TP8 PP12."""
+minitron_4b_pretrain_config = pretrain_recipe(MINITRON_4B, seq_length=4096, lr=3e-4)
+"""Minitron 4B pretraining, 8 x H100 80GB: 54 GB each, no model parallelism."""
+minitron_8b_pretrain_config = pretrain_recipe(MINITRON_8B, layout(tp=2), seq_length=4096, lr=3e-4)
+"""Minitron 8B pretraining, 8 x H100 80GB: 53 GB each, TP2."""
 
-def nemotron4_15b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron-4 15B pretraining, 32 x H100 80GB: 72 GB each, TP2."""
-    return pretrain(
-        NEMOTRON4_15B, options, layout(tp=2), seq_length=4096, global_batch_size=1152, lr=4.5e-4, min_lr=4.5e-7
-    )
-
-
-def nemotron4_340b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron-4 340B pretraining, 768 x H100 80GB: 67 GB each, TP8 PP12."""
-    return pretrain(
-        NEMOTRON4_340B,
-        options,
-        layout(tp=8, pp=12, vp=8),
-        seq_length=4096,
-        global_batch_size=2304,
-        lr=1e-4,
-        min_lr=1e-6,
-    )
-
-
-def minitron_4b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Minitron 4B pretraining, 8 x H100 80GB: 54 GB each, no model parallelism."""
-    return pretrain(MINITRON_4B, options, seq_length=4096, lr=3e-4)
-
-
-def minitron_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Minitron 8B pretraining, 8 x H100 80GB: 53 GB each, TP2."""
-    return pretrain(MINITRON_8B, options, layout(tp=2), seq_length=4096, lr=3e-4)
-
-
-def nemotron4_15b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron-4 15B full fine-tuning, 16 x H100 80GB: 45 GB each, TP4."""
-    return sft(NEMOTRON4_15B, options, layout(tp=4))
-
-
-def nemotron4_340b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron-4 340B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP8 CP2."""
-    return sft(NEMOTRON4_340B, options, layout(tp=8, pp=8, vp=6, cp=2))
-
-
-def minitron_4b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Minitron 4B full fine-tuning, 8 x H100 80GB: 54 GB each, no model parallelism."""
-    return sft(MINITRON_4B, options, lr=1e-5)
-
-
-def minitron_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Minitron 8B full fine-tuning, 8 x H100 80GB: 53 GB each, TP2."""
-    return sft(MINITRON_8B, options, layout(tp=2))
+nemotron4_15b_finetune_config = finetune_recipe(NEMOTRON4_15B, layout(tp=4))
+"""Nemotron-4 15B full fine-tuning, 16 x H100 80GB: 45 GB each, TP4."""
+nemotron4_340b_finetune_config = finetune_recipe(NEMOTRON4_340B, layout(tp=8, pp=8, vp=6, cp=2))
+"""Nemotron-4 340B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP8 CP2."""
+minitron_4b_finetune_config = finetune_recipe(MINITRON_4B, lr=1e-5)
+"""Minitron 4B full fine-tuning, 8 x H100 80GB: 54 GB each, no model parallelism."""
+minitron_8b_finetune_config = finetune_recipe(MINITRON_8B, layout(tp=2))
+"""Minitron 8B full fine-tuning, 8 x H100 80GB: 53 GB each, TP2."""

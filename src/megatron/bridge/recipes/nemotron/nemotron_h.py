@@ -4,12 +4,9 @@
 Learning rates and batch sizes of 8B and 56B, from which 4B and 47B were pruned, are from "Nemotron-H" (2025).
 """
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import PretrainOptions, layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
-from megatron.bridge.training.config import ConfigContainer
 
 NEMOTRONH = Generation(
     {
@@ -64,42 +61,20 @@ NEMOTRONH_56B = NEMOTRONH.size(
 )
 _PRETRAIN: PretrainOptions = {"seq_length": 8192, "global_batch_size": 768}
 
+nemotronh_4b_pretrain_config = pretrain_recipe(NEMOTRONH_4B, _PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6)
+"""Nemotron-H 4B pretraining, 8 x H100 80GB: 41 GB each, TP2."""
+nemotronh_8b_pretrain_config = pretrain_recipe(NEMOTRONH_8B, _PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6)
+"""Nemotron-H 8B pretraining, 16 x H100 80GB: 58 GB each, TP2."""
+nemotronh_47b_pretrain_config = pretrain_recipe(NEMOTRONH_47B, _PRETRAIN, layout(tp=8), lr=4e-4, min_lr=4e-6)
+"""Nemotron-H 47B pretraining, 64 x H100 80GB: 64 GB each, TP8."""
+nemotronh_56b_pretrain_config = pretrain_recipe(NEMOTRONH_56B, _PRETRAIN, layout(tp=8, pp=2), lr=4e-4, min_lr=4e-6)
+"""Nemotron-H 56B pretraining, 64 x H100 80GB: 55 GB each, TP8 PP2."""
 
-def nemotronh_4b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron-H 4B pretraining, 8 x H100 80GB: 41 GB each, TP2."""
-    return pretrain(NEMOTRONH_4B, options, _PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6)
-
-
-def nemotronh_8b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron-H 8B pretraining, 16 x H100 80GB: 58 GB each, TP2."""
-    return pretrain(NEMOTRONH_8B, options, _PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6)
-
-
-def nemotronh_47b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron-H 47B pretraining, 64 x H100 80GB: 64 GB each, TP8."""
-    return pretrain(NEMOTRONH_47B, options, _PRETRAIN, layout(tp=8), lr=4e-4, min_lr=4e-6)
-
-
-def nemotronh_56b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Nemotron-H 56B pretraining, 64 x H100 80GB: 55 GB each, TP8 PP2."""
-    return pretrain(NEMOTRONH_56B, options, _PRETRAIN, layout(tp=8, pp=2), lr=4e-4, min_lr=4e-6)
-
-
-def nemotronh_4b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron-H 4B full fine-tuning, 8 x H100 80GB: 55 GB each, no model parallelism."""
-    return sft(NEMOTRONH_4B, options, lr=1e-5)
-
-
-def nemotronh_8b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron-H 8B full fine-tuning, 8 x H100 80GB: 51 GB each, TP2."""
-    return sft(NEMOTRONH_8B, options, layout(tp=2))
-
-
-def nemotronh_47b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron-H 47B full fine-tuning, 32 x H100 80GB: 63 GB each, TP8."""
-    return sft(NEMOTRONH_47B, options, layout(tp=8))
-
-
-def nemotronh_56b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Nemotron-H 56B full fine-tuning, 32 x H100 80GB: 54 GB each, TP8 PP2."""
-    return sft(NEMOTRONH_56B, options, layout(tp=8, pp=2))
+nemotronh_4b_finetune_config = finetune_recipe(NEMOTRONH_4B, lr=1e-5)
+"""Nemotron-H 4B full fine-tuning, 8 x H100 80GB: 55 GB each, no model parallelism."""
+nemotronh_8b_finetune_config = finetune_recipe(NEMOTRONH_8B, layout(tp=2))
+"""Nemotron-H 8B full fine-tuning, 8 x H100 80GB: 51 GB each, TP2."""
+nemotronh_47b_finetune_config = finetune_recipe(NEMOTRONH_47B, layout(tp=8))
+"""Nemotron-H 47B full fine-tuning, 32 x H100 80GB: 63 GB each, TP8."""
+nemotronh_56b_finetune_config = finetune_recipe(NEMOTRONH_56B, layout(tp=8, pp=2))
+"""Nemotron-H 56B full fine-tuning, 32 x H100 80GB: 54 GB each, TP8 PP2."""

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """OLMoE. Learning rates and batch size are from "OLMoE: Open Mixture-of-Experts Language Models" (2024)."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 OLMOE = Generation(
     {
@@ -30,12 +26,8 @@ OLMOE = Generation(
 )
 OLMOE_7B = OLMOE.size("allenai/OLMoE-1B-7B-0924", 2048, 1024, 16, 16, 16)
 
+olmoe_7b_pretrain_config = pretrain_recipe(OLMOE_7B, seq_length=4096, global_batch_size=1024, lr=4e-4, min_lr=4e-5)
+"""OLMoE 7B pretraining, 8 x H100 80GB: 63 GB each, no model parallelism."""
 
-def olmoe_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """OLMoE 7B pretraining, 8 x H100 80GB: 63 GB each, no model parallelism."""
-    return pretrain(OLMOE_7B, options, seq_length=4096, global_batch_size=1024, lr=4e-4, min_lr=4e-5)
-
-
-def olmoe_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """OLMoE 7B full fine-tuning, 8 x H100 80GB: 63 GB each, no model parallelism."""
-    return sft(OLMOE_7B, options)
+olmoe_7b_finetune_config = finetune_recipe(OLMOE_7B)
+"""OLMoE 7B full fine-tuning, 8 x H100 80GB: 63 GB each, no model parallelism."""

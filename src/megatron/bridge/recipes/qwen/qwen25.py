@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen 2.5. Learning rates are our own: none are published."""
 
-from typing import Any, Unpack
+from typing import Any
 
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 QWEN25 = Generation(
     {
@@ -32,87 +31,50 @@ QWEN25_14B = QWEN25.size("Qwen/Qwen2.5-14B", 5120, 13824, 48, 40, 8, **LARGE)
 QWEN25_32B = QWEN25.size("Qwen/Qwen2.5-32B", 5120, 27648, 64, 40, 8, **LARGE)
 QWEN25_72B = QWEN25.size("Qwen/Qwen2.5-72B", 8192, 29568, 80, 64, 8, **LARGE)
 
+qwen25_500m_pretrain_config = pretrain_recipe(
+    QWEN25_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5
+)
+"""Qwen 2.5 0.5B pretraining, 8 x H100 80GB: 23 GB each, no model parallelism."""
+qwen25_1p5b_pretrain_config = pretrain_recipe(
+    QWEN25_1P5B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6
+)
+"""Qwen 2.5 1.5B pretraining, 8 x H100 80GB: 40 GB each, no model parallelism."""
+qwen25_3b_pretrain_config = pretrain_recipe(QWEN25_3B, seq_length=4096, lr=3e-4)
+"""Qwen 2.5 3B pretraining, 8 x H100 80GB: 43 GB each, no model parallelism."""
+qwen25_7b_pretrain_config = pretrain_recipe(QWEN25_7B, layout(tp=2), seq_length=4096, lr=3e-4)
+"""Qwen 2.5 7B pretraining, 8 x H100 80GB: 47 GB each, TP2."""
+qwen25_14b_pretrain_config = pretrain_recipe(QWEN25_14B, layout(tp=4), seq_length=4096, lr=3e-4)
+"""Qwen 2.5 14B pretraining, 16 x H100 80GB: 43 GB each, TP4."""
+qwen25_32b_pretrain_config = pretrain_recipe(QWEN25_32B, layout(tp=8), seq_length=4096, lr=2e-4)
+"""Qwen 2.5 32B pretraining, 32 x H100 80GB: 46 GB each, TP8."""
+qwen25_72b_pretrain_config = pretrain_recipe(
+    QWEN25_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6
+)
+"""Qwen 2.5 72B pretraining, 64 x H100 80GB: 54 GB each, TP8 PP2."""
+qwen25_7b_16k_pretrain_config = pretrain_recipe(
+    QWEN25_7B, layout(tp=4), seq_length=16384, global_batch_size=256, lr=3e-4
+)
+"""Qwen 2.5 7B pretraining on 16k tokens, 16 x H100 80GB: 43 GB each, TP4."""
+qwen25_7b_64k_pretrain_config = pretrain_recipe(
+    QWEN25_7B, layout(tp=4, cp=2), seq_length=65536, global_batch_size=64, lr=3e-4
+)
+"""Qwen 2.5 7B pretraining on 64k tokens, 32 x H100 80GB: 66 GB each, TP4 CP2."""
+qwen25_7b_128k_pretrain_config = pretrain_recipe(
+    QWEN25_7B, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32, lr=3e-4
+)
+"""Qwen 2.5 7B pretraining on 128k tokens, 64 x H100 80GB: 65 GB each, TP4 CP4."""
 
-def qwen25_500m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 0.5B pretraining, 8 x H100 80GB: 23 GB each, no model parallelism."""
-    return pretrain(QWEN25_500M, options, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
-
-
-def qwen25_1p5b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 1.5B pretraining, 8 x H100 80GB: 40 GB each, no model parallelism."""
-    return pretrain(QWEN25_1P5B, options, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6)
-
-
-def qwen25_3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 3B pretraining, 8 x H100 80GB: 43 GB each, no model parallelism."""
-    return pretrain(QWEN25_3B, options, seq_length=4096, lr=3e-4)
-
-
-def qwen25_7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 7B pretraining, 8 x H100 80GB: 47 GB each, TP2."""
-    return pretrain(QWEN25_7B, options, layout(tp=2), seq_length=4096, lr=3e-4)
-
-
-def qwen25_14b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 14B pretraining, 16 x H100 80GB: 43 GB each, TP4."""
-    return pretrain(QWEN25_14B, options, layout(tp=4), seq_length=4096, lr=3e-4)
-
-
-def qwen25_32b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 32B pretraining, 32 x H100 80GB: 46 GB each, TP8."""
-    return pretrain(QWEN25_32B, options, layout(tp=8), seq_length=4096, lr=2e-4)
-
-
-def qwen25_72b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 72B pretraining, 64 x H100 80GB: 54 GB each, TP8 PP2."""
-    return pretrain(QWEN25_72B, options, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6)
-
-
-def qwen25_7b_16k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 7B pretraining on 16k tokens, 16 x H100 80GB: 43 GB each, TP4."""
-    return pretrain(QWEN25_7B, options, layout(tp=4), seq_length=16384, global_batch_size=256, lr=3e-4)
-
-
-def qwen25_7b_64k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 7B pretraining on 64k tokens, 32 x H100 80GB: 66 GB each, TP4 CP2."""
-    return pretrain(QWEN25_7B, options, layout(tp=4, cp=2), seq_length=65536, global_batch_size=64, lr=3e-4)
-
-
-def qwen25_7b_128k_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 2.5 7B pretraining on 128k tokens, 64 x H100 80GB: 65 GB each, TP4 CP4."""
-    return pretrain(QWEN25_7B, options, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32, lr=3e-4)
-
-
-def qwen25_500m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 0.5B full fine-tuning, 1 x H100 80GB: 19 GB, no model parallelism."""
-    return sft(QWEN25_500M, options, lr=1e-5)
-
-
-def qwen25_1p5b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 1.5B full fine-tuning, 1 x H100 80GB: 42 GB, no model parallelism."""
-    return sft(QWEN25_1P5B, options, lr=1e-5)
-
-
-def qwen25_3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 3B full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
-    return sft(QWEN25_3B, options, lr=1e-5)
-
-
-def qwen25_7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 7B full fine-tuning, 8 x H100 80GB: 47 GB each, TP2."""
-    return sft(QWEN25_7B, options, layout(tp=2))
-
-
-def qwen25_14b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 14B full fine-tuning, 8 x H100 80GB: 54 GB each, TP4."""
-    return sft(QWEN25_14B, options, layout(tp=4))
-
-
-def qwen25_32b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 32B full fine-tuning, 16 x H100 80GB: 59 GB each, TP8."""
-    return sft(QWEN25_32B, options, layout(tp=8))
-
-
-def qwen25_72b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 2.5 72B full fine-tuning, 32 x H100 80GB: 68 GB each, TP8 PP2."""
-    return sft(QWEN25_72B, options, layout(tp=8, pp=2))
+qwen25_500m_finetune_config = finetune_recipe(QWEN25_500M, lr=1e-5)
+"""Qwen 2.5 0.5B full fine-tuning, 1 x H100 80GB: 19 GB, no model parallelism."""
+qwen25_1p5b_finetune_config = finetune_recipe(QWEN25_1P5B, lr=1e-5)
+"""Qwen 2.5 1.5B full fine-tuning, 1 x H100 80GB: 42 GB, no model parallelism."""
+qwen25_3b_finetune_config = finetune_recipe(QWEN25_3B, lr=1e-5)
+"""Qwen 2.5 3B full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
+qwen25_7b_finetune_config = finetune_recipe(QWEN25_7B, layout(tp=2))
+"""Qwen 2.5 7B full fine-tuning, 8 x H100 80GB: 47 GB each, TP2."""
+qwen25_14b_finetune_config = finetune_recipe(QWEN25_14B, layout(tp=4))
+"""Qwen 2.5 14B full fine-tuning, 8 x H100 80GB: 54 GB each, TP4."""
+qwen25_32b_finetune_config = finetune_recipe(QWEN25_32B, layout(tp=8))
+"""Qwen 2.5 32B full fine-tuning, 16 x H100 80GB: 59 GB each, TP8."""
+qwen25_72b_finetune_config = finetune_recipe(QWEN25_72B, layout(tp=8, pp=2))
+"""Qwen 2.5 72B full fine-tuning, 32 x H100 80GB: 68 GB each, TP8 PP2."""

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-Next: gated delta nets and attention, with many small experts. Learning rates are our own."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions, layout
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import DENSE, Generation
-from megatron.bridge.training.config import ConfigContainer
 
 QWEN3_NEXT = Generation(
     {
@@ -40,19 +37,10 @@ QWEN3_NEXT = Generation(
 )
 QWEN3_NEXT_80B_A3B = QWEN3_NEXT.size("Qwen/Qwen3-Next-80B-A3B-Instruct", 2048, 5120, 48, 16, 2, 512)
 
+qwen3_next_80b_a3b_pretrain_config = pretrain_recipe(
+    QWEN3_NEXT_80B_A3B, layout(tp=2, pp=2, ep=8, etp=1), seq_length=4096, global_batch_size=1024, lr=3e-4
+)
+"""Qwen 3 Next 80B-A3B pretraining, 64 x H100 80GB: 67 GB each, TP2 PP2 EP8."""
 
-def qwen3_next_80b_a3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """Qwen 3 Next 80B-A3B pretraining, 64 x H100 80GB: 67 GB each, TP2 PP2 EP8."""
-    return pretrain(
-        QWEN3_NEXT_80B_A3B,
-        options,
-        layout(tp=2, pp=2, ep=8, etp=1),
-        seq_length=4096,
-        global_batch_size=1024,
-        lr=3e-4,
-    )
-
-
-def qwen3_next_80b_a3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """Qwen 3 Next 80B-A3B full fine-tuning, 64 x H100 80GB: 67 GB each, TP2 PP2 EP8."""
-    return sft(QWEN3_NEXT_80B_A3B, options, layout(tp=2, pp=2, ep=8, etp=1))
+qwen3_next_80b_a3b_finetune_config = finetune_recipe(QWEN3_NEXT_80B_A3B, layout(tp=2, pp=2, ep=8, etp=1))
+"""Qwen 3 Next 80B-A3B full fine-tuning, 64 x H100 80GB: 67 GB each, TP2 PP2 EP8."""

@@ -6,12 +6,9 @@ own.
 """
 
 from dataclasses import replace
-from typing import Unpack
 
-from megatron.bridge.recipes.builders import distill, pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import distill_recipe, finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 SMOLLM2 = Generation(
     {
@@ -39,44 +36,29 @@ SMOLLM2_50M = replace(
     published=False,
 )
 
+smollm2_135m_pretrain_config = pretrain_recipe(
+    SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4
+)
+"""SmolLM2 135M pretraining, 1 x H100 80GB: 35 GB, no model parallelism."""
+smollm2_360m_pretrain_config = pretrain_recipe(
+    SMOLLM2_360M, seq_length=2048, global_batch_size=1024, micro_batch_size=8, lr=3e-3, min_lr=3e-5
+)
+"""SmolLM2 360M pretraining, 8 x H100 80GB: 26 GB each, no model parallelism."""
+smollm2_1p7b_pretrain_config = pretrain_recipe(
+    SMOLLM2_1P7B, seq_length=2048, global_batch_size=1024, micro_batch_size=4, lr=5e-4, min_lr=5e-6
+)
+"""SmolLM2 1.7B pretraining, 8 x H100 80GB: 35 GB each, no model parallelism."""
+smollm2_50m_distill_config = distill_recipe(
+    SMOLLM2_50M, SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4
+)
+"""SmolLM2 50M distilled from SmolLM2 135M, 1 x H100 80GB: 28 GB, no model parallelism.
 
-def smollm2_135m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM2 135M pretraining, 1 x H100 80GB: 35 GB, no model parallelism."""
-    return pretrain(SMOLLM2_135M, options, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4)
+The teacher needs 10 GB of these, mostly for its logits.
+"""
 
-
-def smollm2_360m_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM2 360M pretraining, 8 x H100 80GB: 26 GB each, no model parallelism."""
-    return pretrain(
-        SMOLLM2_360M, options, seq_length=2048, global_batch_size=1024, micro_batch_size=8, lr=3e-3, min_lr=3e-5
-    )
-
-
-def smollm2_1p7b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM2 1.7B pretraining, 8 x H100 80GB: 35 GB each, no model parallelism."""
-    return pretrain(
-        SMOLLM2_1P7B, options, seq_length=2048, global_batch_size=1024, micro_batch_size=4, lr=5e-4, min_lr=5e-6
-    )
-
-
-def smollm2_50m_distill_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM2 50M distilled from SmolLM2 135M, 1 x H100 80GB: 28 GB, no model parallelism.
-
-    The teacher needs 10 GB of these, mostly for its logits.
-    """
-    return distill(SMOLLM2_50M, SMOLLM2_135M, options, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4)
-
-
-def smollm2_135m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """SmolLM2 135M full fine-tuning, 1 x H100 80GB: 35 GB, no model parallelism."""
-    return sft(SMOLLM2_135M, options, seq_length=2048, micro_batch_size=16, lr=1e-4)
-
-
-def smollm2_360m_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """SmolLM2 360M full fine-tuning, 1 x H100 80GB: 30 GB, no model parallelism."""
-    return sft(SMOLLM2_360M, options, seq_length=2048, micro_batch_size=8, lr=3e-5)
-
-
-def smollm2_1p7b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """SmolLM2 1.7B full fine-tuning, 8 x H100 80GB: 35 GB each, no model parallelism."""
-    return sft(SMOLLM2_1P7B, options, seq_length=2048, micro_batch_size=4, lr=1e-5)
+smollm2_135m_finetune_config = finetune_recipe(SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-4)
+"""SmolLM2 135M full fine-tuning, 1 x H100 80GB: 35 GB, no model parallelism."""
+smollm2_360m_finetune_config = finetune_recipe(SMOLLM2_360M, seq_length=2048, micro_batch_size=8, lr=3e-5)
+"""SmolLM2 360M full fine-tuning, 1 x H100 80GB: 30 GB, no model parallelism."""
+smollm2_1p7b_finetune_config = finetune_recipe(SMOLLM2_1P7B, seq_length=2048, micro_batch_size=4, lr=1e-5)
+"""SmolLM2 1.7B full fine-tuning, 8 x H100 80GB: 35 GB each, no model parallelism."""

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM3. Learning rate and batch size are from its announcement (2025)."""
 
-from typing import Unpack
-
-from megatron.bridge.recipes.builders import pretrain, sft
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.sizes import Generation
-from megatron.bridge.training.config import ConfigContainer
 
 SMOLLM3 = Generation(
     {
@@ -27,12 +23,10 @@ SMOLLM3 = Generation(
 )
 SMOLLM3_3B = SMOLLM3.size("HuggingFaceTB/SmolLM3-3B", 2048, 11008, 36, 16, 4)
 
+smollm3_3b_pretrain_config = pretrain_recipe(
+    SMOLLM3_3B, seq_length=4096, global_batch_size=576, lr=2e-4, min_lr=2e-6
+)
+"""SmolLM3 3B pretraining, 8 x H100 80GB: 43 GB each, no model parallelism."""
 
-def smollm3_3b_pretrain_config(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-    """SmolLM3 3B pretraining, 8 x H100 80GB: 43 GB each, no model parallelism."""
-    return pretrain(SMOLLM3_3B, options, seq_length=4096, global_batch_size=576, lr=2e-4, min_lr=2e-6)
-
-
-def smollm3_3b_finetune_config(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-    """SmolLM3 3B full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
-    return sft(SMOLLM3_3B, options, lr=1e-5)
+smollm3_3b_finetune_config = finetune_recipe(SMOLLM3_3B, lr=1e-5)
+"""SmolLM3 3B full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
