@@ -6,16 +6,17 @@ and the layer for multi-token prediction, the stage before it has one layer, and
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.deepseek.deepseek_v2 import DEEPSEEK_V2_GENERATION
 from megatron.bridge.recipes.options import FP8_BLOCKWISE, MXFP8, LayoutOptions, PretrainOptions, layout
-from megatron.bridge.recipes.sizes import DENSE, Generation
+from megatron.bridge.recipes.sizes import Generation
 
 DEEPSEEK_V3_GENERATION = Generation(
     {
+        **DEEPSEEK_V2_GENERATION.common,
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
         "vocab_size": 129280,
         "first_k_dense_replace": 3,
-        "moe_layer_freq": 1,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
@@ -23,34 +24,14 @@ DEEPSEEK_V3_GENERATION = Generation(
         "topk_group": 4,
         "topk_method": "noaux_tc",
         "routed_scaling_factor": 2.5,
-        "aux_loss_alpha": 0.001,
-        "seq_aux": True,
         "scoring_func": "sigmoid",
         "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "attention_bias": False,
         "num_nextn_predict_layers": 1,
-        "max_position_embeddings": 163840,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-        "tie_word_embeddings": False,
+        "rope_scaling": {**DEEPSEEK_V2_GENERATION.common["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
         "bos_token_id": 0,
         "eos_token_id": 1,
     },
-    columns=(*DENSE, "moe_intermediate_size", "n_routed_experts"),
+    columns=DEEPSEEK_V2_GENERATION.columns,
 )
 DEEPSEEK_V3 = DEEPSEEK_V3_GENERATION.size("deepseek-ai/DeepSeek-V3", 7168, 18432, 61, 128, 128, 2048, 256)
 _STAGES: LayoutOptions = {"pipeline_layout": "Et|(tt|)*29t|tmL"}

@@ -2,28 +2,19 @@
 """Gemma 2. Learning rates are our own: none are published."""
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.gemma.gemma import GEMMA
 from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
 
 GEMMA2 = Generation(
     {
+        **GEMMA.common,
         "model_type": "gemma2",
         "architectures": ["Gemma2ForCausalLM"],
-        "vocab_size": 256000,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "sliding_window": 4096,
-        "max_position_embeddings": 8192,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
     }
 )
 GEMMA2_2B = GEMMA2.size("google/gemma-2-2b", 2304, 9216, 26, 8, 4)

@@ -5,29 +5,23 @@ The config of those text models is ``text_config`` of the published one.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.gemma.gemma import GEMMA
 from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import Generation
 
 GEMMA3 = Generation(
     {
+        **GEMMA.common,
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
         "vocab_size": 262208,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 256,
         "sliding_window": 1024,
         "sliding_window_pattern": 6,
         "max_position_embeddings": 131072,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
     }
 )
 GEMMA3_1B = GEMMA3.size(

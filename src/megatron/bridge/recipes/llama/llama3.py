@@ -7,7 +7,18 @@ Learning rates are from "The Llama 3 Herd of Models" (2024), table 3.
 from typing import Unpack
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain, pretrain_recipe
-from megatron.bridge.recipes.options import FP8, FP8_BLOCKWISE, MXFP8, NVFP4, LowPrecision, PretrainOptions, layout
+from megatron.bridge.recipes.options import (
+    FP8,
+    FP8_BLOCKWISE,
+    LENGTH_16K,
+    LENGTH_64K,
+    LENGTH_128K,
+    MXFP8,
+    NVFP4,
+    LowPrecision,
+    PretrainOptions,
+    layout,
+)
 from megatron.bridge.recipes.sizes import Generation
 from megatron.bridge.training.config import ConfigContainer
 
@@ -32,30 +43,20 @@ _PRETRAIN_70B: PretrainOptions = {"seq_length": 8192, "lr": 1.5e-4, "min_lr": 1.
 
 llama3_8b_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, layout(tp=2))
 """Llama 3 8B pretraining, 8 x H100 80GB: 61 GB each, TP2."""
-llama3_8b_16k_pretrain_config = pretrain_recipe(
-    LLAMA3_8B, _PRETRAIN_8B, layout(tp=2, cp=2), seq_length=16384, global_batch_size=256
-)
+llama3_8b_16k_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, LENGTH_16K, layout(tp=2, cp=2))
 """Llama 3 8B pretraining on 16k tokens, 16 x H100 80GB: 56 GB each, TP2 CP2."""
-llama3_8b_64k_pretrain_config = pretrain_recipe(
-    LLAMA3_8B, _PRETRAIN_8B, layout(tp=4, cp=2), seq_length=65536, global_batch_size=64
-)
+llama3_8b_64k_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, LENGTH_64K, layout(tp=4, cp=2))
 """Llama 3 8B pretraining on 64k tokens, 32 x H100 80GB: 67 GB each, TP4 CP2."""
-llama3_8b_128k_pretrain_config = pretrain_recipe(
-    LLAMA3_8B, _PRETRAIN_8B, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32
-)
+llama3_8b_128k_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, LENGTH_128K, layout(tp=4, cp=4))
 """Llama 3 8B pretraining on 128k tokens, 64 x H100 80GB: 67 GB each, TP4 CP4."""
 llama3_70b_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, layout(tp=8, pp=2))
 """Llama 3 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
-llama3_70b_16k_pretrain_config = pretrain_recipe(
-    LLAMA3_70B, _PRETRAIN_70B, layout(tp=8, pp=2, cp=2), seq_length=16384, global_batch_size=256
-)
+llama3_70b_16k_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, LENGTH_16K, layout(tp=8, pp=2, cp=2))
 """Llama 3 70B pretraining on 16k tokens, 128 x H100 80GB: 59 GB each, TP8 PP2 CP2."""
-llama3_70b_64k_pretrain_config = pretrain_recipe(
-    LLAMA3_70B, _PRETRAIN_70B, layout(tp=8, pp=2, cp=8), seq_length=65536, global_batch_size=64
-)
+llama3_70b_64k_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, LENGTH_64K, layout(tp=8, pp=2, cp=8))
 """Llama 3 70B pretraining on 64k tokens, 256 x H100 80GB: 58 GB each, TP8 PP2 CP8."""
 llama3_70b_128k_pretrain_config = pretrain_recipe(
-    LLAMA3_70B, _PRETRAIN_70B, layout(tp=8, pp=2, cp=16), seq_length=131072, global_batch_size=32
+    LLAMA3_70B, _PRETRAIN_70B, LENGTH_128K, layout(tp=8, pp=2, cp=16)
 )
 """Llama 3 70B pretraining on 128k tokens, 512 x H100 80GB: 59 GB each, TP8 PP2 CP16."""
 llama3_8b_fp8_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, FP8, layout(tp=2))

@@ -7,7 +7,7 @@ into stages; with the embedding and the loss they count as 128.
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.llama.llama3 import LLAMA3
-from megatron.bridge.recipes.options import FP8, MXFP8, NVFP4, PretrainOptions, layout
+from megatron.bridge.recipes.options import FP8, LENGTH_128K, MXFP8, NVFP4, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation, llama3_128k
 
 LLAMA31 = Generation({**LLAMA3.common, **llama3_128k(8.0)})
@@ -28,21 +28,14 @@ llama31_70b_pretrain_config = pretrain_recipe(LLAMA31_70B, _PRETRAIN_70B, layout
 """Llama 3.1 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
 llama31_405b_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405B, layout(tp=8, pp=8, vp=4, cp=4))
 """Llama 3.1 405B pretraining, 1024 x H100 80GB: 66 GB each, TP8 PP8 CP4."""
-llama31_8b_128k_pretrain_config = pretrain_recipe(
-    LLAMA31_8B, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32, lr=3e-4
-)
+llama31_8b_128k_pretrain_config = pretrain_recipe(LLAMA31_8B, LENGTH_128K, layout(tp=4, cp=4), lr=3e-4)
 """Llama 3.1 8B pretraining on 128k tokens, 64 x H100 80GB: 67 GB each, TP4 CP4."""
 llama31_70b_128k_pretrain_config = pretrain_recipe(
-    LLAMA31_70B, _PRETRAIN_70B, layout(tp=8, pp=2, cp=16), seq_length=131072, global_batch_size=32
+    LLAMA31_70B, _PRETRAIN_70B, LENGTH_128K, layout(tp=8, pp=2, cp=16)
 )
 """Llama 3.1 70B pretraining on 128k tokens, 512 x H100 80GB: 59 GB each, TP8 PP2 CP16."""
 llama31_405b_128k_pretrain_config = pretrain_recipe(
-    LLAMA31_405B,
-    _PRETRAIN_405B,
-    layout(tp=8, pp=8, vp=4, cp=4),
-    seq_length=131072,
-    global_batch_size=32,
-    recompute="full",
+    LLAMA31_405B, _PRETRAIN_405B, LENGTH_128K, layout(tp=8, pp=8, vp=4, cp=4), recompute="full"
 )
 """Llama 3.1 405B pretraining on 128k tokens, 1024 x H100 80GB: 65 GB each, TP8 PP8 CP4."""
 llama31_405b_fp8_pretrain_config = pretrain_recipe(

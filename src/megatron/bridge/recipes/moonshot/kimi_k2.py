@@ -6,37 +6,19 @@ has only the loss. The published ``model_type``, ``kimi_k2``, is another name of
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.moonshot.moonlight import MOONLIGHT
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import DENSE, Generation
+from megatron.bridge.recipes.sizes import Generation
 
 KIMI = Generation(
     {
-        "model_type": "deepseek_v3",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "vocab_size": 163840,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
+        **MOONLIGHT.common,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
         "routed_scaling_factor": 2.827,
-        "aux_loss_alpha": 0.001,
-        "seq_aux": True,
-        "scoring_func": "sigmoid",
         "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "attention_bias": False,
-        "num_nextn_predict_layers": 0,
         "max_position_embeddings": 131072,
-        "initializer_range": 0.02,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 50000.0,
         "rope_scaling": {
             "type": "yarn",
             "factor": 32.0,
@@ -46,11 +28,9 @@ KIMI = Generation(
             "mscale_all_dim": 1.0,
             "original_max_position_embeddings": 4096,
         },
-        "tie_word_embeddings": False,
-        "bos_token_id": 163584,
         "eos_token_id": 163586,
     },
-    columns=(*DENSE, "moe_intermediate_size", "n_routed_experts"),
+    columns=MOONLIGHT.columns,
 )
 KIMI_K2 = KIMI.size("moonshotai/Kimi-K2-Instruct", 7168, 18432, 61, 64, 64, 2048, 384)
 

@@ -6,39 +6,18 @@ our own.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.nemotron.nemotron_h import NEMOTRON_H_COMMON
 from megatron.bridge.recipes.options import PretrainOptions, layout
 from megatron.bridge.recipes.sizes import Generation
 
 NANO2 = Generation(
     {
-        "model_type": "nemotron_h",
-        "architectures": ["NemotronHForCausalLM"],
-        "vocab_size": 131072,
+        **NEMOTRON_H_COMMON,
         "head_dim": 128,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "mlp_hidden_act": "relu2",
         "mamba_head_dim": 80,
-        "mamba_hidden_act": "silu",
-        "mamba_proj_bias": False,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "conv_kernel": 4,
-        "chunk_size": 128,
-        "expand": 2,
-        "use_conv_bias": True,
-        "use_bias": False,
-        "hidden_dropout": 0.0,
-        "residual_in_fp32": False,
-        "rescale_prenorm_residual": True,
-        "max_position_embeddings": 131072,
-        "initializer_range": 0.02,
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 12,
-        "pad_token_id": 0,
         "mamba_num_heads": 128,
+        "max_position_embeddings": 131072,
+        "eos_token_id": 12,
     }
 )
 NEMOTRON_NANO_9B_V2 = NANO2.size(

@@ -31,7 +31,6 @@ MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": False,
     "router_aux_loss_coef": 0.001,
-    "max_position_embeddings": 8192,
 }
 QWEN15_500M = QWEN15.size("Qwen/Qwen1.5-0.5B", 1024, 2816, 24, 16, 16, tie_word_embeddings=True)
 QWEN15_1P8B = QWEN15.size("Qwen/Qwen1.5-1.8B", 2048, 5504, 24, 16, 16)
@@ -40,7 +39,9 @@ QWEN15_7B = QWEN15.size("Qwen/Qwen1.5-7B", 4096, 11008, 32, 32, 32)
 QWEN15_14B = QWEN15.size("Qwen/Qwen1.5-14B", 5120, 13696, 40, 40, 40, vocab_size=152064)
 QWEN15_32B = QWEN15.size("Qwen/Qwen1.5-32B", 5120, 27392, 64, 40, 8, vocab_size=152064)
 QWEN15_72B = QWEN15.size("Qwen/Qwen1.5-72B", 8192, 24576, 80, 64, 64, vocab_size=152064)
-QWEN15_MOE_A2P7B = QWEN15.size("Qwen/Qwen1.5-MoE-A2.7B", 2048, 5632, 24, 16, 16, **MOE)
+QWEN15_MOE_A2P7B = QWEN15.size(
+    "Qwen/Qwen1.5-MoE-A2.7B", 2048, 5632, 24, 16, 16, max_position_embeddings=8192, **MOE
+)
 
 qwen15_500m_pretrain_config = pretrain_recipe(
     QWEN15_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5

@@ -5,38 +5,22 @@ from typing import Any
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
+from megatron.bridge.recipes.qwen.qwen15 import MOE, QWEN15
 from megatron.bridge.recipes.sizes import Generation
 
-QWEN2 = Generation(
-    {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": 151936,
-        "max_position_embeddings": 131072,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-    }
-)
-MOE: dict[str, Any] = {
-    "model_type": "qwen2_moe",
-    "architectures": ["Qwen2MoeForCausalLM"],
+QWEN2 = Generation({**QWEN15.common, "max_position_embeddings": 131072})
+QWEN2_MOE: dict[str, Any] = {
+    **MOE,
     "num_experts": 64,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 2560,
     "shared_expert_intermediate_size": 20480,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": False,
-    "router_aux_loss_coef": 0.001,
 }
 QWEN2_500M = QWEN2.size("Qwen/Qwen2-0.5B", 896, 4864, 24, 14, 2, tie_word_embeddings=True)
 QWEN2_1P5B = QWEN2.size("Qwen/Qwen2-1.5B", 1536, 8960, 28, 12, 2, tie_word_embeddings=True)
 QWEN2_7B = QWEN2.size("Qwen/Qwen2-7B", 3584, 18944, 28, 28, 4, vocab_size=152064)
 QWEN2_72B = QWEN2.size("Qwen/Qwen2-72B", 8192, 29568, 80, 64, 8, vocab_size=152064, rms_norm_eps=1e-5)
-QWEN2_57B_A14B = QWEN2.size("Qwen/Qwen2-57B-A14B", 3584, 18944, 28, 28, 4, **MOE)
+QWEN2_57B_A14B = QWEN2.size("Qwen/Qwen2-57B-A14B", 3584, 18944, 28, 28, 4, **QWEN2_MOE)
 
 qwen2_500m_pretrain_config = pretrain_recipe(QWEN2_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
 """Qwen 2 0.5B pretraining, 8 x H100 80GB: 23 GB each, no model parallelism."""

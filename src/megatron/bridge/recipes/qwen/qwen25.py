@@ -1,35 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen 2.5. Learning rates are our own: none are published."""
+"""Qwen 2.5, whose config is that of Qwen 2. Learning rates are our own: none are published."""
 
 from typing import Any
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
-from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.options import LENGTH_16K, LENGTH_64K, LENGTH_128K, layout
+from megatron.bridge.recipes.qwen.qwen2 import QWEN2
 
-QWEN25 = Generation(
-    {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": 151936,
-        "max_position_embeddings": 131072,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-    }
-)
 SMALL: dict[str, Any] = {"max_position_embeddings": 32768, "tie_word_embeddings": True}
 LARGE: dict[str, Any] = {"vocab_size": 152064, "rms_norm_eps": 1e-5}
-QWEN25_500M = QWEN25.size("Qwen/Qwen2.5-0.5B", 896, 4864, 24, 14, 2, **SMALL)
-QWEN25_1P5B = QWEN25.size("Qwen/Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, tie_word_embeddings=True)
-QWEN25_3B = QWEN25.size("Qwen/Qwen2.5-3B", 2048, 11008, 36, 16, 2, **SMALL)
-QWEN25_7B = QWEN25.size("Qwen/Qwen2.5-7B", 3584, 18944, 28, 28, 4, vocab_size=152064)
-QWEN25_14B = QWEN25.size("Qwen/Qwen2.5-14B", 5120, 13824, 48, 40, 8, **LARGE)
-QWEN25_32B = QWEN25.size("Qwen/Qwen2.5-32B", 5120, 27648, 64, 40, 8, **LARGE)
-QWEN25_72B = QWEN25.size("Qwen/Qwen2.5-72B", 8192, 29568, 80, 64, 8, **LARGE)
+QWEN25_500M = QWEN2.size("Qwen/Qwen2.5-0.5B", 896, 4864, 24, 14, 2, **SMALL)
+QWEN25_1P5B = QWEN2.size("Qwen/Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, tie_word_embeddings=True)
+QWEN25_3B = QWEN2.size("Qwen/Qwen2.5-3B", 2048, 11008, 36, 16, 2, **SMALL)
+QWEN25_7B = QWEN2.size("Qwen/Qwen2.5-7B", 3584, 18944, 28, 28, 4, vocab_size=152064)
+QWEN25_14B = QWEN2.size("Qwen/Qwen2.5-14B", 5120, 13824, 48, 40, 8, **LARGE)
+QWEN25_32B = QWEN2.size("Qwen/Qwen2.5-32B", 5120, 27648, 64, 40, 8, **LARGE)
+QWEN25_72B = QWEN2.size("Qwen/Qwen2.5-72B", 8192, 29568, 80, 64, 8, **LARGE)
 
 qwen25_500m_pretrain_config = pretrain_recipe(
     QWEN25_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5
@@ -51,17 +37,11 @@ qwen25_72b_pretrain_config = pretrain_recipe(
     QWEN25_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6
 )
 """Qwen 2.5 72B pretraining, 64 x H100 80GB: 54 GB each, TP8 PP2."""
-qwen25_7b_16k_pretrain_config = pretrain_recipe(
-    QWEN25_7B, layout(tp=4), seq_length=16384, global_batch_size=256, lr=3e-4
-)
+qwen25_7b_16k_pretrain_config = pretrain_recipe(QWEN25_7B, LENGTH_16K, layout(tp=4), lr=3e-4)
 """Qwen 2.5 7B pretraining on 16k tokens, 16 x H100 80GB: 43 GB each, TP4."""
-qwen25_7b_64k_pretrain_config = pretrain_recipe(
-    QWEN25_7B, layout(tp=4, cp=2), seq_length=65536, global_batch_size=64, lr=3e-4
-)
+qwen25_7b_64k_pretrain_config = pretrain_recipe(QWEN25_7B, LENGTH_64K, layout(tp=4, cp=2), lr=3e-4)
 """Qwen 2.5 7B pretraining on 64k tokens, 32 x H100 80GB: 66 GB each, TP4 CP2."""
-qwen25_7b_128k_pretrain_config = pretrain_recipe(
-    QWEN25_7B, layout(tp=4, cp=4), seq_length=131072, global_batch_size=32, lr=3e-4
-)
+qwen25_7b_128k_pretrain_config = pretrain_recipe(QWEN25_7B, LENGTH_128K, layout(tp=4, cp=4), lr=3e-4)
 """Qwen 2.5 7B pretraining on 128k tokens, 64 x H100 80GB: 65 GB each, TP4 CP4."""
 
 qwen25_500m_finetune_config = finetune_recipe(QWEN25_500M, lr=1e-5)

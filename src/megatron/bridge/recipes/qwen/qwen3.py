@@ -3,19 +3,15 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import FP8, MXFP8, layout
+from megatron.bridge.recipes.qwen.qwen2 import QWEN2
 from megatron.bridge.recipes.sizes import Generation
 
 QWEN3 = Generation(
     {
+        **QWEN2.common,
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 151936,
         "max_position_embeddings": 40960,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 151643,
         "eos_token_id": 151645,
         "head_dim": 128,
         "attention_bias": False,
