@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Activations of a rank, estimated from the modules that it would build.
 
 The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Memory of a GPU for a config: counted on the real sharded model, but for the activations, which are estimated.
 
 Weights, gradients and optimizer state are those of the chunks that a rank would build (``ranks``), laid out in the

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """The model chunks of any rank of any layout, built in this process on the meta device: shapes, no memory.
 
 Megatron-Core asks its process groups for nothing but size and rank while it builds a model. For the time of a

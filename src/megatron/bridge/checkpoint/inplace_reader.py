@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Torch's reader of checkpoint files, which also reads large tensors in place and refuses to run code.
 
 Torch reads what a file holds of a tensor into fresh memory, all of it, and copies from there what is wanted. Fresh

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Megatron-FSDP for Megatron-Core's models: flat buffers of several parameters, split into equal parts.
 
 Parts begin and end between rows of a parameter, so each rank keeps whole rows, as with PyTorch's FSDP2

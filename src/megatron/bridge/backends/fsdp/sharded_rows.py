@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Parameters that are sharded by rows, for both FSDP wrappers (`torch_fsdp2` and `megatron_fsdp`).
 
 Ranks keep whole rows of fp32 master weights. A checkpoint holds the tensors in the dtype of the model, described

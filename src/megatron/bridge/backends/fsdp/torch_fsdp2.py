@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """PyTorch's fully sharded data parallelism (FSDP2) for Megatron-Core's models.
 
 Each rank of a replica group keeps whole rows of every parameter, its gradient and its optimizer state. The rows

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Transformer Engine's user buffers, which overlap matrix products with communication (``tp_comm_overlap``).
 
 Untested: this needs two GPUs with Transformer Engine.

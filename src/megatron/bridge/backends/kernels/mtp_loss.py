@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Losses of multi-token prediction, normalized over whole sequences and reported exactly.
 
 Megatron-Core 0.19 divides by the tokens of one rank. With context parallelism, only one rank loses the last

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """``AutoBridge``: a Hugging Face model in, a Megatron model, a Hugging Face model out."""
 
 import copy

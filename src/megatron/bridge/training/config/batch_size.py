@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """How many samples a step takes: ``train.global_batch_size``, or with ``train.rampup_batch_size`` a way up to it.
 
 ``[start, increment, samples]`` begins with ``start`` samples a step and adds ``increment`` at equal distances, so

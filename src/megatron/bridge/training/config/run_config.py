@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """The blocks of a run, put together: what ``resolve`` and ``rules`` read."""
 
 from dataclasses import dataclass, field

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Parameter groups with their own hyperparameters: ``optimizer.overrides`` on top of Megatron-Core's rules."""
 
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Heartbeats for the launcher of nvidia-resiliency-ext, which restarts ranks that stop sending them.
 
 This is the only module that imports ``nvidia_resiliency_ext.fault_tolerance``. A rank is always in one of three

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Auxiliary losses that a forward step does not return: multi-token prediction and MoE routers."""
 
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Keys of a Hugging Face config and the provider's attributes they stand for, readable in both directions.
 
 Every key of a config is claimed by a field, listed as irrelevant, or refused by name: a key that nobody reads is a

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Gated delta nets among attention layers: config fields and weights."""
 
 from collections.abc import Mapping

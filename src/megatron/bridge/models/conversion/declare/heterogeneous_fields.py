@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Layers that are described one by one: config field, and weights of what may stand for a part of a layer."""
 
 from collections.abc import Mapping

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Fields of hybrid architectures: which layer does what, Mamba-2 mixers, experts in some models of a family."""
 
 from collections.abc import Mapping

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Fields of architectures with multi-latent attention, and of multi-token prediction."""
 
 from collections.abc import Mapping

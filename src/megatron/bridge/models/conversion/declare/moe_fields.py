@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Fields that mixtures of experts share: how many experts, which layers have them, and how tokens are routed.
 
 The auxiliary loss follows the coefficient of the config; it acts on gradients in training and never on the logits.

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """What an exported model has beside its weights: config, tokenizer, model card and all that its source brings."""
 
 import json

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Whole checkpoints from one format into the other, with a few parameters in memory at a time.
 
 Both ways start from the model on the meta device: it has all names, shapes and places and no numbers. A parameter

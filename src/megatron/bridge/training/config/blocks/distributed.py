@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """Data parallelism and the process group."""
 
 from dataclasses import dataclass

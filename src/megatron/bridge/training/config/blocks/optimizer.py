@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 """The optimizer, and parameter groups with their own settings."""
 
 from dataclasses import dataclass, field, fields
