@@ -120,16 +120,17 @@ def _memory(
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     weights = sum(map(_bytes, parameters)) + sum(_bytes(buffer) for chunk in chunks for buffer in chunk.buffers())
     weights += copies * sum(map(_quantised, chunks))
-    if config.dist.use_torch_fsdp2:
-        return _fully_sharded(config, chunks, world_size)
-    if config.ddp.use_megatron_fsdp:
-        return _megatron_fsdp(config, chunks, world_size)
     gradients = optimizer = 0
-    for index, chunk in enumerate(chunks):
-        parts = _trained_memory(config, chunk, bucketed=stage == index == 0, replicas=replicas)
-        weights += sum(part.padding for part in parts)
-        gradients += sum(part.gradients for part in parts)
-        optimizer += sum(part.optimizer for part in parts)
+    if config.dist.use_torch_fsdp2:
+        weights, gradients, optimizer = _fully_sharded(config, chunks, replicas.dense)
+    elif config.ddp.use_megatron_fsdp:
+        weights, gradients, optimizer = _megatron_fsdp(config, chunks, replicas.dense)
+    else:
+        for index, chunk in enumerate(chunks):
+            parts = _trained_memory(config, chunk, bucketed=stage == index == 0, replicas=replicas)
+            weights += sum(part.padding for part in parts)
+            gradients += sum(part.gradients for part in parts)
+            optimizer += sum(part.optimizer for part in parts)
     return RankMemory(
         stage=stage,
         parameters=sum(parameter.numel() for parameter in parameters),
@@ -140,42 +141,40 @@ def _memory(
     )
 
 
-def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], world_size: int) -> RankMemory:
-    """Rows of fp32 weights, gradients and state, and at the fullest moment gathered layers and their gradients."""
-    replicas = _Replicas.of(config, world_size).dense
+def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replicas: int) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer state where each rank has a part of the rows, in fp32.
+
+    At the fullest moment, the weights contain gathered layers and their gradients.
+    """
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     share = sum(-(-parameter.shape[0] // replicas) * parameter[:1].numel() for parameter in parameters)
     layers = [
         sum(map(_bytes, layer.parameters())) for chunk in chunks for layer in cast(Any, chunk).decoder.layers
     ]
     outside = sum(map(_bytes, parameters)) - sum(layers)
-    return RankMemory(
-        stage=0,
-        parameters=sum(parameter.numel() for parameter in parameters),
-        weights=_FP32 * share + outside + 2 * max(layers),
-        gradients=_FP32 * share,
-        optimizer=share * _optimizer_bytes(config, torch.float32),
-        activations=activations.activation_bytes(config, chunks, 0, world_size),
+    return (
+        _FP32 * share + outside + 2 * max(layers),
+        _FP32 * share,
+        share * _optimizer_bytes(config, torch.float32),
     )
 
 
-def _megatron_fsdp(config: ConfigContainer, chunks: list[MegatronModule], world_size: int) -> RankMemory:
-    """Equal parts of padded buffers, and at the fullest moment those that are gathered or wait to be reduced."""
-    replicas = _Replicas.of(config, world_size).dense
+def _megatron_fsdp(config: ConfigContainer, chunks: list[MegatronModule], replicas: int) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer state where each rank has equal parts of padded buffers.
+
+    At the fullest moment, they contain those that are gathered or wait to be reduced.
+    """
     ddp = megatron_fsdp.resolve_ddp_config(config.ddp, replicas)
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     buffers = [buffer for chunk in chunks for buffer in megatron_fsdp.flat_buffers(chunk, ddp, replicas)]
     whole = sum(buffer.size for buffer in buffers)
     share, most = whole // replicas, megatron_fsdp.temporary_elements(ddp, buffers)
     cuts_weights = ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_WEIGHTS
     cuts_gradients = cuts_weights or ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_GRADIENTS
-    return RankMemory(
-        stage=0,
-        parameters=sum(parameter.numel() for parameter in parameters),
-        weights=(share + most.gathered if cuts_weights else whole) * parameters[0].element_size(),
-        gradients=_FP32 * (share + most.reduced if cuts_gradients else whole),
-        optimizer=share * (_FP32 + _optimizer_bytes(config, torch.float32)),
-        activations=activations.activation_bytes(config, chunks, 0, world_size),
+    element_size = next(chunks[0].parameters()).element_size()
+    return (
+        (share + most.gathered if cuts_weights else whole) * element_size,
+        _FP32 * (share + most.reduced if cuts_gradients else whole),
+        share * (_FP32 + _optimizer_bytes(config, torch.float32)),
     )
 
 
@@ -190,7 +189,7 @@ def _of_teacher(
 
 
 def _quantised(chunk: nn.Module) -> int:
-    """Numbers of which Transformer Engine keeps copies for a step: matrices of layers.
+    """Numbers that Transformer Engine copies for a step: matrices of layers.
 
     Two of a byte in FP8, as they are and transposed; two of half a byte in FP4.
     """

@@ -20,7 +20,7 @@ from megatron.core.models.common.language_module import language_module
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.bridge.models.model_provider import ModelProvider, silenced
+from megatron.bridge.models.model_provider import EVEN_STAGES, ModelProvider, silenced
 
 _GLOBAL = re.compile(r"^_[A-Z][A-Z_]+$")  # how parallel_state spells its state
 
@@ -43,11 +43,7 @@ _ALONE: dict[str, Any] = {
     "sequence_parallel": False,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
-    "pipeline_model_parallel_layout": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
+    **EVEN_STAGES,
     "overlap_p2p_comm": False,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
@@ -109,7 +105,7 @@ def as_stage(model: ModelProvider, stage: int, several: bool = True) -> Iterator
     Args:
         model: Gives the parallel sizes.
         stage: Pipeline rank.
-        several: Whether there are other stages; without them, nobody tries to ask them.
+        several: Whether there are other stages to ask.
     """
     state: Any = parallel_state
     before = {name: value for name, value in vars(state).items() if _GLOBAL.match(name)}

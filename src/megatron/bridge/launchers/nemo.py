@@ -127,7 +127,7 @@ def remote_shell(options: LaunchOptions) -> Shell:
     """A shell on the login node.
 
     Raises:
-        UserError: the host does not answer or lets nobody in.
+        UserError: the host does not answer or refuses the login.
     """
     assert options.host
     check_host(options.host)

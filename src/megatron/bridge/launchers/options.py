@@ -44,7 +44,7 @@ class LaunchOptions:
         preempt_time: Seconds before the limit at which the processes are told to save and leave.
         gres: Generic resources of a node, instead of ``devices`` GPUs.
         retries: How often a job that failed or was told to leave is queued again.
-        chain: Jobs in a row, each of which goes on where the one before ended.
+        chain: Jobs in a row; each continues where the one before ended.
         ssh_tunnel: Submit from another machine, over SSH.
         host: The cluster's login node.
         user: User there.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The provider of Megatron-Core's decoder-only ``GPTModel``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -181,6 +181,12 @@ class GPTModelProvider(ModelProvider):
         biases.apply_biases(model, self)
         multipliers.apply_multipliers(model, self)
         padding.apply_padding(model, self)
+
+    def _refuse_ineffective(self, defaults: Mapping[str, Any], where: str) -> None:
+        """Refuse fields that have no effect ``where`` and are not at their defaults."""
+        for name, default in defaults.items():
+            if (value := getattr(self, name)) != default:
+                raise UserError(f"{name}={value!r} has no effect {where}: set model.{name}={default!r}")
 
     def _check_layer_lists(self) -> None:
         for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq", "short_conv_layers"):

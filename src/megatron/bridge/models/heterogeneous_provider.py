@@ -62,10 +62,7 @@ class HeterogeneousModelProvider(GPTModelProvider):
 
     def derive(self) -> None:
         """Refuse layers that cannot be built, and fields that say the same of all layers."""
-        for name, harmless in _WITHOUT_EFFECT.items():
-            value = getattr(self, name)
-            if value != harmless:
-                raise UserError(f"{name}={value!r} has no effect with block_configs: leave it at {harmless!r}")
+        self._refuse_ineffective(_WITHOUT_EFFECT, "with block_configs")
         super().derive()
         if len(self.block_configs) != self.num_layers:
             raise UserError(

@@ -8,6 +8,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron.bridge.backends.specs.hybrid_specs import hybrid_stack_spec
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.model_provider import EVEN_STAGES
 from megatron.bridge.utils.errors import UserError
 
 MAMBA, ATTENTION, FEED_FORWARD, EXPERTS, STAGE = "M*-E|"
@@ -23,11 +24,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "rope_scaling": False,
     "mtp_num_layers": None,
     "moe_layer_freq": 1,
-    "pipeline_model_parallel_layout": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
+    **EVEN_STAGES,
 }
 
 
@@ -74,10 +71,7 @@ class MambaModelProvider(GPTModelProvider):
     def derive(self) -> None:
         """Refuse what has no effect on a hybrid model, and what its layers cannot be built from."""
         super().derive()
-        for name, harmless in _WITHOUT_EFFECT.items():
-            if getattr(self, name) != harmless:
-                value = getattr(self, name)
-                raise UserError(f"{name}={value!r} has no effect on a hybrid model: set model.{name}={harmless!r}")
+        self._refuse_ineffective(_WITHOUT_EFFECT, "on a hybrid model")
         if self.backend == "transformer_engine" and (self.qk_layernorm or self.qk_l2_norm):
             raise UserError(
                 "hybrid models with normed queries and keys need other layers than backend='transformer_engine' "

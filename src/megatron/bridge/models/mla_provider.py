@@ -44,12 +44,7 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
     def derive(self) -> None:
         """Refuse what has no effect on latent attention, and fill in what Megatron-Core reads."""
         super().derive()
-        for name, harmless in _WITHOUT_EFFECT.items():
-            if getattr(self, name) != harmless:
-                raise UserError(
-                    f"{name}={getattr(self, name)!r} has no effect with multi-latent attention: set "
-                    f"model.{name}={harmless!r}"
-                )
+        self._refuse_ineffective(_WITHOUT_EFFECT, "with multi-latent attention")
         self.kv_channels = self.v_head_dim  # what a head gives to the output projection
         group_routing.check(self)
         mla_rope.derive(self)

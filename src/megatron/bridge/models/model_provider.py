@@ -7,7 +7,6 @@ derives the rest; the declared values stay as they were, and that is what is wri
 """
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -46,6 +45,15 @@ PARALLEL_SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+
+EVEN_STAGES: dict[str, Any] = {
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+"""Fields that divide layers unevenly among pipeline stages, with the values that do not."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ class ModelProvider(TransformerConfig):
         config = copy.copy(self)
         config.derive()
         if config.backend == "torch":
-            _report(config, layer_specs.apply_backend_settings(config))
+            _report(layer_specs.apply_backend_settings(config))
         try:
             super(ModelProvider, config).__post_init__()  # that of the Megatron config behind the provider
         except (ValueError, NotImplementedError) as error:
@@ -185,7 +193,7 @@ class ModelProvider(TransformerConfig):
     ) -> list[MegatronModule]:
         """Build this rank's chunks, one per virtual pipeline stage, on their device and wrapped for training.
 
-        Process groups are initialised with seed 0 if nobody has done so.
+        Process groups are initialized with seed 0 if there are none yet.
 
         Args:
             ddp_config: data-parallel settings; Megatron-Core's defaults when None.
@@ -251,14 +259,11 @@ class ModelProvider(TransformerConfig):
             return config.build_chunks()
 
 
-def _report(config: ModelProvider, changes: list[layer_specs.DisabledSetting]) -> None:
-    """Say which settings this machine cannot honour; those that nobody asked for are not worth a line."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    for change in changes:
-        if change.asked != defaults[change.field] and distributed.rank() == 0:
-            logger.warning(
-                "model.%s=%r is %r on this machine: %s", change.field, change.asked, change.used, change.reason
-            )
+def _report(changes: list[layer_specs.DisabledSetting]) -> None:
+    for change in changes if distributed.rank() == 0 else ():
+        logger.warning(
+            "model.%s=%r is %r on this machine: %s", change.field, change.asked, change.used, change.reason
+        )
 
 
 def _add_hook(hooks: list[ModelHook], hook: ModelHook, prepend: bool) -> None:
@@ -300,7 +305,7 @@ def _routers(chunk: MegatronModule) -> Iterator[Module]:
 def _kind_of_sharding(
     ddp: DistributedDataParallelConfig, torch_fsdp: bool
 ) -> Callable[..., MegatronModule] | None:
-    """The wrapper that cuts weights over ranks; None if none shall."""
+    """The wrapper that shards weights over ranks; None if they are not sharded."""
     if torch_fsdp:
         return torch_fsdp2.TorchFSDP2Wrapper
     return megatron_fsdp.MegatronFSDPWrapper if ddp.use_megatron_fsdp else None

@@ -69,7 +69,7 @@ class PEFT:
 
         Args:
             model: A chunk or all chunks of this rank, with its base weights, before data parallelism wraps it.
-            training: Whether what was added shall be trained; False freezes it, too.
+            training: Whether to train what was added; False freezes it, too.
 
         Returns:
             The same model.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def let_gradients_start(chunk: nn.Module) -> None:
     """Let the outputs of a frozen embedding ask for a gradient where something depends on it.
 
-    It costs the gradient of the first layer's inputs, which nobody uses.
+    It costs the gradient of the first layer's inputs, which is not used.
     """
     config: Any = getattr(chunk, "config", None)
     embedding = getattr(chunk, "embedding", None)

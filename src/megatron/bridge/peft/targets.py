@@ -35,7 +35,6 @@ class Site:
     name: str
     """Name in the whole model: layers are counted from its start, not from the pipeline stage's."""
     module: nn.Module
-    """The layer."""
     kind: ParallelKind
     """How its weight is cut over the tensor-parallel ranks."""
     experts: int | None

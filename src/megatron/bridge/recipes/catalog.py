@@ -34,11 +34,8 @@ class Recipe:
     """What is known about a recipe without importing it."""
 
     name: str
-    """Name of the function."""
     module: str
-    """Module that defines it."""
     what: str
-    """What it trains."""
     gpus: int
     """Number of GPUs that its layout is made for."""
     gpu_kind: str
@@ -48,7 +45,6 @@ class Recipe:
     layout: str
     """Model-parallel sizes, such as ``TP8 PP2``, or ``no model parallelism``."""
     docstring: str
-    """All of its docstring."""
 
     @property
     def mode(self) -> Mode:

@@ -159,7 +159,7 @@ def _meta_parameter(parameter: DTensor) -> nn.Parameter:
 def keep_local_rows(state: dict[str, Any], parameters: dict[int, DTensor]) -> dict[str, Any]:
     """Reduce a sharded state of whole parameters to the rows of this rank.
 
-    Parameters of which this rank has no rows are left out, because Megatron-Core drops empty entries at loading.
+    Parameters without rows on this rank are left out, because Megatron-Core drops empty entries at loading.
     """
     entries = {name: _local_part(entry, parameters) for name, entry in state.items()}
     return {

@@ -182,12 +182,7 @@ def moe_pattern(config: TransformerConfig) -> list[int]:
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
         return [int(index % frequency == 0) for index in range(config.num_layers)]
-    if len(frequency) != config.num_layers or set(frequency) - {0, 1}:
-        raise UserError(
-            f"moe_layer_freq={frequency} must hold a 0 (dense) or 1 (experts) for each of the {config.num_layers} "
-            "layers of num_layers"
-        )
-    return list(frequency)
+    return _listed_pattern(config, "moe_layer_freq", "0 (dense) or 1 (experts)")
 
 
 def linear_pattern(config: TransformerConfig) -> list[int]:
@@ -197,12 +192,16 @@ def linear_pattern(config: TransformerConfig) -> list[int]:
         return [0] * config.num_layers
     if isinstance(frequency, int):
         return [int((index + 1) % frequency != 0) for index in range(config.num_layers)]
-    if len(frequency) != config.num_layers or set(frequency) - {0, 1}:
+    return _listed_pattern(config, "linear_attention_freq", "1 (gated delta net) or 0 (attention)")
+
+
+def _listed_pattern(config: TransformerConfig, field: str, kinds: str) -> list[int]:
+    pattern: list[int] = getattr(config, field)
+    if len(pattern) != config.num_layers or set(pattern) - {0, 1}:
         raise UserError(
-            f"linear_attention_freq={frequency} must hold a 1 (gated delta net) or 0 (attention) for each of the "
-            f"{config.num_layers} layers of num_layers"
+            f"{field}={pattern} must hold a {kinds} for each of the {config.num_layers} layers of num_layers"
         )
-    return list(frequency)
+    return list(pattern)
 
 
 def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:

@@ -143,7 +143,7 @@ class AutoBridge:
 
     @staticmethod
     def hf_config_of(provider: Any) -> dict[str, Any] | None:
-        """The Hugging Face config of a provider that a bridge made and somebody changed; None for another one."""
+        """The Hugging Face config of a provider that a bridge made, with its changes; None for another one."""
         source = provider.declared.hf_config
         return None if source is None else bridge_for(source).config_of(provider.declared, as_dict(source))
 

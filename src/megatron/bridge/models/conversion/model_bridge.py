@@ -127,7 +127,7 @@ class MegatronModelBridge:
         return {key: value for key, value in now.items() if key in hf_config and hf_config[key] != value}
 
     def config_of(self, provider: Any, source: Mapping[str, Any]) -> dict[str, Any]:
-        """The Hugging Face config ``source`` as it describes ``provider``, which somebody may have changed."""
+        """The Hugging Face config ``source`` as it describes ``provider``, which may have been changed."""
         known = self.megatron_to_hf_config(provider)
         lists: dict[str, Any] = {key: value for key, value in known.items() if isinstance(value, list)}
         now: dict[str, Any] = {**source, **self.changed_config(provider, source), **lists}

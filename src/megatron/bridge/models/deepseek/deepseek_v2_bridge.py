@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V2 and V2-Lite: latent attention, softmax routing, experts in groups ranked by their best."""
 
-from megatron.bridge.models.conversion.declare.blocks import ends, mlp
+from megatron.bridge.models.conversion.declare.blocks import ends
 from megatron.bridge.models.conversion.declare.mla_blocks import latent_attention
 from megatron.bridge.models.conversion.declare.mla_fields import (
     BALANCING,
@@ -11,13 +11,8 @@ from megatron.bridge.models.conversion.declare.mla_fields import (
     PLAIN_SOFTMAX_ROUTING,
     UNSPOKEN,
 )
-from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.declare.moe_fields import (
-    DENSE_BEFORE_SPARSE,
-    SCALING,
-    SHARED_EXPERTS,
-    expert_sizes,
-)
+from megatron.bridge.models.conversion.declare.moe_blocks import DENSE_OR_SPARSE
+from megatron.bridge.models.conversion.declare.moe_fields import DENSE_BEFORE_SPARSE, ROUTED_AND_SHARED
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.mla_provider import MLAModelProvider
 
@@ -26,16 +21,8 @@ from megatron.bridge.models.mla_provider import MLAModelProvider
 class DeepseekV2Bridge(DecoderBridge):
     """Hugging Face's ``DeepseekV2ForCausalLM`` and Megatron's ``GPTModel``."""
 
-    fields = (
-        *LATENT,
-        *expert_sizes("n_routed_experts"),
-        *BEST_GROUPS,
-        *BALANCING,
-        DENSE_BEFORE_SPARSE,
-        SHARED_EXPERTS,
-        SCALING,
-    )
+    fields = (*LATENT, *ROUTED_AND_SHARED, *BEST_GROUPS, *BALANCING, DENSE_BEFORE_SPARSE)
     fixed = {**LATENT_LIKE, **PLAIN_SOFTMAX_ROUTING}
     # transformers never normalises the weights of the chosen experts
     irrelevant = {**UNSPOKEN, "norm_topk_prob": (False, None), "scoring_func": ("softmax",)}
-    weights = (ends(), latent_attention(), mlp(), router(), experts(), shared_experts())
+    weights = (ends(), latent_attention(), *DENSE_OR_SPARSE)

@@ -113,7 +113,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
 
 
 class LayerwiseRotaryEmbedding(nn.Module):
-    """Two rotary embeddings in one tensor, of which each layer takes its own.
+    """Two rotary embeddings in one tensor; each layer takes its own.
 
     Args:
         everywhere: that of layers without a window.

@@ -86,7 +86,7 @@ class BlockScaledFP8:
 
 @dataclass(frozen=True)
 class MXFP4:
-    """Matrices of 4-bit floats of which 32 neighbours share a power of two, stored transposed (MXFP4)."""
+    """Matrices of 4-bit floats, stored transposed; 32 neighbors share a power of two (MXFP4)."""
 
     blocks: TensorEntry
     """[matrices, columns, groups, 16] bytes; the low half of a byte is the first of its two numbers."""

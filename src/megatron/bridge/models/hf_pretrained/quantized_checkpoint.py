@@ -21,7 +21,7 @@ from megatron.bridge.models.hf_pretrained.dequantize import (
     block_grid,
     is_mxfp4,
 )
-from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, TensorEntry
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, TensorEntry, dtype_name
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 _MOST_PROBLEMS = 6
@@ -241,19 +241,21 @@ def _is_float8(entry: TensorEntry | None) -> bool:
 
 
 def _instead(stored: Entries, name: str) -> str:
-    return f"is {_short(stored[name].dtype)}" if name in stored else "is not in the checkpoint"
+    return f"is {dtype_name(stored[name].dtype)}" if name in stored else "is not in the checkpoint"
 
 
 def _wrong_scale(weight: TensorEntry, scale: TensorEntry | None, block: tuple[int, int] | None) -> str | None:
     if scale is None:
         return (
-            f"tensor {weight.name} is {_short(weight.dtype)} and its {weight.name}_scale_inv is missing: "
+            f"tensor {weight.name} is {dtype_name(weight.dtype)} and its {weight.name}_scale_inv is missing: "
             "download the checkpoint again"
         )
     if len(weight.shape) != 2:
-        return f"tensor {weight.name} is {_short(weight.dtype)} and of shape {list(weight.shape)}, not a matrix"
+        return (
+            f"tensor {weight.name} is {dtype_name(weight.dtype)} and of shape {list(weight.shape)}, not a matrix"
+        )
     if not scale.dtype.is_floating_point:
-        return f"tensor {scale.name} is {_short(scale.dtype)}, not a float"
+        return f"tensor {scale.name} is {dtype_name(scale.dtype)}, not a float"
     right = (
         torch.Size(scale.shape).numel() == 1 if block is None else scale.shape == block_grid(weight.shape, block)
     )
@@ -291,11 +293,7 @@ def _microscaled(stored: Entries) -> Found:
 
 
 def _what(entry: TensorEntry) -> str:
-    return f"({_short(entry.dtype)} {list(entry.shape)})"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"({dtype_name(entry.dtype)} {list(entry.shape)})"
 
 
 def _plain(quantization: Any) -> Mapping[str, Any]:

@@ -56,6 +56,11 @@ class TensorEntry:
     end: int
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of one file in the order of their bytes, and its metadata.
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -136,7 +136,7 @@ class Writer:
             path = Path(layout.name)
             self._unwritten[path] = layout.size - len(layout.header)
             self._descriptors[path] = os.open(directory / layout.name, os.O_WRONLY)
-            self._entries |= {name: _move(entry, path) for name, entry in layout.entries.items()}
+            self._entries |= {name: replace(entry, file=path) for name, entry in layout.entries.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -207,10 +207,6 @@ def _header_of(path: Path) -> bytes:
 
 def _items(layout: OutputFile) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return {name: (entry.dtype, entry.shape) for name, entry in layout.entries.items()}
-
-
-def _move(entry: TensorEntry, file: Path) -> TensorEntry:
-    return TensorEntry(entry.name, file, entry.dtype, entry.shape, entry.begin, entry.end)
 
 
 def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

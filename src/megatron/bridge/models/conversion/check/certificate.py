@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.bridge.models.conversion.check.compare_logits import LogitComparison
 from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
-from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, dtype_name
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Certificate:
     """What was compared, and how it came out."""
 
     hf_model: str
-    """The checkpoint."""
     megatron: str
-    """The Megatron checkpoint."""
     tensors: dict[str, TensorProof]
     """By Hugging Face name."""
     missing: tuple[str, ...]
@@ -82,7 +80,7 @@ def _compare(found: Tensor, stored: Tensor) -> TensorProof:
     mine, theirs = _bytes(found.detach().cpu().to(stored.dtype)), _bytes(stored)
     return TensorProof(
         shape=tuple(stored.shape),
-        dtype=str(stored.dtype).removeprefix("torch."),
+        dtype=dtype_name(stored.dtype),
         sha256=hashlib.sha256(memoryview(theirs.numpy())).hexdigest(),
         equal=found.shape == stored.shape and torch.equal(mine, theirs),
     )

@@ -80,7 +80,7 @@ def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any,
         if own.get(key) is None:  # transformers has no answer without them
             raise UserError(f"rope_parameters.{key} is missing: this architecture scales its queries by it")
     beta = own.pop("llama_4_scaling_beta")
-    own.pop("max_position_embeddings", None)  # a copy of the config's, read by nobody
+    own.pop("max_position_embeddings", None)  # a copy of the config's, which nothing reads
     return *_rope(own, config), beta
 
 

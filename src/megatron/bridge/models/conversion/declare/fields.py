@@ -68,6 +68,18 @@ def override(fields: Iterable[Field], *own: Field) -> tuple[Field, ...]:
     return (*(field for field in fields if not taken & set(field.names)), *own)
 
 
+def kind_indices(key: str, kinds: Sequence[str], known: Sequence[str], config: Mapping[str, Any]) -> list[int]:
+    """The index in ``known`` of each layer's kind, which ``key`` of the config lists.
+
+    Raises:
+        UserError: a kind is not known, or the list is not as long as the model.
+    """
+    layers = config["num_hidden_layers"]
+    if len(kinds) != layers or not set(kinds) <= set(known):
+        raise UserError(f"{key}={kinds} must say {' or '.join(known)} for num_hidden_layers={layers}")
+    return [known.index(kind) for kind in kinds]
+
+
 # key -> the values with which it changes nothing; None: with no value does it change anything
 IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.bridge.backends.specs.layer_specs import linear_pattern
 from megatron.bridge.models.conversion.declare.blocks import Block
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
-from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.fields import Field, kind_indices
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
     GDNConv1dMapping,
@@ -22,10 +22,8 @@ _KINDS = ("full_attention", "linear_attention")
 
 def _linear(kinds: list[str], config: Mapping[str, Any]) -> int | list[int]:
     """1 for each gated delta net; or after how many layers attention comes again, if that is regular."""
-    layers = config["num_hidden_layers"]
-    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
-        raise UserError(f"layer_types={kinds} must say {' or '.join(_KINDS)} for num_hidden_layers={layers}")
-    pattern = [_KINDS.index(kind) for kind in kinds]
+    pattern = kind_indices("layer_types", kinds, _KINDS, config)
+    layers = len(pattern)
     interval = pattern.index(0) + 1 if 0 in pattern else layers + 1
     return interval if pattern == [int((layer + 1) % interval != 0) for layer in range(layers)] else pattern
 

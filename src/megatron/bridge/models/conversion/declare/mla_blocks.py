@@ -47,7 +47,6 @@ class MTPNames:
     eh_proj: str
     """Projection of both together."""
     norm: str
-    """The final norm."""
 
 
 def after_decoder_layers(config: Any, depth: int) -> MTPNames:

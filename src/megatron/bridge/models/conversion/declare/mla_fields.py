@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.fields import Field, kind_indices
 from megatron.bridge.models.conversion.declare.moe_fields import DROPLESS, check_groups
 from megatron.bridge.utils.errors import UserError
 
@@ -93,11 +93,8 @@ _KINDS = ("dense", "sparse")
 
 def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     """1 for each layer with experts, 0 for each without."""
-    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace")
-    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
-        raise UserError(f"mlp_layer_types={kinds} must say {' or '.join(_KINDS)} for num_hidden_layers={layers}")
-    pattern = [_KINDS.index(kind) for kind in kinds]
-    if dense is not None and pattern != [int(layer >= dense) for layer in range(layers)]:
+    pattern, dense = kind_indices("mlp_layer_types", kinds, _KINDS, config), config.get("first_k_dense_replace")
+    if dense is not None and pattern != [int(layer >= dense) for layer in range(len(pattern))]:
         raise UserError(f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one")
     return pattern
 
@@ -158,6 +155,13 @@ PLAIN_SOFTMAX_ROUTING: dict[str, Any] = {
     "moe_router_group_score": "max",
 }
 """Weights are a softmax over all experts, in fp32 from the logits on."""
+
+ONLY_SIGMOIDS: dict[str, tuple[Any, ...]] = {
+    "norm_topk_prob": (True,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
+"""Keys with which ``SIGMOID_ROUTING`` is spelled."""
 
 UNSPOKEN: dict[str, tuple[Any, ...] | None] = {
     "attention_bias": (False,),

@@ -5,7 +5,7 @@ Experts are parameters of one grouped layer (``experts.linear_fc1.weight3``) or 
 (``experts.local_experts.3.linear_fc1.weight``); a block lists both spellings, and a model has one of them.
 """
 
-from megatron.bridge.models.conversion.declare.blocks import Block
+from megatron.bridge.models.conversion.declare.blocks import Block, mlp
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
     GatedMLPMapping,
@@ -103,3 +103,7 @@ def shared_experts(
     if gate is None:
         return block
     return (*block, ReplicatedMapping(f"{parent}.gate_weight", f"{layers}.{gate}.weight"))
+
+
+DENSE_OR_SPARSE: tuple[Block, ...] = (mlp(), router(), experts(), shared_experts())
+"""Feed-forward layers of a decoder in which some layers have routed and shared experts."""

@@ -166,6 +166,9 @@ GROUPS: tuple[Field, ...] = (
 SCALING = Field("routed_scaling_factor", "moe_router_topk_scaling_factor", default=1.0)
 """What the weights of the chosen experts are multiplied by."""
 
+ROUTED_AND_SHARED: tuple[Field, ...] = (*expert_sizes("n_routed_experts"), SHARED_EXPERTS, SCALING)
+"""Experts under the keys of DeepSeek."""
+
 DROPLESS: dict[str, Any] = {
     "moe_grouped_gemm": True,
     # no capacity: every token reaches the experts that it chose

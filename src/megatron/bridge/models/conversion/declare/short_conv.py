@@ -5,19 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bridge.models.conversion.declare.blocks import Block
-from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.fields import Field, kind_indices
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping, ShortConvMapping
-from megatron.bridge.utils.errors import UserError
 
 _KINDS = ("full_attention", "conv")
 _MULTIPLE = 256
 
 
 def _convolutions(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
-    layers = config["num_hidden_layers"]
-    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
-        raise UserError(f"layer_types={kinds} must say {' or '.join(_KINDS)} for num_hidden_layers={layers}")
-    return [_KINDS.index(kind) for kind in kinds]
+    return kind_indices("layer_types", kinds, _KINDS, config)
 
 
 def _convolutions_back(layers: list[int], _: Any) -> list[str]:

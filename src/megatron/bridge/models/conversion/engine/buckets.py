@@ -155,7 +155,7 @@ def _by_itself(task: WeightConversionTask) -> Weights:
 
 
 def _taken(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, each let go of when the next is asked for."""
+    """The tensors; each is released when the next is asked for."""
     for name in list(weights):
         yield name, weights.pop(name)
 

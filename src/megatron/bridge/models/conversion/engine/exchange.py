@@ -37,7 +37,7 @@ def tensor_group() -> Group:
 
 
 def rank_and_size(group: Group) -> tuple[int, int]:
-    """Place in ``group`` and its size; (0, 1) without a group."""
+    """This rank in ``group`` and the size of the group; (0, 1) without a group."""
     return (0, 1) if group is None else (torch_dist.get_rank(group), torch_dist.get_world_size(group))
 
 
@@ -136,7 +136,6 @@ class Owner:
     """Who holds a parameter, among the ranks of a model replica."""
 
     stage: int
-    """The pipeline stage."""
     expert_rank: int | None = None
     """Which of the ranks that share out the experts; None where all of them hold it."""
 

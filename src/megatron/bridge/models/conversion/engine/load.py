@@ -15,7 +15,7 @@ from megatron.bridge.backends.fsdp import sharded_rows
 from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import CopyRange
-from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, dtype_name
 from megatron.bridge.utils import console
 from megatron.bridge.utils.errors import UserError
 
@@ -167,8 +167,8 @@ def _wrong_dtypes(plan: Plan, checkpoint: SafetensorsCheckpoint, declared: torch
         return []
     wanted = declared or max(set(found), key=found.count)
     return [
-        f"tensor {name} in {checkpoint.entries[name].file.name} is {_short(dtype)}, "
-        f"{'config.json says' if declared else 'the others are'} {_short(wanted)}"
+        f"tensor {name} in {checkpoint.entries[name].file.name} is {dtype_name(dtype)}, "
+        f"{'config.json says' if declared else 'the others are'} {dtype_name(wanted)}"
         for (name, ours), dtype in zip(kept.items(), found, strict=True)
         if dtype not in (wanted, ours)
     ]
@@ -180,14 +180,10 @@ def _check_ties(plan: Plan, checkpoint: Mapping[str, Tensor]) -> None:
             continue
         if name in plan.copies:
             raise UserError(
-                f"tensor {name} differs from {same}, of which Megatron-Core takes it to be a copy: make them "
+                f"tensor {name} differs from {same}, and Megatron-Core takes it to be a copy: make them "
                 "equal, or remove the layer and say so in config.json"
             )
         raise UserError(
             f"tensor {name} differs from {same} though tie_word_embeddings is true: "
             "set tie_word_embeddings to false in config.json, or remove the wrong tensor"
         )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -27,7 +27,6 @@ class MTPLayers:
     """The layers that a config declares."""
 
     count: int
-    """How many."""
     registry: MegatronMappingRegistry
     """The mappings of a model that has them."""
 
@@ -46,7 +45,7 @@ class MTPLayers:
         """Hugging Face's names of all tensors.
 
         Args:
-            parameters: Megatron's names of the model without the layers, each of which is like the decoder's last.
+            parameters: Megatron's names of the model without the layers. Each layer is like the decoder's last.
             num_layers: layers of the decoder.
         """
         last = f"decoder.layers.{num_layers - 1}."

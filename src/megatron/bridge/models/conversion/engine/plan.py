@@ -44,9 +44,7 @@ class LocatedParameter:
     chunk: int
     """Index of the chunk on that stage."""
     shape: tuple[int, ...]
-    """Shape of one shard."""
     dtype: torch.dtype
-    """Dtype of the parameter."""
     kind: Any
     """How it is cut, as ``ShardSpec.kind``."""
 
@@ -64,7 +62,6 @@ class WeightConversionTask:
     shard: ShardSpec
     """Shape and cut of one shard, as held by this rank or by its peer on the owning stage."""
     dtype: torch.dtype
-    """Dtype of the parameter."""
     owner: Owner
     """The pipeline stage and, of an expert, the expert-parallel rank that hold it."""
     vp_stage: int
@@ -74,7 +71,6 @@ class WeightConversionTask:
     megatron_module: nn.Module | None = None
     """The module that owns the parameter."""
     param_weight: Tensor | None = None
-    """The parameter."""
     merges: bool = False
     """Export the parameter with its layer's adapter put into it."""
 
@@ -283,7 +279,7 @@ def _claim(
     tied: bool,
     problems: list[str],
 ) -> bool:
-    """Note who covers the Hugging Face tensors; whether somebody did already, as is right for a tied output."""
+    """Note what covers the Hugging Face tensors; return whether they were covered, as a tied output may be."""
     parts = mapping.parts
     owners = {owner_of[part] for part in parts if part in owner_of}
     if not owners:

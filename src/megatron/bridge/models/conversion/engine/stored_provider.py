@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.bridge.checkpoint import model_io
-from megatron.bridge.models.model_provider import PARALLEL_SIZES, PreWrapHook
+from megatron.bridge.models.model_provider import EVEN_STAGES, PARALLEL_SIZES, PreWrapHook
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -21,11 +21,7 @@ ONE_PROCESS: dict[str, Any] = {
     "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
     "tp_comm_overlap": False,
-    "pipeline_model_parallel_layout": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
+    **EVEN_STAGES,
 }
 
 

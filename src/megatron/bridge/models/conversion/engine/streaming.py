@@ -99,7 +99,7 @@ class StoredModel:
         self._states: list[dict[str, Any]] = [states[key] for key in model_io.chunk_keys(chunks)]
 
     def filled(self, tasks: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
-        """The tasks in their order, with parameters that have numbers; let go of each before asking for the next.
+        """The tasks in their order, with parameters that have numbers; release each before asking for the next.
 
         Args:
             tasks: of a plan of the chunks.

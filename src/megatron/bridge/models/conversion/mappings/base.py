@@ -63,7 +63,6 @@ class CopyRange:
     target: int
     """First index in the shard."""
     length: int
-    """Number of indices."""
     step: int = 1
     """From one index of the Hugging Face tensor to the next."""
     expert: int | None = None
@@ -110,7 +109,7 @@ class ShardSpec:
     kind: ParallelKind
     """How the whole is cut: along rows, along columns, or not."""
     rank: int
-    """Place in the tensor-parallel group."""
+    """This rank in the tensor-parallel group."""
     size: int
     """Ranks of that group."""
     config: Any
@@ -150,7 +149,7 @@ class MegatronParamMapping:
     kind: ClassVar[ParallelKind | None] = None
     """How the parameter is cut; None asks the module."""
     is_stacked = False
-    """Whether each Hugging Face tensor holds all experts, of which this parameter is one."""
+    """Whether each Hugging Face tensor holds all experts, and this parameter is one of them."""
     transposed = False
     """Whether the Hugging Face matrices are [in, out]."""
     expert: int | None = None

@@ -34,17 +34,12 @@ class QKVMapping(MegatronParamMapping):
             yield HFRange(names[role], start, length)
 
 
-class GatedQKVMapping(MegatronParamMapping):
+class GatedQKVMapping(QKVMapping):
     """The same where the query projection also makes gates on the output of attention.
 
     Hugging Face holds each head's query above its gate; Megatron holds, for each group: the queries of its heads,
     their gates, its key, its value.
     """
-
-    kind = "column"
-
-    def __init__(self, megatron_param: str, q: str, k: str, v: str) -> None:
-        super().__init__(megatron_param, {"q": q, "k": k, "v": v})
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         names = cast(dict[str, str], self.hf_param)
@@ -109,7 +104,6 @@ class ConcatenatedGatedMLPMapping(MegatronParamMapping):
     kind = "column"
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
-        """Gate and up of the first rank, then of the second, and so on."""
         assert isinstance(self.hf_param, str)
         half = shard.local // 2
         for rank in range(shard.parts):
@@ -123,7 +117,6 @@ class InterleavedGatedMLPMapping(MegatronParamMapping):
     kind = "column"
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
-        """Gate and up of the first rank, then of the second, and so on."""
         assert isinstance(self.hf_param, str)
         half = shard.local // 2
         for rank in range(shard.parts):
@@ -154,7 +147,7 @@ def _split(config: Any, roles: str, fused: Tensor) -> tuple[Tensor, ...]:
 
 
 def merge_qkv_weights(config: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Interleave query, key and value projections by group: [(heads + 2 groups) * kv_channels, hidden]."""
+    """Interleave queries, keys and values by group: [(heads + 2 groups) * kv_channels, hidden], biases alike."""
     return _merge(config, "qkv", {"q": q, "k": k, "v": v})
 
 
@@ -164,15 +157,7 @@ def split_qkv_weights(config: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return q, k, v
 
 
-def merge_qkv_biases(config: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Interleave query, key and value biases by group: [(heads + 2 groups) * kv_channels]."""
-    return _merge(config, "qkv", {"q": q, "k": k, "v": v})
-
-
-def split_qkv_biases(config: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Undo ``merge_qkv_biases``."""
-    q, k, v = _split(config, "qkv", qkv)
-    return q, k, v
+merge_qkv_biases, split_qkv_biases = merge_qkv_weights, split_qkv_weights
 
 
 def merge_kv_weights(config: Any, k: Tensor, v: Tensor) -> Tensor:
