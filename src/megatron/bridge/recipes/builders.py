@@ -176,7 +176,10 @@ class FinetuneRecipe(Protocol):
 def pretrain_recipe(
     size: Size, *shared: LayoutOptions | PretrainOptions, **recommended: Unpack[PretrainOptions]
 ) -> PretrainRecipe:
-    """The function that passes its options, and these arguments, to ``pretrain``."""
+    """A recipe that returns ``pretrain(size, options, *shared, **recommended)`` for the options of its caller.
+
+    In the modules of this package, the name and the docstring of a recipe are those of the assignment.
+    """
 
     def recipe(**options: Unpack[PretrainOptions]) -> ConfigContainer:
         return pretrain(size, options, *shared, **recommended)
@@ -185,7 +188,7 @@ def pretrain_recipe(
 
 
 def distill_recipe(size: Size, teacher: Size, **recommended: Unpack[PretrainOptions]) -> PretrainRecipe:
-    """The function that passes its options, and these arguments, to ``distill``."""
+    """A recipe that returns ``distill(size, teacher, options, **recommended)`` for the options of its caller."""
 
     def recipe(**options: Unpack[PretrainOptions]) -> ConfigContainer:
         return distill(size, teacher, options, **recommended)
@@ -196,7 +199,7 @@ def distill_recipe(size: Size, teacher: Size, **recommended: Unpack[PretrainOpti
 def finetune_recipe(
     size: Size, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
 ) -> FinetuneRecipe:
-    """The function that passes its options, and these arguments, to ``sft``."""
+    """A recipe that returns ``sft(size, options, *shared, **recommended)`` for the options of its caller."""
 
     def recipe(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
         return sft(size, options, *shared, **recommended)
