@@ -421,7 +421,7 @@ def test_a_cache_of_fewer_samples_is_refused(teacher, tmp_path):
 WRONG = {
     "no teacher": ({"teacher": None}, {}, r"distill.teacher is not set"),
     "nothing learnt": ({"kl_weight": 0.0}, {}, r"leave nothing to learn: raise one of them"),
-    "negative": ({"ce_weight": -1.0}, {}, r"distill.ce_weight=-1.0: must not be negative"),
+    "negative": ({"ce_weight": -1.0}, {}, r"distill.ce_weight=-1.0: must be at least 0"),
     "cold": ({"temperature": 0.0}, {}, r"distill.temperature=0.0: must be above 0"),
     "too many": ({"top_k": VOCABULARY}, {}, r"distill.top_k=96: must lie between 1 and the vocabulary"),
     "no weight": ({"hidden_layers": {1: 1}}, {}, r"distill.hidden_weight=0.0 with hidden_layers=.*: set both"),

@@ -220,7 +220,7 @@ VALUES = [
     dry("a learning rate of zero", ["optimizer.lr=0"], "optimizer.lr=0", "above 0"),
     dry("a minimum above the peak", ["optimizer.min_lr=1"], "optimizer.min_lr=1", "between 0 and optimizer.lr"),
     dry("warm-up that never ends", ["scheduler.lr_warmup_fraction=1.5"], "lr_warmup_fraction=1.5", "[0, 1)"),
-    dry("two warm-ups", ["scheduler.lr_warmup_iters=5"], "lr_warmup_fraction and", "lr_warmup_iters"),
+    dry("two warm-ups", ["scheduler.lr_warmup_iters=5"], "lr_warmup_fraction=", "and scheduler.lr_warmup_iters=5"),
     dry("WSD without its decay", ["scheduler.lr_decay_style=WSD"], "lr_wsd_decay_iters=None"),
     dry("dropout of one", ["model.hidden_dropout=1.0"], "hidden_dropout=1.0", "[0, 1)"),
     dry("a negative seed", ["rng.seed=-1"], "rng.seed=-1", "at least 0"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules on checkpoints: what is saved and loaded, where, and how."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.bridge.training.config.run_config import RunConfig
@@ -9,70 +10,60 @@ from megatron.bridge.utils.optional_imports import installed, missing_message
 NVRX = "nvidia_resiliency_ext"
 
 
-def non_persistent_settings_are_complete(config: RunConfig, world_size: int) -> str | None:
+def non_persistent_settings_are_complete(config: RunConfig, world_size: int) -> Iterator[str]:
     """The type, the interval and the folder belong together."""
     saved = config.checkpoint
     kind, interval = saved.non_persistent_ckpt_type, saved.non_persistent_save_interval
     if (kind is None) != (interval is None):
-        return (
+        yield (
             f"checkpoint.non_persistent_ckpt_type={kind} and non_persistent_save_interval={interval}: set both or "
             "none of them"
         )
-    if interval is not None and saved.save_interval is not None and interval % saved.save_interval == 0:
-        return (
+    if interval and saved.save_interval and interval % saved.save_interval == 0:
+        yield (
             f"checkpoint.non_persistent_save_interval={interval} has no effect with checkpoint.save_interval="
             f"{saved.save_interval}, which saves at the same steps: make it shorter"
         )
     for wanted in ("global", "local"):
         key = f"non_persistent_{wanted}_ckpt_dir"
         if getattr(saved, key) is not None and kind != wanted:
-            return f"checkpoint.{key} is set, but non_persistent_ckpt_type={kind}: set {wanted}, or no folder"
+            yield f"checkpoint.{key} is set, but non_persistent_ckpt_type={kind}: set {wanted}, or no folder"
     if kind == "local" and saved.non_persistent_local_ckpt_dir is None:
-        return (
+        yield (
             "checkpoint.non_persistent_ckpt_type=local, but non_persistent_local_ckpt_dir is not set: give a "
             "folder on a local disk of every machine"
         )
     if kind is not None and saved.save is None:
-        return f"checkpoint.non_persistent_ckpt_type={kind}, but checkpoint.save is not set: give a run folder"
-    return None
+        yield f"checkpoint.non_persistent_ckpt_type={kind}, but checkpoint.save is not set: give a run folder"
 
 
-def in_memory_needs_inprocess_restart(config: RunConfig, world_size: int) -> str | None:
+def in_memory_needs_inprocess_restart(config: RunConfig, world_size: int) -> Iterator[str]:
     """A checkpoint in memory is lost when the process restarts."""
-    if config.checkpoint.non_persistent_ckpt_type != "in_memory" or config.inprocess_restart is not None:
-        return None
-    return (
-        "checkpoint.non_persistent_ckpt_type=in_memory survives only within one process, but inprocess_restart "
-        "is not set: set it, or use local with a folder in memory such as /dev/shm"
-    )
+    if config.checkpoint.non_persistent_ckpt_type == "in_memory" and config.inprocess_restart is None:
+        yield (
+            "checkpoint.non_persistent_ckpt_type=in_memory survives only within one process, but "
+            "inprocess_restart is not set: set it, or use local with a folder in memory such as /dev/shm"
+        )
 
 
-def most_recent_k_keeps_one(config: RunConfig, world_size: int) -> str | None:
+def most_recent_k_keeps_one(config: RunConfig, world_size: int) -> Iterator[str]:
     """A run keeps at least its newest checkpoint."""
     kept = config.checkpoint.most_recent_k
-    if kept == -1 or kept > 0:
-        return None
-    return f"checkpoint.most_recent_k={kept}: must be at least 1, or -1 to keep all"
+    if kept != -1 and kept < 1:
+        yield f"checkpoint.most_recent_k={kept}: must be at least 1, or -1 to keep all"
 
 
-def finetune_saves_to_another_folder(config: RunConfig, world_size: int) -> str | None:
+def finetune_saves_to_another_folder(config: RunConfig, world_size: int) -> Iterator[str]:
     """A run resumes from its own folder, at the saved step."""
-    checkpoint = config.checkpoint
-    if not (checkpoint.finetune and checkpoint.load and checkpoint.save):
-        return None
-    if Path(checkpoint.load) != Path(checkpoint.save):
-        return None
-    return (
-        f"checkpoint.finetune=True with checkpoint.load={checkpoint.load}, which is checkpoint.save, too: a run "
-        "resumes from its own folder, so choose another checkpoint.save"
-    )
+    finetune, load, save = config.checkpoint.finetune, config.checkpoint.load, config.checkpoint.save
+    if finetune and load and save and Path(load) == Path(save):
+        yield (
+            f"checkpoint.finetune=True with checkpoint.load={load}, which is checkpoint.save, too: a run resumes "
+            "from its own folder, so choose another checkpoint.save"
+        )
 
 
-def async_strategy_is_installed(config: RunConfig, world_size: int) -> str | None:
+def async_strategy_is_installed(config: RunConfig, world_size: int) -> Iterator[str]:
     """The package of the strategy is installed."""
-    checkpoint = config.checkpoint
-    if checkpoint.async_strategy == "thread":
-        return None
-    if not installed(NVRX):
-        return missing_message(NVRX, "checkpoint.async_strategy=nvrx", "resiliency")
-    return None
+    if config.checkpoint.async_strategy == "nvrx" and not installed(NVRX):
+        yield missing_message(NVRX, "checkpoint.async_strategy=nvrx", "resiliency")

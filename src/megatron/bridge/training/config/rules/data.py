@@ -1,43 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules on rows that hold several samples."""
 
+from collections.abc import Iterator
+
 from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.training.config.resolve.data import sequence_multiple, tuning_parts
 from megatron.bridge.training.config.run_config import RunConfig
 
 
-def packed_samples_need_micro_batch_of_one(config: RunConfig, world_size: int) -> str | None:
+def packed_samples_need_micro_batch_of_one(config: RunConfig, world_size: int) -> Iterator[str]:
     """Attention over packed samples takes one row at a time."""
     micro = config.train.micro_batch_size
-    if micro == 1 or not any(part.packed for part in tuning_parts(config.dataset)):
-        return None
-    return (
-        f"train.micro_batch_size={micro} with packed samples: a packed row already holds several samples, so set "
-        f"train.micro_batch_size=1 and lower train.global_batch_size, which counts rows"
-    )
+    if micro > 1 and any(part.packed for part in tuning_parts(config.dataset)):
+        yield (
+            f"train.micro_batch_size={micro} with packed samples: a packed row already holds several samples, so "
+            f"set train.micro_batch_size=1 and lower train.global_batch_size, which counts rows"
+        )
 
 
-def packed_samples_fit_context_parallel(config: RunConfig, world_size: int) -> str | None:
+def packed_samples_fit_context_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
     """Context parallelism splits each sample of a row into equal chunks."""
     for part in tuning_parts(config.dataset):
         needed = sequence_multiple(config, part.padding_free)
         if part.joins_samples and part.sequence_multiple % needed:
-            return (
+            yield (
                 f"dataset.packed_sequence_specs.pad_seq_to_mult={part.sequence_multiple} is no multiple of "
                 f"{needed}, which the context and sequence parallel layout needs: leave it unset, or use {needed}"
             )
-    return None
 
 
-def energon_readers_fit_batch(config: RunConfig, world_size: int) -> str | None:
+def energon_readers_fit_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each step reads the same number of samples from every reader, under any layout."""
     if not isinstance(config.dataset, EnergonProvider) or config.dataset.readers is None:
-        return None
+        return
     readers, batch = config.dataset.readers, config.train.global_batch_size
     ranks = config.data_parallel_size(world_size)
-    if readers > 0 and readers % ranks == 0 and batch % readers == 0:
-        return None
-    return (
-        f"dataset.readers={readers} must be a multiple of the data parallel size {ranks} and divide "
-        f"train.global_batch_size={batch}: leave it unset, or change one of the three"
-    )
+    if readers < 1 or readers % ranks or batch % readers:
+        yield (
+            f"dataset.readers={readers} must be a multiple of the data parallel size {ranks} and divide "
+            f"train.global_batch_size={batch}: leave it unset, or change one of the three"
+        )

@@ -3,40 +3,37 @@
 
 from collections.abc import Iterator
 
+from megatron.bridge.training.config.blocks.distill import DistillConfig
 from megatron.bridge.training.config.run_config import RunConfig
 
 
-def distill_settings_are_valid(config: RunConfig, world_size: int) -> str | None:
+def distill_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[str]:
     """The values of ``distill`` are valid, and fit the other blocks."""
-    if config.distill is None:
-        return None
-    return "; ".join([*_values(config), *_hidden_states(config), *_cache(config), *_student(config)]) or None
+    if config.distill is not None:
+        for check in (_values, _hidden_states, _cache):
+            yield from check(config.distill, config)
 
 
-def _values(config: RunConfig) -> Iterator[str]:
-    distill = config.distill
-    assert distill is not None, "asked for a run that distills"
+def _values(distill: DistillConfig, config: RunConfig) -> Iterator[str]:
     if distill.teacher is None and distill.cache is None:
         yield "distill.teacher is not set: give a Hugging Face directory, a hub id or a Megatron checkpoint"
-    weights = {name: getattr(distill, name) for name in ("ce_weight", "kl_weight", "hidden_weight")}
-    wrong = [f"distill.{name}={value}" for name, value in weights.items() if not 0 <= value < float("inf")]
-    if wrong:
-        yield f"{', '.join(wrong)}: must not be negative"
     if not (distill.kl_weight or distill.hidden_weight):
         yield (
             "distill.kl_weight=0 and distill.hidden_weight=0 leave nothing to learn: raise one of them, "
             "or unset distill"
         )
-    if not 0 < distill.temperature < float("inf"):
-        yield f"distill.temperature={distill.temperature}: must be above 0"
     vocabulary = config.model.vocab_size or float("inf")
     if distill.top_k is not None and not 0 < distill.top_k < vocabulary:
         yield f"distill.top_k={distill.top_k}: must lie between 1 and the vocabulary of {vocabulary}, or be unset"
+    if config.model.mtp_num_layers:
+        yield (
+            f"distill with model.mtp_num_layers={config.model.mtp_num_layers}: the teacher gives no logits for "
+            "MTP layers, unset it"
+        )
 
 
-def _hidden_states(config: RunConfig) -> Iterator[str]:
-    distill, model = config.distill, config.model
-    assert distill is not None, "asked for a run that distills"
+def _hidden_states(distill: DistillConfig, config: RunConfig) -> Iterator[str]:
+    model = config.model
     if bool(distill.hidden_layers) != (distill.hidden_weight > 0):
         yield (
             f"distill.hidden_weight={distill.hidden_weight} with hidden_layers={distill.hidden_layers}: set both, "
@@ -64,9 +61,7 @@ def _hidden_states(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _cache(config: RunConfig) -> Iterator[str]:
-    distill = config.distill
-    assert distill is not None, "asked for a run that distills"
+def _cache(distill: DistillConfig, config: RunConfig) -> Iterator[str]:
     if distill.cache is None:
         return
     if distill.top_k is None:
@@ -75,11 +70,3 @@ def _cache(config: RunConfig) -> Iterator[str]:
         yield "distill.cache holds no hidden states: unset distill.hidden_layers, or let the teacher run"
     if getattr(config.dataset, "padding_free", False):
         yield "distill.cache with dataset.padding_free=True: rows must have equal length, pad or pack them"
-
-
-def _student(config: RunConfig) -> Iterator[str]:
-    if config.model.mtp_num_layers:
-        yield (
-            f"distill with model.mtp_num_layers={config.model.mtp_num_layers}: the teacher gives no logits for "
-            "MTP layers, unset it"
-        )

@@ -1,40 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on names and choices that a script can misspell without an error."""
+"""Rules on names and choices that a script can misspell without an error, and on what is not available."""
 
 import dataclasses
 from collections.abc import Iterator
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from megatron.bridge.training.config.rules.lookup import value_of
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config.coerce import field_types
 from megatron.bridge.utils.config.serialize import phantom_attributes
 
-NOT_YET = ("tensor_inspect",)
+_UNSAVED = "not supported, because the state cannot be saved: unset it"
+UNAVAILABLE = {
+    "tensor_inspect": "not available in this version, leave it unset",
+    # Megatron-Core would pass forward steps an argument that they do not accept
+    "model.num_microbatches_with_partial_activation_checkpoints": "not available in this version, use "
+    "model.recompute_granularity",
+    # it needs one optimizer per model chunk
+    "optimizer.overlap_param_gather_with_optimizer_step": "not available in this version, use "
+    "ddp.overlap_param_gather=true",
+    "optimizer.use_precision_aware_optimizer": _UNSAVED,
+    "optimizer.optimizer_cpu_offload": _UNSAVED,
+    "optimizer.use_layer_wise_distributed_optimizer": _UNSAVED,
+}
+"""Settings that must stay unset or off -> why, and what to do instead."""
 
 
-def attributes_are_fields(config: RunConfig, world_size: int) -> str | None:
+def attributes_are_fields(config: RunConfig, world_size: int) -> Iterator[str]:
     """A misspelled attribute would be set and never read."""
-    found = [sentence for key, block in _blocks(config) for sentence in phantom_attributes(block, key)]
-    return "; ".join(found) or None
+    for key, block in _blocks(config):
+        yield from phantom_attributes(block, key)
 
 
-def literals_are_known(config: RunConfig, world_size: int) -> str | None:
+def literals_are_known(config: RunConfig, world_size: int) -> Iterator[str]:
     """A misspelled choice would count as another one. Megatron-Core checks the model's choices."""
-    wrong = [
-        f"{key}.{name}={value}: use one of {', '.join(map(str, choices))}"
-        for key, block in _blocks(config)
-        if block is not config.model
-        for name, annotation in field_types(type(block)).items()
-        if (choices := _choices(annotation)) and (value := getattr(block, name)) not in choices
-    ]
-    return "; ".join(wrong) or None
+    for key, block in _blocks(config):
+        for name, annotation in field_types(type(block)).items() if block is not config.model else ():
+            if (choices := _choices(annotation)) and (value := getattr(block, name)) not in choices:
+                yield f"{key}.{name}={value}: use one of {', '.join(map(str, choices))}"
 
 
-def unavailable_blocks_are_unset(config: RunConfig, world_size: int) -> str | None:
-    """Blocks of features that do not exist yet would be ignored."""
-    used = [name for name in NOT_YET if getattr(config, name) is not None]
-    return f"{', '.join(used)}: not available in this version, leave unset" if used else None
+def unavailable_settings_are_unset(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of features that this version does not have would be ignored, or fail in the first step."""
+    for key, remedy in UNAVAILABLE.items():
+        value = value_of(config, key)
+        if value is not None and value is not False:
+            yield f"{key}={value}: {remedy}"
 
 
 def _blocks(config: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -1,259 +1,212 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules on the parallel layout: the parallel sizes divide what they split."""
 
+from collections.abc import Iterator
+
 from megatron.bridge.backends.attention.context_parallel import repeats_for_heads
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
-from megatron.bridge.training.config.rules.nearest_values import divisors, multiple_near, near
+from megatron.bridge.training.config.rules.lookup import value_of
+from megatron.bridge.training.config.rules.nearest_values import indivisible, multiple_near, near
 from megatron.bridge.training.config.run_config import RunConfig
 
+_TENSOR = "model.tensor_model_parallel_size"
+_SIZES = (
+    *("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "model.context_parallel_size"),
+    *("model.expert_model_parallel_size", "model.num_layers", "model.hidden_size", "model.num_attention_heads"),
+    *("model.make_query_groups_divisible_by", "train.micro_batch_size", "train.global_batch_size"),
+    "logger.log_interval",
+)
 
-def sizes_are_positive(config: RunConfig, world_size: int) -> str | None:
+
+def sizes_are_positive(config: RunConfig, world_size: int) -> Iterator[str]:
     """Other values are divided by these."""
-    model, train = config.model, config.train
-    sizes = {
-        "model.tensor_model_parallel_size": model.tensor_model_parallel_size,
-        "model.pipeline_model_parallel_size": model.pipeline_model_parallel_size,
-        "model.context_parallel_size": model.context_parallel_size,
-        "model.expert_model_parallel_size": model.expert_model_parallel_size,
-        "model.num_layers": model.num_layers,
-        "model.hidden_size": model.hidden_size,
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.make_query_groups_divisible_by": model.make_query_groups_divisible_by,
-        "train.micro_batch_size": train.micro_batch_size,
-        "train.global_batch_size": train.global_batch_size,
-        "train.train_iters": train.train_samples if train.train_samples is not None else train.train_iters,
-        "logger.log_interval": config.logger.log_interval,
-    }
+    train = config.train
+    sizes = {key: value_of(config, key) for key in _SIZES}
+    sizes["train.train_iters"] = train.train_iters if train.train_samples is None else train.train_samples
     wrong = [f"{key}={value}" for key, value in sizes.items() if not value or value < 1]
-    return f"{', '.join(wrong)}: must be at least 1" if wrong else None
+    if wrong:
+        yield f"{', '.join(wrong)}: must be at least 1"
 
 
-def world_size_fits_layout(config: RunConfig, world_size: int) -> str | None:
+def world_size_fits_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     """The processes hold whole replicas of the model."""
     model = config.model
-    ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-    if ranks < 1 or world_size % ranks == 0:
-        return None
-    return (
-        f"model.tensor_model_parallel_size={model.tensor_model_parallel_size} x "
-        f"pipeline_model_parallel_size={model.pipeline_model_parallel_size} x "
-        f"context_parallel_size={model.context_parallel_size} needs {ranks} processes or a multiple, "
-        f"but there are {world_size}: start {multiple_near(world_size, ranks)} or lower a size"
+    tensor, stages, context = (
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.context_parallel_size,
     )
+    ranks = tensor * stages * context
+    if ranks > 0 and world_size % ranks:
+        yield (
+            f"{_TENSOR}={tensor} x pipeline_model_parallel_size={stages} x context_parallel_size={context} needs "
+            f"{ranks} processes or a multiple, but there are {world_size}: start "
+            f"{multiple_near(world_size, ranks)} or lower a size"
+        )
 
 
-def groups_divide_heads(config: RunConfig, world_size: int) -> str | None:
+def groups_divide_heads(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every query group serves the same number of heads."""
     heads, groups = config.model.unpadded_heads
-    if heads % groups == 0:
-        return None
-    return (
-        f"model.num_query_groups={groups} does not divide model.num_attention_heads={heads}: use "
-        f"{near(groups, divisors(heads))}"
-    )
+    yield from indivisible("model.num_query_groups", groups, "model.num_attention_heads", heads)
 
 
-def tp_divides_heads(config: RunConfig, world_size: int) -> str | None:
+def tp_divides_heads(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each tensor-parallel rank gets whole heads."""
-    tp, heads = config.model.tensor_model_parallel_size, config.model.padded_heads[0]
-    sentence = _divides_tp(config, "num_attention_heads", heads)
-    return sentence and f"{sentence}, or pad the heads with model.make_query_groups_divisible_by={tp}"
+    size, heads = config.model.tensor_model_parallel_size, config.model.padded_heads[0]
+    padded = f", or pad the heads with model.make_query_groups_divisible_by={size}"
+    yield from indivisible(_TENSOR, size, "model.num_attention_heads", heads, padded)
 
 
-def tp_fits_query_groups(config: RunConfig, world_size: int) -> str | None:
+def tp_fits_query_groups(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each rank holds whole query groups, or several ranks share one."""
-    model = config.model
-    tp, groups = model.tensor_model_parallel_size, model.padded_heads[1]
-    if groups % tp == 0 or tp % groups == 0:
-        return None
-    legal = [size for size in range(1, 2 * groups + 1) if groups % size == 0 or size % groups == 0]
-    return (
-        f"model.tensor_model_parallel_size={tp} neither divides nor is a multiple of "
-        f"model.num_query_groups={groups}: use {near(tp, legal)}"
-    )
+    tp, groups = config.model.tensor_model_parallel_size, config.model.padded_heads[1]
+    if groups % tp and tp % groups:
+        legal = [size for size in range(1, 2 * groups + 1) if groups % size == 0 or size % groups == 0]
+        yield (
+            f"{_TENSOR}={tp} neither divides nor is a multiple of model.num_query_groups={groups}: use "
+            f"{near(tp, legal)}"
+        )
 
 
-def tp_divides_ffn(config: RunConfig, world_size: int) -> str | None:
+def tp_divides_ffn(config: RunConfig, world_size: int) -> Iterator[str]:
     """The feed-forward layer is split into equal parts."""
     model = config.model
-    return _divides_tp(config, "ffn_hidden_size", model.ffn_hidden_size or 4 * model.hidden_size)
+    width = model.ffn_hidden_size or 4 * model.hidden_size
+    yield from indivisible(_TENSOR, model.tensor_model_parallel_size, "model.ffn_hidden_size", width)
 
 
-def tp_divides_vocabulary(config: RunConfig, world_size: int) -> str | None:
+def tp_divides_vocabulary(config: RunConfig, world_size: int) -> Iterator[str]:
     """The embedding is split into equal parts."""
-    model = config.model
-    if model.vocab_size is None or model.padded_vocab_size % model.tensor_model_parallel_size == 0:
-        return None
-    return (
-        f"model.tensor_model_parallel_size={model.tensor_model_parallel_size} does not divide the vocabulary of "
-        f"{model.padded_vocab_size}: set model.should_pad_vocab=true"
-    )
+    model, size = config.model, config.model.tensor_model_parallel_size
+    if model.vocab_size is not None and model.padded_vocab_size % size:
+        yield (
+            f"{_TENSOR}={size} does not divide the vocabulary of {model.padded_vocab_size}: set "
+            "model.should_pad_vocab=true"
+        )
 
 
-def sp_needs_tp(config: RunConfig, world_size: int) -> str | None:
+def sp_needs_tp(config: RunConfig, world_size: int) -> Iterator[str]:
     """Sequence parallelism splits the sequence over the tensor-parallel ranks."""
-    model = config.model
-    if not model.sequence_parallel or model.tensor_model_parallel_size > 1:
-        return None
-    return (
-        "model.sequence_parallel=True needs model.tensor_model_parallel_size > 1, which is 1: raise it, "
-        "or switch sequence_parallel off"
-    )
+    if config.model.sequence_parallel and config.model.tensor_model_parallel_size == 1:
+        yield (
+            "model.sequence_parallel=True needs model.tensor_model_parallel_size > 1, which is 1: raise it, or "
+            "switch sequence_parallel off"
+        )
 
 
-def sp_divides_sequence(config: RunConfig, world_size: int) -> str | None:
+def sp_divides_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each rank holds an equal part of the sequence."""
     model, length = config.model, config.dataset.seq_length
     parts = model.tensor_model_parallel_size * model.context_parallel_size
-    if not model.sequence_parallel or length % parts == 0:
-        return None
-    return (
-        f"dataset.seq_length={length} is not a multiple of tensor x context parallel size = {parts}, which "
-        f"model.sequence_parallel needs: use {multiple_near(length, parts)}"
-    )
+    if model.sequence_parallel and length % parts:
+        yield (
+            f"dataset.seq_length={length} is not a multiple of tensor x context parallel size = {parts}, which "
+            f"model.sequence_parallel needs: use {multiple_near(length, parts)}"
+        )
 
 
-def pp_divides_layers(config: RunConfig, world_size: int) -> str | None:
+def pp_divides_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     """Pipeline stages are equal unless their sizes are set."""
-    model = config.model
-    stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
-    if _has_own_split(config) or model.num_layers % stages == 0:
-        return None
-    virtual = model.virtual_pipeline_model_parallel_size
-    key = "pipeline_model_parallel_size" + (" x virtual_pipeline_model_parallel_size" if virtual else "")
-    legal = divisors(model.num_layers)
-    return (
-        f"model.{key}={stages} does not divide model.num_layers={model.num_layers}: use {near(stages, legal)}, "
-        "or give the sizes of the first and last stage"
-    )
+    model, virtual = config.model, config.model.virtual_pipeline_model_parallel_size
+    key = "model.pipeline_model_parallel_size" + (" x virtual_pipeline_model_parallel_size" if virtual else "")
+    stages, ends = model.pipeline_model_parallel_size * (virtual or 1), "the sizes of the first and last stage"
+    if not _has_own_split(config):
+        yield from indivisible(key, stages, "model.num_layers", model.num_layers, f", or give {ends}")
 
 
-def vp_needs_pp(config: RunConfig, world_size: int) -> str | None:
+def vp_needs_pp(config: RunConfig, world_size: int) -> Iterator[str]:
     """Virtual stages need a pipeline to interleave."""
-    model = config.model
-    virtual = model.virtual_pipeline_model_parallel_size
-    if virtual is None or (virtual > 1 and model.pipeline_model_parallel_size > 1):
-        return None
-    return (
-        f"model.virtual_pipeline_model_parallel_size={virtual} with "
-        f"pipeline_model_parallel_size={model.pipeline_model_parallel_size}: virtual stages need at least 2 of "
-        "each, or leave the virtual size unset"
-    )
+    virtual, stages = config.model.virtual_pipeline_model_parallel_size, config.model.pipeline_model_parallel_size
+    if virtual is not None and (virtual < 2 or stages < 2):
+        yield (
+            f"model.virtual_pipeline_model_parallel_size={virtual} with pipeline_model_parallel_size={stages}: "
+            "virtual stages need at least 2 of each, or leave the virtual size unset"
+        )
 
 
-def vp_fits_microbatches(config: RunConfig, world_size: int) -> str | None:
+def vp_fits_microbatches(config: RunConfig, world_size: int) -> Iterator[str]:
     """The interleaved schedule works on groups of microbatches, one per stage."""
-    model = config.model
-    count = microbatches(config, world_size)
+    model, batch = config.model, config.train.global_batch_size
+    count, rest = divmod(batch, config.train.micro_batch_size * config.data_parallel_size(world_size))
     stages = model.pipeline_model_parallel_size
     group = model.microbatch_group_size_per_vp_stage or stages
-    if model.virtual_pipeline_model_parallel_size is None or count is None:
-        return None
-    if stages <= group <= count and not 0 < count % group < stages:
-        return None
-    return (
-        f"train.global_batch_size={config.train.global_batch_size} gives {count} microbatches per rank, which "
-        f"virtual pipelining over {stages} stages cannot interleave in groups of {group}: use "
-        f"{multiple_near(count, stages)} microbatches"
-    )
+    if model.virtual_pipeline_model_parallel_size is None or rest:
+        return
+    if not stages <= group <= count or 0 < count % group < stages:
+        yield (
+            f"train.global_batch_size={batch} gives {count} microbatches per rank, which virtual pipelining over "
+            f"{stages} stages cannot interleave in groups of {group}: use {multiple_near(count, stages)} "
+            "microbatches"
+        )
 
 
-def p2p_is_batched_or_overlapped(config: RunConfig, world_size: int) -> str | None:
-    """Megatron-Core's schedule supports only one of the two."""
-    model = config.model
-    if not (model.overlap_p2p_comm and model.batch_p2p_comm):
-        return None
-    return "model.overlap_p2p_comm=True excludes model.batch_p2p_comm=True: set model.batch_p2p_comm=false"
-
-
-def cp_divides_sequence(config: RunConfig, world_size: int) -> str | None:
+def cp_divides_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each context-parallel rank holds one early and one late chunk, so that causal work is balanced."""
     size, length = config.model.context_parallel_size, config.dataset.seq_length
-    if size == 1 or length % (2 * size) == 0:
-        return None
-    return (
-        f"dataset.seq_length={length} is not a multiple of 2 x model.context_parallel_size = {2 * size}: use "
-        f"{multiple_near(length, 2 * size)}"
-    )
+    if size > 1 and length % (2 * size):
+        yield (
+            f"dataset.seq_length={length} is not a multiple of 2 x model.context_parallel_size = {2 * size}: use "
+            f"{multiple_near(length, 2 * size)}"
+        )
 
 
-def cp_a2a_divides_heads(config: RunConfig, world_size: int) -> str | None:
+def cp_a2a_divides_heads(config: RunConfig, world_size: int) -> Iterator[str]:
     """All-to-all context parallelism exchanges sequence for heads."""
-    model = config.model
-    if model.context_parallel_size == 1 or "a2a" not in _cp_kinds(config):
-        return None
-    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
-    heads, groups = (max(count // tp, 1) for count in model.padded_heads)
+    tp, cp = config.model.tensor_model_parallel_size, config.model.context_parallel_size
+    if cp == 1 or "a2a" not in _cp_kinds(config):
+        return
+    heads, groups = (max(count // tp, 1) for count in config.model.padded_heads)
     shared = repeats_for_heads(groups, heads, cp) is not None if _on_torch(config) else groups % cp == 0
-    if shared:
-        return None
-    return (
-        f"model.cp_comm_type=a2a with model.context_parallel_size={cp} cannot share the {heads} query and "
-        f"{groups} key heads of a tensor-parallel rank: use all_gather or a smaller size"
-    )
+    if not shared:
+        yield (
+            f"model.cp_comm_type=a2a with model.context_parallel_size={cp} cannot share the {heads} query and "
+            f"{groups} key heads of a tensor-parallel rank: use all_gather or a smaller size"
+        )
 
 
-def cp_comm_type_is_available(config: RunConfig, world_size: int) -> str | None:
+def cp_comm_type_is_available(config: RunConfig, world_size: int) -> Iterator[str]:
     """The attention backend supports only some communication types."""
-    if config.model.context_parallel_size == 1 or not _on_torch(config):
-        return None
     unknown = sorted(_cp_kinds(config) - {"all_gather", "a2a"})
-    if not unknown:
-        return None
-    return f"model.cp_comm_type={', '.join(unknown)} needs Transformer Engine: use all_gather or a2a"
+    if unknown and config.model.context_parallel_size > 1 and _on_torch(config):
+        yield f"model.cp_comm_type={', '.join(unknown)} needs Transformer Engine: use all_gather or a2a"
 
 
-def cp_with_masks_needs_per_token_loss(config: RunConfig, world_size: int) -> str | None:
+def cp_with_masks_needs_per_token_loss(config: RunConfig, world_size: int) -> Iterator[str]:
     """With masked tokens, a mean over ranks of means over tokens is not the mean over tokens."""
-    model = config.model
-    if model.context_parallel_size == 1 or model.calculate_per_token_loss or not config.dataset.masks_tokens:
-        return None
-    return (
-        f"model.context_parallel_size={model.context_parallel_size} with masked losses needs "
-        "model.calculate_per_token_loss=True: set it"
-    )
+    size = config.model.context_parallel_size
+    if size > 1 and config.dataset.masks_tokens and not config.model.calculate_per_token_loss:
+        yield (
+            f"model.context_parallel_size={size} with masked losses needs model.calculate_per_token_loss=True: "
+            "set it"
+        )
 
 
-def ep_divides_experts(config: RunConfig, world_size: int) -> str | None:
+def ep_divides_experts(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each expert-parallel rank gets whole experts."""
-    model = config.model
-    size, experts = model.expert_model_parallel_size, model.num_moe_experts
-    if size == 1 or (experts and experts % size == 0):
-        return None
-    if not experts:
-        return f"model.expert_model_parallel_size={size} needs experts, but model.num_moe_experts is not set"
-    return (
-        f"model.expert_model_parallel_size={size} does not divide model.num_moe_experts={experts}: use "
-        f"{near(size, divisors(experts))}"
-    )
+    size, experts = config.model.expert_model_parallel_size, config.model.num_moe_experts
+    if experts:
+        yield from indivisible("model.expert_model_parallel_size", size, "model.num_moe_experts", experts)
+    elif size > 1:
+        yield f"model.expert_model_parallel_size={size} needs experts, but model.num_moe_experts is not set"
 
 
-def tp_with_experts_needs_sp(config: RunConfig, world_size: int) -> str | None:
+def tp_with_experts_needs_sp(config: RunConfig, world_size: int) -> Iterator[str]:
     """Without sequence parallelism, every tensor-parallel rank would dispatch the same tokens."""
     model = config.model
-    if not model.num_moe_experts or model.tensor_model_parallel_size == 1 or model.sequence_parallel:
-        return None
-    return "model.sequence_parallel=False with experts and tensor parallelism: set model.sequence_parallel=true"
+    if model.num_moe_experts and model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
+        yield "model.sequence_parallel=False with experts and tensor parallelism: set model.sequence_parallel=true"
 
 
-def replicas_divide_batch(config: RunConfig, world_size: int) -> str | None:
+def replicas_divide_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     """A global batch is a whole number of microbatches on every replica."""
-    train = config.train
+    micro, batch = config.train.micro_batch_size, config.train.global_batch_size
     replicas = config.data_parallel_size(world_size)
-    unit = train.micro_batch_size * replicas
-    if train.global_batch_size % unit == 0:
-        return None
-    return (
-        f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size="
-        f"{train.micro_batch_size} x data parallel size {replicas}: use "
-        f"{multiple_near(train.global_batch_size, unit)}"
-    )
-
-
-def microbatches(config: RunConfig, world_size: int) -> int | None:
-    """Microbatches per rank and step, or None if the batch does not divide."""
-    unit = config.train.micro_batch_size * config.data_parallel_size(world_size)
-    return None if config.train.global_batch_size % unit else config.train.global_batch_size // unit
+    if batch % (micro * replicas):
+        yield (
+            f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro} x data parallel "
+            f"size {replicas}: use {multiple_near(batch, micro * replicas)}"
+        )
 
 
 def _has_own_split(config: RunConfig) -> bool:
@@ -277,13 +230,3 @@ def _on_torch(config: RunConfig) -> bool:
 def _cp_kinds(config: RunConfig) -> set[str]:
     kind = config.model.cp_comm_type
     return set(kind) if isinstance(kind, list) else {kind} if kind else set()
-
-
-def _divides_tp(config: RunConfig, key: str, value: int) -> str | None:
-    size = config.model.tensor_model_parallel_size
-    if value % size == 0:
-        return None
-    return (
-        f"model.tensor_model_parallel_size={size} does not divide model.{key}={value}: use "
-        f"{near(size, divisors(value))}"
-    )

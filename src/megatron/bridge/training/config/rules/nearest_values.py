@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suggestions for error messages: the legal values nearest to an illegal one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 def divisors(number: int) -> list[int]:
@@ -31,3 +31,14 @@ def multiple_near(value: int, unit: int) -> str:
     """
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
+
+
+def indivisible(key: str, size: int, whole_key: str, whole: int, otherwise: str = "") -> Iterator[str]:
+    """A sentence if ``size`` does not divide ``whole``; ``otherwise`` is added to the way out.
+
+    Example:
+        >>> list(indivisible("parts", 3, "whole", 8))
+        ['parts=3 does not divide whole=8: use 2 or 4']
+    """
+    if whole % size:
+        yield f"{key}={size} does not divide {whole_key}={whole}: use {near(size, divisors(whole))}{otherwise}"

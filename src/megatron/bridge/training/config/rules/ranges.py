@@ -3,8 +3,10 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
+from megatron.bridge.training.config.rules.lookup import value_of
 from megatron.bridge.training.config.run_config import RunConfig
 
 
@@ -44,11 +46,13 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
     NOT_NEGATIVE: (
         *("model.layernorm_epsilon", "model.init_method_std", "model.mtp_num_layers", "model.moe_aux_loss_coeff"),
         *("optimizer.adam_eps", "optimizer.clip_grad", "validation.eval_iters", "train.manual_gc_interval"),
+        *("distill.ce_weight", "distill.kl_weight", "distill.hidden_weight", "model.wgrad_deferral_limit"),
     ),
     POSITIVE: (  # zero is no scale, no base, and no time
         *("model.rotary_base", "model.rope_scaling_factor", "model.moe_expert_capacity_factor"),
         *("optimizer.loss_scale", "optimizer.initial_loss_scale", "peft.alpha", "logger.peak_tflops"),
         *("train.exit_duration_in_mins", "dist.distributed_timeout_minutes", "dist.hang_timeout_minutes"),
+        "distill.temperature",
     ),
     BELOW_ONE: (  # dropout probabilities, and averages that forget
         *("model.hidden_dropout", "model.attention_dropout", "optimizer.adam_beta1", "optimizer.adam_beta2"),
@@ -62,7 +66,7 @@ ELEMENTWISE = ("train.iterations_to_skip",)
 RANGES: dict[str, Range] = {key: found for found, keys in _BY_RANGE.items() for key in keys}
 
 
-def numbers_are_finite(config: RunConfig, world_size: int) -> str | None:
+def numbers_are_finite(config: RunConfig, world_size: int) -> Iterator[str]:
     """NaN and infinity would spread to every weight."""
     blocks = ((key, block) for key, block in vars(config).items() if dataclasses.is_dataclass(block))
     wrong = [
@@ -73,36 +77,33 @@ def numbers_are_finite(config: RunConfig, world_size: int) -> str | None:
         and not math.isfinite(value)
         and value != entry.default
     ]
-    return f"{', '.join(wrong)}: must be a finite number" if wrong else None
+    if wrong:
+        yield f"{', '.join(wrong)}: must be a finite number"
 
 
-def sizes_are_in_range(config: RunConfig, world_size: int) -> str | None:
+def sizes_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
     """Megatron-Core, and other rules, would divide by zero or compute NaN."""
-    return _out_of_range(config, {key: found for key, found in RANGES.items() if _is_size(key, found)})
+    yield from _out_of_range(config, sizes=True)
 
 
-def numbers_are_in_range(config: RunConfig, world_size: int) -> str | None:
+def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
     """Intervals, times, probabilities and the optimizer's numbers have legal ranges."""
-    return _out_of_range(config, {key: found for key, found in RANGES.items() if not _is_size(key, found)})
+    yield from _out_of_range(config, sizes=False)
 
 
-def _is_size(key: str, found: Range) -> bool:
-    """Whether other rules compute with the number."""
-    return found != BELOW_ONE and key.partition(".")[0] in ("model", "tokenizer", "dataset", "peft", "rng")
-
-
-def _out_of_range(config: RunConfig, ranges: dict[str, Range]) -> str | None:
-    wrong: list[str] = []
-    for key, allowed in ranges.items():
-        value = _value(config, key)
-        if any(number not in allowed for number in _numbers(key, value)):
-            wrong.append(f"{key}={value}: must {allowed.rule}")
-    return "; ".join(wrong) or None
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    block, _, name = key.partition(".")
-    return getattr(getattr(config, block), name, None)
+def _out_of_range(config: RunConfig, sizes: bool) -> Iterator[str]:
+    for key, allowed in RANGES.items():
+        # a size is a number with which other rules compute
+        is_size = allowed != BELOW_ONE and key.partition(".")[0] in (
+            "model",
+            "tokenizer",
+            "dataset",
+            "peft",
+            "rng",
+        )
+        value = value_of(config, key)
+        if is_size == sizes and any(number not in allowed for number in _numbers(key, value)):
+            yield f"{key}={value}: must {allowed.rule}"
 
 
 def _numbers(key: str, value: Any) -> list[float]:

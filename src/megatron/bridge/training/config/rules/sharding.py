@@ -2,6 +2,7 @@
 """Rules on fully sharded data parallelism: combinations that were not tested against one process are refused."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.bridge.backends.fsdp import megatron_fsdp
@@ -26,27 +27,19 @@ _MEGATRON = {
 _SIZES = ("bucket_size", "suggested_communication_unit_size")
 
 
-def one_fsdp_at_a_time(config: RunConfig, world_size: int) -> str | None:
-    """A parameter is sharded once."""
-    if not (config.dist.use_torch_fsdp2 and config.ddp.use_megatron_fsdp):
-        return None
-    return "dist.use_torch_fsdp2=True and ddp.use_megatron_fsdp=True exclude each other: remove one of them"
-
-
-def sharding_strategy_needs_megatron_fsdp(config: RunConfig, world_size: int) -> str | None:
+def sharding_strategy_needs_megatron_fsdp(config: RunConfig, world_size: int) -> Iterator[str]:
     """Without Megatron-FSDP the strategy would be ignored."""
-    ddp, strategy = config.ddp, config.ddp.data_parallel_sharding_strategy
-    if ddp.use_custom_fsdp:
-        return "ddp.use_custom_fsdp=True is the old name of ddp.use_megatron_fsdp: use that"
-    if ddp.use_megatron_fsdp or strategy in (None, megatron_fsdp.NO_SHARD):
-        return None
-    return (
-        f"ddp.data_parallel_sharding_strategy={strategy} has no effect without ddp.use_megatron_fsdp=true: set "
-        "both, or remove it"
-    )
+    strategy = config.ddp.data_parallel_sharding_strategy
+    if config.ddp.use_custom_fsdp:
+        yield "ddp.use_custom_fsdp=True is the old name of ddp.use_megatron_fsdp: use that"
+    elif not config.ddp.use_megatron_fsdp and strategy not in (None, megatron_fsdp.NO_SHARD):
+        yield (
+            f"ddp.data_parallel_sharding_strategy={strategy} has no effect without ddp.use_megatron_fsdp=true: "
+            "set both, or remove it"
+        )
 
 
-def fsdp_needs_supported_model(config: RunConfig, world_size: int) -> str | None:
+def fsdp_needs_supported_model(config: RunConfig, world_size: int) -> Iterator[str]:
     """FSDP supports dense models without pipeline, experts and adapters. Other features are untested."""
     model = config.model
     wrong: dict[str, tuple[Any, str]] = {
@@ -70,24 +63,24 @@ def fsdp_needs_supported_model(config: RunConfig, world_size: int) -> str | None
     why = [f"{key} must be {value}" for key, (found, value) in wrong.items() if found]
     if resolve_backend() == "transformer_engine":  # its optimizer is used by layers of torch, too
         why.append("it is untested with Transformer Engine, which is installed")
-    return _refused(config, why)
+    yield from _refused(config, why)
 
 
-def fsdp2_ignores_ddp_settings(config: RunConfig, world_size: int) -> str | None:
+def fsdp2_ignores_ddp_settings(config: RunConfig, world_size: int) -> Iterator[str]:
     """FSDP2 would ignore the settings of Megatron-Core's data parallelism."""
     if not config.dist.use_torch_fsdp2:
-        return None
+        return
     others = _others(config.ddp, _TORCH)
     wrong = [f"ddp.{name}={value} has no effect, set it to {usual}" for name, value, usual in others]
     if config.optimizer.optimizer == "muon":
         wrong.append("optimizer.optimizer=muon must be adam or sgd, which work on shards")
-    return _refused(config, wrong)
+    yield from _refused(config, wrong)
 
 
-def megatron_fsdp_settings_are_supported(config: RunConfig, world_size: int) -> str | None:
+def megatron_fsdp_settings_are_supported(config: RunConfig, world_size: int) -> Iterator[str]:
     """Megatron-FSDP ignores some settings, and others are untested."""
     if not config.ddp.use_megatron_fsdp:
-        return None
+        return
     allowed = _MEGATRON | {name: (getattr(config.ddp, name),) for name in _SIZES}
     wrong = [f"ddp.{name}={value} must be {usual}" for name, value, usual in _others(config.ddp, allowed)]
     if config.optimizer.log_num_zeros_in_grad:
@@ -95,7 +88,7 @@ def megatron_fsdp_settings_are_supported(config: RunConfig, world_size: int) -> 
     for name, usual in (("init_model_with_meta_device", False), ("cuda_graph_impl", "none")):
         if getattr(config.model, name) != usual:
             wrong.append(f"model.{name}={getattr(config.model, name)} must be {str(usual).lower()}")
-    return _refused(config, wrong)
+    yield from _refused(config, wrong)
 
 
 def _others(ddp: Any, allowed: dict[str, tuple[Any, ...]]) -> list[tuple[str, Any, str]]:
@@ -108,9 +101,8 @@ def _others(ddp: Any, allowed: dict[str, tuple[Any, ...]]) -> list[tuple[str, An
     ]
 
 
-def _refused(config: RunConfig, why: list[str]) -> str | None:
+def _refused(config: RunConfig, why: list[str]) -> Iterator[str]:
     used = config.dist.use_torch_fsdp2, config.ddp.use_megatron_fsdp
     keys = [key for key, on in zip(("dist.use_torch_fsdp2", "ddp.use_megatron_fsdp"), used, strict=True) if on]
-    if not (keys and why):
-        return None
-    return f"{', '.join(keys)}=True: {'; '.join(why)}; or use ddp.use_distributed_optimizer=true instead"
+    if keys and why:
+        yield f"{', '.join(keys)}=True: {'; '.join(why)}; or use ddp.use_distributed_optimizer=true instead"

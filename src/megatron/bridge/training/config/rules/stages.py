@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules on uneven pipeline stages."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.transformer.enums import LayerType
@@ -13,92 +14,88 @@ _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipe
 _LAYOUT = "pipeline_model_parallel_layout"
 
 
-def uneven_stages_need_a_pipeline(config: RunConfig, world_size: int) -> str | None:
+def uneven_stages_need_a_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     """A single stage holds all layers."""
     given = _given(config.model, (*_ENDS, *_COUNTED, _LAYOUT))
-    if not given or config.model.pipeline_model_parallel_size > 1:
-        return None
-    return (
-        f"{_words(given)} has no effect with model.pipeline_model_parallel_size=1: raise that, or leave it unset"
-    )
+    if given and config.model.pipeline_model_parallel_size == 1:
+        yield (
+            f"{_words(given)} has no effect with model.pipeline_model_parallel_size=1: raise that, or leave it "
+            "unset"
+        )
 
 
-def stage_sizes_are_given_once(config: RunConfig, world_size: int) -> str | None:
+def stage_sizes_are_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
     """Stage sizes come from the first and last stage, from the accounted layers, or from a layout."""
     ways = [given for names in (_ENDS, _COUNTED, (_LAYOUT,)) if (given := _given(config.model, names))]
-    if len(ways) < 2:
-        return None
-    return f"{' and '.join(map(_words, ways))} set the same stage sizes: keep one"
+    if len(ways) > 1:
+        yield f"{' and '.join(map(_words, ways))} set the same stage sizes: keep one"
 
 
-def middle_stages_are_even(config: RunConfig, world_size: int) -> str | None:
+def middle_stages_are_even(config: RunConfig, world_size: int) -> Iterator[str]:
     """The stages in the middle are equal, and split evenly into virtual stages."""
     model = config.model
     given, chunks = _given(model, _ENDS), model.virtual_pipeline_model_parallel_size or 1
     if not given or model.pipeline_model_parallel_size == 1:
-        return None
-    for name, size in given.items():
-        if size < 1 or size % chunks:
-            unit = (
-                f"multiples of model.virtual_pipeline_model_parallel_size={chunks}" if chunks > 1 else "1 or more"
-            )
-            return f"model.{name}={size}: a stage has {unit} layers"
+        return
+    unit = f"multiples of model.virtual_pipeline_model_parallel_size={chunks}" if chunks > 1 else "1 or more"
+    wrong = [f"model.{name}={size}" for name, size in given.items() if size < 1 or size % chunks]
+    if wrong:
+        yield f"{' and '.join(wrong)}: a stage has {unit} layers"
+        return
     left, stages = model.num_layers - sum(given.values()), model.pipeline_model_parallel_size - len(given)
-    if left == 0 if stages == 0 else left > 0 and left % (stages * chunks) == 0:
-        return None
-    cut = f" x {chunks} virtual ones" if chunks > 1 else ""
-    rule = f"a multiple of {stages * chunks}" if stages else "0"
-    return (
-        f"{_words(given)} of model.num_layers={model.num_layers} leaves {left} layers for the {stages} other "
-        f"stages{cut}: it must be {rule}"
-    )
+    if left != 0 if stages == 0 else left <= 0 or left % (stages * chunks):
+        cut = f" x {chunks} virtual ones" if chunks > 1 else ""
+        rule = f"a multiple of {stages * chunks}" if stages else "0"
+        yield (
+            f"{_words(given)} of model.num_layers={model.num_layers} leaves {left} layers for the {stages} other "
+            f"stages{cut}: it must be {rule}"
+        )
 
 
-def accounted_layers_divide_stages(config: RunConfig, world_size: int) -> str | None:
+def accounted_layers_divide_stages(config: RunConfig, world_size: int) -> Iterator[str]:
     """With the embedding or the loss counted as a layer, stages are equal."""
     model = config.model
-    given = _given(model, _COUNTED)
-    virtual = model.virtual_pipeline_model_parallel_size
+    given, virtual = _given(model, _COUNTED), model.virtual_pipeline_model_parallel_size
     stages, layers = model.pipeline_model_parallel_size * (virtual or 1), model.num_layers + len(given)
-    if not given or layers % stages == 0:
-        return None
-    below = layers // stages * stages - len(given)
-    nearest = " or ".join(str(count) for count in (below, below + stages) if count > 0)
-    return (
-        f"{_words(given)} makes {layers} of model.num_layers={model.num_layers}, which {stages} stages"
-        f"{', virtual ones counted,' if virtual else ''} do not divide: use {nearest} layers, or another split"
-    )
+    if given and layers % stages:
+        below = layers // stages * stages - len(given)
+        nearest = " or ".join(str(count) for count in (below, below + stages) if count > 0)
+        yield (
+            f"{_words(given)} makes {layers} of model.num_layers={model.num_layers}, which {stages} stages"
+            f"{', virtual ones counted,' if virtual else ''} do not divide: use {nearest} layers, or another split"
+        )
 
 
-def pipeline_layout_has_every_layer(config: RunConfig, world_size: int) -> str | None:
+def pipeline_layout_has_every_layer(config: RunConfig, world_size: int) -> Iterator[str]:
     """The layout lists the embedding, all layers, MTP layers and the loss, in this order, on every stage."""
     model = config.model
     if model.pipeline_model_parallel_layout is None or model.pipeline_model_parallel_size == 1:
-        return None
+        return
     said = f"model.{_LAYOUT}={model.pipeline_model_parallel_layout}"
     try:
         stages = _stages(model.pipeline_model_parallel_layout)
     except (AssertionError, KeyError) as error:
-        return f"{said} cannot be read ({error}): E is the embedding, t a layer, m an MTP layer, L the loss"
+        yield f"{said} cannot be read ({error}): E is the embedding, t a layer, m an MTP layer, L the loss"
+        return
     wanted = ["embedding", *["decoder"] * model.num_layers, *["mtp"] * (model.mtp_num_layers or 0), "loss"]
     if [layer for stage in stages for layer in stage] != wanted:
         letters = f"{model.num_layers} layers (t)"
         letters += f", {model.mtp_num_layers} MTP layers (m)" if model.mtp_num_layers else ""
-        return f"{said} must hold the embedding (E), {letters} and the loss (L), in this order"
-    return _virtual_size(said, len(stages), model)
+        yield f"{said} must hold the embedding (E), {letters} and the loss (L), in this order"
+    else:
+        yield from _virtual_size(said, len(stages), model)
 
 
-def _virtual_size(said: str, stages: int, model: Any) -> str | None:
+def _virtual_size(said: str, stages: int, model: Any) -> Iterator[str]:
     size, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
-    if stages == size * virtual:
-        return None
     if stages % size:
-        return f"{said} has {stages} stages, no multiple of model.pipeline_model_parallel_size={size}"
-    fitting = stages // size if stages > size else "null"
-    return (
-        f"{said} has {stages} stages for model.pipeline_model_parallel_size={size}: set "
-        f"model.virtual_pipeline_model_parallel_size={fitting}"
-    )
+        yield f"{said} has {stages} stages, no multiple of model.pipeline_model_parallel_size={size}"
+    elif stages != size * virtual:
+        fitting = stages // size if stages > size else "null"
+        yield (
+            f"{said} has {stages} stages for model.pipeline_model_parallel_size={size}: set "
+            f"model.virtual_pipeline_model_parallel_size={fitting}"
+        )
 
 
 def _stages(layout: Any) -> list[list[str]]:

@@ -2,8 +2,10 @@
 """The rule on settings of features that are off."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
+from megatron.bridge.training.config.rules.lookup import value_of
 from megatron.bridge.training.config.run_config import RunConfig
 
 WSD, FAULT = "scheduler.lr_decay_style=WSD", "ft.simulate_fault"
@@ -43,19 +45,11 @@ NEEDS = {
 }
 
 
-def settings_have_effect(config: RunConfig, world_size: int) -> str | None:
+def settings_have_effect(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of a feature that is off would be ignored."""
-    ignored = [
-        f"{key}={_value(config, key)} has no effect without {needed}: set that, too, or remove it"
-        for key, needed in NEEDS.items()
-        if _is_set(config, key) and not _holds(config, needed)
-    ]
-    return "; ".join(ignored) or None
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    block, _, name = key.partition(".")
-    return getattr(getattr(config, block), name)
+    for key, needed in NEEDS.items():
+        if _is_set(config, key) and not _holds(config, needed):
+            yield f"{key}={value_of(config, key)} has no effect without {needed}: set that, too, or remove it"
 
 
 def _is_set(config: RunConfig, key: str) -> bool:
@@ -69,5 +63,5 @@ def _is_set(config: RunConfig, key: str) -> bool:
 
 def _holds(config: RunConfig, needed: str) -> bool:
     key, _, wanted = needed.partition("=")
-    found = _value(config, key)
+    found = value_of(config, key)
     return found == wanted if wanted else bool(found)
