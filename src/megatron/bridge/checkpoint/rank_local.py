@@ -216,7 +216,6 @@ class MemoryStore(RankLocalStore):
 
 
 def write_origin(directory: Path, origin: dict[str, Any]) -> None:
-    """Note where a checkpoint comes from."""
     (directory / ORIGIN).write_text(json.dumps(origin) + "\n")
 
 

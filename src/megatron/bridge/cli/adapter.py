@@ -49,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def merge(args: argparse.Namespace) -> None:
-    """Write the base model with the adapters merged into its weights."""
     from megatron.bridge.models.conversion.engine import side_files
 
     bridge, model = _adapted(args)
@@ -65,7 +64,6 @@ def export(args: argparse.Namespace) -> None:
 
 
 def unmerge(args: argparse.Namespace) -> None:
-    """Subtract the adapters from the weights of a merged model."""
     from megatron.bridge.models.hf_pretrained.model_card import History
     from megatron.bridge.peft.unmerge import subtract
 

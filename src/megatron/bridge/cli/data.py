@@ -148,7 +148,6 @@ def _run_preview(args: argparse.Namespace) -> int:
 
 
 def _run_prepare(args: argparse.Namespace) -> int:
-    """Fill ``dataset.prepared_dir``."""
     from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
     from megatron.bridge.data.finetuning.builder import prepare_split
     from megatron.bridge.training.config.resolve.data import tuning_parts

@@ -53,7 +53,6 @@ class Contents:
     tensors: tuple[StoredTensor, ...]
     """The weights; optimizer state appears only in ``facts``."""
     bytes: int
-    """Size of all files."""
     files: int
     """Number of files with tensors."""
 

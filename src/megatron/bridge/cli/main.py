@@ -39,7 +39,6 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     with skip_gc_at_exit():
         return exit_code(lambda: _run(arguments))

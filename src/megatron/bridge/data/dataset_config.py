@@ -30,7 +30,6 @@ class DatasetRequest:
     sizes: tuple[int, int, int]
     """Number of samples for training, for all validation runs together, and for testing. 0 builds no dataset."""
     tokenizer: "Tokenizer"
-    """The tokenizer of the run."""
 
 
 class Splits(NamedTuple):

@@ -166,9 +166,7 @@ class BatchShard(NamedTuple):
     global_batch_size: int
     """Samples of one optimizer step."""
     dp_rank: int = 0
-    """This data-parallel rank."""
     dp_size: int = 1
-    """Number of data-parallel ranks."""
 
 
 def build_iterators(

@@ -14,15 +14,12 @@ import numpy as np
 @dataclass(eq=False)
 class _Sampler:
     total_samples: int
-    """Length of the dataset."""
     consumed_samples: int
     """Samples that all ranks together have already drawn."""
     micro_batch_size: int
     """Samples that one rank draws at a time."""
     data_parallel_rank: int
-    """This rank."""
     data_parallel_size: int
-    """Number of ranks."""
 
     def __post_init__(self) -> None:
         assert self.total_samples > 0, f"no sample to draw from: {self.total_samples}"

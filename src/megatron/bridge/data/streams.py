@@ -100,7 +100,6 @@ class StreamingBatchIterator:
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """The positions of this rank's readers."""
         return {
             "fingerprint": self._fingerprint,
             "drawn": self._drawn,

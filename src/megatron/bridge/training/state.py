@@ -65,7 +65,6 @@ class StepResult:
     grad_norm: float | None
     """Norm of the whole gradient before clipping; None if it was not computed."""
     learning_rate: float
-    """Learning rate of this step."""
     skipped: bool
     """Whether the update was skipped because the gradients were not finite."""
     samples: int
@@ -79,9 +78,7 @@ class Run:
     """A run, built by ``setup``, updated by the loop and passed to every callback."""
 
     config: ConfigContainer
-    """The resolved configuration."""
     origins: Origins
-    """Where each value of the configuration came from."""
     model: list[MegatronModule]
     """Model chunks of this rank, one per virtual pipeline stage."""
     optimizer: MegatronOptimizer
@@ -93,15 +90,12 @@ class Run:
     forward_step: ForwardStep
     """The forward step with the signature that Megatron-Core's schedules call."""
     callbacks: Callbacks
-    """The callbacks in order."""
     progress: Progress = field(default_factory=Progress)
-    """The progress of the run."""
     data: Iterators = field(default_factory=lambda: Iterators(None, None, None))
     """Microbatches of this rank for training, validation and test; None where there is no such data."""
     train_batches: list[BatchIterator] = field(default_factory=list[BatchIterator])
     """The training batches in use: one iterator per chunk over the same microbatches."""
     loss_totals: LossTotals = field(default_factory=LossTotals)
-    """Sums the training losses over all ranks."""
     user_state: dict[str, Any] = field(default_factory=dict[str, Any])
     """Values of the user's callbacks. It is not saved; a callback's ``state_dict`` is."""
     skipped_before: int = 0
@@ -113,7 +107,6 @@ class Run:
     reports: list[LossReport] = field(default_factory=list[LossReport])
     """Reports of the loss function for each microbatch of the current step; a rerun of the step replaces them."""
     last_step: StepResult | None = None
-    """The result of the last step."""
     total_loss_dict: dict[str, torch.Tensor] | None = None
     """Mean losses of the last evaluation."""
 
@@ -153,7 +146,6 @@ class Run:
 
     @property
     def grad_norm(self) -> float | None:
-        """Gradient norm of the last step."""
         return self.last_step.grad_norm if self.last_step else None
 
     @property

@@ -55,9 +55,7 @@ class Toy:
     config: "ConfigContainer"
     """The shrunk config, not resolved."""
     dimensions: ParallelDimensions
-    """Its parallel sizes."""
     original: ParallelDimensions
-    """The parallel sizes of the original config."""
     changes: list[str] = field(default_factory=list)
     """One message for each change that removes a feature."""
 
@@ -82,7 +80,6 @@ def shrink(config: "ConfigContainer", world_size: int, steps: int) -> Toy:
 
 
 def parallel_dimensions(config: "ConfigContainer", world_size: int) -> ParallelDimensions:
-    """The parallel sizes of ``config``."""
     model = config.model
     return ParallelDimensions(
         tensor=model.tensor_model_parallel_size,

@@ -31,7 +31,6 @@ class Job:
     config: "ConfigContainer"
     """All settings, not resolved yet."""
     origins: "Origins"
-    """The origin of each setting."""
     source: str
     """The recipe or the file, for messages."""
     mode: str

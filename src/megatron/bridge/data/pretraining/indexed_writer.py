@@ -27,9 +27,7 @@ class InputPosition(NamedTuple):
     """A position in the input files."""
 
     file: int = 0
-    """Index of the file."""
     offset: int = 0
-    """Bytes read from it."""
     line: int = 1
     """Number of the next line."""
 
@@ -40,13 +38,9 @@ class EncodedDocuments(NamedTuple):
     tokens: np.ndarray
     """All tokens, concatenated."""
     lengths: list[int]
-    """Number of tokens of each document."""
     empty: int
-    """Number of documents left out because they are empty."""
     input_bytes: int
-    """Bytes that were read."""
     end: InputPosition
-    """The input position behind them."""
 
 
 @dataclass
@@ -54,13 +48,10 @@ class PreprocessReport:
     """What was written. The field names are keys of the files on disk."""
 
     documents: int = 0
-    """Documents written."""
     tokens: int = 0
     """Tokens written, including end-of-document tokens."""
     empty: int = 0
-    """Documents left out because they are empty."""
     input_bytes: int = 0
-    """Bytes read."""
     seconds: float = 0.0
     """Time spent, without start-up (imports, loading the tokenizer)."""
     found: bool = False

@@ -16,13 +16,10 @@ class MockGPTDataset(Dataset[dict[str, Any]]):
     """Sample ``i`` counts from a random start in a random small step, modulo the vocabulary size."""
 
     size: int
-    """Number of samples."""
     seq_length: int
-    """Number of tokens in a sample."""
     vocab_size: int
     """All tokens are below this."""
     seed: int
-    """The same seed gives the same samples."""
     split: int = 0
     """Index of the split; no two splits share a sample."""
 

@@ -82,7 +82,6 @@ class DocumentChunk(NamedTuple):
     lines: list[bytes]
     format: Format
     end: InputPosition
-    """The input position behind them."""
 
 
 class DocumentEncoder:

@@ -26,11 +26,8 @@ class TextSegment:
     """Consecutive tokens that are all in the loss, or all not."""
 
     text: str
-    """The text of the tokens."""
     tokens: int
-    """Number of tokens."""
     trained: bool
-    """Whether they are in the loss."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,10 @@ class SplitPreview:
     name: str
     """``train``, ``valid`` or ``test``, followed by the number of the part in a blend."""
     report: EncodingReport
-    """What became of the records."""
     longest: int
     """Tokens of the longest sample."""
     median: float
-    """Median number of tokens."""
     mean: float
-    """Mean number of tokens."""
     histogram: list[tuple[int, int]]
     """Number of samples up to each length, as (length, number)."""
     rows: int
@@ -54,7 +48,6 @@ class SplitPreview:
     fill: float | None
     """Fraction of the rows that is not padding; None if rows have no fixed length."""
     samples: list[list[TextSegment]]
-    """The first samples."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +55,11 @@ class RankBatch:
     """The first microbatch of a data-parallel rank."""
 
     rank: int
-    """Data-parallel rank."""
     samples: list[int]
     """Positions of its samples in the order of the run."""
     tokens: int
     """Input tokens, including padding."""
     trained: int
-    """Tokens in the loss."""
     sequences: int
     """Samples, of which a packed row holds several."""
 

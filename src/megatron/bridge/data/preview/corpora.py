@@ -21,7 +21,6 @@ class CorpusShare:
     documents: int
     """Documents of the corpus that belong to the split."""
     tokens: int
-    """Tokens of these documents."""
     samples: int
     """Samples of the run that are cut from them."""
 

@@ -29,7 +29,6 @@ class RenderedChat:
     """The text of a conversation."""
 
     text: str
-    """All of the text."""
     spans: list[Span]
     """First character and end of each part that is in the loss, in order."""
 

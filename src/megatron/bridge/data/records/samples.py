@@ -73,17 +73,13 @@ class EncodingReport:
     """What became of the records of a source. The field names are keys of the files on disk."""
 
     records: int = 0
-    """Records read."""
     samples: int = 0
-    """Samples kept."""
     tokens: int = 0
-    """Tokens of the kept samples."""
     trained: int = 0
     """Tokens in the loss."""
     cut: int = 0
     """Samples that were shortened."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Number of dropped samples by reason."""
     notes: Counter[str] = field(default_factory=Counter)
     """What is unusual but kept, and how often it occurs."""
 

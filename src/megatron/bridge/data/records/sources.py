@@ -97,11 +97,8 @@ class HubSource:
     dataset_name: str
     """Hub id or folder."""
     subset: str | None
-    """Configuration of the dataset, if it has several."""
     split: str
-    """Name of the split."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
     streaming: bool = False
     """Read rows as they are needed instead of loading the whole split first."""
 
@@ -161,13 +158,10 @@ class HoldOutSource:
     """A random part of another source: the records that are held out, or the rest."""
 
     source: RecordSource
-    """What is divided."""
     share: float
     """Share of the records that is held out."""
     seed: int
-    """Seed of the choice."""
     held_out: bool
-    """Whether this is the held-out part."""
 
     @property
     def name(self) -> str:

@@ -95,7 +95,6 @@ class CallbackManager:
         return iter(self._callbacks)
 
     def add(self, *callbacks: Callback | list[Callback]) -> None:
-        """Append callbacks or lists of callbacks."""
         for entry in callbacks:
             self._callbacks.extend(entry if isinstance(entry, list) else [entry])
 

@@ -38,19 +38,14 @@ class CacheHeader:
     """The settings with which a cache was made."""
 
     teacher: str
-    """Name of the teacher."""
     identity: str
     """Hash that identifies the teacher."""
     temperature: float
-    """Temperature of the logits."""
     top_k: int
-    """Number of top tokens."""
     seq_length: int
     """Tokens per sample."""
     vocab_size: int
-    """Vocabulary size of the teacher."""
     samples: int
-    """Number of training samples."""
 
 
 @dataclass
@@ -58,9 +53,7 @@ class TeacherCache:
     """A cache of top tokens in a folder."""
 
     folder: Path
-    """Folder of the files."""
     header: CacheHeader
-    """Settings of the cache."""
     arrays: dict[str, np.memmap] = field(default_factory=dict[str, np.memmap])
     """Token ids, log probabilities, log probabilities of all other tokens, and hashes of the samples' tokens."""
 
@@ -77,7 +70,6 @@ class TeacherCache:
         write_text(self.folder / HEADER_FILE, json.dumps(asdict(self.header), indent=1) + "\n")
 
     def has(self, ids: Sequence[int]) -> bool:
-        """Whether the cache contains all of these samples."""
         return bool((self.arrays["hash"][list(ids)] != NO_HASH).all())
 
     @property

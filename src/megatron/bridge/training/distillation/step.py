@@ -71,7 +71,6 @@ class StudentLoss:
     """The loss of one microbatch."""
 
     config: DistillConfig
-    """The weights of the losses."""
     batch: dict[str, Any]
     """Labels and mask, [batch, sequence]."""
     model: MegatronModule

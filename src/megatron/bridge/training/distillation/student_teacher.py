@@ -36,7 +36,6 @@ class Pair:
     stage_of: dict[Place, int]
     """The stage that computes each of these layers."""
     stage: int
-    """The index of this stage."""
     widths: dict[Side, int]
     """Hidden size of each model, the student first."""
     states: dict[Place, Tensor] = field(default_factory=dict[Place, Tensor])

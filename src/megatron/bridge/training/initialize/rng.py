@@ -42,7 +42,6 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore the result of ``random_states``."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.cuda.set_rng_state(states["device"])

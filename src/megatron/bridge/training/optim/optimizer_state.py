@@ -35,7 +35,6 @@ class ParameterShard:
     parameter: torch.Tensor
     """The model's parameter, or this rank's rows of it."""
     start: int
-    """First element of the interval."""
     end: int
     """End of the interval, exclusive."""
     tensors: dict[str, torch.Tensor]

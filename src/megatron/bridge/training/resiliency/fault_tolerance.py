@@ -100,7 +100,6 @@ class FaultTolerance(Callback):
         self._section = ""
 
     def _load_timeouts(self) -> None:
-        """Load the timeouts that an earlier start of this run computed."""
         if self._config.calc_ft_timeouts and self._save is not None and (self._save / TIMEOUTS_FILE).is_file():
             self._client.load_state_dict(json.loads((self._save / TIMEOUTS_FILE).read_text()))
 

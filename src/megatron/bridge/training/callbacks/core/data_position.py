@@ -51,5 +51,4 @@ class DataPosition(Callback):
 
 
 def _gathered[T](value: T) -> list[T]:
-    """Gather ``value`` from all data-parallel ranks."""
     return distributed.all_gather_object(value, cast(Any, parallel_state).get_data_parallel_group())

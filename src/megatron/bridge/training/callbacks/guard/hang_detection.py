@@ -43,7 +43,6 @@ class Heartbeat:
     phases: int
     """Number of completed phases of steps; a hanging rank completes none."""
     step: int
-    """Number of completed steps."""
     where: str
     """Function, file and line of the main thread."""
     in_collective: bool
@@ -164,7 +163,6 @@ class _HeartbeatStore:
         self._own = Heartbeat(0, 0, 0, "nowhere", False)
 
     def publish(self, phases: int, step: int, where: str, in_collective: bool) -> None:
-        """Send this rank's heartbeat."""
         if self._store is None:
             self._store = self._with_timeout(_new_store_connection)
         self._own = beat = Heartbeat(self._own.beat + 1, phases, step, where, in_collective)

@@ -63,7 +63,6 @@ class Preemption(Callback):
         return self._minutes is not None and time.monotonic() - _PROCESS_START > 60 * self._minutes
 
     def close(self, context: Run) -> None:
-        """Restore the previous signal handlers."""
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._before = {}

@@ -55,7 +55,6 @@ class Profiling(Callback):
                 self._memory.start(context)
 
     def on_train_step_start(self, context: Run) -> None:
-        """Start the profilers at the first profiled step."""
         config = self._config
         done = context.progress.step
         if config.profile_step_start <= done < config.profile_step_end:

@@ -20,7 +20,6 @@ NEEDS_ENGINE = {
 
 
 def check_requirements(config: RunConfig, findings: Findings) -> None:
-    """Require what the chosen features need."""
     _check_recomputed_modules(config, findings)
     _check_engine_settings(config, findings)
     if config.optimizer.optimizer == "muon" and not findings.hardware.emerging_optimizers:
