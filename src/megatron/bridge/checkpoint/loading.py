@@ -25,7 +25,7 @@ from megatron.bridge.checkpoint import (
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, root_cause
 from megatron.bridge.checkpoint.manifest import DamagedError
 from megatron.bridge.utils import distributed, unpickling
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, first_few
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 COMMON_STATE = "common_state"
@@ -46,16 +46,8 @@ class StateMismatch:
         return bool(self.missing or self.left_over or self.shapes)
 
     def __str__(self) -> str:
-        parts = []
-        for title, names in (
-            ("it lacks", self.missing),
-            ("it also holds", self.left_over),
-            ("shapes differ:", self.shapes),
-        ):
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                parts.append(f"{title} {', '.join(names[:3])}{more}")
-        return "; ".join(parts)
+        found = {"it lacks": self.missing, "it also holds": self.left_over, "shapes differ:": self.shapes}
+        return "; ".join(f"{title} {first_few(names)}" for title, names in found.items() if names)
 
 
 def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from megatron.bridge.checkpoint import loading, manifest, paths
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
 from megatron.bridge.checkpoint.manifest import DamagedError, Manifest, VerifyMode
 from megatron.bridge.utils import distributed
+from megatron.bridge.utils.errors import first_few
 
 
 def verify(directory: Path, mode: VerifyMode = "full") -> None:
@@ -38,8 +39,7 @@ def raise_if_damaged(directory: Path, sentences: list[str]) -> None:
         DamagedError: naming the first three files.
     """
     if sentences:
-        more = f" and {len(sentences) - 3} more" if len(sentences) > 3 else ""
-        raise DamagedError.of(directory, ", ".join(sentences[:3]) + more)
+        raise DamagedError.of(directory, first_few(sentences))
 
 
 def _look_over(directory: Path, mode: VerifyMode) -> Manifest | None:

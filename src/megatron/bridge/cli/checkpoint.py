@@ -2,7 +2,7 @@
 """``megatron-bridge checkpoint``: list, inspect, verify, compare or convert Megatron checkpoints."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,42 +25,40 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="checkpoint_command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     where = "run folder, or one iter_* directory in it"
     add = commands.add_parser("list", help="list the checkpoints of a run, newest last")
     add.add_argument("path", type=Path, help="run folder")
+    add.set_defaults(action=_list)
     add = commands.add_parser("inspect", help="show files, sizes and tensors")
     add.add_argument("path", type=Path, help=where)
     add.add_argument("--tensors", metavar="TEXT", help="list the tensors whose names contain TEXT ('': all)")
+    add.set_defaults(action=_inspect)
     add = commands.add_parser("verify", help="compare every byte with what was saved; exit code 1 if any differs")
     add.add_argument("path", type=Path, help=where)
     add.add_argument("--fast", action="store_true", help="compare only sizes and the content of small files")
     add.add_argument(
         "--all", action="store_true", help="verify every checkpoint of the folder, not only the newest"
     )
+    add.set_defaults(action=_verify)
     add = commands.add_parser("diff", help="compare two checkpoints; exit code 1 if they differ")
     add.add_argument("first", type=Path, help=where)
     add.add_argument("second", type=Path, help=where)
     add.add_argument("--values", action="store_true", help="also compare the values")
+    add.set_defaults(action=_diff)
     add = commands.add_parser(
         "convert", help="write foreign weights, such as Megatron-LM's, in this package's format"
     )
     add.add_argument("path", type=Path, help=where)
     add.add_argument("target", type=Path, help="folder to write to")
     add.add_argument("--run-config", type=Path, metavar="FILE", help="run_config.yaml to store with the weights")
+    add.set_defaults(action=_convert)
     for name in ("inspect", "diff", "convert"):
         add_trust_checkpoint(commands.choices[name])
 
 
 def run(args: argparse.Namespace) -> int:
-    actions: dict[str, Callable[[argparse.Namespace], int]] = {
-        "list": _list,
-        "inspect": _inspect,
-        "verify": _verify,
-        "diff": _diff,
-        "convert": _convert,
-    }
-    return actions[args.checkpoint_command](args)
+    return args.action(args)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -107,7 +105,8 @@ def _inspect(args: argparse.Namespace) -> int:
     say(f"{directory}: {size(folder_size(directory))}, {_state(directory)}")
     for title, belongs in (("weights", is_weight), ("optimizer", lambda name: not is_weight(name))):
         mine = [tensor for name, tensor in found.items() if belongs(name)]
-        values = f"{sum(map(_numel, mine)):,} values, {size(sum(tensor.size for tensor in mine))}"
+        count = sum(tensor.size // tensor.dtype.itemsize for tensor in mine)
+        values = f"{count:,} values, {size(sum(tensor.size for tensor in mine))}"
         say(f"{title}: {many(len(mine), 'tensor')}, {values}" if mine else f"{title}: none")
     if args.tensors is not None:
         for name, tensor in found.items():
@@ -181,10 +180,6 @@ def _convert(args: argparse.Namespace) -> int:
         raise UserError(f"--run-config {kept} is not a file")
     say(str(convert_checkpoint(source, args.target, config)))
     return 0
-
-
-def _numel(tensor: "StoredTensor") -> int:
-    return tensor.size // tensor.dtype.itemsize
 
 
 def _describe(tensor: "StoredTensor") -> str:

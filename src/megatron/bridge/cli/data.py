@@ -128,7 +128,7 @@ def _run_preview(args: argparse.Namespace) -> int:
     from megatron.bridge.data.loaders import build_iterators
     from megatron.bridge.data.preview.collect import preview
     from megatron.bridge.data.preview.render import to_console, to_html
-    from megatron.bridge.utils.atomic import write_text
+    from megatron.bridge.utils.atomic import refuse_unwritable, write_text
     from megatron.bridge.utils.console import console, ensure_width
 
     config, tokenizer, ranks = _resolved(args)
@@ -139,10 +139,8 @@ def _run_preview(args: argparse.Namespace) -> int:
     found = preview(config.dataset, data, tokenizer, (micro, batch, ranks), args.samples)
     to_console(ensure_width(Console(highlight=False, soft_wrap=True)), found)
     if args.html:
-        try:
+        with refuse_unwritable(f"--html={args.html}"):
             write_text(args.html, to_html(found))
-        except OSError as error:
-            raise UserError(f"--html={args.html} cannot be written: {error.strerror}") from error
         console().print(f"{args.html} shows the same as a web page")
     return 0
 

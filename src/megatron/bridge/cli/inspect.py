@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.cli.support.model_options import add_trust_checkpoint
+from megatron.bridge.utils.errors import UserError, first_few
 
 DESCRIPTION = (
     "Show parameters, dtypes, files, parallel layout and iteration of a checkpoint in either format. "
@@ -65,7 +66,6 @@ def read(path: Path) -> Contents:
     """
     from megatron.bridge.checkpoint import paths
     from megatron.bridge.models.hf_pretrained.hub import is_hf_model
-    from megatron.bridge.utils.errors import UserError
 
     if not path.exists():
         raise UserError(f"{path} does not exist: give the directory of a model or of a checkpoint")
@@ -108,12 +108,12 @@ def _megatron(path: Path) -> Contents:
     files = _files_by_tensor(directory)
     weights = tuple(
         StoredTensor(
-            tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch."), _file_names(files[tensor.name])
+            tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch."), first_few(files[tensor.name], 1)
         )
         for tensor in found.values()
         if inspection.is_weight(tensor.name)
     )
-    published = _listed(paths.published_iterations(directory.parent))
+    published = ", ".join(map(str, paths.published_iterations(directory.parent))) or "none published"
     facts = {
         "iteration": f"{paths.iteration_of(directory)} (published: {published})",
         **_facts_of_model(directory),
@@ -151,20 +151,12 @@ def _files_by_tensor(directory: Path) -> dict[str, list[str]]:
     return {name: sorted(found) for name, found in files.items()}
 
 
-def _file_names(files: list[str]) -> str:
-    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
-
-
 def _layout(model: dict[str, Any]) -> str:
     sizes = (
         f"{kind} {model.get(f'{kind}_model_parallel_size', model.get(f'{kind}_parallel_size', 1))}"
         for kind in PARALLEL_SIZES
     )
     return " x ".join(sizes)
-
-
-def _listed(iterations: list[int]) -> str:
-    return ", ".join(map(str, iterations)) or "none published"
 
 
 def run(args: argparse.Namespace) -> int:

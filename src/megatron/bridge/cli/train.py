@@ -5,6 +5,7 @@ import argparse
 import os
 import sys
 
+from megatron.bridge.cli.support.parser import count
 from megatron.bridge.cli.support.train_job import Job, add_job_options, forward_step, prepare
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.startup import without_gc
@@ -30,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rehearse",
         nargs="?",
-        type=int,
+        type=count,
         const=2,
         metavar="STEPS",
         help="run the same layout at toy size on this machine (steps, checkpoint, resume, export), and exit",
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="processes to assume in a dry run or a rehearsal"
+        "--world-size", type=count, metavar="N", help="processes to assume in a dry run or a rehearsal"
     )
 
 
@@ -58,10 +59,6 @@ def _check_options(args: argparse.Namespace) -> None:
         raise UserError(
             "--world-size is for --dry-run and --rehearse; torchrun --nproc-per-node starts that many processes"
         )
-    if args.world_size is not None and args.world_size < 1:
-        raise UserError(f"--world-size {args.world_size} is not a number of processes: give at least 1")
-    if args.rehearse is not None and args.rehearse < 1:
-        raise UserError(f"--rehearse {args.rehearse} is not a number of steps: give at least 1")
     if args.dry_run and args.rehearse is not None:
         raise UserError("--dry-run and --rehearse cannot be used together: leave one out")
 

@@ -19,13 +19,13 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
     Raises:
         UserError: the teacher does not fit the student.
     """
-    from megatron.bridge.training.distillation.teacher import in_layout
+    from megatron.bridge.training.distillation.teacher import set_shared_settings
 
     distill = config.distill
     if distill is None or distill.teacher is None or distill.cache is not None:
         return None
     provider = _declared(distill.teacher, distill.trust_remote_code)
-    return None if provider is None else in_layout(provider, distill.teacher, config, world_size)
+    return None if provider is None else set_shared_settings(provider, distill.teacher, config, world_size)
 
 
 def _declared(name: str, trust_remote_code: bool) -> Any:

@@ -22,7 +22,7 @@ from megatron.bridge.training.callbacks.defaults import default_callbacks
 from megatron.bridge.training.checkpointing.save_load import find_starting_point, load_run
 from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.batch_size import samples_of
-from megatron.bridge.training.config.rules import VOCABULARY_RULES, refuse, violations
+from megatron.bridge.training.config.rules import VOCABULARY_RULES, violations
 from megatron.bridge.training.evaluation import iterators_per_chunk
 from megatron.bridge.training.initialize.freezing import freezing_hook
 from megatron.bridge.training.initialize.parallel_sizes import ParallelSizes
@@ -36,7 +36,7 @@ from megatron.bridge.training.step.forward_step import bind_state, returns_sched
 from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.console import print_rank_0
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, refuse
 
 Callbacks = Iterable[Callback] | CallbackManager
 AnyConfig = ConfigContainer | Resolved[ConfigContainer]

@@ -65,13 +65,23 @@ def published_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def published_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; on success it becomes ``path``, durably, and on an error it is removed."""
+    aside = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        yield aside
+        _fsync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    _fsync(path.parent)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` atomically and durably."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
-    _fsync(aside)
-    aside.replace(path)
-    _fsync(path.parent)
+    with published_file(path) as aside:
+        aside.write_text(text)
 
 
 def _fsync(path: Path) -> None:

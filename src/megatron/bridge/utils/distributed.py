@@ -2,8 +2,9 @@
 """Rank helpers that also work before, or without, ``torch.distributed``."""
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -87,10 +88,15 @@ def all_gather_object[T](value: T, group: dist.ProcessGroup | None = None) -> li
     return values
 
 
-def all_ranks_agree(fact: bool) -> bool:
-    """Whether ``fact`` holds on all ranks; the cheapest question there is."""
+def reduce_numbers(numbers: Sequence[float], how: Literal["SUM", "MIN", "MAX"]) -> list[float]:
+    """Each of ``numbers``, reduced over all ranks in float64."""
     if not is_initialized() or dist.get_world_size() == 1:
-        return fact
-    answer = torch.tensor([fact], dtype=torch.int32, device=torch.cuda.current_device())
-    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
-    return bool(answer.item())
+        return [float(number) for number in numbers]
+    table = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(table, op=getattr(dist.ReduceOp, how))
+    return table.tolist()
+
+
+def all_ranks_agree(fact: bool) -> bool:
+    """Whether ``fact`` holds on all ranks."""
+    return bool(reduce_numbers([fact], "MIN")[0])

@@ -13,6 +13,23 @@ class UserError(ValueError):
     """
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one ``UserError`` with a line for each of ``problems``, if there are any."""
+    if lines := list(dict.fromkeys(problems)):
+        raise UserError("\n".join(lines))
+
+
+def first_few(items: Sequence[str], count: int = 3) -> str:
+    """The first ``count`` of ``items``, and how many there are besides.
+
+    Example:
+        >>> first_few(["a", "b", "c"], 2)
+        'a, b and 1 more'
+    """
+    more = f" and {len(items) - count} more" if len(items) > count else ""
+    return ", ".join(items[:count]) + more
+
+
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     """Names from ``candidates`` closest to ``name``, best first, at most ``count``.
 

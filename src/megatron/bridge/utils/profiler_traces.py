@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
+from megatron.bridge.utils.atomic import published_file, refuse_unwritable
 from megatron.bridge.utils.errors import UserError
 
 TRACES_DIR = "traces"
@@ -75,23 +76,16 @@ def merge(traces: dict[int, Path], target: Path, clock: Clock = "wall") -> Merge
     Raises:
         UserError: a trace is missing, damaged, or not of this kind; nothing is written then.
     """
-    aside = target.with_name(f".{target.name}")
-    try:
+    with refuse_unwritable(str(target), "choose another file"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _open(aside, target) as file:
-            merged = _TraceMerger(traces, file, clock).run()
-        aside.replace(target)
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror}; choose another file") from error
-    finally:
-        aside.unlink(missing_ok=True)
-    return merged
+        with published_file(target) as aside, _open(aside) as file:
+            return _TraceMerger(traces, file, clock).run()
 
 
-def _open(aside: Path, target: Path) -> IO[str]:
-    if target.suffix == ".gz":
-        return cast(IO[str], gzip.open(aside, "wt", compresslevel=3))  # 6 takes three times as long
-    return aside.open("w")
+def _open(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return cast(IO[str], gzip.open(path, "wt", compresslevel=3))  # 6 takes three times as long
+    return path.open("w")
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -101,26 +101,12 @@ def shrink_dimensions(dimensions: ParallelDimensions) -> ParallelDimensions:
     if dimensions.ranks <= MOST_RANKS:
         return dimensions
     kept: list[ParallelDimensions] = []
-    for tensor, pipeline, context, data, expert in itertools.product(
-        *(
-            _choices(size)
-            for size in (
-                dimensions.tensor,
-                dimensions.pipeline,
-                dimensions.context,
-                dimensions.data,
-                dimensions.expert,
-            )
-        )
-    ):
+    choices = [range(1, min(getattr(dimensions, name), 2) + 1) for name in _DIMENSIONS]
+    for tensor, pipeline, expert, context, data in itertools.product(*choices):
         cut = tensor if dimensions.expert_tensor == dimensions.tensor else min(dimensions.expert_tensor, 2)
         kept.append(ParallelDimensions(tensor, pipeline, context, data, expert, cut))
     possible = [choice for choice in kept if choice.ranks <= MOST_RANKS and choice.is_possible]
     return max(possible, key=lambda choice: (_score(choice), -choice.ranks))
-
-
-def _choices(size: int) -> tuple[int, ...]:
-    return (1,) if size == 1 else (1, 2)
 
 
 def _score(dimensions: ParallelDimensions) -> int:

@@ -222,8 +222,9 @@ def _last_line(log: Path) -> str:
 
 
 def _losses(folder: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["lm loss"] for row in rows if row["kind"] == "train"}
+    from megatron.bridge.utils.loss_curves import LOSS, read_metrics
+
+    return {row["step"]: row[LOSS] for row in read_metrics(folder) if row["kind"] == "train"}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from megatron.bridge.data.records.sources import LocatedRecord, RecordSource
 from megatron.bridge.data.tokenizer import Tokenizer, tokenizer_key
 from megatron.bridge.data.worker_pool import ordered_map
 from megatron.bridge.utils import distributed
-from megatron.bridge.utils.atomic import publish, staging_path, write_text
+from megatron.bridge.utils.atomic import published_directory, published_file, refuse_unwritable, write_text
 from megatron.bridge.utils.console import console, track
 from megatron.bridge.utils.errors import UserError
 
@@ -124,17 +124,13 @@ def _on_first_rank(action: Callable[[], None]) -> None:
 def _fill(final: Path, source: RecordSource, encoder: RecordEncoder, workers: int) -> None:
     """Make the missing parts, join all parts into one set of arrays, and publish it."""
     parts = final.with_name(final.name + ".parts")
-    try:
+    with refuse_unwritable(f"dataset.prepared_dir={final.parent}"):
         parts.mkdir(parents=True, exist_ok=True)
         made = _make_parts(parts, source, encoder, workers)
         for _ in track(made, f"tokenizing {source.name} (parts of {PART_RECORDS:,})"):
             pass
         _join_parts(parts, final)
         shutil.rmtree(parts)
-    except OSError as error:
-        raise UserError(
-            f"dataset.prepared_dir={final.parent} cannot be written: {error.strerror}: choose another folder"
-        ) from error
 
 
 def _make_parts(folder: Path, source: RecordSource, encoder: RecordEncoder, workers: int) -> Iterator[Path]:
@@ -156,8 +152,7 @@ def _make_parts(folder: Path, source: RecordSource, encoder: RecordEncoder, work
 
 def _write_part(path: Path, part: EncodedRecords) -> None:
     samples = part.samples
-    staging = staging_path(path)
-    with staging.open("wb") as file:
+    with published_file(path) as aside, aside.open("wb") as file:
         np.savez(
             file,
             tokens=samples.tokens,
@@ -165,7 +160,6 @@ def _write_part(path: Path, part: EncodedRecords) -> None:
             bounds=samples.bounds,
             report=np.array(json.dumps(part.report.to_dict())),
         )
-    publish(staging, path)
 
 
 def _join_parts(parts: Path, final: Path) -> None:
@@ -173,12 +167,9 @@ def _join_parts(parts: Path, final: Path) -> None:
     paths = sorted(parts.glob("*.npz"))
     for path in paths:
         report.add(EncodingReport.from_dict(json.loads(str(np.load(path)["report"]))))
-    staging = staging_path(final)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    _write_arrays(staging, paths, report)
-    write_text(staging / "report.json", json.dumps(report.to_dict()))
-    publish(staging, final)
+    with published_directory(final, overwrite=True) as staging:
+        _write_arrays(staging, paths, report)
+        write_text(staging / "report.json", json.dumps(report.to_dict()))
 
 
 def _write_arrays(folder: Path, parts: list[Path], report: EncodingReport) -> None:

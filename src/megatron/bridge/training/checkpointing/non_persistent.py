@@ -19,6 +19,7 @@ from megatron.bridge.training.config import CheckpointConfig
 from megatron.bridge.training.initialize.parallel_sizes import ParallelSizes
 from megatron.bridge.utils import atomic, distributed
 from megatron.bridge.utils.console import print_rank_0
+from megatron.bridge.utils.errors import first_few
 
 RUN_ID_FILE = "run_id"
 DEFAULT_GLOBAL = "non_persistent"
@@ -127,8 +128,7 @@ def _newest_of_ranks(
         reasons = reasons or _damaged_ranks(mine, number, mode)
         if not reasons:
             return LocalCheckpoint(mine, number)
-        more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-        _print_unused(mine.place(number), reasons[0] + more)
+        _print_unused(mine.place(number), first_few(reasons, 1))
     return None
 
 

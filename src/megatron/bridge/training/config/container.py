@@ -7,13 +7,13 @@ from typing import Any, cast
 from megatron.bridge.training.config.hardware import Hardware
 from megatron.bridge.training.config.resolve import Resolved, resolve
 from megatron.bridge.training.config.resolve.precision import without_quantization
-from megatron.bridge.training.config.rules import LOCAL_RULES, RULES, SIZE_RULES, refuse, violations
+from megatron.bridge.training.config.rules import LOCAL_RULES, RULES, SIZE_RULES, violations
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.config.origins import Origins, non_defaults
 from megatron.bridge.utils.config.serialize import dump_yaml, load_yaml
 from megatron.bridge.utils.console import console
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, refuse
 
 
 @dataclass(kw_only=True)

@@ -28,7 +28,7 @@ from megatron.bridge.training.setup import build_data, initialize
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.config.serialize import copy_config
 from megatron.bridge.utils.console import print_rank_0
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, refuse
 
 MICROBATCHES_PER_ROUND = 8  # between two checks of what is cached; enough to fill a pipeline
 PROGRESS_LINES = 20  # number of progress messages
@@ -86,8 +86,7 @@ def teacher_run(config: ConfigContainer, world_size: int | None = None) -> Resol
             "cache-teacher: use tensor, pipeline and data parallelism"
         )
     alone.model.virtual_pipeline_model_parallel_size = None
-    if found := violations(SIZE_RULES, alone, processes):
-        raise UserError("\n".join(found))
+    refuse(violations(SIZE_RULES, alone, processes))
     alone.model = teacher_provider(alone, processes)
     if not alone.model.num_moe_experts:
         alone.model.expert_tensor_parallel_size = None  # set with the student's sizes, refused without experts

@@ -18,7 +18,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.rules import RULES, violations
 from megatron.bridge.training.config.rules import layout as layout_rules
 from megatron.bridge.training.finetune import TOKENIZER_FILES, compare_tokenizers
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import refuse
 
 # Settings that the teacher shares with the student, because it runs on the same ranks.
 SHARED = (
@@ -51,12 +51,12 @@ def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvid
     assert config.distill is not None, "distill is not set"
     assert config.distill.teacher is not None, "distill.teacher is not set"
     name = config.distill.teacher
-    provider = in_layout(provider_of(name, config.distill.trust_remote_code), name, config, world_size)
+    provider = set_shared_settings(provider_of(name, config.distill.trust_remote_code), name, config, world_size)
     _compare_tokenizers(config, name)
     return provider
 
 
-def in_layout(provider: Any, name: str, config: ConfigContainer, world_size: int) -> GPTModelProvider:
+def set_shared_settings(provider: Any, name: str, config: ConfigContainer, world_size: int) -> GPTModelProvider:
     """Set the shared settings of ``config.model`` in ``provider``, and check it.
 
     Raises:
@@ -70,7 +70,8 @@ def in_layout(provider: Any, name: str, config: ConfigContainer, world_size: int
     groups = provider.num_query_groups or provider.num_attention_heads
     if tensor > 1 and groups % tensor and tensor % groups:
         provider.make_query_groups_divisible_by = tensor
-    _refuse(name, [*_unlike_the_student(provider, config), *_unfit_for_the_layout(provider, config, world_size)])
+    problems = [*_unlike_the_student(provider, config), *_unfit_for_the_layout(provider, config, world_size)]
+    refuse(f"distill.teacher={name}: {problem}" for problem in problems)
     return provider
 
 
@@ -144,11 +145,6 @@ def _unfit_for_the_layout(provider: Any, config: ConfigContainer, world_size: in
             f"it does not support the student's parallel sizes ({'; '.join(found)}): choose sizes for both, or "
             "cache its logits with other sizes, with --mode cache-teacher and distill.cache"
         )
-
-
-def _refuse(name: str, problems: list[str]) -> None:
-    if problems:
-        raise UserError("\n".join(f"distill.teacher={name}: {problem}" for problem in problems))
 
 
 def _compare_tokenizers(config: ConfigContainer, name: str) -> None:

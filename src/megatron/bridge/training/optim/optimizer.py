@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import (
-    HAVE_EMERGING_OPTIMIZERS,
     ChainedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
@@ -20,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from megatron.bridge.backends.fsdp.sharded_rows import local_rows, sharded_names
 from megatron.bridge.training.config.blocks.optimizer import STATE_NAMES
 from megatron.bridge.training.optim.param_groups import config_overrides
-from megatron.bridge.utils.errors import UserError
 
 
 def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -> MegatronOptimizer:
@@ -30,12 +28,11 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
     whole state. It does not pay off on a single rank: steps took 1.2 times as long with 33M parameters.
 
     Raises:
-        UserError: The state of the optimizer, or of one of its features, cannot be saved; or an override matches
-            no parameter or contradicts another one.
+        UserError: An override matches no parameter, or contradicts another one.
     """
-    _check_supported(config)
     if sharded_names(chunks[0]):
-        config = _for_fp32_parameters(config)
+        # no main parameters: fully sharded parameters are fp32 under any precision
+        config = replace(config, bf16=False, params_dtype=torch.float32)
     with warnings.catch_warnings():
         # Megatron-Core imports an unrelated class and warns that it is experimental
         warnings.filterwarnings("ignore", message="MimoModelConfig")
@@ -49,11 +46,6 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
     _share_loss_scale(optimizer)
     allocate_state(optimizer)
     return optimizer
-
-
-def _for_fp32_parameters(config: OptimizerConfig) -> OptimizerConfig:
-    """``config`` without main parameters: fully sharded parameters are fp32 under any precision."""
-    return replace(config, bf16=False, params_dtype=torch.float32)
 
 
 def reload_main_weights(optimizer: MegatronOptimizer) -> None:
@@ -117,22 +109,6 @@ def set_update_count(optimizer: MegatronOptimizer, step: int) -> None:
                 continue
             for parameter in group["params"]:
                 part.optimizer.state[parameter]["step"] = _step_tensor(parameter, group, step)
-
-
-def _check_supported(config: OptimizerConfig) -> None:
-    if config.optimizer not in STATE_NAMES:
-        known = ", ".join(STATE_NAMES)
-        raise UserError(f"optimizer.optimizer={config.optimizer!r} is not supported: use one of {known}")
-    if config.optimizer == "muon" and not HAVE_EMERGING_OPTIMIZERS:
-        raise UserError("optimizer.optimizer='muon' needs the package emerging-optimizers, which is not installed")
-    if config.use_distributed_optimizer and config.optimizer != "adam":
-        raise UserError(
-            f"optimizer.use_distributed_optimizer=True supports only adam, not {config.optimizer!r}: "
-            "set ddp.use_distributed_optimizer=false"
-        )
-    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if getattr(config, name):
-            raise UserError(f"optimizer.{name}=True is not supported, because its state cannot be saved: unset it")
 
 
 def _share_loss_scale(optimizer: Any) -> None:

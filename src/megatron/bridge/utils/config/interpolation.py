@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from megatron.bridge.utils.config.names import MARKERS, TARGET
-from megatron.bridge.utils.errors import UserError, nearest_keys, suggestion
+from megatron.bridge.utils.errors import UserError, nearest_keys, refuse, suggestion
 
 _OPENING = re.compile(r"(\\*)\$\{")
 _NO_KEY = re.compile(r"Interpolation key '(.+?)' not found")
@@ -111,8 +111,7 @@ def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
             resolved[key] = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
         except OmegaConfBaseException as error:
             problems.append(_sentence(key, value, error, tree))
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problems)
     return resolved
 
 

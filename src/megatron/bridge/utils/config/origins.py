@@ -8,7 +8,7 @@ from typing import Any
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.names import is_named, name_of
 from megatron.bridge.utils.config.overrides import Change
-from megatron.bridge.utils.config.serialize import TARGET, config_fields, to_plain
+from megatron.bridge.utils.config.serialize import TARGET, config_fields, is_group, to_plain
 
 DEFAULT = "default"
 DERIVED = "derived"
@@ -100,7 +100,7 @@ def _annotated(plain: Any, owner: Any, prefix: str, origins: Origins, skipped: s
         value, key = getattr(owner, entry.name), f"{prefix}{entry.name}"
         if key in skipped:
             continue
-        if _is_group(value):
+        if is_group(value):
             yield f"{indent}{entry.name}:"
             yield from _annotated(plain[entry.name], value, f"{key}.", origins, skipped)
             continue
@@ -120,7 +120,7 @@ def _entries(owner: Any, prefix: str = "") -> "Iterator[tuple[str, dataclasses.F
     """Every leaf: its dotted key, its field, its value."""
     for entry in config_fields(owner):
         value = getattr(owner, entry.name)
-        if _is_group(value):
+        if is_group(value):
             yield from _entries(value, f"{prefix}{entry.name}.")
         else:
             yield f"{prefix}{entry.name}", entry, value
@@ -141,10 +141,6 @@ def _is_default(entry: "dataclasses.Field[Any]", value: Any) -> bool:
     if entry.default_factory is not dataclasses.MISSING:
         return bool(entry.default_factory() == value)
     return entry.default is not dataclasses.MISSING and repr(entry.default) == repr(value)
-
-
-def _is_group(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _changed(config: Any, before: dict[str, Any]) -> list[str]:

@@ -20,8 +20,8 @@ from megatron.bridge.utils.config import interpolation, yaml_text
 from megatron.bridge.utils.config.coerce import CoercionError, coerce, field_types
 from megatron.bridge.utils.config.names import name_of
 from megatron.bridge.utils.config.public_names import import_path
-from megatron.bridge.utils.config.serialize import TARGET, config_fields, from_plain
-from megatron.bridge.utils.errors import UserError, nearest_keys, suggestion
+from megatron.bridge.utils.config.serialize import TARGET, config_fields, from_plain, is_group
+from megatron.bridge.utils.errors import UserError, nearest_keys, refuse, suggestion
 
 _MISSING = object()
 _INDEX = re.compile(r"\[(\w+)\]")
@@ -131,13 +131,13 @@ def check_types(config: Any) -> None:
     for key in dotted_keys(config):
         slot = _find(config, key)
         value = slot.get()
-        if _is_group(value) or (value is None and slot.nullable):
+        if is_group(value) or (value is None and slot.nullable):
             continue
         try:
             coerce(value, slot.annotation)
         except UserError as error:
             problems.append(f"{key} {error}")
-    _refuse(problems)
+    refuse(problems)
 
 
 def check_sticks(config: Any, changes: Iterable[Change]) -> None:
@@ -146,7 +146,7 @@ def check_sticks(config: Any, changes: Iterable[Change]) -> None:
     Raises:
         UserError: names every such key with both values.
     """
-    _refuse(
+    refuse(
         [
             f"{change.key}={change.new!r} from the {change.origin} does not stick: it became {now!r}"
             for change in {change.key: change for change in changes}.values()
@@ -161,13 +161,8 @@ def dotted_keys(config: Any, prefix: str = "") -> Iterator[str]:
         key = f"{prefix}{entry.name}"
         yield key
         value = getattr(config, entry.name)
-        if _is_group(value):
+        if is_group(value):
             yield from dotted_keys(value, key + ".")
-
-
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        raise UserError("\n".join(dict.fromkeys(problems)))
 
 
 class _Transaction:
@@ -201,7 +196,7 @@ class _Transaction:
         for leaf in plain:
             self._set(leaf, layer.origin, problems)
         self._set_references(referring, layer.origin, problems)
-        _refuse(problems)
+        refuse(problems)
 
     def _create_groups(self, names: list[str]) -> None:
         """Give the unset groups of a dotted key their defaults."""
@@ -209,7 +204,7 @@ class _Transaction:
         for depth, name in enumerate(names):
             if (child := _child(owner, name)) is _MISSING:
                 return
-            if child is None and _is_group(owner) and (kind := _class_of_unset(owner, name)) is not None:
+            if child is None and is_group(owner) and (kind := _class_of_unset(owner, name)) is not None:
                 self._undo.append(_find(self._config, ".".join(names[: depth + 1])).set(kind()))
             owner = _child(owner, name)
 
@@ -320,7 +315,7 @@ def _leaves(config: Any, request: _Request) -> list[_Request]:
     """
     current = _value_at(config, request.key)
     value: Any = request.value
-    if not isinstance(value, dict) or not _is_group(current):
+    if not isinstance(value, dict) or not is_group(current):
         return [request]
     mapping = dict(cast(dict[Any, Any], value))
     own = name_of(type(current)) or ""
@@ -332,7 +327,7 @@ def _leaves(config: Any, request: _Request) -> list[_Request]:
 
 def _tree(owner: Any) -> Any:
     """The values of a config as nested mappings and lists, for references."""
-    if _is_group(owner):
+    if is_group(owner):
         return {entry.name: _tree(getattr(owner, entry.name)) for entry in config_fields(owner)}
     if isinstance(owner, dict):
         return {str(key): _tree(value) for key, value in cast("dict[Any, Any]", owner).items()}
@@ -368,7 +363,7 @@ class _Slot:
     def set(self, value: Any) -> Callable[[], None]:
         """Set the value; returns what undoes it."""
         old, owner = _child(self.owner, self.name), self.owner
-        if _is_group(owner):
+        if is_group(owner):
             setattr(owner, self.name, value)
             return lambda: setattr(owner, self.name, old)
         if isinstance(owner, dict):
@@ -401,7 +396,7 @@ class _Slot:
             return None
         if value == "???":
             raise UserError("??? marks a value that must be given; give one")
-        if self.annotation is Any and _is_group(current) and not _is_group(value):
+        if self.annotation is Any and is_group(current) and not is_group(value):
             members = ", ".join(entry.name for entry in config_fields(current)[:3])
             raise UserError(f"it is a group: set its members, such as {members}")
         return _expand_home(coerce(value, self.annotation, text))
@@ -423,7 +418,7 @@ def _find(config: Any, key: str) -> _Slot:
     names = key.split(".")
     owner, slot = config, _Slot("", None, "", Any, False, None)
     for depth, name in enumerate(names):
-        if not _is_group(owner) and not isinstance(owner, (dict, list, tuple)):
+        if not is_group(owner) and not isinstance(owner, (dict, list, tuple)):
             raise UserError(
                 f"{key} cannot be set: {slot.key} is {owner!r}, which has no members; set {slot.key} itself"
             )
@@ -444,7 +439,7 @@ def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
         name: Of the member.
         annotation: Of the owner itself.
     """
-    if _is_group(owner):
+    if is_group(owner):
         entry = next(entry for entry in config_fields(owner) if entry.name == name)
         return field_types(cast("type[Any]", type(owner))).get(name, Any), entry.default is None
     for kind in (annotation, *get_args(annotation)):  # of a union
@@ -456,7 +451,7 @@ def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
 
 
 def _child(owner: Any, name: str) -> Any:
-    if _is_group(owner):
+    if is_group(owner):
         return getattr(owner, name) if name in {entry.name for entry in config_fields(owner)} else _MISSING
     if isinstance(owner, dict):
         return cast(dict[Any, Any], owner).get(name, _MISSING)
@@ -484,10 +479,6 @@ def _value_at(config: Any, key: str) -> Any:
     for name in key.split("."):
         value = _child(value, name)
     return value
-
-
-def _is_group(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -14,13 +14,13 @@ A dataclass may name fields that are wiring of a running process, not configurat
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePath
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 from megatron.bridge.utils.config import interpolation, yaml_text
 from megatron.bridge.utils.config.names import MARKERS, TARGET, is_dtype, is_named, locate, name_of
-from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.errors import UserError, did_you_mean, refuse
 
 # A partial is called with arguments that the file chooses; only initialisers are let through.
 PARTIAL_HOMES = ("torch.nn.init.",)
@@ -34,7 +34,7 @@ def to_plain(value: object) -> Any:
     """
     problems: list[str] = []
     plain = _write(value, "", problems)
-    _refuse(problems)
+    refuse(problems)
     return plain
 
 
@@ -46,7 +46,7 @@ def from_plain(data: object) -> Any:
     """
     problems: list[str] = []
     value = _read(data, "", problems)
-    _refuse(problems)
+    refuse(problems)
     return value
 
 
@@ -70,10 +70,10 @@ def copy_config(value: Any) -> Any:
     ``copy.deepcopy`` would copy whatever hooks and datasets hold on to.
     """
     if isinstance(value, list):
-        return [copy_config(item) if _is_instance(item) else item for item in _items(value)]
+        return [copy_config(item) if is_group(item) else item for item in _items(value)]
     if isinstance(value, dict):
         return copy.copy(cast(dict[Any, Any], value))  # keeps a subclass, such as a Hugging Face config
-    if not _is_instance(value):
+    if not is_group(value):
         return value
     copied = copy.copy(value)
     # hooks that are registered on the copy stay there
@@ -95,12 +95,8 @@ def config_fields(owner: object) -> list[dataclasses.Field[Any]]:
     ]
 
 
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise UserError("; ".join(problems))
-
-
-def _is_instance(value: object) -> bool:
+def is_group(value: object) -> bool:
+    """Whether ``value`` is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -111,7 +107,7 @@ def _write(value: Any, path: str, problems: list[str]) -> Any:
         return writer(value, path, problems)
     if isinstance(value, PurePath):
         return {"_path_": interpolation.escape(str(value))}
-    if _is_instance(value):
+    if is_group(value):
         return _write_dataclass(value, path, problems)
     if is_named(value) and (name := name_of(value)) is not None:
         return {TARGET: name, "_call_": False}
@@ -120,16 +116,8 @@ def _write(value: Any, path: str, problems: list[str]) -> Any:
     return None
 
 
-def _write_text(value: str, path: str, problems: list[str]) -> str:
-    return interpolation.escape(value)
-
-
-def _write_list(value: list[Any], path: str, problems: list[str]) -> list[Any]:
+def _write_list(value: Sequence[Any], path: str, problems: list[str]) -> list[Any]:
     return [_write(item, f"{path}[{index}]", problems) for index, item in enumerate(value)]
-
-
-def _write_tuple(value: tuple[Any, ...], path: str, problems: list[str]) -> dict[str, Any]:
-    return {"_tuple_": _write_list(list(value), path, problems)}
 
 
 def _write_mapping(value: dict[Any, Any], path: str, problems: list[str]) -> dict[Any, Any]:
@@ -199,15 +187,6 @@ def _items(data: Any) -> list[Any]:
     return cast(list[Any], data)
 
 
-def _read_tuple(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any:
-    return tuple(_items(_read(mapping["_tuple_"], path, problems)))
-
-
-def _read_path(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any:
-    del path, problems
-    return Path(interpolation.unescape(mapping["_path_"]))
-
-
 def _read_target(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any:
     try:
         target = locate(str(mapping[TARGET]))
@@ -218,14 +197,10 @@ def _read_target(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any
         return _read_named(mapping, target, path, problems)
     if "_partial_" in mapping:
         return _read_partial(mapping, target, path, problems)
-    if _is_dataclass_type(target):
+    if isinstance(target, type) and dataclasses.is_dataclass(target):
         return _read_dataclass(mapping, target, path, problems)
     problems.append(f"{_or_top(path)}: {mapping[TARGET]} is not a dataclass and is not called from a config")
     return None
-
-
-def _is_dataclass_type(target: object) -> TypeGuard[type[Any]]:
-    return isinstance(target, type) and dataclasses.is_dataclass(target)
 
 
 def _read_named(mapping: dict[Any, Any], target: Any, path: str, problems: list[str]) -> Any:
@@ -274,14 +249,14 @@ def _or_top(path: str) -> str:
 
 
 _WRITERS: dict[type, Callable[[Any, str, list[str]], Any]] = {
-    str: _write_text,
+    str: lambda value, _, __: interpolation.escape(value),
     list: _write_list,
-    tuple: _write_tuple,
+    tuple: lambda value, path, problems: {"_tuple_": _write_list(value, path, problems)},
     dict: _write_mapping,
     functools.partial: _write_partial,
 }
 _READERS: dict[str, Callable[[dict[Any, Any], str, list[str]], Any]] = {
-    "_tuple_": _read_tuple,
-    "_path_": _read_path,
+    "_tuple_": lambda mapping, path, problems: tuple(_items(_read(mapping["_tuple_"], path, problems))),
+    "_path_": lambda mapping, _, __: Path(interpolation.unescape(mapping["_path_"])),
     TARGET: _read_target,
 }

@@ -7,9 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, cast
-
-import torch
+from typing import Any
 
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer
@@ -53,24 +51,14 @@ class Preemption(Callback):
     def on_train_step_end(self, context: Run) -> None:
         if not self._handles and self._minutes is None:
             return
-        reason = _max_over_ranks(_TIME_LIMIT if self._time_is_over() else self._caught)
+        late = self._minutes is not None and time.monotonic() - _PROCESS_START > 60 * self._minutes
+        reason = int(distributed.reduce_numbers([_TIME_LIMIT if late else self._caught], "MAX")[0])
         if reason and context.progress.step < context.config.train.train_iters:
             what = "train.exit_duration_in_mins" if reason == _TIME_LIMIT else signal.Signals(reason).name
             context.stop_reason = f"{what}: saved, exit code {REQUEUE_EXIT_CODE} requests a restart"
             context.requeue = True
 
-    def _time_is_over(self) -> bool:
-        return self._minutes is not None and time.monotonic() - _PROCESS_START > 60 * self._minutes
-
     def close(self, context: Run) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._before = {}
-
-
-def _max_over_ranks(number: int) -> int:
-    if distributed.world_size() == 1:
-        return number
-    shared = torch.tensor([number], dtype=torch.int32, device=torch.cuda.current_device())
-    cast(Any, torch.distributed).all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
-    return int(shared.item())

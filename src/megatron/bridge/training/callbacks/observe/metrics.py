@@ -2,13 +2,13 @@
 # pyright: reportMissingTypeStubs=false
 """Metrics besides the losses, computed on all ranks at the log interval."""
 
+import math
 import resource
 import time
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as torch_dist
 from megatron.core import tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import MegatronOptimizer
@@ -71,7 +71,7 @@ class EnergyUse:
         joules, now = self._meter.joules(), time.perf_counter()
         used, seconds = joules - self._last, now - self._since
         self._last, self._since = joules, now
-        (total,) = _reduce([used], torch_dist.ReduceOp.SUM)
+        (total,) = distributed.reduce_numbers([used], "SUM")
         return {"joules per step": total / steps, "watts per GPU": total / distributed.world_size() / seconds}
 
 
@@ -90,18 +90,7 @@ def memory_metrics() -> Metrics:
 
 
 def _max_gigabytes(sizes: list[int]) -> list[float]:
-    return _reduce([size / 1e9 for size in sizes], torch_dist.ReduceOp.MAX)
-
-
-def max_over_ranks(seconds: float) -> float:
-    return _reduce([seconds], torch_dist.ReduceOp.MAX)[0]
-
-
-def _reduce(values: list[float], how: Any) -> list[float]:
-    table: Any = torch.tensor(values, dtype=torch.float64, device=torch.cuda.current_device())
-    if distributed.world_size() > 1:
-        cast(Any, torch_dist).all_reduce(table, op=how)
-    return table.tolist()
+    return distributed.reduce_numbers([size / 1e9 for size in sizes], "MAX")
 
 
 @torch.no_grad()
@@ -120,9 +109,7 @@ def params_norm(optimizer: MegatronOptimizer) -> float:
             if _is_counted_here(weight, part):
                 replicas = 1 if isinstance(weight, DTensor) else copies
                 total += norm(local_rows(weight), dtype=torch.float32).double() ** 2 / replicas
-    if distributed.world_size() > 1:
-        cast(Any, torch_dist).all_reduce(total)
-    return total.sqrt().item()
+    return math.sqrt(distributed.reduce_numbers([total.item()], "SUM")[0])
 
 
 def _is_counted_here(weight: torch.Tensor, part: Any) -> bool:

@@ -15,9 +15,9 @@ from megatron.bridge.training.callbacks.observe.metrics import Metrics
 from megatron.bridge.training.callbacks.observe.timing import PREFIX
 from megatron.bridge.training.callbacks.observe.trackers import MLflowOutput, WandbOutput
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils import json_lines
 from megatron.bridge.utils.atomic import refuse_unwritable, write_text
 from megatron.bridge.utils.console import console
-from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.loss_curves import METRICS
 
 
@@ -155,7 +155,7 @@ class JsonLinesOutput:
         """Append after ``step``; later lines, which a killed run wrote after its last checkpoint, are removed."""
         with self._refuse_unwritable():
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, "".join(_lines_until(self._path, step)))
+            write_text(self._path, json_lines.text_until(self._path, step))
             self._file = self._path.open("a", buffering=1)
 
     def write(self, step: int, kind: str, numbers: Metrics) -> None:
@@ -169,16 +169,6 @@ class JsonLinesOutput:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-
-def _lines_until(path: Path, step: int) -> list[str]:
-    if step == 0 or not path.exists():
-        return []
-    try:
-        lines = path.read_text().splitlines(keepends=True)
-        return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged, a line is not JSON of this run: repair or remove the file") from error
 
 
 class TensorBoardOutput:

@@ -8,7 +8,6 @@ merges the traces of a run into one.
 """
 
 import json
-import os
 import socket
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer, ProfilingConfig
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
-from megatron.bridge.utils.atomic import refuse_unwritable
+from megatron.bridge.utils.atomic import published_file, refuse_unwritable
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.profiler_traces import METADATA_KEY, TRACES_DIR, trace_name
 
@@ -167,9 +166,8 @@ class _PyTorchTrace(_Profiler):
         self._profiler.stop()
         path = folder / "steps_{}-{}".format(*steps) / trace_name(distributed.rank())
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{os.getpid()}.{path.name}")
-        self._profiler.export_chrome_trace(str(aside))
-        aside.replace(path)
+        with published_file(path) as aside:
+            self._profiler.export_chrome_trace(str(aside))
         return path
 
 

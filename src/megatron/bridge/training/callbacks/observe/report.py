@@ -12,7 +12,7 @@ from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.observe import data_preview, sample_generation
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import Run
-from megatron.bridge.utils import loss_curves
+from megatron.bridge.utils import json_lines, loss_curves
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.console import print_rank_0
 
@@ -31,7 +31,7 @@ class FinetuningReport(Callback):
 
 def write_report(folder: Path, config: ConfigContainer, step: int) -> None:
     """Write the report and the loss curves from the files that the run wrote to ``folder``."""
-    metrics = sample_generation.read_json_lines(folder / loss_curves.METRICS)
+    metrics = json_lines.read(folder / loss_curves.METRICS)
     train = config.train
     lines = [
         f"# Fine-tuning of {config.checkpoint.pretrained_checkpoint}\n",
@@ -39,7 +39,7 @@ def write_report(folder: Path, config: ConfigContainer, step: int) -> None:
         *_losses(metrics),
         *_curves(folder / CURVES_FILE, metrics),
         *_data(folder),
-        *_answers(sample_generation.read_json_lines(folder / sample_generation.SAMPLES_FILE)),
+        *_answers(json_lines.read(folder / sample_generation.SAMPLES_FILE)),
         *_next_steps(config),
     ]
     write_text(folder / REPORT_FILE, "\n".join(lines) + "\n")

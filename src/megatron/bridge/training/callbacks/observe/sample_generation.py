@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of the model to a few prompts while it trains."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.generation import generate
 from megatron.bridge.training.state import Run
+from megatron.bridge.utils import json_lines
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
@@ -97,11 +97,6 @@ class GenerationSamples(Callback):
         return ChatTemplate(run.tokenizer.hf, self._template)
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of one JSON object per line; an empty list if there is no such file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def _parse_chat(messages: list[dict[str, Any]]) -> Chat:
     parsed = parse({"messages": messages}, "prompt")
     assert isinstance(parsed, Chat), "messages are a chat"
@@ -116,5 +111,4 @@ def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
     """Append ``lines``; lines of this and later steps, which a killed run left, are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SAMPLES_FILE
-    kept = [line for line in read_json_lines(path) if line["step"] < lines[0]["step"]]
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [*kept, *lines]))
+    write_text(path, json_lines.text_until(path, lines[0]["step"] - 1) + json_lines.to_text(lines))

@@ -10,7 +10,7 @@ from typing import Any, cast
 from megatron.core import utils
 from megatron.core.timers import Timers
 
-from megatron.bridge.training.callbacks.observe.metrics import Metrics, max_over_ranks
+from megatron.bridge.training.callbacks.observe.metrics import Metrics
 from megatron.bridge.training.config import LoggerConfig
 from megatron.bridge.training.optim.optimizer import megatron_optimizers
 from megatron.bridge.training.state import BatchIterator, Run
@@ -105,4 +105,4 @@ class DataWait:
     def read(self, steps: int) -> Metrics:
         """Seconds per step since the last call, the maximum over ranks; call on all ranks."""
         seconds, self._seconds = self._seconds / steps, 0.0
-        return {"data wait": max_over_ranks(seconds)}
+        return {"data wait": distributed.reduce_numbers([seconds], "MAX")[0]}

@@ -31,7 +31,6 @@ from megatron.bridge.training.config.rules import (
     unused_settings,
 )
 from megatron.bridge.training.config.run_config import RunConfig
-from megatron.bridge.utils.errors import UserError
 
 Rule = Callable[[RunConfig, int], Iterator[str]]
 
@@ -76,9 +75,3 @@ VOCABULARY_RULES: tuple[Rule, ...] = (layout.tp_divides_vocabulary, distill.dist
 def violations(rules: Iterable[Rule], config: RunConfig, world_size: int) -> list[str]:
     """A sentence for each problem that one of ``rules`` finds in ``config``."""
     return [sentence for rule in rules for sentence in rule(config, world_size)]
-
-
-def refuse(problems: list[str]) -> None:
-    """Raise a ``UserError`` with a line for each problem, if there is one."""
-    if problems:
-        raise UserError("\n".join(problems))
