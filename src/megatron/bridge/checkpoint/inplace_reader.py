@@ -85,14 +85,11 @@ def _start(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
     begin: int | None = getattr(stored.untyped_storage(), "_checkpoint_offset", None)
     whole_rows = tuple(item.lengths[1:]) == stored.shape[1:]
     alike = stored.dtype == target.dtype and item.lengths == target.shape
-    if begin is None or not (whole_rows and alike and stored.is_contiguous() and _is_plain(target)):
+    plain = type(target) is Tensor and target.is_cpu and target.is_contiguous() and stored.is_contiguous()
+    if begin is None or not (whole_rows and alike and plain):
         return None
     first = stored.storage_offset() + item.storage_offsets[0] * stored.stride(0)
     return begin + int(first) * stored.element_size()
-
-
-def _is_plain(target: Tensor) -> bool:
-    return type(target) is Tensor and target.is_cpu and target.is_contiguous()
 
 
 def _fill(target: Tensor, part: IO[bytes]) -> None:

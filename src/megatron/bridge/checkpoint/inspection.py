@@ -70,8 +70,8 @@ def unstack_layers(name: str, value: torch.Tensor, layers: int | None) -> Iterat
         value: Its value.
         layers: Number of layers if the checkpoint stacks them, else None.
     """
-    prefix = next((prefix for prefix in LAYERS if name.startswith(prefix)), None)
-    if prefix is None or layers is None or name.removeprefix(prefix).partition(".")[0].isdecimal():
+    prefix = _stack_of(name)
+    if prefix is None or layers is None:
         yield name, value
         return
     for index in range(layers):
@@ -80,13 +80,14 @@ def unstack_layers(name: str, value: torch.Tensor, layers: int | None) -> Iterat
 
 def stacked_layers(found: dict[str, StoredTensor]) -> int | None:
     """How many layers the tensors of a checkpoint are stacks of, or None if layers are stored one by one."""
-    sizes = {
-        tensor.shape[0]
-        for name, tensor in found.items()
-        for prefix in LAYERS
-        if name.startswith(prefix) and not name.removeprefix(prefix).partition(".")[0].isdecimal()
-    }
+    sizes = {tensor.shape[0] for name, tensor in found.items() if _stack_of(name)}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _stack_of(name: str) -> str | None:
+    """The prefix of a tensor that holds all layers; None for the tensor of one layer, or of none."""
+    prefix = next((prefix for prefix in LAYERS if name.startswith(prefix)), None)
+    return prefix if prefix and not name.removeprefix(prefix).partition(".")[0].isdecimal() else None
 
 
 def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | None, iteration: int = 0) -> Path:

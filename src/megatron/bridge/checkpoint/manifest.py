@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.errors import UserError
 
 NAME = "manifest.json"
@@ -188,10 +189,7 @@ def write(directory: Path, iteration: int | None, save_id: str, known: Mapping[s
     manifest = Manifest(iteration, save_id, files)
     content = {"format": FORMAT, "algorithm": ALGORITHM, **asdict(manifest)}
     content["hash"] = _own_hash(content)
-    with (directory / NAME).open("w") as stream:
-        stream.write(json.dumps(content, indent=1) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_text(directory / NAME, json.dumps(content, indent=1) + "\n")
     return manifest
 
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast, override
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
@@ -107,19 +107,15 @@ class DiskStore(RankLocalStore):
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    @override
     def iterations(self) -> list[int]:
         return paths.published_iterations(self._root)
 
-    @override
     def place(self, iteration: int) -> Path:
         return paths.iteration_dir(self._root, iteration)
 
-    @override
     def origin(self, iteration: int) -> dict[str, Any]:
         return read_origin(self.place(iteration))
 
-    @override
     def save(self, iteration: int, content: dict[str, Any], origin: dict[str, Any]) -> None:
         paths.recover(self._root)
         records: manifest.FileRecords = {}
@@ -129,7 +125,6 @@ class DiskStore(RankLocalStore):
             write_origin(staging, origin)
             manifest.write(staging, iteration, manifest.new_save_id(), records)
 
-    @override
     def verify(self, iteration: int, mode: VerifyMode) -> None:
         directory = self.place(iteration)
         found = manifest.read(directory)
@@ -139,12 +134,10 @@ class DiskStore(RankLocalStore):
         if sentences := manifest.problems(directory, found, found.files, mode):
             raise DamagedError.of(directory, ", ".join(sentences))
 
-    @override
     def load(self, iteration: int) -> dict[str, Any]:
         file = self.place(iteration) / STATE
         return unpickling.read_torch(file, str(file), map_location="cpu", mmap=True)
 
-    @override
     def keep_only(self, iteration: int | None) -> None:
         for other in self.iterations():
             if other != iteration:
@@ -177,19 +170,15 @@ class MemoryStore(RankLocalStore):
         """That of a run: the same one as long as the process lives."""
         return cls._of_run.setdefault(name, cls())
 
-    @override
     def iterations(self) -> list[int]:
         return sorted(self._kept)
 
-    @override
     def place(self, iteration: int) -> Path:
         return paths.iteration_dir("memory", iteration)
 
-    @override
     def origin(self, iteration: int) -> dict[str, Any]:
         return self._kept[iteration].origin
 
-    @override
     def save(self, iteration: int, content: dict[str, Any], origin: dict[str, Any]) -> None:
         memory = self._free.pop() if self._free else HostBuffer()
         tensors = [entry for entry in nested_values(content) if isinstance(entry, torch.Tensor)]
@@ -199,15 +188,12 @@ class MemoryStore(RankLocalStore):
         )
         self._kept[iteration] = _MemoryCopy(kept, origin, memory)  # only now: a copy that broke off is not there
 
-    @override
     def verify(self, iteration: int, mode: VerifyMode) -> None:
         pass  # no disk has had it
 
-    @override
     def load(self, iteration: int) -> dict[str, Any]:
         return self._kept[iteration].content
 
-    @override
     def keep_only(self, iteration: int | None) -> None:
         for other in [number for number in self._kept if number != iteration]:
             self._free.append(self._kept.pop(other).memory)

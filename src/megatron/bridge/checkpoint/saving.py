@@ -102,7 +102,7 @@ class _SaveAttempt:
             forget_frames(error)
             # No collective here: an error that only this rank saw must not make it wait for the others.
             if distributed.rank() == 0:
-                self._discard()
+                shutil.rmtree(self._staging, ignore_errors=True)
             raise save_error(error, self._directory) from error
 
     def prepare(self, state: dict[str, Any], planner: MCoreSavePlanner | None) -> None:
@@ -138,9 +138,6 @@ class _SaveAttempt:
         manifest.write(self._staging, iteration, self.prepared.writer.save_id, records)
         atomic.publish(self._staging, self._directory)
         self._published()
-
-    def _discard(self) -> None:
-        shutil.rmtree(self._staging, ignore_errors=True)
 
 
 def _torch_state(state: dict[str, Any]) -> dict[str, Any]:

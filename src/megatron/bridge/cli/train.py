@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             return _dry_run(job, args)
     if args.rehearse is not None:
-        return _rehearse(job, args)
+        from megatron.bridge.cli.rehearse.command import rehearse
+
+        return rehearse(job, args.rehearse, args.step_func, args.world_size)
     return _train(job, args)
 
 
@@ -87,12 +89,6 @@ def _dry_run(job: Job, args: argparse.Namespace) -> int:
     forward_step(args.step_func)
     _print(report(job, args.world_size))
     return 0
-
-
-def _rehearse(job: Job, args: argparse.Namespace) -> int:
-    from megatron.bridge.cli.rehearse.command import rehearse
-
-    return rehearse(job, args.rehearse, args.step_func, args.world_size)
 
 
 def _train(job: Job, args: argparse.Namespace) -> int:

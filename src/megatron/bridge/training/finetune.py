@@ -52,17 +52,20 @@ def check_tokenizer(config: ConfigContainer) -> None:
     Raises:
         UserError: The id of a token differs: the embeddings would silently belong to other tokens.
     """
-    beside = _tokenizer_beside(Path(config.checkpoint.pretrained_checkpoint or ""))
-    if beside is not None:
-        compare_tokenizers(config.tokenizer, beside)
+    checkpoint = Path(config.checkpoint.pretrained_checkpoint or "")
+    compare_tokenizers(
+        config.tokenizer, tokenizer_dir(checkpoint) if is_megatron_checkpoint(checkpoint) else checkpoint
+    )
 
 
-def compare_tokenizers(chosen: TokenizerConfig, beside: Path) -> None:
-    """Compare the run's tokenizer with the one in the directory ``beside``.
+def compare_tokenizers(chosen: TokenizerConfig, beside: Path | None) -> None:
+    """Compare the run's tokenizer with the one in the directory ``beside``, if there is one.
 
     Raises:
         UserError: The id of a token differs.
     """
+    if beside is None or not any((beside / name).is_file() for name in TOKENIZER_FILES):
+        return
     if chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:
         return
     from megatron.bridge.data.tokenizer import load_hf_tokenizer
@@ -80,9 +83,3 @@ def compare_tokenizers(chosen: TokenizerConfig, beside: Path) -> None:
             f"{len(moved):,} tokens differ, for example of {token!r} ({ours.get(token, 'missing')} instead of "
             f"{theirs[token]}); use {beside}"
         )
-
-
-def _tokenizer_beside(checkpoint: Path) -> Path | None:
-    if any((checkpoint / name).is_file() for name in TOKENIZER_FILES):
-        return checkpoint
-    return tokenizer_dir(checkpoint) if is_megatron_checkpoint(checkpoint) else None

@@ -92,6 +92,23 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def read_text(path: Path, what: str) -> str:
+    """The text of a file that the user named.
+
+    Args:
+        path: The file.
+        what: The key and its value, for messages.
+
+    Raises:
+        UserError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"{what} cannot be read: {reason}") from error
+
+
 @contextmanager
 def refuse_unwritable(what: str, way_out: str = "choose another folder") -> Iterator[None]:
     """Turn an ``OSError`` inside into a ``UserError``.

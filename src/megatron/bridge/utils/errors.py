@@ -19,6 +19,11 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError("\n".join(lines))
 
 
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """The text of ``error``, which may have many lines, within ``limit`` characters."""
+    return " ".join(str(error).split())[:limit]
+
+
 def first_few(items: Sequence[str], count: int = 3) -> str:
     """The first ``count`` of ``items``, and how many there are besides.
 

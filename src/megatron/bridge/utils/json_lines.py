@@ -10,18 +10,28 @@ from typing import Any
 
 from megatron.bridge.utils.errors import UserError
 
+Row = dict[str, Any]
 
-def read(path: Path) -> list[dict[str, Any]]:
+
+def read(path: Path) -> list[Row]:
     """The objects in a file; an empty list if there is no such file.
 
     Raises:
-        UserError: The file is damaged.
+        UserError: The file cannot be read, or a line of it is damaged.
     """
     try:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [row | {"step": row["step"]} for row in map(json.loads, lines)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged, a line is not JSON of this run: repair or remove the file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): repair or remove it") from error
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+        return row | {"step": row["step"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{where} is damaged: {line[:60]!r}; remove it") from error
 
 
 def text_until(path: Path, step: int) -> str:
@@ -29,5 +39,5 @@ def text_until(path: Path, step: int) -> str:
     return to_text([row for row in read(path) if row["step"] <= step]) if step else ""
 
 
-def to_text(rows: list[dict[str, Any]]) -> str:
+def to_text(rows: list[Row]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

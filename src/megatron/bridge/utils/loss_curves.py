@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Curves of runs from ``metrics.jsonl``, as a picture."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.bridge.utils import json_lines
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 METRICS = "metrics.jsonl"
 LOSS, THROUGHPUT = "lm loss", "tokens per second"
 
-MetricsRow = dict[str, Any]
 Axis = Literal["step", "tokens", "time"]
 AXES: dict[str, str] = {"step": "step", "tokens": "tokens (10^9)", "time": "hours of training steps"}
 _SKIPPED = ("step", "kind")
@@ -36,7 +35,7 @@ class Curve:
     y: list[float] = field(repr=False)
 
 
-def read_metrics(place: Path) -> list[MetricsRow]:
+def read_metrics(place: Path) -> list[json_lines.Row]:
     """The rows of a run; of a step that was done again after a kill, the later ones.
 
     Args:
@@ -46,29 +45,18 @@ def read_metrics(place: Path) -> list[MetricsRow]:
         UserError: there is no such file, or a line of it is damaged.
     """
     path = place / METRICS if place.is_dir() else place
-    try:
-        lines = path.read_text().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: give a run's folder (logger.log_dir) or its {METRICS}") from error
-    rows: list[MetricsRow] = []
-    for number, line in enumerate(lines[:-1], start=1):  # behind the last line's end: nothing, or a killed write
-        row = _row(line, path, number)
+    if not path.is_file():
+        raise UserError(f"{path} cannot be read: give a run's folder (logger.log_dir) or its {METRICS}")
+    rows: list[json_lines.Row] = []
+    for row in json_lines.read(path):
         while rows and row["step"] < rows[-1]["step"]:
             rows.pop()
         rows.append(row)
     return list({(row["step"], row["kind"]): row for row in rows}.values())
 
 
-def _row(line: str, path: Path, number: int) -> MetricsRow:
-    try:
-        row = json.loads(line)
-        return row | {"step": row["step"], "kind": row["kind"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}, line {number} is damaged: {line[:60]!r}; remove it") from error
-
-
 def curves(
-    rows: Sequence[MetricsRow], metric: str, label: str, axis: Axis = "step", source: str = "the run"
+    rows: Sequence[json_lines.Row], metric: str, label: str, axis: Axis = "step", source: str = "the run"
 ) -> list[Curve]:
     """A number of a run while it trained and, where they have it, of its evaluations.
 
@@ -96,7 +84,7 @@ def curves(
     return found
 
 
-def _places(rows: Sequence[MetricsRow], axis: Axis, source: str) -> Any:
+def _places(rows: Sequence[json_lines.Row], axis: Axis, source: str) -> Any:
     """From a step to its place along the axis, straight between the steps that are known."""
     if axis == "step":
         return float
@@ -113,7 +101,7 @@ def _places(rows: Sequence[MetricsRow], axis: Axis, source: str) -> Any:
     return lambda step: float(interp(step, steps, known))
 
 
-def _hours(train: Iterable[MetricsRow]) -> Iterator[float]:
+def _hours(train: Iterable[json_lines.Row]) -> Iterator[float]:
     total = 0.0
     for before, row in pairwise([{"step": 0}, *train]):
         total += (row["step"] - before["step"]) * row["step time"] / 3600

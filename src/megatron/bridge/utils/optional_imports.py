@@ -5,7 +5,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, one_line
 
 
 def installed(package: str) -> bool:
@@ -25,11 +25,12 @@ def import_optional(package: str, key: str, extra: str) -> Any:
         extra: the extra of this project that installs it.
 
     Raises:
-        UserError: it is not installed.
+        UserError: it is not installed, or lacks a part that it needs itself.
     """
-    if not installed(package):
-        raise UserError(missing_message(package, key, extra))
-    return import_module(package)
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise UserError(f"{missing_message(package, key, extra)} ({one_line(error)})") from error
 
 
 def missing_message(package: str, key: str, extra: str) -> str:

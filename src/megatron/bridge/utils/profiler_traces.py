@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from megatron.bridge.utils.atomic import published_file, refuse_unwritable
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, one_line
 
 TRACES_DIR = "traces"
 METADATA_KEY = "megatron_bridge"
@@ -99,7 +99,7 @@ def read(path: Path) -> dict[str, Any]:
         content = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
         return content | {name: content[name] for name in ("traceEvents", "baseTimeNanoseconds")}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(f"{type(error).__name__} {error}".split())[:120]
+        reason = f"{type(error).__name__} {one_line(error, 120)}"
         raise UserError(f"{path} is no whole trace of PyTorch's profiler ({reason}): profile again") from error
 
 
@@ -168,7 +168,7 @@ class _TraceMerger:
         for event in events:
             moved = dict(event)
             if "pid" in moved:
-                moved["pid"] = self._process(rank, moved["pid"])
+                moved["pid"] = self._processes.setdefault((rank, moved["pid"]), len(self._processes) + 1)
             if "ts" in moved:
                 moved["ts"] = moved["ts"] + shift
             if moved.get("ph") in _ARROWS:
@@ -176,9 +176,6 @@ class _TraceMerger:
             if moved.get("ph") == "M":
                 self._describe(moved, name)
             yield moved
-
-    def _process(self, rank: int, number: Any) -> int:
-        return self._processes.setdefault((rank, number), len(self._processes) + 1)
 
     def _describe(self, event: dict[str, Any], name: str) -> None:
         """What a process is called, and where it stands: by rank."""

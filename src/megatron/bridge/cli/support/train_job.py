@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -190,11 +191,7 @@ def _start(args: argparse.Namespace) -> "tuple[Job, list[Layer]]":
 def _read_config(path: Path) -> dict[str, Any]:
     from megatron.bridge.utils.config import yaml_text
 
-    try:
-        values = yaml_text.read(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"--config {path} cannot be read: {reason}") from error
+    values = yaml_text.read(read_text(path, f"--config {path}"), str(path))
     if not isinstance(values, dict):
         raise UserError(f"--config {path} holds no settings: write key: value lines, as --dry-run prints them")
     return values
@@ -213,17 +210,16 @@ def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> "tuple
         raise UserError(f"--{extra[0]} does not go with {args.config}, which is a whole config: leave one out")
     config = from_plain(resolve_tree(values))
     if not isinstance(config, ConfigContainer):
-        raise UserError(f"{args.config} describes a {type(config).__name__}, not a run: its top must be {_top()}")
+        raise UserError(
+            f"{args.config} describes a {type(config).__name__}, not a run: its top must be _target_: "
+            "ConfigContainer"
+        )
     origin = f"file {args.config}"
     layers = [Layer(origin, references_in(values))]  # again after overrides, which references may name
     apply_layers(config, layers)
     check_types(config)
     mode = "pretrain" if config.checkpoint.pretrained_checkpoint is None else "sft"
     return Job(config, Origins.of(config, origin), str(args.config), mode, None), layers
-
-
-def _top() -> str:
-    return "_target_: ConfigContainer"
 
 
 def _from_recipe(recipe: "Recipe", args: argparse.Namespace) -> Job:

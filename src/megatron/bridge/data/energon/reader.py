@@ -18,7 +18,7 @@ from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.records.sources import LocatedRecord
 from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.utils import unpickling
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from megatron.bridge.data.energon.energon_config import EnergonProvider
@@ -56,9 +56,9 @@ def open_reader(
             **common,
         )
     except (OSError, ValueError, KeyError, AssertionError, TypeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
-            f"dataset.path={config.path}: the split {split} cannot be opened ({reason}): check the names of splits"
+            f"dataset.path={config.path}: the split {split} cannot be opened ({type(error).__name__}: "
+            f"{one_line(error)}): check the names of splits"
         ) from error
     return EnergonReader(name, dataset)
 
@@ -78,9 +78,10 @@ class EnergonReader:
         )
         loader.pin_memory = torch.cuda.is_available()
         loader.generator = torch.Generator()  # without it, the loader draws a seed from the run's own generator
-        # The loader and its epoch iterator refer to each other. The garbage collector closes the queues to the
-        # workers first, so the loader could not tell the workers to end, and would wait 5 s before killing each.
-        weakref.finalize(self, _close_epoch, loader)
+        # The loader and its epoch iterator refer to each other; closing the latter breaks the cycle. The garbage
+        # collector would close the queues to the workers first, so the loader could not tell the workers to end,
+        # and would wait 5 s before killing each.
+        weakref.finalize(self, lambda loader: iter(loader).close(), loader)
         self._loader = loader
         self._rows: Iterator[EnergonSample] | None = None
 
@@ -114,11 +115,6 @@ class EnergonReader:
         self._loader.restore_state_rank(
             unpickling.read_states(state, "the position in Energon's data", "megatron.energon")
         )
-
-
-def _close_epoch(loader: Any) -> None:
-    """Break the cycle of references."""
-    iter(loader).close()
 
 
 class RecordTask(energon.DefaultTaskEncoder):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.data.dataset_config import SPLITS
+from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 Blend = tuple[list[str], list[float] | None]
@@ -79,7 +80,9 @@ def get_blend_and_blend_per_split(
     if len(used) > 1:
         raise UserError(f"{' and '.join(used)} are both given: use only one of them")
     if data_args_path:
-        return parse_blend(_read(data_args_path, "data_args_path").split(), data_args_path), None
+        return parse_blend(
+            read_text(Path(data_args_path), f"data_args_path={data_args_path}").split(), data_args_path
+        ), None
     if per_split_data_args_path:
         return None, _per_split_file(per_split_data_args_path)
     if any(per_split):
@@ -90,17 +93,10 @@ def get_blend_and_blend_per_split(
     return parse_blend(data_paths), None
 
 
-def _read(path: str, key: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise UserError(f"{key}={path} cannot be read: {error.strerror}") from error
-
-
 def _per_split_file(path: str) -> BlendPerSplit:
     """Blends from a JSON file ``{"train": [...], "valid": [...], "test": [...]}``."""
     try:
-        table = json.loads(_read(path, "per_split_data_args_path"))
+        table = json.loads(read_text(Path(path), f"per_split_data_args_path={path}"))
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not valid JSON: line {error.lineno}: {error.msg}") from error
     if not isinstance(table, dict):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.bridge.data.records.formats import Chat
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.atomic import read_text
+from megatron.bridge.utils.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +119,7 @@ class ChatTemplate:
         try:
             return self._hf.get_chat_template(self._template, chat.tools)  # pyright: ignore[reportArgumentType]
         except ValueError as error:  # several named templates, none of them the default
-            raise UserError(f"{where}: {' '.join(str(error).split())[:200]}") from error
+            raise UserError(f"{where}: {one_line(error)}") from error
 
 
 def template_text(template: str | None) -> str | None:
@@ -129,11 +130,7 @@ def template_text(template: str | None) -> str | None:
     """
     if template is None or "{{" in template or "{%" in template:
         return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"dataset.chat_template={template} cannot be read: {reason}") from error
+    return read_text(Path(template), f"dataset.chat_template={template}")
 
 
 def _selected(chat: Chat, train_on: TrainOn) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.bridge.data.records.jsonl import open_data, read_jsonl
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, one_line
 
 JSON_SUFFIXES = (".jsonl", ".json")
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
@@ -76,7 +76,7 @@ def _stream_table(kind: str, path: Path) -> Iterator[dict[str, Any]]:
             return  # `datasets` takes an empty file for a broken one
         yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
     except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(f"{path} is not a {kind} file: {_one_line(error)}") from error
+        raise UserError(f"{path} is not a {kind} file: {one_line(error)}") from error
 
 
 def _parquet_rows(path: Path) -> int:
@@ -84,10 +84,6 @@ def _parquet_rows(path: Path) -> int:
 
     with ParquetFile(path) as file:
         return file.metadata.num_rows
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 @dataclass(frozen=True)
@@ -138,7 +134,7 @@ class HubSource:
             )
         except (OSError, ValueError, DatasetsError) as error:
             name = f"dataset.dataset_name={self.dataset_name} (split {self.split})"
-            raise UserError(f"{name} cannot be loaded: {_one_line(error)}") from error
+            raise UserError(f"{name} cannot be loaded: {one_line(error)}") from error
 
     def _load_saved(self, datasets: Any) -> Any:
         loaded = datasets.load_from_disk(self.dataset_name)

@@ -110,11 +110,8 @@ class TeacherCache:
 
 def header_of(config: ConfigContainer, samples: int) -> CacheHeader:
     """The header of a cache for a run."""
-    distill, vocabulary = config.distill, config.model.vocab_size
-    assert distill is not None, "distill is not set"
-    assert distill.top_k is not None, "distill.top_k is not set"
-    assert distill.teacher is not None, "distill.teacher is not set"
-    assert vocabulary is not None, "model.vocab_size is not set"
+    distill: Any = config.distill  # a rule has required the teacher and top_k
+    vocabulary: Any = config.model.vocab_size
     return CacheHeader(
         teacher=distill.teacher,
         identity=identity(distill.teacher),

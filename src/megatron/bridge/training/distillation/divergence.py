@@ -90,7 +90,7 @@ class _WholeKL(torch.autograd.Function):
     ) -> Tensor:
         theirs, ours = teacher.flatten(0, -2), student.flatten(0, -2)
         blocks = _row_blocks(ours)
-        highest = torch.stack([torch.cat([_row_maxima(x[rows]) for rows in blocks]) for x in (theirs, ours)])
+        highest = torch.stack([torch.cat([_to_fp32(x[rows].amax(-1)) for rows in blocks]) for x in (theirs, ours)])
         highest = highest / temperature
         _reduce(highest, dist.ReduceOp.MAX, group)
         sums = torch.cat([_sums(theirs[rows], ours[rows], temperature, highest[:, rows]) for rows in blocks], 1)
@@ -153,10 +153,6 @@ def _with_remainder(log_probs: Tensor, log_rest: Tensor) -> tuple[Tensor, Tensor
     """Probabilities and log probabilities of the top tokens, followed by those of all other tokens together."""
     logs = torch.cat((log_probs, log_rest.unsqueeze(-1)), dim=-1)
     return logs.exp(), logs
-
-
-def _row_maxima(logits: Tensor) -> Tensor:
-    return _to_fp32(logits.amax(-1))
 
 
 def _exp(logits: Tensor, temperature: float, highest: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megatron.bridge.models.model_provider import PARALLEL_SIZES
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.rules import RULES, violations
 from megatron.bridge.training.config.rules import layout as layout_rules
-from megatron.bridge.training.finetune import TOKENIZER_FILES, compare_tokenizers
+from megatron.bridge.training.finetune import compare_tokenizers
 from megatron.bridge.utils.errors import refuse
 
 # Settings that the teacher shares with the student, because it runs on the same ranks.
@@ -150,5 +150,4 @@ def _unfit_for_the_layout(provider: Any, config: ConfigContainer, world_size: in
 def _compare_tokenizers(config: ConfigContainer, name: str) -> None:
     """Refuse a teacher with other token ids, if it comes with a tokenizer."""
     beside = model_io.tokenizer_dir(name) if is_megatron_checkpoint(name) else hub.resolve(name, weights=False)
-    if beside is not None and any((beside / file).is_file() for file in TOKENIZER_FILES):
-        compare_tokenizers(config.tokenizer, beside)
+    compare_tokenizers(config.tokenizer, beside)

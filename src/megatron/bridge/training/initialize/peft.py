@@ -40,7 +40,7 @@ def adapting_hook(config: ConfigContainer) -> PreWrapHook | None:
         peft(list(chunks))
         for chunk in chunks:
             chunk_info(chunk).base = base
-        _tell(chunks)
+        _print_trained_count(chunks)
 
     return PreWrapHook(adapt, fills_every_parameter=True)
 
@@ -102,7 +102,7 @@ def load_adapters(run: Run, path: Path) -> None:
     reload_main_weights(run.optimizer)
 
 
-def _tell(chunks: Sequence[MegatronModule]) -> None:
+def _print_trained_count(chunks: Sequence[MegatronModule]) -> None:
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     whole = sum(parameter.numel() for parameter in parameters)

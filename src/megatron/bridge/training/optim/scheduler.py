@@ -40,11 +40,9 @@ def build_scheduler(config: ConfigContainer, optimizer: MegatronOptimizer) -> Op
 
     It counts samples, not steps, so that its position stays valid when the batch size changes.
     """
-    scheduler, rates, length = config.scheduler, config.optimizer, lengths(config)
-    assert rates.lr is not None, "the config is not resolved"
-    assert rates.min_lr is not None, "the config is not resolved"
-    assert scheduler.start_weight_decay is not None, "the config is not resolved"
-    assert scheduler.end_weight_decay is not None, "the config is not resolved"
+    scheduler: Any = config.scheduler  # resolved, so no rate and no weight decay is None
+    rates: Any = config.optimizer
+    length = lengths(config)
     return Schedule(
         optimizer,
         init_lr=scheduler.lr_warmup_init,

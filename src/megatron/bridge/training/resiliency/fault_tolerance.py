@@ -19,11 +19,11 @@ from typing import Any, cast
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer, FaultToleranceConfig
-from megatron.bridge.training.resiliency.nvrx import import_nvrx
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import atomic, distributed
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.optional_imports import import_optional
 
 SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
 TIMEOUTS_FILE = "ft_timeouts.json"
@@ -39,7 +39,7 @@ def connect(config: ConfigContainer) -> "FaultTolerance | None":
     """
     if config.ft is None or not config.ft.enable_ft_package:
         return None
-    module = import_nvrx("fault_tolerance", "ft")
+    module = import_optional("nvidia_resiliency_ext.fault_tolerance", "ft", "resiliency")
     if not os.environ.get(SOCKET):
         raise UserError(
             "ft is set, but ft_launcher did not start this process: start it with ft_launcher, or unset ft"

@@ -22,11 +22,11 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.training.config import ConfigContainer, InProcessRestartConfig
-from megatron.bridge.training.resiliency.nvrx import import_nvrx
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.optional_imports import import_optional
 
 STORE_PORT, RESTARTS_PORT = 1, 2
 """Offsets from the launcher's port to those of the run's store and of the store for restarts."""
@@ -84,7 +84,7 @@ def run_with_restarts(config: ConfigContainer, attempt: Callable[[], Run]) -> Ru
         UserError: nvidia-resiliency-ext is missing, or ``attempt`` raised a ``UserError``, which is not retried.
     """
     assert config.inprocess_restart is not None, "inprocess_restart is not set"
-    inprocess = import_nvrx("inprocess", "inprocess_restart")
+    inprocess = import_optional("nvidia_resiliency_ext.inprocess", "inprocess_restart", "resiliency")
     store, gloo = _create_store(config), GlooConnections()
 
     def one(call: inprocess.CallWrapper = None) -> Run:  # pyright: ignore - nvidia-resiliency-ext fills it in

@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import NVRxStragglerDetectionConfig
-from megatron.bridge.training.resiliency.nvrx import import_nvrx
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.console import print_rank_0
+from megatron.bridge.utils.optional_imports import import_optional
 
 SECTION = "train step"
 
@@ -27,7 +27,8 @@ class NVRxStragglerDetection(Callback):
 
     def __init__(self, config: NVRxStragglerDetectionConfig) -> None:
         self._config = config
-        self._detector: Any = import_nvrx("attribution.straggler", "nvrx_straggler").Detector
+        module = import_optional("nvidia_resiliency_ext.attribution.straggler", "nvrx_straggler", "resiliency")
+        self._detector: Any = module.Detector
         self._section: AbstractContextManager[None] | None = None
 
     def on_train_start(self, context: Run) -> None:

@@ -110,30 +110,20 @@ def _coerce_int(value: Any, args: Sequence[Any], text: str | None) -> Any:
     return value if type(value) is int else _refuse("an integer", value)
 
 
-def _coerce_float(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    return float(value) if type(value) in (int, float) else _refuse("a number", value)
-
-
 def _coerce_str(value: Any, args: Sequence[Any], text: str | None) -> Any:
     if isinstance(value, str):
         return value
     return text if text is not None and type(value) in (bool, int, float) else _refuse("a string", value)
 
 
-def _coerce_path(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    return Path(_coerce_str(value, args, text))
-
-
-def _coerce_list(value: Any, args: Sequence[Any], text: str | None) -> Any:
+def _coerce_list(value: Any, args: Sequence[Any], text: str | None) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         _refuse("a list, written as [a,b]", value)
     return [coerce(item, args[0] if args else Any) for item in cast(list[Any], value)]
 
 
 def _coerce_tuple(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    if not isinstance(value, (list, tuple)):
-        _refuse("a list, written as [a,b]", value)
-    items = cast(list[Any], value)
+    items = _coerce_list(value, (), text)
     kinds = [args[0]] * len(items) if len(args) == 2 and args[1] is Ellipsis else (args or [Any] * len(items))
     if len(items) != len(kinds):
         _refuse(f"a list of {len(kinds)}", value)
@@ -236,9 +226,9 @@ _CONVERTERS: dict[Any, Callable[[Any, Sequence[Any], str | None], Any]] = {
     None: _coerce_none,
     bool: _coerce_bool,
     int: _coerce_int,
-    float: _coerce_float,
+    float: lambda value, args, text: float(value) if type(value) in (int, float) else _refuse("a number", value),
     str: _coerce_str,
-    Path: _coerce_path,
+    Path: lambda value, args, text: Path(_coerce_str(value, args, text)),
     list: _coerce_list,
     tuple: _coerce_tuple,
     dict: _coerce_dict,

@@ -66,9 +66,10 @@ class GenerationSamples(Callback):
         self._sampled_step = run.progress.step
         prompts = [self._tokens(run, prompt) for prompt in self._prompts]
         answers = generate(run, prompts, self._max_new_tokens, self._ends(run))
+        texts = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in self._prompts]
         lines = [
-            {"step": run.progress.step, "prompt": _prompt_text(prompt), "answer": run.tokenizer.detokenize(answer)}
-            for prompt, answer in zip(self._prompts, answers, strict=True)
+            {"step": run.progress.step, "prompt": text, "answer": run.tokenizer.detokenize(answer)}
+            for text, answer in zip(texts, answers, strict=True)
         ]
         for line in lines:
             print_rank_0(f"step {line['step']}: {line['prompt']} -> {line['answer']}")
@@ -101,10 +102,6 @@ def _parse_chat(messages: list[dict[str, Any]]) -> Chat:
     parsed = parse({"messages": messages}, "prompt")
     assert isinstance(parsed, Chat), "messages are a chat"
     return parsed
-
-
-def _prompt_text(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
 def _append(folder: Path, lines: list[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.config.serialize import dump_yaml, to_plain
 from megatron.bridge.utils.environment import environment
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, one_line
 from megatron.bridge.utils.optional_imports import import_optional
 
 WANDB_ID, MLFLOW_ID = "wandb_run_id", "mlflow_run_id"
@@ -101,7 +101,7 @@ class MLflowOutput:
 
 
 def _cannot_open(key: str, error: Exception, way_out: str) -> UserError:
-    return UserError(f"{key} cannot be opened ({' '.join(str(error).split())[:200]}): {way_out}")
+    return UserError(f"{key} cannot be opened ({one_line(error)}): {way_out}")
 
 
 def _saved_id(config: ConfigContainer, name: str, step: int) -> str | None:

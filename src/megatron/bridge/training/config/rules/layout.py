@@ -7,6 +7,7 @@ from megatron.bridge.backends.attention.context_parallel import repeats_for_head
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
 from megatron.bridge.training.config.rules.lookup import value_of
 from megatron.bridge.training.config.rules.nearest_values import indivisible, multiple_near, near
+from megatron.bridge.training.config.rules.stages import SPLIT, given
 from megatron.bridge.training.config.run_config import RunConfig
 
 _TENSOR = "model.tensor_model_parallel_size"
@@ -111,7 +112,7 @@ def pp_divides_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     model, virtual = config.model, config.model.virtual_pipeline_model_parallel_size
     key = "model.pipeline_model_parallel_size" + (" x virtual_pipeline_model_parallel_size" if virtual else "")
     stages, ends = model.pipeline_model_parallel_size * (virtual or 1), "the sizes of the first and last stage"
-    if not _has_own_split(config):
+    if not (given(model, SPLIT) or getattr(model, "has_own_stages", False)):
         yield from indivisible(key, stages, "model.num_layers", model.num_layers, f", or give {ends}")
 
 
@@ -207,20 +208,6 @@ def replicas_divide_batch(config: RunConfig, world_size: int) -> Iterator[str]:
             f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro} x data parallel "
             f"size {replicas}: use {multiple_near(batch, micro * replicas)}"
         )
-
-
-def _has_own_split(config: RunConfig) -> bool:
-    model = config.model
-    return any(
-        (
-            model.num_layers_in_first_pipeline_stage is not None,
-            model.num_layers_in_last_pipeline_stage is not None,
-            model.pipeline_model_parallel_layout is not None,
-            model.account_for_embedding_in_pipeline_split,
-            model.account_for_loss_in_pipeline_split,
-            getattr(model, "has_own_stages", False),
-        )
-    )
 
 
 def _on_torch(config: RunConfig) -> bool:

@@ -12,21 +12,23 @@ from megatron.bridge.training.config.run_config import RunConfig
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _LAYOUT = "pipeline_model_parallel_layout"
+SPLIT = (*_ENDS, *_COUNTED, _LAYOUT)
+"""Settings of the model that say which stage has which layers."""
 
 
 def uneven_stages_need_a_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     """A single stage holds all layers."""
-    given = _given(config.model, (*_ENDS, *_COUNTED, _LAYOUT))
-    if given and config.model.pipeline_model_parallel_size == 1:
+    chosen = given(config.model, SPLIT)
+    if chosen and config.model.pipeline_model_parallel_size == 1:
         yield (
-            f"{_words(given)} has no effect with model.pipeline_model_parallel_size=1: raise that, or leave it "
+            f"{_words(chosen)} has no effect with model.pipeline_model_parallel_size=1: raise that, or leave it "
             "unset"
         )
 
 
 def stage_sizes_are_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
     """Stage sizes come from the first and last stage, from the accounted layers, or from a layout."""
-    ways = [given for names in (_ENDS, _COUNTED, (_LAYOUT,)) if (given := _given(config.model, names))]
+    ways = [chosen for names in (_ENDS, _COUNTED, (_LAYOUT,)) if (chosen := given(config.model, names))]
     if len(ways) > 1:
         yield f"{' and '.join(map(_words, ways))} set the same stage sizes: keep one"
 
@@ -34,20 +36,20 @@ def stage_sizes_are_given_once(config: RunConfig, world_size: int) -> Iterator[s
 def middle_stages_are_even(config: RunConfig, world_size: int) -> Iterator[str]:
     """The stages in the middle are equal, and split evenly into virtual stages."""
     model = config.model
-    given, chunks = _given(model, _ENDS), model.virtual_pipeline_model_parallel_size or 1
-    if not given or model.pipeline_model_parallel_size == 1:
+    chosen, chunks = given(model, _ENDS), model.virtual_pipeline_model_parallel_size or 1
+    if not chosen or model.pipeline_model_parallel_size == 1:
         return
     unit = f"multiples of model.virtual_pipeline_model_parallel_size={chunks}" if chunks > 1 else "1 or more"
-    wrong = [f"model.{name}={size}" for name, size in given.items() if size < 1 or size % chunks]
+    wrong = [f"model.{name}={size}" for name, size in chosen.items() if size < 1 or size % chunks]
     if wrong:
         yield f"{' and '.join(wrong)}: a stage has {unit} layers"
         return
-    left, stages = model.num_layers - sum(given.values()), model.pipeline_model_parallel_size - len(given)
+    left, stages = model.num_layers - sum(chosen.values()), model.pipeline_model_parallel_size - len(chosen)
     if left != 0 if stages == 0 else left <= 0 or left % (stages * chunks):
         cut = f" x {chunks} virtual ones" if chunks > 1 else ""
         rule = f"a multiple of {stages * chunks}" if stages else "0"
         yield (
-            f"{_words(given)} of model.num_layers={model.num_layers} leaves {left} layers for the {stages} other "
+            f"{_words(chosen)} of model.num_layers={model.num_layers} leaves {left} layers for the {stages} other "
             f"stages{cut}: it must be {rule}"
         )
 
@@ -55,13 +57,13 @@ def middle_stages_are_even(config: RunConfig, world_size: int) -> Iterator[str]:
 def accounted_layers_divide_stages(config: RunConfig, world_size: int) -> Iterator[str]:
     """With the embedding or the loss counted as a layer, stages are equal."""
     model = config.model
-    given, virtual = _given(model, _COUNTED), model.virtual_pipeline_model_parallel_size
-    stages, layers = model.pipeline_model_parallel_size * (virtual or 1), model.num_layers + len(given)
-    if given and layers % stages:
-        below = layers // stages * stages - len(given)
+    chosen, virtual = given(model, _COUNTED), model.virtual_pipeline_model_parallel_size
+    stages, layers = model.pipeline_model_parallel_size * (virtual or 1), model.num_layers + len(chosen)
+    if chosen and layers % stages:
+        below = layers // stages * stages - len(chosen)
         nearest = " or ".join(str(count) for count in (below, below + stages) if count > 0)
         yield (
-            f"{_words(given)} makes {layers} of model.num_layers={model.num_layers}, which {stages} stages"
+            f"{_words(chosen)} makes {layers} of model.num_layers={model.num_layers}, which {stages} stages"
             f"{', virtual ones counted,' if virtual else ''} do not divide: use {nearest} layers, or another split"
         )
 
@@ -110,10 +112,11 @@ def _stages(layout: Any) -> list[list[str]]:
     ]
 
 
-def _given(model: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def given(model: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of the settings ``names`` that are set, and not off."""
     values = {name: getattr(model, name) for name in names}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
-def _words(given: dict[str, Any]) -> str:
-    return " and ".join(f"model.{name}={value}" for name, value in given.items())
+def _words(chosen: dict[str, Any]) -> str:
+    return " and ".join(f"model.{name}={value}" for name, value in chosen.items())
