@@ -472,10 +472,18 @@ CASES = {
         2,
         ["pad_seq_to_mult=2", "no multiple of 4"],
     ),
-    "trackers_are_installed": (
-        {"logger.wandb_project": "toys"},
+    "packages_are_installed": (
+        {
+            "logger.wandb_project": "toys",
+            "checkpoint.save": "run",
+            "checkpoint.async_save": True,
+            "checkpoint.async_strategy": "nvrx",
+        },
         1,
-        ["logger.wandb_project=toys needs the package wandb, which is not installed"],
+        [
+            "logger.wandb_project=toys needs the package wandb, which is not installed",
+            "async_strategy=nvrx needs the package nvidia_resiliency_ext",
+        ],
     ),
     "energon_readers_fit_batch": (
         {"dataset": EnergonProvider(path="x", seq_length=32, readers=3)},
@@ -487,11 +495,6 @@ CASES = {
         {"checkpoint.save": "run", "checkpoint.load": "./run", "checkpoint.finetune": True},
         1,
         ["checkpoint.finetune=True", "checkpoint.load=./run", "choose another checkpoint.save"],
-    ),
-    "async_strategy_is_installed": (
-        {"checkpoint.save": "run", "checkpoint.async_save": True, "checkpoint.async_strategy": "nvrx"},
-        1,
-        ["async_strategy=nvrx needs", "not installed"],
     ),
     "settings_have_effect": (
         {"checkpoint.save_interval": 5, "scheduler.lr_wsd_decay_iters": 3},
@@ -574,8 +577,7 @@ def test_every_rule_has_a_case():
 
 @pytest.mark.parametrize("name", CASES)
 def test_rule_refuses(name, monkeypatch):
-    for module in (rules.loggers, rules.checkpoint):
-        monkeypatch.setattr(module, "installed", lambda package: False)
+    monkeypatch.setattr(rules.packages, "installed", lambda package: False)
     values, world_size, words = CASES[name]
     config = configured(values)
     sentences = [*BY_NAME[name](_resolved(config, world_size), world_size)]

@@ -3,7 +3,7 @@
 
 The caller waits for the copy only. Writing and hashing go on without Python's lock, a few megabytes at a time, so
 the training is not held up; a forked process would hold it up by copying each page that an update touches, and
-cannot be had safely where other threads run, nor where a GPU is used.
+is unsafe with other threads or a GPU.
 """
 
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of which one rank's failure is every rank's failure, so that nobody waits for a rank that has left."""
+"""Steps that fail on all ranks if they fail on one, so that no rank waits for one that has left."""
 
 import errno
 import traceback

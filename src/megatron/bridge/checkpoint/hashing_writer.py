@@ -81,7 +81,7 @@ class WrittenFiles:
 
 @dataclass
 class PreparedSave:
-    """A save of which all is decided; ``metadata`` is there on the first rank only."""
+    """A save that all ranks have agreed on; only the first rank has ``metadata``."""
 
     directory: Path
     writer: HashingWriter
@@ -90,7 +90,7 @@ class PreparedSave:
     metadata: Metadata | None
 
     def write_files(self) -> WrittenFiles:
-        """Write this rank's files; communicates with nobody."""
+        """Write this rank's files, without communication."""
         with without_zip_checksums():
             results = self.writer.write_data(self.plan, self.planner).wait()
         return WrittenFiles(results, self.writer.records)

@@ -86,7 +86,7 @@ def check(state: dict[str, Any], directory: Path, strict: bool = True, known: It
 
 
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Fill a part of a state that was checked; communicates with nobody.
+    """Fill a part of a state that was checked, without communication.
 
     Raises:
         DamagedError: it cannot be read.

@@ -7,7 +7,6 @@ Its writer makes the same files as torch's, and hashes nothing. But it takes the
 one given here hashes all that is written, in that process, so the manifest is as true as that of any other save.
 """
 
-import ctypes
 import multiprocessing
 import signal
 import time
@@ -20,9 +19,9 @@ from typing import Any
 from megatron.bridge.checkpoint import manifest
 from megatron.bridge.checkpoint.async_writer import AsyncSaver, WriteHandle
 from megatron.bridge.checkpoint.hashing_writer import PreparedSave, WrittenFiles, without_zip_checksums
+from megatron.bridge.utils.processes import die_with_parent
 
 POLL = 0.02  # seconds
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 # Of the save that goes on in the writing process.
 _records: manifest.FileRecords = {}
@@ -121,7 +120,7 @@ class _NvrxWrite:
         return WrittenFiles(results, records)
 
     def cancel(self) -> None:
-        """Nothing: ``NvrxBackground.abort`` ends the process."""
+        """Do nothing: ``NvrxAsyncSaver.abort`` ends the process."""
 
 
 def _is_running(calls: Any) -> bool:
@@ -129,7 +128,7 @@ def _is_running(calls: Any) -> bool:
 
 
 def _empty(queue: Any) -> None:
-    """Of what a save left that was given up."""
+    """Drop the results of a save that was given up."""
     while not queue.empty():
         queue.get()
 
@@ -142,7 +141,7 @@ def _settle() -> None:
 
     A launcher sends SIGTERM to whole process groups: the run then finishes its saves.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 

@@ -156,7 +156,7 @@ class _MemoryCopy:
 class MemoryStore(RankLocalStore):
     """Copies in the host's memory, which outlive the run but not the process.
 
-    Two at most, of which the older one goes when every rank has the newer; their memory is used in turn.
+    There are at most two. The older one goes when every rank has the newer one, and its memory is used again.
     """
 
     _of_run: ClassVar[dict[str, "MemoryStore"]] = {}
@@ -167,7 +167,7 @@ class MemoryStore(RankLocalStore):
 
     @classmethod
     def of(cls, name: str) -> "MemoryStore":
-        """That of a run: the same one as long as the process lives."""
+        """The store of a run: the same one as long as the process lives."""
         return cls._of_run.setdefault(name, cls())
 
     def iterations(self) -> list[int]:

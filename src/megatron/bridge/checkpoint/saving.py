@@ -121,12 +121,8 @@ class _SaveAttempt:
             collective_steps().all_reduce("write", outcome, self._publish)
 
     def _create(self) -> None:
-        directory = self._directory
-        empty = directory.is_dir() and not any(directory.iterdir())
-        if directory.exists() and not (self._overwrite or empty):
-            raise UserError(
-                f"output directory {directory} exists and is not empty: remove it or choose another one"
-            )
+        if not self._overwrite:
+            atomic.refuse_existing(self._directory)
         atomic.create_staging(self._staging.with_name(self._staging.name.removesuffix(atomic.STAGING_SUFFIX)))
 
     def _publish(self, written: list[WrittenFiles]) -> None:
@@ -151,7 +147,7 @@ def _torch_state(state: dict[str, Any]) -> dict[str, Any]:
 def _distribute_replicas(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is sharded of a state, and the rest.
 
-    Of what several ranks hold, each writes a like part, instead of the first one all of it. Who writes what
+    If several ranks hold the same data, each of them writes an equal part of it. Who writes what
     follows from the sizes alone, and no tensor is sent.
     """
     sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], save_preprocess(state))

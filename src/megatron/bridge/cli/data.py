@@ -125,18 +125,16 @@ def _run_preview(args: argparse.Namespace) -> int:
     """Build the data as the run would, and print a preview."""
     from rich.console import Console
 
-    from megatron.bridge.data.loaders import build_iterators
     from megatron.bridge.data.preview.collect import preview
     from megatron.bridge.data.preview.render import to_console, to_html
+    from megatron.bridge.training.setup import build_data
     from megatron.bridge.utils.atomic import refuse_unwritable, write_text
     from megatron.bridge.utils.console import console, ensure_width
 
     config, tokenizer, ranks = _resolved(args)
-    micro, batch = config.train.micro_batch_size, config.train.global_batch_size
-    held_out = config.validation.eval_iters * batch
-    samples = (config.train.train_iters * batch, held_out, held_out)
-    data = build_iterators(config.dataset, tokenizer, samples, micro, batch, dp_size=ranks)
-    found = preview(config.dataset, data, tokenizer, (micro, batch, ranks), args.samples)
+    sizes = (config.train.micro_batch_size, config.train.global_batch_size, ranks)
+    data = build_data(config, tokenizer, place=(0, ranks))
+    found = preview(config.dataset, data, tokenizer, sizes, args.samples)
     to_console(ensure_width(Console(highlight=False, soft_wrap=True)), found)
     if args.html:
         with refuse_unwritable(f"--html={args.html}"):

@@ -91,9 +91,7 @@ def _hugging_face(path: Path) -> Contents:
     facts = {
         "architecture": ", ".join(config.get("architectures") or ("not named",)),
         "dtype in config.json": str(config.get("dtype") or config.get("torch_dtype")),
-        "layers": str(config.get("num_hidden_layers")),
-        "hidden size": str(config.get("hidden_size")),
-        "vocabulary": str(config.get("vocab_size")),
+        **_sizes(config, "num_hidden_layers"),
     }
     return Contents(
         "Hugging Face", facts, tensors, text_format.folder_size(path), len({tensor.file for tensor in tensors})
@@ -134,11 +132,14 @@ def _facts_of_model(directory: Path) -> dict[str, str]:
     model = model_io.read_run_config(directory)["model"]
     return {
         "provider": str(model.get("_target_")),
-        "layers": str(model.get("num_layers")),
-        "hidden size": str(model.get("hidden_size")),
-        "vocabulary": str(model.get("vocab_size")),
+        **_sizes(model, "num_layers"),
         "layout of the run": _layout(model),
     }
+
+
+def _sizes(config: Any, layers: str) -> dict[str, str]:
+    keys = {"layers": layers, "hidden size": "hidden_size", "vocabulary": "vocab_size"}
+    return {title: str(config.get(key)) for title, key in keys.items()}
 
 
 def _files_by_tensor(directory: Path) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ class ChunkInfo:
     filled_from: str | None = None
     """The checkpoint that the chunk was filled from before it got parameters that the checkpoint lacks."""
     student_teacher: Any = None
-    """The ``training.distillation.student_teacher.Pair`` of a student; None without a teacher."""
+    """The ``training.distillation.student_teacher.ChunkPair`` of a student; None without a teacher."""
 
 
 def chunk_info(chunk: nn.Module) -> ChunkInfo:

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megatron.bridge.training.config.resolve.data import sequence_multiple
 from megatron.bridge.training.evaluation import evaluation_mode
 from megatron.bridge.training.optim.param_gather import gathered_params
 from megatron.bridge.training.state import Run
@@ -70,8 +71,7 @@ def _next_tokens(run: Run, texts: Tokens) -> list[int]:
     """The most likely next token of each text, on every rank."""
     model = run.config.model
     longest = max(map(len, texts))
-    multiple = model.tensor_model_parallel_size if model.sequence_parallel else 1
-    multiple *= 2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
+    multiple = sequence_multiple(run.config, padding_free=True)
     length = -(-longest // multiple) * multiple
     batch = torch.zeros(len(texts), length, dtype=torch.long)
     for row, text in zip(batch, texts, strict=True):

@@ -200,17 +200,20 @@ def _single_or_list(functions: list[Any]) -> Any:
     return functions[0] if len(functions) == 1 else functions
 
 
-def build_data(config: ConfigContainer, tokenizer: Tokenizer, consumed: int = 0) -> Iterators:
-    """The data of this rank; the training data starts after ``consumed`` samples over all ranks."""
-    batch = config.train.global_batch_size
+def build_data(
+    config: ConfigContainer, tokenizer: Tokenizer, consumed: int = 0, place: tuple[int, int] | None = None
+) -> Iterators:
+    """The data of one data-parallel rank.
+
+    Args:
+        config: The resolved config.
+        tokenizer: The tokenizer of the run.
+        consumed: Training samples that all ranks together have drawn before.
+        place: The data-parallel rank and the number of these ranks; None stands for those of this process.
+    """
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     held_out = config.validation.eval_iters * batch
-    return build_iterators(
-        config.dataset,
-        tokenizer,
-        (samples_of(config.train), held_out, held_out),
-        config.train.micro_batch_size,
-        batch,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        consumed_train=consumed,
-    )
+    sizes = (samples_of(config.train), held_out, held_out)
+    if place is None:
+        place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return build_iterators(config.dataset, tokenizer, sizes, micro, batch, *place, consumed_train=consumed)

@@ -5,7 +5,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -18,22 +18,13 @@ from megatron.bridge.training.config.batch_size import BatchSize
 from megatron.bridge.training.step.losses import LossReport, LossTotals
 from megatron.bridge.utils.config.origins import Origins
 
+if TYPE_CHECKING:
+    from megatron.bridge.training.callbacks.base import CallbackManager
+
 BatchIterator = Iterator[dict[str, Any]]
 LossFunction = Callable[..., tuple[Any, ...]]
 # The signature that Megatron-Core's schedules call: (data_iterator, model[, return_schedule_plan]).
 ForwardStep = Callable[..., tuple[torch.Tensor, LossFunction]]
-
-
-class Callbacks(Protocol):
-    """The interface of ``callbacks.base.CallbackManager``."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def emit(self, event: str, context: "Run", *values: Any) -> None: ...
-
-    def state_dict(self) -> dict[str, dict[str, Any]]: ...
-
-    def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None: ...
 
 
 @dataclass
@@ -89,7 +80,7 @@ class Run:
     """The tokenizer built from ``config.tokenizer``."""
     forward_step: ForwardStep
     """The forward step with the signature that Megatron-Core's schedules call."""
-    callbacks: Callbacks
+    callbacks: "CallbackManager"
     progress: Progress = field(default_factory=Progress)
     data: Iterators = field(default_factory=lambda: Iterators(None, None, None))
     """Microbatches of this rank for training, validation and test; None where there is no such data."""

@@ -17,14 +17,20 @@ def staging_path(final: Path) -> Path:
     return final.with_name(final.name + STAGING_SUFFIX)
 
 
+def refuse_existing(final: Path) -> None:
+    """Raise a ``UserError`` if ``final`` exists and is not an empty directory."""
+    if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+        raise UserError(f"output directory {final} exists and is not empty: remove it or choose another one")
+
+
 def create_staging(final: Path, overwrite: bool = False) -> Path:
     """Make an empty directory beside ``final``, removing what an interrupted writer left there.
 
     Raises:
         UserError: ``final`` exists and is not an empty directory, or its parent cannot be written.
     """
-    if final.exists() and not overwrite and not (final.is_dir() and not any(final.iterdir())):
-        raise UserError(f"output directory {final} exists and is not empty: remove it or choose another one")
+    if not overwrite:
+        refuse_existing(final)
     staging = staging_path(final)
     try:
         shutil.rmtree(staging, ignore_errors=True)

@@ -3,15 +3,15 @@
 
 import pytest
 
-from megatron.bridge.data.records.formats import Chat, Pair, Text, parse
+from megatron.bridge.data.records.formats import Chat, PromptCompletion, Text, parse
 from tests.refusals import refused
 
 USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 
 
 def test_plain_forms():
-    assert parse({"prompt": "a", "completion": "b", "id": 3}, "x") == Pair("a", "b")
-    assert parse({"input": "a", "output": "b"}, "x") == Pair("a", "b")
+    assert parse({"prompt": "a", "completion": "b", "id": 3}, "x") == PromptCompletion("a", "b")
+    assert parse({"input": "a", "output": "b"}, "x") == PromptCompletion("a", "b")
     assert parse({"text": "a", "url": "u"}, "x") == Text("a")
     assert parse({"prompt": "a", "prompt_id": 1, "messages": [USER, BOT]}, "x") == Chat([USER, BOT])
 

@@ -225,16 +225,13 @@ def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> "tuple
 def _from_recipe(recipe: "Recipe", args: argparse.Namespace) -> Job:
     from megatron.bridge.utils.config.origins import Origins, leaf_values
 
-    config = recipe.build()
     options = _data_option(recipe, args.data) | _adapter_option(recipe, args)
     if args.hf_model is not None:
         options["hf_model"] = args.hf_model
-    if not options:
-        return Job(config, Origins.of(config), recipe.name, recipe.mode, recipe.gpus, recipe)
-    before = leaf_values(config)
     config = recipe.build(**options)
     origins = Origins.of(config)
-    origins.record_given(config, before, "command line")
+    if options:
+        origins.record_given(config, leaf_values(recipe.build()), "command line")
     return Job(config, origins, recipe.name, recipe.mode, recipe.gpus, recipe)
 
 

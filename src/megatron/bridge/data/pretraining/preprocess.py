@@ -93,24 +93,14 @@ class DocumentEncoder:
 
     def __init__(self, config: PreprocessConfig) -> None:
         self.tokenizer = HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
-        self._hf = self.tokenizer.hf
         self._key = config.json_key
         self._by_line = config.text_document == "line"
         self._special = config.add_special_tokens
-        self._end = [self._eod(config)] if config.append_eod else []
+        self._end = [self.tokenizer.eod] if config.append_eod else []
         rules = EncodingRules(LONGEST, train_on="everything", chat_template=template_text(config.chat_template))
         self._records = RecordEncoder(self.tokenizer, rules)
         # Megatron-Core's readers expect uint16 for small vocabularies. Ids may have gaps, so len() is not enough.
-        self.dtype = np.uint16 if max(self._hf.get_vocab().values()) < 65500 - 1 else np.int32
-
-    def _eod(self, config: PreprocessConfig) -> int:
-        token = self._hf.eos_token_id
-        if not isinstance(token, int):
-            raise UserError(
-                f"--append-eod needs an end-of-sequence token, but the tokenizer {config.tokenizer_model} defines "
-                f"no eos_token: set one, or remove --append-eod"
-            )
-        return token
+        self.dtype = np.uint16 if max(self.tokenizer.hf.get_vocab().values()) < 65500 - 1 else np.int32
 
     def __call__(self, chunk: DocumentChunk) -> EncodedDocuments:
         documents = self._chats(chunk) if chunk.format == "chat" else self._texts(chunk)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
-from megatron.bridge.data.records.formats import Chat, Pair, ParsedRecord, Text, parse
+from megatron.bridge.data.records.formats import Chat, ParsedRecord, PromptCompletion, Text, parse
 from megatron.bridge.data.records.record_config import EncodingRules, ProcessExample
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
@@ -117,14 +117,14 @@ class RecordEncoder:
             if index not in parsed.excluded:
                 yield replace(parsed, messages=parsed.messages[: index + 1], completion=None)
 
-    def _plain(self, parsed: Sequence[Pair | Text]) -> Iterator[Sample]:
+    def _plain(self, parsed: Sequence[PromptCompletion | Text]) -> Iterator[Sample]:
         """Prompt and completion are tokenized separately, so that a prompt has the same tokens at inference."""
-        first = [item.prompt if isinstance(item, Pair) else item.text for item in parsed]
-        rest = [item.completion for item in parsed if isinstance(item, Pair)]
+        first = [item.prompt if isinstance(item, PromptCompletion) else item.text for item in parsed]
+        rest = [item.completion for item in parsed if isinstance(item, PromptCompletion)]
         beginnings = encode_many(self.tokenizer, first, special=True)
         completions = iter(encode_many(self.tokenizer, rest, special=False))
         for item, beginning in zip(parsed, beginnings, strict=True):
-            pair = isinstance(item, Pair)
+            pair = isinstance(item, PromptCompletion)
             ids = [*beginning, *(next(completions) if pair else ()), self.tokenizer.eod]
             first_trained = len(beginning) if pair and self.rules.train_on != "everything" else 1
             yield Sample(np.array(ids, np.int32), np.arange(len(ids)) >= max(first_trained, 1))
@@ -148,7 +148,7 @@ class RecordEncoder:
 
     def _note(self, parsed: ParsedRecord, report: EncodingReport) -> None:
         """Count what is rarely intended."""
-        if isinstance(parsed, Pair):
+        if isinstance(parsed, PromptCompletion):
             report.notes[EMPTY] += not parsed.completion
         if not isinstance(parsed, Chat):
             return

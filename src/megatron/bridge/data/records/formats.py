@@ -71,7 +71,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PromptCompletion:
     """A prompt and its completion, both plain text."""
 
     prompt: str
@@ -85,7 +85,7 @@ class Text:
     text: str
 
 
-ParsedRecord = Chat | Pair | Text
+ParsedRecord = Chat | PromptCompletion | Text
 
 
 def parse(record: Record, where: str) -> ParsedRecord:
@@ -104,7 +104,7 @@ def parse(record: Record, where: str) -> ParsedRecord:
     prompt, completion = FORMATS[name]
     if isinstance(record[prompt], list):
         return _conversational_pair(record, where)
-    return Pair(*(expect(record[key], "a string", where, key) for key in (prompt, completion)))
+    return PromptCompletion(*(expect(record[key], "a string", where, key) for key in (prompt, completion)))
 
 
 def _format(record: Record, where: str) -> str:

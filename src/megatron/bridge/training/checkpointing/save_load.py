@@ -312,7 +312,7 @@ def _load_megatron_lm(run: Run, state: dict[str, Any], saved: dict[str, Any], di
 
 
 def resume_local(run: Run, kept: non_persistent.LocalCheckpoint) -> None:
-    """Restore ``run`` from a non-persistent checkpoint of which each rank has its own part.
+    """Restore ``run`` from a non-persistent checkpoint, where each rank has its own part.
 
     Raises:
         UserError: The model or the schedule differs.

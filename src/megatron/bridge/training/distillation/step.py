@@ -20,7 +20,7 @@ from megatron.bridge.training.distillation.divergence import (
     top_tokens,
 )
 from megatron.bridge.training.distillation.projections import projected
-from megatron.bridge.training.distillation.student_teacher import Place, pair_of
+from megatron.bridge.training.distillation.student_teacher import WatchedLayer, pair_of
 from megatron.bridge.training.gpt_step import LOSS_NAME, next_batch, packed_parameters
 from megatron.bridge.training.state import BatchIterator, LossFunction, Run
 from megatron.bridge.training.step.losses import LossReport
@@ -77,7 +77,7 @@ class StudentLoss:
     """The student's last chunk, with the projections of hidden states."""
     teacher: Tensor | TopTokens | None
     """The teacher's logits or top tokens; None if unknown, as for validation data with ``distill.cache``."""
-    states: dict[Place, Tensor]
+    states: dict[WatchedLayer, Tensor]
     """Hidden states of both models, [sequence of this rank, batch, width]."""
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor, LossReport]:
@@ -108,8 +108,8 @@ class StudentLoss:
         return top_kl_divergence(logits, top_tokens(teacher, count, temperature, group), temperature, group)
 
     def _cross_entropy(self, logits: Tensor) -> Tensor:
-        learnt = logits if self.config.ce_weight else logits.detach()
-        losses: Any = tensor_parallel.vocab_parallel_cross_entropy(learnt, self.batch["labels"])
+        trained = logits if self.config.ce_weight else logits.detach()
+        losses: Any = tensor_parallel.vocab_parallel_cross_entropy(trained, self.batch["labels"])
         return losses.float()
 
     def _distance(self, mask: Tensor) -> Tensor:

@@ -19,26 +19,26 @@ from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.engine import exchange
 
 Side = Literal["student", "teacher"]
-Place = tuple[Side, int]
+WatchedLayer = tuple[Side, int]
 """A model and one of its layers, numbered from 1."""
 
 
 @dataclass
-class Pair:
+class ChunkPair:
     """The chunks of student and teacher on one stage."""
 
     student: MegatronModule
     """The student's unwrapped chunk."""
     teacher: MegatronModule
     """The teacher's chunk on the same stage."""
-    places: Sequence[Place]
+    places: Sequence[WatchedLayer]
     """Layers of both models whose outputs are compared."""
-    stage_of: dict[Place, int]
+    stage_of: dict[WatchedLayer, int]
     """The stage that computes each of these layers."""
     stage: int
     widths: dict[Side, int]
     """Hidden size of each model, the student first."""
-    states: dict[Place, Tensor] = field(default_factory=dict[Place, Tensor])
+    states: dict[WatchedLayer, Tensor] = field(default_factory=dict[WatchedLayer, Tensor])
     """Outputs of compared layers that this stage has computed or received for the current microbatch."""
 
     def run(self, model: MegatronModule, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ class Pair:
         parts = [ours, theirs, *(self.states[place] for place in self._sent(self.stage))]
         return torch.cat([part.to(ours.dtype) for part in parts], dim=-1)
 
-    def take_states(self) -> dict[Place, Tensor]:
+    def take_states(self) -> dict[WatchedLayer, Tensor]:
         """Return and release the hidden states of the last microbatch."""
         states, self.states = self.states, {}
         return states
@@ -80,7 +80,7 @@ class Pair:
         set_input(self.teacher, theirs.detach())
         self.states = dict(zip(places, states, strict=True))
 
-    def _sent(self, stage: int) -> list[Place]:
+    def _sent(self, stage: int) -> list[WatchedLayer]:
         return [place for place in self.places if self.stage_of[place] <= stage]
 
 
@@ -94,7 +94,7 @@ def bind(students: Sequence[MegatronModule], teachers: Sequence[MegatronModule],
         teachers: The teacher's chunk for each of them.
         layers: Layer of the student -> layer of the teacher.
     """
-    places: list[Place] = [("student", layer) for layer in layers]
+    places: list[WatchedLayer] = [("student", layer) for layer in layers]
     places.extend(("teacher", layer) for layer in dict.fromkeys(layers.values()))
     for student, wrapped in zip(students, teachers, strict=True):
         teacher = unwrap(wrapped)
@@ -103,13 +103,13 @@ def bind(students: Sequence[MegatronModule], teachers: Sequence[MegatronModule],
             place: stage for stage, found in enumerate(exchange.all_gather_stages(here)) for place in found
         }
         widths: dict[Side, int] = {"student": width(student), "teacher": width(teacher)}
-        pair = Pair(student, wrapped, places, stage_of, exchange.stage(), widths)
+        pair = ChunkPair(student, wrapped, places, stage_of, exchange.stage(), widths)
         chunk_info(student).student_teacher = pair
         _watch(pair, "student", student)
         _watch(pair, "teacher", teacher)
 
 
-def pair_of(model: nn.Module) -> Pair | None:
+def pair_of(model: nn.Module) -> ChunkPair | None:
     """The pair of a chunk, wrapped or not; None without a teacher."""
     return chunk_info(model).student_teacher
 
@@ -132,17 +132,17 @@ def _layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     return ((layer.layer_number, layer) for layer in bare_decoder(model).layers)
 
 
-def _watched(side: Side, model: nn.Module, places: Sequence[Place]) -> list[Place]:
+def _watched(side: Side, model: nn.Module, places: Sequence[WatchedLayer]) -> list[WatchedLayer]:
     return [(side, number) for number, _ in _layers(model) if (side, number) in places]
 
 
-def _watch(pair: Pair, side: Side, model: nn.Module) -> None:
+def _watch(pair: ChunkPair, side: Side, model: nn.Module) -> None:
     for number, layer in _layers(model):
         if (side, number) in pair.places:
             layer.register_forward_hook(_keeper(pair, (side, number)))
 
 
-def _keeper(pair: Pair, place: Place) -> Any:
+def _keeper(pair: ChunkPair, place: WatchedLayer) -> Any:
     def keep(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
         pair.states[place] = outputs[0] if isinstance(outputs, tuple) else outputs
 

@@ -81,7 +81,7 @@ def optimizer_kind(part: Any) -> str:
 
 
 def update_count(optimizer: MegatronOptimizer) -> int:
-    """The number of updates, as counted for Adam's bias correction, of parameters of which this rank has rows."""
+    """The number of updates that Adam's bias correction has counted, from a parameter with rows on this rank."""
     for part in megatron_optimizers(optimizer):
         if optimizer_kind(part) != "adam":
             continue

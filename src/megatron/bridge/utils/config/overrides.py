@@ -190,9 +190,10 @@ class _Transaction:
         for request in requests:
             self._create_groups(request.key.split(".")[:-1])
         leaves = [leaf for request in requests for leaf in _leaves(self._config, request)]
-        problems += _repeated([leaf.key for leaf in leaves])
+        keys = [leaf.key for leaf in leaves]
+        problems += [f"{key} is given twice; keep one of the two" for key in keys if keys.count(key) > 1]
         plain, referring = _partition(leaves)
-        self._forget([leaf.key for leaf in leaves])
+        self._forget(keys)
         for leaf in plain:
             self._set(leaf, layer.origin, problems)
         self._set_references(referring, layer.origin, problems)
@@ -301,11 +302,6 @@ def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":
     entries = dataclasses.fields(kinds[0])
     required = (entry.default is entry.default_factory is dataclasses.MISSING for entry in entries if entry.init)
     return None if any(required) else cast("type[Any]", kinds[0])
-
-
-def _repeated(keys: list[str]) -> list[str]:
-    twice = dict.fromkeys(key for key in keys if keys.count(key) > 1)
-    return [f"{key} is given twice; keep one of the two" for key in twice]
 
 
 def _leaves(config: Any, request: _Request) -> list[_Request]:

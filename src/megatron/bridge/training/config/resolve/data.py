@@ -32,10 +32,10 @@ def tuning_parts(dataset: DatasetConfig) -> Sequence[RecordDatasetConfig]:
 
 
 def sequence_multiple(config: RunConfig, padding_free: bool) -> int:
-    """What sample lengths are multiples of: context parallelism splits samples, sequence parallelism rows."""
+    """The divisor of all sample lengths: context parallelism splits samples, and sequence parallelism rows."""
     model = config.model
     multiple = 2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
-    # a packed row is as long as seq_length, of which a rule sees to it that it can be cut
+    # a packed row is as long as seq_length, and a rule checks that seq_length can be split
     return multiple * model.tensor_model_parallel_size if padding_free and model.sequence_parallel else multiple
 
 
@@ -49,12 +49,12 @@ def _pad_for_layout(part: RecordDatasetConfig, config: RunConfig) -> None:
 
 
 def _count_tokens(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> list[str]:
-    """Samples learn differently many tokens: a mean of the means of microbatches depends on which share one."""
+    """Samples differ in trained tokens, so a mean of means would depend on which of them share a microbatch."""
     if not parts or config.model.calculate_per_token_loss:
         return []
     config.model.calculate_per_token_loss = True
     return [
-        "model.calculate_per_token_loss=True is used: each learnt token counts the same, whatever it is batched "
+        "model.calculate_per_token_loss=True is used: each trained token counts the same, whatever it is batched "
         "or packed with"
     ]
 

@@ -17,10 +17,10 @@ from megatron.bridge.training.config.rules import (
     experts,
     fields,
     layout,
-    loggers,
     model,
     optimizers,
     overlap,
+    packages,
     peft,
     profiling,
     ranges,
@@ -55,7 +55,7 @@ SIZE_RULES: tuple[Rule, ...] = (
 
 # What this machine must have; not asked of a config that is validated for another one.
 LOCAL_RULES: tuple[Rule, ...] = (
-    loggers.trackers_are_installed,
+    packages.packages_are_installed,
     resiliency.nvrx_straggler_needs_a_gpu,
     profiling.gpu_metrics_need_a_gpu,
 )

@@ -5,9 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.bridge.training.config.run_config import RunConfig
-from megatron.bridge.utils.optional_imports import installed, missing_message
-
-NVRX = "nvidia_resiliency_ext"
 
 
 def non_persistent_settings_are_complete(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -61,9 +58,3 @@ def finetune_saves_to_another_folder(config: RunConfig, world_size: int) -> Iter
             f"checkpoint.finetune=True with checkpoint.load={load}, which is checkpoint.save, too: a run resumes "
             "from its own folder, so choose another checkpoint.save"
         )
-
-
-def async_strategy_is_installed(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The package of the strategy is installed."""
-    if config.checkpoint.async_strategy == "nvrx" and not installed(NVRX):
-        yield missing_message(NVRX, "checkpoint.async_strategy=nvrx", "resiliency")
