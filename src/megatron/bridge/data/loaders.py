@@ -162,9 +162,7 @@ class BatchShard(NamedTuple):
     """The part of each batch that one data-parallel rank draws."""
 
     micro_batch_size: int
-    """Samples that a rank draws at a time."""
     global_batch_size: int
-    """Samples of one optimizer step."""
     dp_rank: int = 0
     dp_size: int = 1
 

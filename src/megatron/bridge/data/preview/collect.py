@@ -44,7 +44,6 @@ class SplitPreview:
     histogram: list[tuple[int, int]]
     """Number of samples up to each length, as (length, number)."""
     rows: int
-    """Rows of an epoch."""
     fill: float | None
     """Fraction of the rows that is not padding; None if rows have no fixed length."""
     samples: list[list[TextSegment]]

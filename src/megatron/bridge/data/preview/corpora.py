@@ -34,7 +34,6 @@ class CorpusPreview:
     samples: int | None
     """Samples of the run; None for a stream, which has no end."""
     seq_length: int
-    """Tokens in each sample."""
     shares: list[CorpusShare]
     """The corpora; empty for mock data and streams."""
 

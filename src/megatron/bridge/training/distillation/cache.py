@@ -43,7 +43,6 @@ class CacheHeader:
     temperature: float
     top_k: int
     seq_length: int
-    """Tokens per sample."""
     vocab_size: int
     samples: int
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import batched, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -141,12 +141,9 @@ def _microbatch_rounds(config: ConfigContainer, data: DataIterator) -> Iterator[
     """All microbatches of this rank in rounds, with the indices of their samples."""
     train = config.train
     replicas = parallel_state.get_data_parallel_world_size()
-    left = samples_of(train) // (train.micro_batch_size * replicas)
+    count = samples_of(train) // (train.micro_batch_size * replicas)
     numbered = ((data.sample_ids, batch) for batch in data)
-    while left > 0:
-        found = list(islice(numbered, min(MICROBATCHES_PER_ROUND, left)))
-        left -= len(found)
-        yield found
+    return map(list, batched(islice(numbered, count), MICROBATCHES_PER_ROUND))
 
 
 @torch.no_grad()

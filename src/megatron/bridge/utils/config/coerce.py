@@ -50,9 +50,8 @@ def _resolve(kind: type[Any], name: str) -> Any:
     if not isinstance(annotation, str):
         return annotation
     try:
-        return eval(
-            annotation, vars(sys.modules[owner.__module__])
-        )  # our own source text, as in typing.get_type_hints
+        # our own source text, as in typing.get_type_hints
+        return eval(annotation, vars(sys.modules[owner.__module__]))
     except Exception:
         return Any
 

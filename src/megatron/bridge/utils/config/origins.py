@@ -40,9 +40,7 @@ class Origins:
             while key not in leaves and not members and "." in key:  # a member of a mapping counts for the mapping
                 key = key.rpartition(".")[0]
             self._table.update(dict.fromkeys(members or [key], change.origin))
-        self._table.update(
-            {leaf: DEFAULT for leaf in leaves if leaf not in self._table}
-        )  # of groups that were unset
+        self._table = dict.fromkeys(leaves, DEFAULT) | self._table  # of groups that were unset
 
     def record_given(self, config: Any, before: dict[str, Any], source: str) -> None:
         """Note that ``source`` changed the values that differ from ``before``; defaults stay defaults."""

@@ -192,10 +192,11 @@ class _Transaction:
         leaves = [leaf for request in requests for leaf in _leaves(self._config, request)]
         keys = [leaf.key for leaf in leaves]
         problems += [f"{key} is given twice; keep one of the two" for key in keys if keys.count(key) > 1]
-        plain, referring = _partition(leaves)
         self._forget(keys)
-        for leaf in plain:
-            self._set(leaf, layer.origin, problems)
+        referring = [leaf for leaf in leaves if interpolation.has_reference(leaf.value)]
+        for leaf in leaves:
+            if not interpolation.has_reference(leaf.value):
+                self._set(leaf, layer.origin, problems)
         self._set_references(referring, layer.origin, problems)
         refuse(problems)
 
@@ -283,14 +284,6 @@ def _loses_text(value: Any, text: str) -> bool:
     if text.startswith(("'", '"')):
         return False
     return value != text if isinstance(value, str) else "#" in text
-
-
-def _partition(leaves: list[_Request]) -> tuple[list[_Request], list[_Request]]:
-    """Leaves without and with references."""
-    groups: tuple[list[_Request], list[_Request]] = [], []
-    for leaf in leaves:
-        groups[interpolation.has_reference(leaf.value)].append(leaf)
-    return groups
 
 
 def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":

@@ -46,7 +46,6 @@ class Heartbeat:
     where: str
     """Function, file and line of the main thread."""
     in_collective: bool
-    """Whether the main thread is inside a collective."""
 
 
 class HangDetection(Callback):

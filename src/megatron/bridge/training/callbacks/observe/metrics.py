@@ -82,9 +82,8 @@ def memory_metrics() -> Metrics:
         sizes = [cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved()]
         return dict(zip(("memory GB", "peak memory GB", "reserved memory GB"), _max_gigabytes(sizes), strict=True))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    now = (
-        int(_STATM.read_text().split()[1]) * _PAGE_SIZE if _STATM.exists() else most
-    )  # /proc exists on Linux only
+    # /proc exists on Linux only
+    now = int(_STATM.read_text().split()[1]) * _PAGE_SIZE if _STATM.exists() else most
     # the kernel updates the maximum with a delay
     return dict(zip(("memory GB", "peak memory GB"), _max_gigabytes([now, max(now, most)]), strict=True))
 

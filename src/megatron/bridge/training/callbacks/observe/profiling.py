@@ -78,8 +78,10 @@ class Profiling(Callback):
     def _start(self, context: Run) -> None:
         self._started = self.open = True
         met = _synchronized_time()  # on all ranks, also those that are not profiled
-        if self._here:
-            self._profilers = _profilers(self._config, met)
+        if self._here and self._config.use_nsys_profiler:
+            self._profilers.append(_NsysCapture(self._config))
+        if self._here and self._config.use_pytorch_profiler:
+            self._profilers.append(_PyTorchTrace(self._config, met))
         for profiler in self._profilers:
             profiler.start(context)
 
@@ -132,11 +134,6 @@ class _Profiler:
 
     def stop(self, run: Run, folder: Path) -> Path | None:
         """Stop, write the results, and return the file that was written."""
-
-
-def _profilers(config: ProfilingConfig, met: int) -> list[_Profiler]:
-    nsys: list[_Profiler] = [_NsysCapture(config)] if config.use_nsys_profiler else []
-    return [*nsys, _PyTorchTrace(config, met)] if config.use_pytorch_profiler else nsys
 
 
 class _PyTorchTrace(_Profiler):
