@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs survive the way to plain data and YAML and back, and what cannot be written is named."""
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -16,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.transformer.enums import AttnBackend
 
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.utils.config.serialize import MARKERS, dump_yaml, from_plain, load_yaml, to_plain
 from megatron.bridge.utils.errors import UserError
 
@@ -76,10 +80,10 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=[f"{i}-{type(v).__name__}" for i, v in enumerate(VALUES)])
 def test_round_trip_is_exact(value):
-    back = load_yaml(dump_yaml(Outer(value=value)))
+    back = load_yaml(dump_yaml(Outer(value=value)), trust=True)
     assert back == Outer(value=value)
     assert type(back.value) is type(value)
-    assert from_plain(to_plain(value)) == value
+    assert from_plain(to_plain(value), trust=True) == value
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -97,7 +101,7 @@ TREES = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(TREES)
 def test_any_plain_value_round_trips(value):
-    back = load_yaml(dump_yaml(value))
+    back = load_yaml(dump_yaml(value), trust=True)
     assert repr(back) == repr(value)
 
 
@@ -110,7 +114,7 @@ def test_keys_keep_their_order_and_type():
 
 
 def test_initialiser_with_arguments_round_trips():
-    back = load_yaml(dump_yaml(functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)))
+    back = load_yaml(dump_yaml(functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)), trust=True)
     assert back.func is torch.nn.init.normal_
     assert back.keywords == {"mean": 0.0, "std": 0.02}
 
@@ -158,7 +162,7 @@ def test_unknown_keys_are_named_together_with_the_nearest():
     plain["inner"]["lrr"] = 1
     plain["valeu"] = 2
     with pytest.raises(UserError) as error:
-        from_plain(plain)
+        from_plain(plain, trust=True)
     assert "inner.lrr is not a field of Inner; did you mean lr?" in str(error.value)
     assert "valeu is not a field of Outer; did you mean value?" in str(error.value)
 
@@ -166,7 +170,7 @@ def test_unknown_keys_are_named_together_with_the_nearest():
 def test_value_that_the_dataclass_refuses_is_named():
     data = {"model": {"_target_": f"{__name__}.Picky", "size": 0}}
     with pytest.raises(UserError, match=r"model: Picky refuses these values: size must be positive, not 0"):
-        from_plain(data)
+        from_plain(data, trust=True)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +190,68 @@ def test_value_that_the_dataclass_refuses_is_named():
 )
 def test_reading_calls_nothing_but_dataclasses(data, message):
     with pytest.raises(UserError, match=message):
+        from_plain({"field": data}, trust=True)
+    with pytest.raises(UserError):
         from_plain({"field": data})
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of a module that leaves a file when it is imported."""
+    (tmp_path / "of_a_stranger.py").write_text(
+        "import dataclasses, pathlib\n"
+        "pathlib.Path(__file__).with_name('ran').touch()\n"
+        "@dataclasses.dataclass\nclass Config:\n    x: int = 1\n"
+        "def function(): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "of_a_stranger"
+    sys.modules.pop("of_a_stranger", None)
+
+
+@pytest.mark.parametrize("name", ["Config", "function", "no_such_thing"])
+def test_nothing_is_imported_because_a_file_names_it(tmp_path, module, name):
+    text = f"field: {{_target_: {module}.{name}, _call_: false}}"
+    with pytest.raises(UserError, match=rf"{module}.{name} is not a public name.*--trust-config"):
+        load_yaml(text)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(UserError, match="no_such_thing") if name == "no_such_thing" else contextlib.nullcontext():
+        load_yaml(text, trust=True)
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.nn.functional.importlib.import_module",
+        "torch.nn.functional.warnings",
+        "torch.nn.init.torch",
+        "torch.load",
+        "megatron.bridge.cli.main.main",
+        "megatron.core.activations.torch.load",
+    ],
+)
+def test_a_known_module_does_not_lead_elsewhere(name):
+    with pytest.raises(UserError, match="is not a public name"):
+        load_yaml(f"field: {{_target_: {name}, _call_: false}}")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.nn.functional.silu,
+        torch.sigmoid,
+        torch.bfloat16,
+        AttnBackend.flash,
+        squared_relu,
+        quick_gelu,
+        functools.partial(torch.nn.init.normal_, std=0.1),
+        LoRA(dim=4),
+    ],
+)
+def test_known_names_need_no_trust(value):
+    text = dump_yaml({"field": value})
+    assert dump_yaml(load_yaml(text)) == text
 
 
 @pytest.mark.parametrize(

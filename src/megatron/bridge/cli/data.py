@@ -64,6 +64,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML"
     )
     parser.add_argument("--data", metavar="DIR", help="folder of the data, for a recipe")
+    train_job.add_trust_config(parser)
     parser.add_argument("--hf-model", metavar="ID", help="model to train instead of the recipe's")
     parser.add_argument(
         "--world-size",
@@ -177,7 +178,8 @@ def _as_training(args: argparse.Namespace) -> argparse.Namespace:
     kind = "--config" if args.source.endswith((".yaml", ".yml")) else "--recipe"
     data = ["--data", args.data] if args.data else []
     model = ["--hf-model", args.hf_model] if args.hf_model else []
-    return parser.parse_args([*args.overrides, kind, args.source, *data, *model])
+    trust = ["--trust-config"] if args.trust_config else []
+    return parser.parse_args([*args.overrides, kind, args.source, *data, *model, *trust])
 
 
 def _run_preprocess(args: argparse.Namespace) -> int:

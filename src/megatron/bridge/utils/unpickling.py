@@ -11,7 +11,7 @@ import dataclasses
 import io
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast, override
@@ -86,8 +86,13 @@ def trust_checkpoints(trust: bool = True) -> None:
     _trusted = trust
 
 
+def is_trusted() -> bool:
+    """Whether checkpoints may run code in this process."""
+    return _trusted
+
+
 @contextmanager
-def trusting(trust: bool) -> Iterator[None]:
+def trusting(trust: bool) -> Generator[None]:
     """Trust checkpoints, or not, inside the block."""
     before = _trusted
     trust_checkpoints(trust or before)

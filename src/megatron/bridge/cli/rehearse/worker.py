@@ -97,7 +97,7 @@ class Rehearsal:
         from megatron.bridge.training.finetune import finetune
         from megatron.bridge.training.pretrain import pretrain
 
-        config = ConfigContainer.from_yaml((self.folder / CONFIG_FILE).read_text())
+        config = ConfigContainer.from_yaml((self.folder / CONFIG_FILE).read_text(), trust=True)
         config.checkpoint.save, config.checkpoint.load = str(save), None
         config.checkpoint.save_interval = self.plan["steps"]
         config.checkpoint.most_recent_k = -1

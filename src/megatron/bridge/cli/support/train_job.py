@@ -72,6 +72,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="YAML file with settings on top of --recipe, or with a complete config",
     )
+    add_trust_config(parser)
     parser.add_argument(
         "--hf-model",
         metavar="ID",
@@ -92,12 +93,34 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_trust_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-config",
+        action="store_true",
+        help="import functions and classes of your own that the YAML file names, which can run code",
+    )
+
+
 def prepare(args: argparse.Namespace) -> Job:
     """Build the job that the arguments describe.
 
     Raises:
         UserError: A name, a file, a key or a value is invalid.
     """
+    from megatron.bridge.utils.config.names import importing
+
+    with importing(args.trust_config):
+        job = _configured(args)
+    if args.packed_sequence:
+        job.changes += _pack(job)
+    job.origins.record(job.config, job.changes)
+    job.mode = args.mode or ("distill" if job.config.distill else job.mode)
+    _check_mode(job, args)
+    return job
+
+
+def _configured(args: argparse.Namespace) -> Job:
+    """The config of the recipe or file, with everything that was set on it."""
     from megatron.bridge.utils.config.overrides import Layer, apply_layers
 
     overrides = [*args.overrides, *_overrides_after_data(args)]
@@ -107,11 +130,6 @@ def prepare(args: argparse.Namespace) -> Job:
     if args.seq_length is not None:
         overrides += [f"{group}.seq_length={args.seq_length}" for group in ("dataset", "model")]
     job.changes += apply_layers(job.config, [*layers, Layer("command line", overrides=overrides)])
-    if args.packed_sequence:
-        job.changes += _pack(job)
-    job.origins.record(job.config, job.changes)
-    job.mode = args.mode or ("distill" if job.config.distill else job.mode)
-    _check_mode(job, args)
     return job
 
 
@@ -266,7 +284,7 @@ def forward_step(name: str) -> Any:
     Raises:
         UserError: The function does not exist.
     """
-    from megatron.bridge.utils.config.names import locate
+    from megatron.bridge.utils.config.names import importing, locate
 
     if "." not in name:
         if name != "gpt_step":
@@ -274,7 +292,8 @@ def forward_step(name: str) -> Any:
         name = "megatron.bridge.training.gpt_step.forward_step"
     sys.path.insert(0, str(Path.cwd()))  # also find modules in the current directory
     try:
-        step = locate(name)
+        with importing():
+            step = locate(name)
     except UserError as error:
         raise UserError(f"--step_func {name}: {error}") from error
     if not callable(step):

@@ -9,6 +9,7 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.peft.base import PEFT
 from megatron.bridge.peft.checkpoint import fingerprint, set_trained_state, trained_state
+from megatron.bridge.utils import unpickling
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError
 
@@ -31,7 +32,7 @@ def adapted_model(path: Path, base: str, trust_remote_code: bool, check: bool) -
         UserError: The checkpoint holds no adapters, or adapters of another base model.
     """
     directory, saved = _saved_base(path)
-    method = from_plain(model_io.read_run_config(directory)["peft"])
+    method = from_plain(model_io.read_run_config(directory)["peft"], trust=unpickling.is_trusted())
     assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
     bridge = AutoBridge.from_hf_pretrained(base, trust_remote_code=trust_remote_code)
     model = bridge.to_megatron_model(wrap_with_ddp=False)

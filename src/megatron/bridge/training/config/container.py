@@ -68,13 +68,17 @@ class ConfigContainer(RunConfig):
         return dump_yaml(self)
 
     @classmethod
-    def from_yaml(cls, text: str) -> "ConfigContainer":
+    def from_yaml(cls, text: str, trust: bool = False) -> "ConfigContainer":
         """The config that ``to_yaml`` wrote.
 
+        Args:
+            text: The YAML.
+            trust: Import your own classes and functions that it names, which can run code.
+
         Raises:
-            UserError: the YAML has unknown keys, or is not a whole config.
+            UserError: the YAML has unknown keys or names, or is not a whole config.
         """
-        config = load_yaml(text)
+        config = load_yaml(text, trust=trust)
         if not isinstance(config, cls):
             raise UserError(f"the YAML holds a {type(config).__name__}, not a {cls.__name__}")
         return config

@@ -193,7 +193,7 @@ def _coerce_class(value: Any, annotation: Any) -> Any:
         members = cast(dict[Any, Any], value)
         wanted = field_types(kind)
         typed = {name: _coerce_member(name, item, wanted.get(name, Any)) for name, item in members.items()}
-        return from_plain({TARGET: f"{kind.__module__}.{kind.__qualname__}", **typed})
+        return from_plain({TARGET: f"{kind.__module__}.{kind.__qualname__}", **typed}, trust=True)
     return _refuse(f"a {kind.__name__}", value)
 
 

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects that a config refers to by name: functions, classes, enum members and torch dtypes."""
 
+import dataclasses
 import enum
 import importlib
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from megatron.bridge.utils.config.public_names import PUBLIC_NAMES, import_path
@@ -16,6 +20,28 @@ MARKERS = frozenset({TARGET, "_call_", "_partial_", "_tuple_", "_path_"})
 
 # Some functions report a private home; these are the public names that people write.
 PUBLIC_HOMES = {"torch._C._nn": "torch.nn.functional"}
+
+KNOWN_MODULES = (
+    "torch.nn.functional",
+    "torch.nn.init",
+    "megatron.core.activations",
+    "megatron.core.fusions.fused_bias_geglu",
+    "megatron.core.transformer.enums",
+)
+"""Modules whose own functions and enum members a file may name, besides public names and torch's dtypes."""
+KNOWN_NAMES = ("torch.sigmoid", "torch.tanh")
+
+_imports = ContextVar("imports", default=False)
+
+
+@contextmanager
+def importing(allowed: bool = True) -> Generator[None]:
+    """Let ``locate`` import any name inside the block, which can run code, or leave it as it is."""
+    token = _imports.set(allowed or _imports.get())
+    try:
+        yield
+    finally:
+        _imports.reset(token)
 
 
 def is_dtype(value: object) -> bool:
@@ -60,7 +86,8 @@ def locate(name: str) -> Any:
     """Import what ``name`` stands for: a public name, or the longest importable module prefix, then attributes.
 
     Raises:
-        UserError: nothing has that name; the message says which part is unknown.
+        UserError: nothing has that name; the message says which part is unknown. Outside of ``importing``, also if
+            the name is neither public nor known.
     """
     parts = import_path(name).split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
@@ -68,6 +95,9 @@ def locate(name: str) -> Any:
         raise UserError(
             f"{name!r} is neither a public name nor a dotted one such as torch.nn.functional.silu{hint}"
         )
+    trusted = _imports.get()
+    if not trusted and not _is_known(parts):
+        _refuse_import(name)
     found, used = _longest_module(parts)
     for position in range(used, len(parts)):
         part = parts[position]
@@ -75,7 +105,39 @@ def locate(name: str) -> Any:
             owner = ".".join(parts[:position])
             raise UserError(f"{owner} has nothing named {part!r}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
+    if not trusted and not _is_public(parts) and ".".join(parts) not in (*KNOWN_NAMES, *_candidates(found)):
+        _refuse_import(name)  # what a known module has imported from elsewhere
     return found
+
+
+def _refuse_import(name: str) -> None:
+    hint = did_you_mean(name.rpartition(".")[2], PUBLIC_NAMES)
+    raise UserError(
+        f"{name} is not a public name, and importing it could run code{hint}; if you trust the file, give "
+        "--trust-config (for a checkpoint --trust-checkpoint, in Python trust=True)"
+    )
+
+
+def _is_public(parts: list[str]) -> bool:
+    return PUBLIC_NAMES.get(parts[-1]) == ".".join(parts[:-1])
+
+
+def _is_known(parts: list[str]) -> bool:
+    module, last = ".".join(parts[:-1]), parts[-1]
+    if _is_public(parts):
+        return True
+    if module == "torch" and is_dtype(getattr(sys.modules.get("torch"), last, None)):
+        return True
+    known = module in KNOWN_MODULES or ".".join(parts[:-2]) in KNOWN_MODULES  # the member of an enum
+    return ".".join(parts) in KNOWN_NAMES or known or _is_own_class(sys.modules.get(module), last)
+
+
+def _is_own_class(module: Any, name: str) -> bool:
+    """Whether it is an imported dataclass of this package or of Megatron-Core, or one that extends theirs."""
+    found = getattr(module, name, None)
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+        return False
+    return any(base.__module__.startswith(("megatron.bridge.", "megatron.core.")) for base in found.__mro__)
 
 
 def _longest_module(parts: list[str]) -> tuple[Any, int]:
@@ -96,6 +158,7 @@ def _is_found(name: str, value: object) -> bool:
     if name.startswith("__main__."):  # another process has another main module
         return False
     try:
-        return locate(name) is value
+        with importing():
+            return locate(name) is value
     except UserError:
         return False

@@ -18,7 +18,7 @@ from typing import Any, cast, get_args, get_origin
 
 from megatron.bridge.utils.config import interpolation, yaml_text
 from megatron.bridge.utils.config.coerce import CoercionError, coerce, field_types
-from megatron.bridge.utils.config.names import name_of
+from megatron.bridge.utils.config.names import importing, name_of
 from megatron.bridge.utils.config.public_names import import_path
 from megatron.bridge.utils.config.serialize import TARGET, config_fields, from_plain, is_group
 from megatron.bridge.utils.errors import UserError, nearest_keys, refuse, suggestion
@@ -86,6 +86,8 @@ class _Request:
     text: str | None = None
     """The raw scalar of a command line."""
     from_reference: bool = False
+    trusted: bool = False
+    """The user typed it, so the functions that it names are imported."""
 
 
 def apply_overrides(config: Any, overrides: Sequence[str], origin: str = "command line") -> list[Change]:
@@ -213,7 +215,8 @@ class _Transaction:
     def _set(self, leaf: _Request, origin: str, problems: list[str]) -> None:
         try:
             slot = _find(self._config, leaf.key)
-            change = Change(leaf.key, slot.get(), slot.typed(leaf), origin)
+            with importing(leaf.trusted):
+                change = Change(leaf.key, slot.get(), slot.typed(leaf), origin)
         except UserError as error:
             problems.append(str(error))
             return
@@ -272,11 +275,11 @@ def _parse(item: str, problems: list[str]) -> _Request | None:
         problems.append(f"{error}{hint}")
         return None
     if isinstance(value, (list, dict)):
-        return _Request(key, value)
+        return _Request(key, value, trusted=True)
     if _loses_text(value, text):
         problems.append(f"{key}={text}: YAML reads this as {value!r}; put the value in quotes")
         return None
-    return _Request(key, value, text)
+    return _Request(key, value, text, trusted=True)
 
 
 def _loses_text(value: Any, text: str) -> bool:
@@ -310,7 +313,9 @@ def _leaves(config: Any, request: _Request) -> list[_Request]:
     own = name_of(type(current)) or ""
     if import_path(str(mapping.pop(TARGET, own))) != import_path(own):
         return [request]
-    parts = [_Request(f"{request.key}.{name}", value) for name, value in mapping.items()]
+    parts = [
+        dataclasses.replace(request, key=f"{request.key}.{name}", value=value) for name, value in mapping.items()
+    ]
     return [leaf for part in parts for leaf in _leaves(config, part)]
 
 

@@ -4,8 +4,8 @@
 A dataclass becomes a mapping whose ``_target_`` is its public name (``public_names``) or its dotted one. What is
 referred to by name (functions, classes, enum members, torch dtypes) becomes ``{_target_: name, _call_: false}``; a
 ``functools.partial`` over an initialiser becomes ``{_target_: name, _partial_: {...}}``; tuples and paths become
-``{_tuple_: [...]}`` and ``{_path_: ...}``. Reading imports names and builds dataclasses; it never calls anything
-else, so a config file that came with a checkpoint cannot run code.
+``{_tuple_: [...]}`` and ``{_path_: ...}``. Reading builds dataclasses with public names and calls nothing else, so
+a config file that came with a checkpoint cannot run code.
 
 A dataclass may name fields that are wiring of a running process, not configuration, in a class attribute
 ``__not_config__`` (a set of names); they are left out.
@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any, cast
 
 from megatron.bridge.utils.config import interpolation, yaml_text
-from megatron.bridge.utils.config.names import MARKERS, TARGET, is_dtype, is_named, locate, name_of
+from megatron.bridge.utils.config.names import MARKERS, TARGET, importing, is_dtype, is_named, locate, name_of
 from megatron.bridge.utils.errors import UserError, did_you_mean, refuse
 
 # A partial is called with arguments that the file chooses; only initialisers are let through.
@@ -38,14 +38,20 @@ def to_plain(value: object) -> Any:
     return plain
 
 
-def from_plain(data: object) -> Any:
+def from_plain(data: object, trust: bool = False) -> Any:
     """Rebuild what ``to_plain`` wrote.
+
+    Args:
+        data: Plain data.
+        trust: Import every class and function that the data name, which can run code. Without it, only names that
+            ``names.locate`` knows are imported.
 
     Raises:
         UserError: unknown keys, unknown names, values that a dataclass refuses; all of them are named.
     """
     problems: list[str] = []
-    value = _read(data, "", problems)
+    with importing(trust):
+        value = _read(data, "", problems)
     refuse(problems)
     return value
 
@@ -55,13 +61,13 @@ def dump_yaml(value: object) -> str:
     return yaml_text.write(to_plain(value))
 
 
-def load_yaml(text: str, source: str = "the YAML text") -> Any:
-    """Rebuild what ``dump_yaml`` wrote; ``source`` names the text in messages.
+def load_yaml(text: str, source: str = "the YAML text", trust: bool = False) -> Any:
+    """Rebuild what ``dump_yaml`` wrote; ``source`` names the text in messages, ``trust`` is as in ``from_plain``.
 
     Raises:
         UserError: broken YAML, unknown keys or names, values that a dataclass refuses.
     """
-    return from_plain(interpolation.resolve_tree(yaml_text.read(text, source)))
+    return from_plain(interpolation.resolve_tree(yaml_text.read(text, source)), trust)
 
 
 def copy_config(value: Any) -> Any:

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.model_provider import EVEN_STAGES, PARALLEL_SIZES, PreWrapHook
+from megatron.bridge.utils import unpickling
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -27,7 +28,7 @@ ONE_PROCESS: dict[str, Any] = {
 
 def read(path: str | Path) -> Any:
     """The provider as it was saved, parallel sizes included."""
-    return from_plain(model_io.read_run_config(path)["model"])
+    return from_plain(model_io.read_run_config(path)["model"], trust=unpickling.is_trusted())
 
 
 def load_hook(path: str | Path) -> PreWrapHook:
