@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.errors import UserError
 
@@ -218,7 +219,7 @@ def read(directory: Path) -> Manifest | None:
 
 def _content(directory: Path, text: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = strict_json.loads(text)
         # Every byte counts: JSON would forgive changed white space.
         whole = json.dumps(content, indent=1).encode() + b"\n" == text
         if not whole or content.pop("hash") != _own_hash(content):

@@ -21,7 +21,7 @@ from megatron.bridge.checkpoint import manifest, paths
 from megatron.bridge.checkpoint.hashing_writer import without_zip_checksums
 from megatron.bridge.checkpoint.host_buffers import HostBuffer, with_own_storage
 from megatron.bridge.checkpoint.manifest import DamagedError, VerifyMode
-from megatron.bridge.utils import atomic, unpickling
+from megatron.bridge.utils import atomic, strict_json, unpickling
 from megatron.bridge.utils.errors import UserError
 
 STATE = "state.pt"
@@ -212,7 +212,7 @@ def read_origin(directory: Path) -> dict[str, Any]:
         DamagedError: it is not there, or not whole.
     """
     try:
-        return json.loads((directory / ORIGIN).read_text())
+        return strict_json.loads((directory / ORIGIN).read_bytes())
     except (OSError, ValueError) as error:
         raise DamagedError.of(directory, f"{ORIGIN} cannot be read ({error})") from error
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
+from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import published_file, refuse_unwritable
 from megatron.bridge.utils.errors import UserError, one_line
 
@@ -96,7 +97,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         raw = path.read_bytes()
-        content = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+        content = strict_json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
         return content | {name: content[name] for name in ("traceEvents", "baseTimeNanoseconds")}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__} {one_line(error, 120)}"

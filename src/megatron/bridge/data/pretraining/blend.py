@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blends: which corpora a split draws from, with which weights."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.bridge.data.dataset_config import SPLITS
+from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -96,9 +96,9 @@ def get_blend_and_blend_per_split(
 def _per_split_file(path: str) -> BlendPerSplit:
     """Blends from a JSON file ``{"train": [...], "valid": [...], "test": [...]}``."""
     try:
-        table = json.loads(read_text(Path(path), f"per_split_data_args_path={path}"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON: line {error.lineno}: {error.msg}") from error
+        table = strict_json.loads(read_text(Path(path), f"per_split_data_args_path={path}"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(table, dict):
         raise UserError(f'{path} must hold an object such as {{"train": ["30", "path"], "valid": ["path"]}}')
     for key in table:

@@ -6,11 +6,11 @@ of messages), ``input`` and ``output``, and ``text``. Other keys are metadata. A
 is refused.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 Message = dict[str, Any]
@@ -216,9 +216,9 @@ def _tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} are not valid JSON: {error.msg} at column {error.colno}") from error
+        return strict_json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where} are not valid JSON: {error}") from error
 
 
 def _sharegpt(record: Record, where: str) -> Chat:

@@ -7,6 +7,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError
 
 
@@ -42,9 +43,9 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
         UserError: not UTF-8, not JSON, not an object, a duplicate key, or half of a surrogate pair.
     """
     try:
-        record = _DECODER.decode(line.decode("utf-8-sig"))
-    except _DuplicateKeyError as error:
-        raise UserError(f"{where}: the key {error} occurs twice in one object: keep one") from error
+        record = strict_json.loads(line)
+    except strict_json.DuplicateKeyError as error:
+        raise UserError(f"{where}: {error} in one object: keep one") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: the line is not UTF-8 ({error.reason})") from error
     except json.JSONDecodeError as error:
@@ -52,9 +53,8 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
             f"{where}: the line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno} "
             f"(write one whole object per line)"
         ) from error
-    except (RecursionError, ValueError) as error:  # what JSON allows and Python does not
-        reason = "a number has thousands of digits" if isinstance(error, ValueError) else "it is nested too deeply"
-        raise UserError(f"{where}: the line cannot be read: {reason}") from error
+    except ValueError as error:
+        raise UserError(f"{where}: the line cannot be read: {error}") from error
     if not isinstance(record, dict):
         raise UserError(
             f"{where}: the line must be a JSON object, not {type(record).__name__}: write one object per line"
@@ -62,22 +62,6 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
     if b"\\ud" in line.lower() and (surrogate := _lone_surrogate(record)):
         raise UserError(f"{where}: {surrogate} is one half of a surrogate pair: repair the line")
     return record
-
-
-class _DuplicateKeyError(ValueError):
-    pass
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of duplicate keys, Python's decoder silently keeps the last one."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _DuplicateKeyError(repr(next(key for key in made if keys.count(key) > 1)))
-    return made
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)  # faster than ``json.loads`` with a hook for each line
 
 
 def _lone_surrogate(record: dict[str, Any]) -> str | None:

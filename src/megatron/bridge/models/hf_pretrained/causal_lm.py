@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hugging Face causal language model on disk or on the hub, each part read when it is first asked for."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Set
 from fnmatch import fnmatch
@@ -13,6 +12,7 @@ import torch
 
 from megatron.bridge.models.hf_pretrained import hub, quantized_checkpoint
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
+from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 # a model_type that transformers does not know -> the one whose architecture the models have
@@ -68,12 +68,7 @@ class PreTrainedCausalLM:
     def raw_config(self) -> dict[str, Any]:
         """``config.json`` as it is written."""
         path = self.directory / "config.json"
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_constant)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise UserError(f"{path} is not valid JSON: {error}") from error
+        found = strict_json.read(path, _constant)
         if not isinstance(found, dict):
             raise UserError(f"{path} is not a JSON object")
         raw = cast(dict[str, Any], found)

@@ -50,12 +50,31 @@ def resolve(
     if path.is_dir():
         if not is_hf_model(path):
             raise UserError(f"{path} is not a Hugging Face model: it has no config.json")
+        check_folder(path)
         return path
     if path.exists():
         raise UserError(f"{path} is a file: give the directory of the model, or a hub id")
     if path.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") > 1:
         raise UserError(f"{path} does not exist: give the directory of a model, or a hub id")
     return _download(str(model), weights, revision, cache_dir)
+
+
+def check_folder(directory: Path) -> None:
+    """Refuse what would read something else than the model: pipes, devices, and links that lead out of the folder.
+
+    Raises:
+        UserError: names the first such file.
+    """
+    home = directory.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":  # the hub's cache keeps the files themselves in a folder beside it
+        allowed.append(home.parents[1] / "blobs")
+    for path in sorted(directory.iterdir()):
+        found = path.resolve()
+        if path.is_symlink() and not any(found.is_relative_to(folder) for folder in allowed):
+            raise UserError(f"{path} is a link out of the model's folder, to {found}: put the file itself there")
+        if not (found.is_file() or found.is_dir()):
+            raise UserError(f"{path} is neither a file nor a folder: remove it")
 
 
 def _download(model: str, weights: bool, revision: str | None, cache_dir: str | None) -> Path:

@@ -6,7 +6,6 @@ copying a slice of a view touches the slice's pages only, strided slices and oth
 are given back after each tensor so that a conversion does not hold the checkpoint in memory.
 """
 
-import json
 import mmap
 import threading
 import warnings
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils import strict_json
+from megatron.bridge.utils.errors import UserError, one_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -73,7 +73,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
             length = int.from_bytes(stream.read(_LENGTH), "little")
             if size < _LENGTH or length > min(_LONGEST_HEADER, size - _LENGTH):
                 raise UserError(f"{file} is not a whole safetensors file: download it again")
-            header = json.loads(stream.read(length))
+            header = strict_json.loads(stream.read(length))
         metadata = header.pop("__metadata__", {})
         entries = [_entry(file, name, item, _LENGTH + length) for name, item in header.items()]
     except UserError:
@@ -81,7 +81,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} has a damaged header: download it again") from error
+        raise UserError(f"{file} has a damaged header ({one_line(error)}): download it again") from error
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     end = max((entry.end for entry in entries), default=_LENGTH + length)
     if size < end:
@@ -163,17 +163,22 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         if not path.is_file():
             return None
         try:
-            found = json.loads(path.read_text())["weight_map"]
+            found = strict_json.loads(path.read_text())["weight_map"]
             if not all(isinstance(file, str) for file in found.values()):
                 raise TypeError("a file has a name")
             return found
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path} is damaged: download it again") from error
+            raise UserError(f"{path} is damaged ({one_line(error)}): download it again") from error
 
     @property
     def _file_names(self) -> list[str]:
         if self._index is not None:
             names = sorted(set(self._index.values()))
+            for name in names:
+                if Path(name).name != name:
+                    raise UserError(
+                        f"{self.directory / INDEX} names {name}: a shard must be a file of this folder"
+                    )
             missing = [name for name in names if not (self.directory / name).is_file()]
             if missing:
                 raise UserError(

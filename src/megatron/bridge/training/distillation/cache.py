@@ -25,6 +25,7 @@ from megatron.bridge.training.distillation.divergence import TopTokens
 from megatron.bridge.training.distillation.teacher import identity
 from megatron.bridge.training.evaluation import iterators_per_chunk
 from megatron.bridge.training.state import Run
+from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.errors import UserError
 
@@ -129,7 +130,7 @@ def read_header(folder: Path) -> CacheHeader:
         UserError: There is no cache.
     """
     try:
-        return CacheHeader(**json.loads((folder / HEADER_FILE).read_text()))
+        return CacheHeader(**strict_json.loads((folder / HEADER_FILE).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"distill.cache={folder} is not a cache of a teacher: create it with --mode cache-teacher, or unset it"

@@ -6,7 +6,7 @@ Reading and writing share one set of rules, so that every scalar comes back as w
 """
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -26,6 +26,8 @@ _RULES = (
     ("tag:yaml.org,2002:int", _INT, "-+0123456789"),
     ("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""]),
 )
+_MOST_LEVELS = 100
+_MOST_VALUES = 1_000_000
 _SINGLE = frozenset({"_call_", "_tuple_", "_path_"})
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _BaseDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -67,6 +69,32 @@ def write(plain: Any) -> str:
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
 
 
+def _check_size(text: str, source: str) -> None:
+    """Refuse a text that would exhaust the stack or, by aliases of aliases, the memory."""
+    values, anchors, open_nodes = 0, dict[str, int](), list[tuple[str | None, int]]()
+    for event in cast(Any, yaml).parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in anchors:
+                raise UserError(
+                    f"{source}: *{event.anchor} comes before the end of &{event.anchor}"
+                )
+            values += anchors[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            values += 1
+            anchors[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, values))
+            values += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            anchors[anchor or ""] = values - before
+        if len(open_nodes) > _MOST_LEVELS or values > _MOST_VALUES:
+            raise UserError(
+                f"{source} has more than {_MOST_LEVELS} levels, or more than {_MOST_VALUES:,} values once its "
+                "aliases are expanded: it is not a config"
+            )
+
+
 def read(text: str, source: str = "the YAML text") -> Any:
     """Plain data from YAML; ``source`` names the text in messages.
 
@@ -78,6 +106,7 @@ def read(text: str, source: str = "the YAML text") -> Any:
         UserError: the text is not valid YAML; line and column are named.
     """
     try:
+        _check_size(text, source)
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark

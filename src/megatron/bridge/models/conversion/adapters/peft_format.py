@@ -26,6 +26,7 @@ from megatron.bridge.models.conversion.adapters.adapted_layers import (
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ParallelKind, ShardSpec
+from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -314,10 +315,13 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not (directory / name).is_file():
             raise UserError(f"{directory} has no {name}: give a directory that peft's save_pretrained wrote")
     try:
-        config = json.loads((directory / CONFIG).read_text())
+        config: Any = strict_json.loads((directory / CONFIG).read_bytes())
         tensors = cast(Any, safetensors.torch).load_file(directory / TENSORS)
     except (ValueError, safetensors.SafetensorError) as error:
         raise UserError(f"the adapter {directory} is damaged: {error}; save it again") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{directory / CONFIG} is not a JSON object: save the adapter again")
+    config = cast(dict[str, Any], config)
     if config.get("peft_type") != "LORA":
         raise UserError(f"the adapter {directory} is of type {config.get('peft_type')}: only LORA can be read")
     for key, value in config.items():

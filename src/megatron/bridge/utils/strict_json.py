@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON from other programs: duplicate keys, deep nesting and huge numbers are errors.
+
+Python's ``json`` keeps the last of two equal keys, and raises errors of many types for the others.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.utils.errors import UserError
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise DuplicateKeyError(f"the key {next(key for key in made if keys.count(key) > 1)!r} is given twice")
+    return made
+
+
+class DuplicateKeyError(ValueError):
+    """An object has two values under one key."""
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)  # faster than ``json.loads`` with a hook for each text
+
+
+def loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    Args:
+        text: The text, with or without a byte order mark.
+        parse_constant: Converts ``NaN`` and ``Infinity``, as in ``json.loads``.
+
+    Raises:
+        ValueError: the text is not valid JSON (``json.JSONDecodeError``), not UTF-8 (``UnicodeDecodeError``), has
+            duplicate keys (``DuplicateKeyError``), deep nesting, or a number with thousands of digits.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8-sig")
+    try:
+        if parse_constant is None:
+            return _DECODER.decode(text)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=parse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (json.JSONDecodeError, DuplicateKeyError):
+        raise
+    except ValueError as error:
+        raise ValueError("a number has thousands of digits") from error
+
+
+def read(path: Path, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        UserError: the file cannot be read, or ``loads`` raises.
+    """
+    try:
+        return loads(path.read_bytes(), parse_constant)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
