@@ -55,7 +55,9 @@ class FaultTolerance(Callback):
         self._client = client
         self._save = None if save is None else Path(save)
         self._section = ""
-        self._load_timeouts()
+        earlier = self._save / TIMEOUTS_FILE if config.calc_ft_timeouts and self._save is not None else None
+        if earlier is not None and earlier.is_file():  # an earlier start of this run computed them
+            client.load_state_dict(json.loads(earlier.read_text()))
         client.init_workload_monitoring()
         self._enter(SETUP)
 
@@ -98,10 +100,6 @@ class FaultTolerance(Callback):
         if self._section:
             self._client.end_section(self._section)
         self._section = ""
-
-    def _load_timeouts(self) -> None:
-        if self._config.calc_ft_timeouts and self._save is not None and (self._save / TIMEOUTS_FILE).is_file():
-            self._client.load_state_dict(json.loads((self._save / TIMEOUTS_FILE).read_text()))
 
 
 def simulate_fault(config: FaultToleranceConfig, save: Path | None) -> None:

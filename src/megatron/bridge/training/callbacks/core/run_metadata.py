@@ -48,12 +48,15 @@ def write_run_metadata(folder: Path, config: ConfigContainer, origins: Origins, 
     Raises:
         UserError: The folder cannot be written.
     """
-    found = environment() | {"step": step}
+    found: dict[str, Any] = environment() | {"step": step}
     with refuse_unwritable(f"logger.log_dir={folder}"):
         start = _next_start(folder)
         header = [*summary(found), f"more in {STARTS}/{start.name}"]
         text = "".join(f"# {line}\n" for line in header) + annotated_yaml(config, origins)
-        _write_start(start, found, text)
+        (start / CONFIG).write_text(text)
+        (start / ENVIRONMENT).write_text(json.dumps(found, indent=2) + "\n")
+        if diff := git_diff(found["git"]):
+            (start / DIFF).write_text(diff)
         write_text(folder / CONFIG, text)
 
 
@@ -64,10 +67,3 @@ def _next_start(folder: Path) -> Path:
     start = starts / f"{max(numbers, default=0) + 1:03d}"
     start.mkdir()
     return start
-
-
-def _write_start(start: Path, found: dict[str, Any], text: str) -> None:
-    (start / CONFIG).write_text(text)
-    (start / ENVIRONMENT).write_text(json.dumps(found, indent=2) + "\n")
-    if diff := git_diff(found["git"]):
-        (start / DIFF).write_text(diff)

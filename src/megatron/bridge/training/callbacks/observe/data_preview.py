@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.data.preview.collect import Preview, preview
+from megatron.bridge.data.preview.collect import preview
 from megatron.bridge.data.preview.render import summary, to_html
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.initialize.rng import random_states, set_random_states
@@ -36,10 +36,7 @@ def _preview(run: Run) -> None:
         for line in corpus.lines():
             print_rank_0(f"{corpus.name}: {line}")
     if config.logger.log_dir is not None:
-        _write(Path(config.logger.log_dir), found)
-
-
-def _write(folder: Path, found: Preview) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / SUMMARY, json.dumps(found.to_dict(), indent=1) + "\n")
-    write_text(folder / PAGE, to_html(found))
+        folder = Path(config.logger.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / SUMMARY, json.dumps(found.to_dict(), indent=1) + "\n")
+        write_text(folder / PAGE, to_html(found))

@@ -116,16 +116,13 @@ def _train_line(numbers: Metrics) -> str:
         for name, value in numbers.items()
         if name not in _CONSOLE_FORMATS and not name.startswith(PREFIX)
     ]
-    words += [
-        form.format(numbers[name]) for name, form in _CONSOLE_FORMATS.items() if form and _is_shown(name, numbers)
-    ]
+    shown = {name: form for name, form in _CONSOLE_FORMATS.items() if form and name in numbers}
+    if not numbers.get("skipped steps"):
+        shown.pop("skipped steps", None)
+    words += [form.format(numbers[name]) for name, form in shown.items()]
     if (share := numbers.get("data wait", 0.0) / numbers.get("step time", 1.0)) >= _NOTABLE_WAIT:
         words.append(f"{share:.0%} waiting for data")
     return "  ".join(words)
-
-
-def _is_shown(name: str, numbers: Metrics) -> bool:
-    return name in numbers and (name != "skipped steps" or numbers[name] > 0)
 
 
 def _times_line(numbers: Metrics) -> str:

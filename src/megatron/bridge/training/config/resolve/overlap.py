@@ -29,7 +29,9 @@ def derive_overlap(config: RunConfig, world_size: int, findings: Findings) -> No
         value = (derived or bool(getattr(owner, name))) if wanted is None else wanted
         setattr(overlap, name, value)
         setattr(owner, name, value)
-    _batched_messages(config, overlap)
+    if overlap.batch_p2p_comm is None:  # Megatron-Core's schedule takes one of the two, and batches by default
+        overlap.batch_p2p_comm = not overlap.overlap_p2p_comm
+    config.model.batch_p2p_comm = overlap.batch_p2p_comm
     config.ddp.delay_wgrad_compute = config.model.delay_wgrad_compute
     if overlap.bucket_size is not None:
         config.ddp.bucket_size = overlap.bucket_size
@@ -57,13 +59,6 @@ def _switches(config: RunConfig, overlap: CommOverlapConfig, world_size: int) ->
         (model, "delay_wgrad_compute", False),
         (model, "defer_embedding_wgrad_compute", False),
     ]
-
-
-def _batched_messages(config: RunConfig, overlap: CommOverlapConfig) -> None:
-    """Megatron-Core's schedule takes one of the two, and batches by default."""
-    if overlap.batch_p2p_comm is None:
-        overlap.batch_p2p_comm = not overlap.overlap_p2p_comm
-    config.model.batch_p2p_comm = overlap.batch_p2p_comm
 
 
 def overlap_interleaved_messages(config: RunConfig, findings: Findings) -> None:
