@@ -57,7 +57,7 @@ def test_other_circles(toy, dimension, two_workers, tmp_path):
 
 def test_a_circle_that_learns_nothing_is_found(two_workers, tmp_path):
     """The script would see it: its check fails on a run whose export is its source."""
-    assert two_workers.run(without_steps, TOYS["llama"], tmp_path) == ["nothing was learnt"] * 2
+    assert two_workers.run(without_steps, TOYS["llama"], tmp_path) == ["nothing was learned"] * 2
 
 
 def without_steps(toy, out):

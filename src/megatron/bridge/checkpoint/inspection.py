@@ -55,8 +55,11 @@ def read_tensors(directory: Path, wanted: Iterable[StoredTensor]) -> Iterator[tu
     """The values of tensors, whole, one after the other."""
     for tensor in wanted:
         state: dict[str, Any] = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")}
-        with without_torch_warnings():
-            torch_checkpoint.load(state, storage_reader=InplaceReader(directory), no_dist=True)
+        try:
+            with without_torch_warnings():
+                torch_checkpoint.load(state, storage_reader=InplaceReader(directory), no_dist=True)
+        except BaseException as error:
+            raise loading.unreadable(error, directory) from error
         yield tensor, state[tensor.name]
 
 

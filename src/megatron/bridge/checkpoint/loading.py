@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load a sharded state dict in Megatron-Core's ``torch_dist`` format; what is damaged or foreign is refused."""
 
-import json
+import pickle
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -24,7 +24,7 @@ from megatron.bridge.checkpoint import (
 )
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, root_cause
 from megatron.bridge.checkpoint.manifest import DamagedError
-from megatron.bridge.utils import distributed, unpickling
+from megatron.bridge.utils import distributed, strict_json, unpickling
 from megatron.bridge.utils.errors import UserError, first_few
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -67,7 +67,7 @@ def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Ite
     try:
         return on_every_rank(lambda: _read(state, directory))
     except BaseException as error:
-        raise _unreadable(error, directory) from error
+        raise unreadable(error, directory) from error
 
 
 def check(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> None:
@@ -94,7 +94,7 @@ def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     try:
         return _read(state, directory)
     except BaseException as error:
-        raise _unreadable(error, directory) from error
+        raise unreadable(error, directory) from error
 
 
 def _read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def load_common(directory: Path) -> dict[str, Any]:
     try:
         return on_first_rank(read)
     except BaseException as error:
-        raise _unreadable(error, directory) from error
+        raise unreadable(error, directory) from error
 
 
 def check_files(directory: Path) -> Metadata:
@@ -158,14 +158,15 @@ def _has_manifest(metadata: Metadata) -> bool:
 def _check_format(directory: Path) -> None:
     if not directory.is_dir():
         raise UserError(f"checkpoint {directory} does not exist; give a directory that was saved")
-    try:
-        found = maybe_load_config(str(directory))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-        raise DamagedError.of(directory, f"metadata.json cannot be read ({_reason(error)})") from error
-    if found is None:
+    file = directory / CONFIG_FNAME
+    if not file.exists():
         raise UserError(
-            f"{directory} is not a checkpoint: metadata.json is missing; give a directory that was saved"
+            f"{directory} is not a checkpoint: {file.name} is missing; give a directory that was saved"
         )
+    try:
+        found = CheckpointingConfig(**strict_json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedError.of(directory, f"{file.name} cannot be read ({_reason(error)})") from error
     if found.sharded_backend != FORMAT.sharded_backend:
         raise UserError(
             f"checkpoint {directory} has the format {found.sharded_backend!r}; "
@@ -248,11 +249,13 @@ def _drop_extra_state(state: dict[str, Any], stored: StoredShapes) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error's text."""
+    """The first line of an error's text, in fewer words for what torch says at length."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is not a tensor"
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-def _unreadable(error: BaseException, directory: Path) -> BaseException:
+def unreadable(error: BaseException, directory: Path) -> BaseException:
     """A failed load as damage, unless it is a mistake of ours."""
     cause = root_cause(error)
     if isinstance(cause, (UserError, AssertionError)) or not isinstance(error, (Exception, CheckpointException)):

@@ -2,6 +2,7 @@
 """``megatron-bridge adapter``: merge adapters, subtract them again, or write them for the peft library."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,4 +87,4 @@ def _adapted(args: argparse.Namespace, check_base: bool = True) -> "tuple[AutoBr
 
 
 def _in_peft_format(path: Path) -> bool:
-    return (path / "adapter_config.json").is_file()
+    return os.path.lexists(path / "adapter_config.json")

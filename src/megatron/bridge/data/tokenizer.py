@@ -9,6 +9,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from megatron.bridge.utils import strict_json
+from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -203,6 +205,7 @@ def load_hf_tokenizer(path: str, trust_remote_code: bool = False) -> "PreTrained
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # for damaged files, transformers raises almost anything
         if folder.is_dir():
+            _name_damaged_file(folder)
             rule = "its tokenizer files are missing or damaged"
         elif folder.exists():
             rule = "it is a file: give its directory"
@@ -214,6 +217,15 @@ def load_hf_tokenizer(path: str, trust_remote_code: bool = False) -> "PreTrained
         raise UserError(
             f"cannot load a tokenizer from {path}: {rule} ({type(error).__name__}: {reason})"
         ) from error
+
+
+def _name_damaged_file(folder: Path) -> None:
+    """Raise an error for the first file of the tokenizer that is not what it must be, if there is one."""
+    for path in sorted(folder.glob("*token*.json")):
+        if not isinstance(strict_json.read(path), dict):
+            raise UserError(f"{path} is not a JSON object: download it again")
+    for path in sorted(folder.glob("*.jinja")):
+        read_text(path, str(path))
 
 
 def encode_many(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[list[int]]:

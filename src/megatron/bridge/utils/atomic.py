@@ -73,14 +73,19 @@ def published_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def published_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; on success it becomes ``path``, durably, and on an error it is removed."""
-    aside = path.with_name(f".{os.getpid()}.{path.name}")
+    """Yield a path to write to; on success it becomes ``path``, durably, and on an error it is removed.
+
+    It has the same name, for writers that look at suffixes, in a folder of its own, so that nobody who lists the
+    files beside ``path`` takes what a killed process left for a file.
+    """
+    staging = path.with_name(f".{path.name}.{os.getpid()}{STAGING_SUFFIX}")
+    staging.mkdir(exist_ok=True)
     try:
-        yield aside
-        _fsync(aside)
-        aside.replace(path)
+        yield staging / path.name
+        _fsync(staging / path.name)
+        (staging / path.name).replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        shutil.rmtree(staging, ignore_errors=True)
     _fsync(path.parent)
 
 

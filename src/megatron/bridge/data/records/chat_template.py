@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron.bridge.data.records.formats import Chat
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError, one_line
+from megatron.bridge.utils.resource_limits import limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,24 +96,26 @@ class ChatTemplate:
 
     def _text(self, chat: Chat, count: int, generate: bool, where: str) -> tuple[str, list[Span]]:
         """The first ``count`` messages as text, and the parts that are marked as generated."""
-        from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template  # its type hints promise one string
         template = self._source(chat, where)
         values = {**self._hf.special_tokens_map, **self._options, **chat.template_options}
         try:
-            texts, spans = render(
-                [chat.messages[:count]],
-                tools=list(chat.tools) if chat.tools else None,
-                chat_template=template,
-                return_assistant_tokens_mask=bool(GENERATION.search(template)),
-                add_generation_prompt=generate,
-                **values,
-            )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            with limited():
+                texts, spans = render(
+                    [chat.messages[:count]],
+                    tools=list(chat.tools) if chat.tools else None,
+                    chat_template=template,
+                    return_assistant_tokens_mask=bool(GENERATION.search(template)),
+                    add_generation_prompt=generate,
+                    **values,
+                )
+        except Exception as error:  # the template is a program of its own
             part = "" if count == len(chat.messages) else f", given its first {count} messages"
-            raise UserError(f"{where}: the chat template refuses the conversation{part}: {error}") from error
+            raise UserError(
+                f"{where}: the chat template refuses the conversation{part}: {one_line(error)}"
+            ) from error
         return texts[0], spans[0] if spans else []
 
     def _source(self, chat: Chat, where: str) -> str:

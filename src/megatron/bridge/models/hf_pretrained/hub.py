@@ -70,7 +70,10 @@ def check_folder(directory: Path) -> None:
     if home.parent.name == "snapshots":  # the hub's cache keeps the files themselves in a folder beside it
         allowed.append(home.parents[1] / "blobs")
     for path in sorted(directory.iterdir()):
-        found = path.resolve()
+        try:
+            found = path.resolve(strict=True)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path} is a link to nothing: remove it, or download the model again") from error
         if path.is_symlink() and not any(found.is_relative_to(folder) for folder in allowed):
             raise UserError(f"{path} is a link out of the model's folder, to {found}: put the file itself there")
         if not (found.is_file() or found.is_dir()):

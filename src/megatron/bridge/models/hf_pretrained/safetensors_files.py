@@ -160,14 +160,18 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
     @cached_property
     def _index(self) -> dict[str, str] | None:
         path = self.directory / INDEX
-        if not path.is_file():
+        if not path.exists():
             return None
         try:
             found = strict_json.loads(path.read_text())["weight_map"]
             if not all(isinstance(file, str) for file in found.values()):
                 raise TypeError("a file has a name")
+            if SINGLE not in found.values() and (self.directory / SINGLE).exists():
+                raise UserError(f"{self.directory} has both {SINGLE} and {INDEX} without it: remove the stale one")
             return found
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except UserError:
+            raise
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({one_line(error)}): download it again") from error
 
     @property

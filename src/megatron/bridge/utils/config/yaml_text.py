@@ -75,9 +75,7 @@ def _check_size(text: str, source: str) -> None:
     for event in cast(Any, yaml).parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in anchors:
-                raise UserError(
-                    f"{source}: *{event.anchor} comes before the end of &{event.anchor}"
-                )
+                raise UserError(f"{source}: *{event.anchor} comes before the end of &{event.anchor}")
             values += anchors[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             values += 1
@@ -114,5 +112,9 @@ def read(text: str, source: str = "the YAML text") -> Any:
         raise UserError(f"{source} is not valid YAML{where}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{source} is not valid YAML: {error}") from error
+    except UserError:
+        raise
     except UnicodeEncodeError as error:  # bytes of the command line that the locale cannot read
         raise UserError(f"{source} is not UTF-8: {text!r}") from error
+    except ValueError as error:
+        raise UserError(f"{source} has a number with thousands of digits") from error

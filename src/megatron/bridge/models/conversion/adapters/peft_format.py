@@ -27,7 +27,7 @@ from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ParallelKind, ShardSpec
 from megatron.bridge.utils import strict_json
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, one_line
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -314,11 +314,11 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for name in (CONFIG, TENSORS):
         if not (directory / name).is_file():
             raise UserError(f"{directory} has no {name}: give a directory that peft's save_pretrained wrote")
+    config: Any = strict_json.read(directory / CONFIG)
     try:
-        config: Any = strict_json.loads((directory / CONFIG).read_bytes())
         tensors = cast(Any, safetensors.torch).load_file(directory / TENSORS)
-    except (ValueError, safetensors.SafetensorError) as error:
-        raise UserError(f"the adapter {directory} is damaged: {error}; save it again") from error
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise UserError(f"{directory / TENSORS} is damaged: {one_line(error)}; save the adapter again") from error
     if not isinstance(config, dict):
         raise UserError(f"{directory / CONFIG} is not a JSON object: save the adapter again")
     config = cast(dict[str, Any], config)
