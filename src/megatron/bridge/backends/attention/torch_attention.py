@@ -44,6 +44,7 @@ from megatron.bridge.backends.attention.block_mask import (
     zigzag_spans,
 )
 from megatron.bridge.backends.attention.sink_attention import CpuFlashKernel
+from megatron.bridge.backends.decoding.attention_cache import AttentionCache
 from megatron.bridge.utils.errors import UserError
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
@@ -51,7 +52,13 @@ _SCORES = 2**24  # elements of the score matrix of a tile without a fused kernel
 
 
 class TorchAttention(MegatronModule):
-    """Megatron-Core's ``core_attention``: softmax(scale * q k^T) v for each head."""
+    """Megatron-Core's ``core_attention``: softmax(scale * q k^T) v for each head.
+
+    Attributes:
+        cache: keys and values of earlier tokens while the model decodes, else None.
+    """
+
+    cache: AttentionCache | None = None
 
     def __init__(
         self,
@@ -137,6 +144,8 @@ class TorchAttention(MegatronModule):
             [s, b, h * dv] or [t, h * dv]; zeros for a query that sees no key (padding).
         """
         assert attention_bias is None, "the torch backend has no attention bias"
+        if self.cache is not None:
+            return self.cache.attend(self, query, key, value)
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if packed:
             assert attention_mask is None, "packed sequences are masked by their lengths alone"

@@ -128,6 +128,8 @@ class GroupedLinear(torch.nn.Module):
 
     split: int
     """The dimension of a weight that is split: 0 for column-parallel, 1 for row-parallel layers."""
+    row_multiple = 1
+    """The rows of an expert are padded to this multiple, so that decoding gives the same bits in any batch."""
 
     def __init__(
         self,
@@ -224,9 +226,22 @@ class GroupedLinear(torch.nn.Module):
         """Outputs [tokens, out] and, if the caller adds them, the biases."""
         later = self.has_bias and self.skip_bias_add
         biases = [] if later else self.biases()
+        if self.row_multiple > 1:
+            return self._padded(x, tokens_per_expert, biases), list(self.biases()) if later else None
         out = _GroupedMatmul.apply(x, tokens_per_expert, bool(biases), *self.weights(), *biases)
         assert isinstance(out, torch.Tensor)
         return out, list(self.biases()) if later else None
+
+    def _padded(self, x: torch.Tensor, counts: list[int], biases: list[torch.nn.Parameter]) -> torch.Tensor:
+        """Outputs [tokens, out], without a gradient."""
+        out = x.new_empty(x.size(0), self.weight0.size(0))
+        for index, rows in enumerate(_expert_slices(counts)):
+            if counts[index]:
+                padded = torch.nn.functional.pad(x[rows], (0, 0, 0, -counts[index] % self.row_multiple))
+                bias = biases[index] if biases else None
+                found = torch.nn.functional.linear(padded, getattr(self, f"weight{index}"), bias)
+                out[rows] = found[: counts[index]]
+        return out
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron.bridge.backends.attention.block_mask import positions_in_sequences
 from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache, StateShape, with_history
 from megatron.bridge.backends.kernels.eager import upcast
 
 CHUNK = 64  # tokens that are solved together; as in fla
@@ -80,11 +81,11 @@ def chunk_gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The output of each query, computed chunk by chunk in fp32 (or fp64).
 
     With U the corrections of a chunk, one row per token, G the cumulative sums of g, and S the state before the
@@ -100,23 +101,23 @@ def chunk_gated_delta_rule(
         v: [b, t, h, d].
         g: Logarithm of the decay, at most 0; [b, t, h].
         beta: [b, t, h].
-        initial_state: Not supported.
-        output_final_state: Not supported.
+        initial_state: State before the tokens [b, h, k, d], not with ``cu_seqlens``; zero when None.
+        output_final_state: Also return the state after the tokens.
         use_qk_l2norm_in_kernel: Not supported, because Megatron-Core normalizes queries and keys itself.
         cu_seqlens: [sequences + 1], the bounds of the sequences of a packed row; None is one sequence a row.
 
     Returns:
-        [b, t, h, d], and no state.
+        [b, t, h, d], and the state or None.
     """
-    assert initial_state is None
-    assert not output_final_state
+    assert initial_state is None or cu_seqlens is None
     assert not use_qk_l2norm_in_kernel
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     scale, dtype = q.shape[-1] ** -0.5, q.dtype
-    q, k, v, g, beta = (_chunks(x, lengths) for x in (q, k, v, g, beta))
+    size = CHUNK if initial_state is None else min(CHUNK, lengths[0])
+    q, k, v, g, beta = (_chunks(x, lengths, size) for x in (q, k, v, g, beta))
     kept = g.cumsum(-1)
     faded = kept.exp().unsqueeze(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = (kept.unsqueeze(-1) - kept.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
     system = (k * beta.unsqueeze(-1)) @ k.mT * between
     fresh, seen = (
@@ -125,16 +126,24 @@ def chunk_gated_delta_rule(
     )
     within = q @ k.mT * between * scale
     to_end = k * (kept[..., -1:] - kept).exp().unsqueeze(-1)
-    out = _scan(fresh, seen, within, q * faded * scale, to_end, faded[..., -1:, :], _first_chunks(lengths))
-    return _from_chunks(out, lengths).to(dtype), None
+    parts = (fresh, seen, within, q * faded * scale, to_end, faded[..., -1:, :])
+    firsts = _first_chunks(lengths) if initial_state is None else set[int]()
+    out, state = _scan(*parts, firsts, torch.empty(0) if initial_state is None else initial_state)
+    return _from_chunks(out, lengths, size).to(dtype), state if output_final_state else None
 
 
 def _scan(
-    fresh: Tensor, seen: Tensor, within: Tensor, reads: Tensor, to_end: Tensor, kept: Tensor, firsts: set[int]
-) -> Tensor:
-    """Carry the state from chunk to chunk; it is zero before the first chunk of each sequence."""
+    fresh: Tensor,
+    seen: Tensor,
+    within: Tensor,
+    reads: Tensor,
+    to_end: Tensor,
+    kept: Tensor,
+    firsts: set[int],
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Carry the state from chunk to chunk; it is zero before the chunks in ``firsts``."""
     found: list[Tensor] = []
-    state = torch.empty(0)
     for index in range(fresh.shape[2]):
         corrections, recalled = fresh[:, :, index], within[:, :, index]
         if index in firsts:
@@ -144,20 +153,20 @@ def _scan(
         corrections = corrections - seen[:, :, index] @ state
         found.append(recalled @ corrections + reads[:, :, index] @ state)
         state = state * kept[:, :, index] + to_end[:, :, index].mT @ corrections
-    return torch.stack(found, 2)
+    return torch.stack(found, 2), state
 
 
-def _chunks(x: Tensor, lengths: list[int]) -> Tensor:
-    """[b, t, h, ...] -> [b, h, chunks, CHUNK, ...]; the last chunk of each sequence is padded with zeros."""
+def _chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
+    """[b, t, h, ...] -> [b, h, chunks, size, ...]; the last chunk of each sequence is padded with zeros."""
     padding = [0, 0] * (x.dim() - 2)
-    parts = [F.pad(part, [*padding, 0, -part.shape[1] % CHUNK]) for part in upcast(x).split(lengths, 1)]
-    return torch.cat(parts, 1).unflatten(1, (-1, CHUNK)).movedim(3, 1)
+    parts = [F.pad(part, [*padding, 0, -part.shape[1] % size]) for part in upcast(x).split(lengths, 1)]
+    return torch.cat(parts, 1).unflatten(1, (-1, size)).movedim(3, 1)
 
 
-def _from_chunks(x: Tensor, lengths: list[int]) -> Tensor:
+def _from_chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
     """The inverse of ``_chunks``."""
     rows = x.movedim(1, 3).flatten(1, 2)
-    parts = rows.split([length + -length % CHUNK for length in lengths], 1)
+    parts = rows.split([length + -length % size for length in lengths], 1)
     return torch.cat([part[:, :length] for part, length in zip(parts, lengths, strict=True)], 1)
 
 
@@ -198,7 +207,12 @@ class DeltaNet(GatedDeltaNet):
     The gain of the output norm is not zero-centered, even if the other norms of the model are. The decay is
     computed in fp32. The gradient of the output norm is summed over tensor-parallel ranks, which have different
     heads, also without sequence parallelism.
+
+    Attributes:
+        cache: states of the texts while the model decodes, else None.
     """
+
+    cache: RecurrentCache | None = None
 
     def __init__(
         self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, *args: Any, **kwargs: Any
@@ -216,6 +230,38 @@ class DeltaNet(GatedDeltaNet):
         super().reset_parameters()
         if self.config.perform_initialization:
             init_conv_weight(self.conv1d.weight, self.tp_group)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Mix hidden states [s, b, h]; the arguments are Megatron-Core's."""
+        if self.cache is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        projected, _ = self.in_proj(hidden_states)
+        return self.out_proj(self.cache.run(projected, self.v_dim_local_tp, self._advance))
+
+    def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Outputs [b, s, values] of texts that go on, and their new states."""
+        batch, length, _ = projected.shape
+        qkv, gate, beta, alpha = projected.split(self.feat_dim_split, dim=-1)
+        whole, history = with_history(qkv, history)
+        bias = self.conv1d.bias if self.conv_bias else None
+        mixed = F.silu(causal_convolution(whole, self.conv1d.weight.squeeze(1), bias, None))
+        width: Any = self.value_head_dim
+        gate = gate.reshape(batch, length, -1, width)
+        prepare: Any = self._prepare_input_for_gated_delta_rule
+        q, k, v, gate, beta, alpha = prepare(mixed[:, history.size(1) :], gate, batch, length, beta, alpha)
+        g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
+        out, after = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, output_final_state=True)
+        assert after is not None, "it was asked for"
+        return self._apply_gated_norm(out, gate).view(batch, length, -1), (history, after)
+
+    def state_shapes(self) -> list[StateShape]:
+        """Of the states of one text: last inputs of the convolution, and the state of each head."""
+        taps, channels = self.conv1d.weight.shape[-1], self.conv1d.weight.shape[0]
+        heads: Any = (self.num_v_heads_local_tp, self.key_head_dim, self.value_head_dim)
+        return [
+            StateShape((taps - 1, channels), self.config.params_dtype),
+            StateShape(heads, torch.float32),
+        ]
 
     def _sum_over_ranks(self, gradient: Tensor) -> Tensor:
         total = gradient.clone()

@@ -23,7 +23,9 @@ from torch.overrides import TorchFunctionMode
 from megatron.bridge.backends.attention import context_parallel
 from megatron.bridge.backends.attention.block_mask import packed_segments, padded_cu_seqlens
 from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache, StateShape, with_history
 from megatron.bridge.backends.recurrent import ssd
+from megatron.bridge.backends.recurrent.gated_delta_net import causal_convolution
 from megatron.bridge.utils.errors import UserError
 
 
@@ -68,7 +70,12 @@ class TorchMambaMixer(MambaMixer):
     """Megatron-Core's mixer, with its parameters, checkpoint keys and context parallelism, but in plain PyTorch.
 
     Packed sequences are independent: the state and the convolution of each start from zero.
+
+    Attributes:
+        cache: states of the texts while the model decodes, else None.
     """
+
+    cache: RecurrentCache | None = None
 
     def __init__(
         self,
@@ -129,10 +136,13 @@ class TorchMambaMixer(MambaMixer):
         """
         if inference_context is not None or inference_params is not None:
             raise UserError(
-                "cached inference of Mamba layers needs the packages mamba-ssm and causal-conv1d: install "
-                "them, or compute the whole sequence for each token"
+                "Megatron-Core's inference of Mamba layers needs the packages mamba-ssm and causal-conv1d: use "
+                "megatron.bridge.inference.LLM, which does not"
             )
         projected, _ = self.in_proj(hidden_states)
+        if self.cache is not None:
+            width = self.cp.d_inner_local_tpcp
+            return self.out_proj(self.norm(self.cache.run(projected, width, self._advance, torch.float32)))
         whole = self._gather(projected, packed_seq_params)
         mixed = torch.cat([self._mix(part) for part in whole.split(_lengths(packed_seq_params, len(whole)))])
         return self.out_proj(self.norm(self._scatter(mixed, packed_seq_params)))
@@ -156,16 +166,48 @@ class TorchMambaMixer(MambaMixer):
 
     def _mix(self, projected: Tensor) -> Tensor:
         """Gated outputs [s, b, inner] in float32 of the projections [s, b, z + x + B + C + dt] of one sequence."""
+        gate, xbc, dt = self._split(projected.transpose(0, 1))
+        return self._scan(gate, self._convolve(xbc), dt)[0].transpose(0, 1)
+
+    def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Gated outputs [b, s, inner] of texts that go on, and their new states."""
+        gate, xbc, dt = self._split(projected)
+        whole, history = with_history(xbc, history)
+        weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
+        mixed = causal_convolution(whole, weight, bias, None)[:, history.size(1) :]
+        y, state = self._scan(gate, mixed, dt, state)
+        return y, (history, state)
+
+    def state_shapes(self) -> list[StateShape]:
+        """Of the states of one text: last inputs of the convolution, and the state of the scan."""
+        cp = self.cp
+        groups = cp.ngroups_local_tpcp
+        channels = cp.d_inner_local_tpcp + 2 * groups * self.d_state
+        heads = (groups, cp.nheads_local_tpcp // groups, self.headdim, self.d_state)
+        return [
+            StateShape((self.d_conv - 1, channels), self.config.params_dtype),
+            StateShape(heads, torch.float32),
+        ]
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """Gate, x with B and C, and dt of projections [..., z + x + B + C + dt]."""
         cp = self.cp
         inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
-        gate, xbc, dt = projected.transpose(0, 1).split([inner, inner + 2 * states, cp.nheads_local_tpcp], dim=-1)
-        x, b, c = F.silu(self._convolve(xbc)).split([inner, states, states], dim=-1)
+        return projected.split([inner, inner + 2 * states, cp.nheads_local_tpcp], dim=-1)
+
+    def _scan(
+        self, gate: Tensor, convolved: Tensor, dt: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Gated outputs [b, s, inner] in float32, and the state after them."""
+        cp = self.cp
+        inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
+        x, b, c = F.silu(convolved).split([inner, states, states], dim=-1)
         x = x.unflatten(-1, (-1, self.headdim))
         b, c = (part.unflatten(-1, (-1, self.d_state)) for part in (b, c))
         dt = F.softplus(dt.float() + cp.get_dt_bias().float()).clamp(min=self.smallest_step)
-        y = ssd.scan(x, dt, -cp.get_A_log().float().exp(), b, c, self.chunk_size)
+        y, state = ssd.scan(x, dt, -cp.get_A_log().float().exp(), b, c, self.chunk_size, state)
         y = y + cp.get_D().float()[:, None] * x
-        return (y.flatten(-2) * F.silu(gate.float())).transpose(0, 1)
+        return y.flatten(-2) * F.silu(gate.float()), state
 
     def _convolve(self, x: Tensor) -> Tensor:
         """The causal convolution of x [b, s, channels]."""

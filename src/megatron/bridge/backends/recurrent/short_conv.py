@@ -24,6 +24,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from megatron.bridge.backends.attention.block_mask import padded_cu_seqlens
+from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache, StateShape, with_history
 from megatron.bridge.backends.recurrent.gated_delta_net import causal_convolution, init_conv_weight
 
 
@@ -36,7 +37,13 @@ class ShortConvSubmodules:
 
 
 class ShortConv(MegatronModule):
-    """A gated short convolution with the call of attention; tensor-parallel ranks split the features."""
+    """A gated short convolution with the call of attention; tensor-parallel ranks split the features.
+
+    Attributes:
+        cache: last inputs of the texts while the model decodes, else None.
+    """
+
+    cache: RecurrentCache | None = None
 
     def __init__(
         self,
@@ -85,10 +92,24 @@ class ShortConv(MegatronModule):
         self, hidden_states: Tensor, packed_seq_params: PackedSeqParams | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, hidden] to the same, and no bias."""
-        before, after, x = self.in_proj(hidden_states)[0].transpose(0, 1).chunk(3, dim=-1)
+        projected = self.in_proj(hidden_states)[0]
+        if self.cache is not None:
+            return self.out_proj(self.cache.run(projected, self.features, self._advance))
+        before, after, x = projected.transpose(0, 1).chunk(3, dim=-1)
         bounds = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
         seen = causal_convolution(before * x, self.conv1d.weight.squeeze(1), None, bounds)
         return self.out_proj((after * seen).transpose(0, 1).contiguous())
+
+    def _advance(self, projected: Tensor, history: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+        """Outputs [b, s, features] of texts that go on, and their last inputs."""
+        before, after, x = projected.chunk(3, dim=-1)
+        whole, history = with_history(before * x, history)
+        seen = causal_convolution(whole, self.conv1d.weight.squeeze(1), None, None)[:, history.size(1) :]
+        return after * seen, (history,)
+
+    def state_shapes(self) -> list[StateShape]:
+        """Of the states of one text: the last inputs of the convolution."""
+        return [StateShape((self.conv1d.weight.shape[-1] - 1, self.features), self.config.params_dtype)]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

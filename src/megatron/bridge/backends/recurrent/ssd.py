@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def scan(x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """All outputs in float32, from an initial state of zero.
+def scan(
+    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: int, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """All outputs in float32, and the state after them.
 
     Args:
         x: Inputs [batch, sequence, heads, head width].
@@ -26,9 +28,10 @@ def scan(x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: int) 
         b: B, [batch, sequence, groups, state size]; a group consists of consecutive heads.
         c: C, with the shape of ``b``.
         chunk: Length of a chunk; it changes the speed and not the result.
+        state: State before the inputs [batch, groups, heads of a group, head width, state size]; zero when None.
 
     Returns:
-        y [batch, sequence, heads, head width].
+        y [batch, sequence, heads, head width], and the state.
     """
     length, groups = x.shape[1], b.shape[2]
     chunk = min(chunk, length)
@@ -40,9 +43,9 @@ def scan(x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: int) 
     remaining = (dt * rate).double().cumsum(2).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2)
     y = (c @ b.mT * _decay(remaining)) @ x
     added = (x * (remaining[..., -1:] - remaining).exp().float()[..., None]).mT @ b
-    before = _recurrence(added, remaining[..., -1].exp().float())
+    before, state = _recurrence(added, remaining[..., -1].exp().float(), state)
     y = y + (c @ before.mT) * remaining.exp().float()[..., None]
-    return y.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, :length]
+    return y.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, :length], state
 
 
 def _chunked(part: Tensor, chunk: int) -> Tensor:
@@ -58,11 +61,11 @@ def _decay(remaining: Tensor) -> Tensor:
     return (remaining[..., :, None] - remaining[..., None, :]).float().masked_fill(later, -torch.inf).exp()
 
 
-def _recurrence(added: Tensor, remaining: Tensor) -> Tensor:
-    """The state before each chunk, from what chunks add [batch, chunks, ...] and the fraction that they keep."""
-    state = torch.zeros_like(added[:, 0])
+def _recurrence(added: Tensor, remaining: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The state before each chunk and after the last, from what chunks add and the fraction that they keep."""
+    state = torch.zeros_like(added[:, 0]) if state is None else state
     before: list[Tensor] = []
     for new, fraction in zip(added.unbind(1), remaining.unbind(1), strict=True):
         before.append(state)
         state = state * fraction[..., None, None] + new
-    return torch.stack(before, dim=1)
+    return torch.stack(before, dim=1), state

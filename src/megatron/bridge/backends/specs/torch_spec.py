@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -16,6 +18,7 @@ from megatron.core.transformer.torch_norm import LayerNormBuilder
 from torch import Tensor
 
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.backends.decoding.latent_cache import LatentCache
 from megatron.bridge.backends.kernels.norms import TorchNorm
 from megatron.bridge.backends.moe.grouped_experts import grouped_experts
 
@@ -46,7 +49,12 @@ class TorchLatentAttention(MLASelfAttention):
 
     Megatron-Core overrides the spec by ``config.transformer_impl``. Without a query LoRA it then requires
     Transformer Engine's fused norm and projection, although models such as DeepSeek-V2-Lite have no query norm.
+
+    Attributes:
+        cache: latents of earlier tokens while the model decodes, else None.
     """
+
+    cache: LatentCache | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,3 +86,37 @@ class TorchLatentAttention(MLASelfAttention):
         compressed, rotated = latent.split([latent.size(-1) - positions, positions], dim=-1)
         rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
         return queries, torch.cat((compressed, rotated), dim=-1)
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Queries, keys and values as in Megatron-Core; with a cache, those of attention to latents."""
+        if self.cache is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        queries, latents = self._qkv_down_projection(hidden_states)
+        if self.config.sequence_parallel:
+            latents = gather_from_sequence_parallel_region(latents, group=self.tp_group)
+        compressed, rotated = latents.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        norm: Any = self.kv_layernorm
+        compressed = norm(compressed)
+        query = self._queries(queries)
+        plain, turned = query.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
+        turned, rotated = self._rotate(turned), self._rotate(rotated.unsqueeze(2))
+        plain = self.cache.project_queries(plain[:, 0]).unsqueeze(1)
+        key = torch.cat((compressed.unsqueeze(2), rotated), dim=-1)
+        return torch.cat((plain, turned), dim=-1), key, compressed.unsqueeze(2), queries, compressed
+
+    def _queries(self, compressed: Tensor) -> Tensor:
+        """[s, b, h, d] from their latent, or from hidden states in models without one."""
+        if self.config.q_lora_rank is None:
+            projected, _ = self.linear_q_proj(compressed)
+        else:
+            norm: Any = self.q_layernorm
+            projected, _ = self.linear_q_up_proj(norm(compressed))
+        return projected.unflatten(-1, (self.num_attention_heads_per_partition, self.q_head_dim))
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """Rotate [s, b, h, d] by the angles of the positions of the tokens."""
+        found: Any = self.rotary_pos_emb(x.size(0))
+        angles, factor = found if isinstance(found, tuple) else (found, 1.0)
+        return apply_rotary_pos_emb(
+            x, angles, self.config, mscale=factor, cp_group=self.pg_collection.cp, mla_rotary_interleaved=True
+        )

@@ -39,9 +39,12 @@ def apply_query_scaling(model: nn.Module, config: Any) -> None:
 def _scale_queries(attention: SelfAttention, beta: float, length: int) -> Any:
     group = attention.pg_collection.cp
 
-    def scale(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def scale(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         query, key, *others = args
-        positions = _positions(query, key, kwargs.get("packed_seq_params"), group)
+        if getattr(module, "cache", None) is not None:  # new tokens of several texts
+            positions = module.cache.step.positions
+        else:
+            positions = _positions(query, key, kwargs.get("packed_seq_params"), group)
         factors = 1 + beta * torch.log1p((positions / length).floor())
         return (query * factors.view(-1, *[1] * (query.ndim - 1)).to(query.dtype), key, *others), kwargs
 

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of all requests of one attention layer, and attention of new tokens to them.
+
+A request owns consecutive rows of the cache (its extent), so its keys are a view and nothing is gathered. Each
+request is attended to by itself: its result does not depend on the other requests of the step.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.bridge.backends.attention.block_mask import AttentionWindow, QuerySpan
+from megatron.bridge.backends.decoding.step import Span, Step
+
+
+class AttentionCache:
+    """Keys and values, attached to a ``TorchAttention`` as its ``cache``.
+
+    Args:
+        tokens: how many tokens of all requests fit.
+        groups: key heads of this rank.
+        widths: of a key and of a value.
+        dtype: of both.
+        device: of both.
+    """
+
+    step: Step
+
+    def __init__(
+        self, tokens: int, groups: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.keys = torch.empty(tokens, groups, widths[0], dtype=dtype, device=device)
+        self.values = torch.empty(tokens, groups, widths[1], dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_per_token(groups: int, widths: tuple[int, int], dtype: torch.dtype) -> int:
+        return groups * sum(widths) * dtype.itemsize
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy ``count`` tokens within the cache; the two ranges may overlap."""
+        for tensor in (self.keys, self.values):
+            tensor[target : target + count] = tensor[source : source + count].clone()
+
+    def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store new keys and values, and attend.
+
+        Args:
+            core: the ``TorchAttention``.
+            query: [rows, 1, h, d].
+            key: [rows, 1, g, d].
+            value: [rows, 1, g, dv].
+
+        Returns:
+            [rows, 1, h * dv]; zeros for padding.
+        """
+        self.store(key[:, 0], value[:, 0])
+        return self.read(core, query)
+
+    def store(self, key: Tensor, value: Tensor) -> None:
+        """Store [rows, g, d] and [rows, g, dv] at the places of the step."""
+        tokens = self.step.tokens
+        self.keys.index_copy_(0, self.step.places, key[:tokens])
+        self.values.index_copy_(0, self.step.places, value[:tokens])
+
+    def read(self, core: Any, query: Tensor) -> Tensor:
+        """Attention [rows, 1, h * dv] of queries [rows, 1, h, d] whose keys are stored."""
+        window = core._mask_window(core.attn_mask_type)
+        simple = core.softcap is None and core.softmax_offset is None
+        out = query.new_zeros(query.size(0), query.size(2), self.values.size(2))
+        for span in self.step.spans:
+            rows = slice(span.row, span.row + span.count)
+            low = 0 if window.left is None else max(0, span.start - window.left)
+            seen = slice(span.extent + low, span.extent + span.start + span.count)
+            keys, values = self.keys[seen], self.values[seen]
+            if span.count == 1 and simple and keys.size(2) == values.size(2):
+                out[span.row] = _attend_one(query[span.row, 0], keys, values, core.scale)
+            else:
+                out[rows] = _attend_many(core, query[rows], keys, values, span, low, window)
+        return out.flatten(1).unsqueeze(1)
+
+
+def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """[h, dv] of one query [h, d] that sees all keys [s, g, d]; queries of a group share its keys."""
+    groups, width = keys.size(1), keys.size(2)
+    q = query.reshape(1, groups, -1, width)
+    k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (keys, values))
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).reshape(-1, values.size(2))
+
+
+def _attend_many(
+    core: Any, query: Tensor, keys: Tensor, values: Tensor, span: Span, low: int, window: AttentionWindow
+) -> Tensor:
+    """[count, h, dv] of the last tokens of a text, by the code that trains."""
+    spans = [QuerySpan(0, span.count, span.start - low, 0, len(keys))]
+    sinks = core.softmax_offset
+    out = core._attend(query, keys.unsqueeze(1), values.unsqueeze(1), None, spans, window, sinks)
+    return out[:, 0]

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of fixed size, one of each kind for each request of a recurrent layer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.backends.decoding.step import Step
+
+Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+"""(inputs [b, s, f], *states [b, ...]) to (outputs [b, s, o], states after the last token)."""
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """One state of one request."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class RecurrentCache:
+    """States, attached to a recurrent layer as its ``cache``.
+
+    Args:
+        requests: how many requests have states.
+        shapes: the states of one request.
+        device: of the states.
+    """
+
+    step: Step
+
+    def __init__(self, requests: int, shapes: Sequence[StateShape], device: torch.device) -> None:
+        # the last one is that of padding
+        self.states = [torch.zeros(requests + 1, *it.shape, dtype=it.dtype, device=device) for it in shapes]
+
+    def copy_slot(self, source: int, target: int) -> None:
+        for state in self.states:
+            state[target] = state[source]
+
+    def run(self, inputs: Tensor, width: int, mix: Mix, dtype: torch.dtype | None = None) -> Tensor:
+        """Advance the states of the step's requests.
+
+        Args:
+            inputs: [rows, 1, f].
+            width: features of an output.
+            mix: computes one group.
+            dtype: of the outputs; that of the inputs when None.
+
+        Returns:
+            [rows, 1, width]; zeros for padding.
+        """
+        out = inputs.new_zeros(inputs.size(0), width, dtype=dtype or inputs.dtype)
+        for group in self.step.groups:
+            x = inputs[group.rows, 0].view(len(group.slots), group.count, -1)
+            before = [state[group.slots] for state in self.states]
+            if group.fresh:
+                before = [state.zero_() for state in before]
+            y, after = mix(x, *before)
+            out[group.rows[: group.tokens]] = y.flatten(0, 1)[: group.tokens].to(out.dtype)
+            for state, new in zip(self.states, after, strict=True):
+                state[group.slots] = new.to(state.dtype)
+        return out.unsqueeze(1)
+
+
+def with_history(x: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs behind the last ones of the step before, and the last ones of this step; [b, s, f] each."""
+    whole = torch.cat((history, x), dim=1)
+    return whole, whole[:, whole.size(1) - history.size(1) :]

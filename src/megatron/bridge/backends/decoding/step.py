@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward pass of decoding, as the layers see it: a packed row of the new tokens of several requests."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+ROW_MULTIPLE = 8
+"""Rows are padded to this multiple. On CPUs, a row then has the same bits in any batch: matrix products do not
+depend on the number of rows, and no element is left over for the scalar code at the end of a tensor, if widths are
+multiples of 8."""
+
+
+def padded_rows(rows: int) -> int:
+    """``rows`` rounded up to a multiple of ``ROW_MULTIPLE``; at least one multiple."""
+    return max(ROW_MULTIPLE, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The new tokens of one request: rows ``row .. row + count`` at positions ``start ..`` of its text."""
+
+    row: int
+    count: int
+    start: int
+    extent: int
+    """First token of the request's keys and values in the caches."""
+    slot: int
+    """Index of the request's recurrent states."""
+    long: bool = False
+    """Whether the text is so long that rotary embeddings use their frequencies for long texts."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Spans of equal length whose recurrent states advance together; single tokens are padded with others."""
+
+    rows: Tensor
+    """[spans * count], row by row."""
+    slots: Tensor
+    """[spans]; -1 for padding."""
+    count: int
+    tokens: int
+    """Rows without padding."""
+    fresh: bool
+    """The texts begin here, so their states are zero."""
+
+
+class Step:
+    """The spans of one pass, in the order of their rows and without gaps, and padding after them.
+
+    Args:
+        spans: at least one.
+        device: of the caches.
+    """
+
+    def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
+        self.spans = spans
+        self.tokens = spans[-1].row + spans[-1].count
+        self.rows = padded_rows(self.tokens)
+        self.device = device
+        places = [span.extent + span.start + index for span in spans for index in range(span.count)]
+        self.places = torch.tensor(places, device=device)
+        """Where each new token is in the caches, [tokens]."""
+        positions = [span.start + index for span in spans for index in range(span.count)]
+        self.positions = torch.tensor(positions + [0] * (self.rows - self.tokens), device=device)
+        """[rows]; 0 for padding."""
+
+    @cached_property
+    def long_rows(self) -> Tensor:
+        """Boolean [rows, 1, 1, 1]: rows of long texts."""
+        flags = [span.long for span in self.spans for _ in range(span.count)]
+        flags += [False] * (self.rows - self.tokens)
+        return torch.tensor(flags, device=self.device).view(-1, 1, 1, 1)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """Single tokens together; longer spans, and several of one text, one by one."""
+        spans_of = Counter(span.slot for span in self.spans)
+        later: list[Span] = []
+        found: list[Group] = []
+        for span in self.spans:
+            if span.count == 1 and span.start and spans_of[span.slot] == 1:
+                later.append(span)
+            else:
+                found.append(self._group([span]))
+        return [self._group(later), *found] if later else found
+
+    def _group(self, spans: list[Span]) -> Group:
+        first = spans[0]
+        rows = [span.row + index for span in spans for index in range(span.count)]
+        padding = padded_rows(len(rows)) - len(rows) if first.count == 1 and first.start else 0
+        slots = [span.slot for span in spans]
+        return Group(
+            torch.tensor(rows + rows[:1] * padding, device=self.device),
+            torch.tensor(slots + [-1] * padding, device=self.device),
+            first.count,
+            len(rows),
+            first.start == 0,
+        )

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that layers remember while a model decodes, attached to the layers that trained.
+
+Nothing is replaced by another implementation: a layer asks its ``cache`` for what came before, so that generated
+log-probabilities are those of training. States are attached explicitly and removed again.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from torch import Tensor, nn
+
+from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.backends.decoding.attention_cache import AttentionCache
+from megatron.bridge.backends.decoding.latent_cache import LatentCache
+from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
+from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, Step, padded_rows
+from megatron.bridge.backends.moe.grouped_experts import GroupedLinear
+from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
+from megatron.bridge.backends.recurrent.mamba import TorchMambaMixer
+from megatron.bridge.backends.recurrent.short_conv import ShortConv
+from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.models.features.rope import ScaledRotaryEmbedding
+from megatron.bridge.utils.errors import UserError
+
+_RECURRENT = (TorchMambaMixer, DeltaNet, ShortConv)
+
+
+class DecodingState:
+    """Caches of all layers of this rank's chunks.
+
+    Args:
+        chunks: model chunks, wrapped or not.
+        tokens: tokens of all requests that the caches hold.
+        requests: requests that have recurrent states.
+
+    Raises:
+        UserError: a layer that cannot decode.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], tokens: int, requests: int) -> None:
+        self.bare: list[Any] = [unwrap(chunk) for chunk in chunks]
+        check_layers(self.bare)
+        device = torch.device(torch.cuda.current_device())
+        self._caches: list[tuple[nn.Module, Any]] = []
+        for layer in _latent_layers(self.bare):
+            cache = LatentCache(tokens, layer, layer.config.params_dtype, device)
+            core: Any = layer.core_attention
+            self._caches += [(layer, cache), (core, cache)]
+        absorbed = {id(module) for module, _ in self._caches}
+        for core, shape in _attention_layers(self.bare):
+            if id(core) not in absorbed:
+                self._caches.append((core, AttentionCache(tokens, *shape, core.config.params_dtype, device)))
+        for layer in _modules(self.bare, _RECURRENT):
+            self._caches.append((layer, RecurrentCache(requests, layer.state_shapes(), device)))
+        self._rotary = {id(it): _Angles(it) for it in _modules(self.bare, RotaryEmbedding)}
+        self.device = device
+        config: Any = self.bare[0].config
+        self._vocabulary: int = config.padded_vocab_size // config.tensor_model_parallel_size
+        self._step: Step | None = None
+        self._rows: Tensor | None = None
+
+    @property
+    def step(self) -> Step:
+        assert self._step is not None, "begin() comes first"
+        return self._step
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """The layers have their caches inside the context."""
+        changes = _Changes()
+        try:
+            for module, cache in self._caches:
+                changes.set(module, "cache", cache)
+            for module in _modules(self.bare, RotaryEmbedding):
+                changes.set(module, "forward", self._angles_of(self._rotary[id(module)]))
+            for module in _modules(self.bare, GroupedLinear):
+                changes.set(module, "row_multiple", ROW_MULTIPLE)
+            for module in _modules(self.bare, SharedExpertMLP):
+                if module.use_shared_expert_gate and not module.config.moe_shared_expert_overlap:
+                    changes.set(module, "use_shared_expert_gate", False)
+                    changes.undo_with(module.register_forward_hook(_apply_shared_gate))
+            for chunk in self.bare:
+                changes.set(chunk, "mtp_process", False)
+                changes.set(chunk.config, "mtp_num_layers", None)
+                if getattr(chunk, "output_layer", None) is not None:
+                    changes.undo_with(chunk.output_layer.register_forward_pre_hook(self._select_rows))
+                    changes.set(chunk.output_layer, "sequence_parallel", False)  # the hook has gathered
+            yield
+        finally:
+            changes.undo()
+
+    def begin(self, step: Step, rows: Sequence[int]) -> None:
+        """Prepare for a pass over ``step``, after which the logits of ``rows`` are needed."""
+        self._step = step
+        for _, cache in self._caches:
+            cache.step = step
+        # PyTorch computes the last elements of a tensor, up to 63, by scalar code with other rounding: they must
+        # not belong to a row that counts, which takes one more row if the vocabulary is odd
+        spare = 1 if self._vocabulary % ROW_MULTIPLE else 0
+        padding = padded_rows(len(rows) + spare) - len(rows)
+        self._rows = torch.tensor([*rows, *[0] * padding], device=self.device)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy ``count`` tokens within all caches."""
+        for cache in {id(cache): cache for _, cache in self._caches}.values():
+            if isinstance(cache, AttentionCache):
+                cache.copy(source, target, count)
+
+    def _angles_of(self, angles: "_Angles") -> Any:
+        return lambda *_, **__: angles(self.step)
+
+    def _select_rows(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The hidden states of the rows that are needed: most rows of a prompt need no logits."""
+        hidden, *others = args
+        if module.config.sequence_parallel and module.tp_group.size() > 1:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=module.tp_group)
+        return hidden[self._rows], *others
+
+
+class _Changes:
+    """Attributes that are set for a while."""
+
+    def __init__(self) -> None:
+        self._undo: list[Any] = []
+
+    def set(self, thing: Any, name: str, value: Any) -> None:
+        """Set an attribute of the instance; ``undo`` sets the old one, or lets the class's show again."""
+        had = name in vars(thing)
+        old = vars(thing).get(name)
+        object.__setattr__(thing, name, value)
+        self._undo.append(lambda: object.__setattr__(thing, name, old) if had else object.__delattr__(thing, name))
+
+    def undo_with(self, handle: Any) -> None:
+        """Remove a hook later."""
+        self._undo.append(handle.remove)
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _apply_shared_gate(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Megatron-Core's gate, one number a row, whose last rows would have the rounding of scalar code."""
+    logits = nn.functional.linear(args[0], module.gate_weight)
+    gates = nn.functional.pad(logits.flatten(), (0, -logits.numel() % 64)).sigmoid()
+    return output * gates[: logits.numel()].view_as(logits)
+
+
+class _Angles:
+    """Rotary angles of the positions of a step: each is the position times the angles of position 1."""
+
+    def __init__(self, module: RotaryEmbedding) -> None:
+        self._module = module
+        self._step: Step | None = None
+        self._found: Any = None
+
+    def __call__(self, step: Step) -> Any:
+        if self._step is not step:
+            self._step, self._found = step, self._compute(step)
+        return self._found
+
+    def _compute(self, step: Step) -> Any:
+        unit, factor = _unit_angles(self._module)
+        positions = step.positions.float().view(-1, 1, 1, 1)
+        angles = positions * unit
+        limit = original_length(self._module)
+        if limit is not None and any(span.long for span in step.spans):
+            angles = torch.where(step.long_rows, positions * _long_unit(self._module, limit), angles)
+        return angles if factor is None else (angles, factor)
+
+
+def _unit_angles(module: Any) -> tuple[Tensor, float | None]:
+    """Angles [1, 1, 1, d] of position 1, and the factor of YaRN's."""
+    found = module.get_emb(1, 1)
+    return found if isinstance(found, tuple) else (found, None)
+
+
+def _long_unit(module: Any, limit: int) -> Tensor:
+    frequencies = module._frequencies(limit + 1)
+    return torch.cat((frequencies, frequencies)).view(1, 1, 1, -1)
+
+
+def original_length(module: nn.Module) -> int | None:
+    """Texts longer than this have other rotary frequencies; None if there is only one kind."""
+    if not isinstance(module, ScaledRotaryEmbedding) or module._kind != "longrope":
+        return None
+    return int(module._reference.rope_parameters["original_max_position_embeddings"])
+
+
+# ---- what a model consists of -----------------------------------------------------------------------------------
+
+
+def _modules(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
+    seen: set[int] = set()
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, kinds) and id(module) not in seen:
+                seen.add(id(module))
+                yield module
+
+
+def _latent_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
+    """Layers whose latents can be cached: an adapter on the projection of latents needs its inputs."""
+    for layer in _modules(chunks, TorchLatentAttention):
+        if isinstance(layer.linear_kv_up_proj, tensor_parallel.ColumnParallelLinear):
+            yield layer
+
+
+def _attention_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[TorchAttention, tuple[int, tuple[int, int]]]]:
+    """Each core attention, with the key heads of this rank and the widths of a key and a value."""
+    for chunk in chunks:
+        for layer in chunk.modules():
+            core = getattr(layer, "core_attention", None)
+            if isinstance(core, TorchAttention):
+                yield core, _shape(layer)
+
+
+def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
+    if isinstance(layer, TorchLatentAttention):
+        return layer.num_attention_heads_per_partition, (layer.q_head_dim, layer.config.v_head_dim)
+    width = layer.hidden_size_per_attention_head
+    return layer.num_query_groups_per_partition, (width, width)
+
+
+def check_layers(chunks: Sequence[Any]) -> None:
+    """Refuse layers that cannot decode.
+
+    Raises:
+        UserError: a layer without a cache, or a layout that splits texts.
+    """
+    config = chunks[0].config
+    recurrent = any(True for _ in _modules(chunks, _RECURRENT))
+    if config.context_parallel_size > 1 and recurrent:
+        raise UserError(
+            f"context_parallel_size={config.context_parallel_size} splits recurrent layers by heads, which "
+            "decoding does not: set it to 1 to generate"
+        )
+    if config.moe_expert_capacity_factor is not None:
+        raise UserError(
+            f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} drops tokens by what else is in the "
+            "batch: set it to None to generate"
+        )
+    for chunk in chunks:
+        for module in chunk.modules():
+            core = getattr(module, "core_attention", None)
+            foreign = core is not None and not isinstance(core, TorchAttention)
+            if foreign or (isinstance(module, MambaMixer) and not isinstance(module, TorchMambaMixer)):
+                raise UserError(
+                    f"backend={config.backend!r} has {type(core or module).__name__}, which has no cache: set "
+                    "model.backend='torch' to generate"
+                )
+
+
+def bytes_per_token(chunks: Sequence[nn.Module]) -> int:
+    """Memory of one token in the caches of this rank."""
+    bare = [unwrap(chunk) for chunk in chunks]
+    latent = list(_latent_layers(bare))
+    absorbed = {id(layer.core_attention) for layer in latent}
+    total = sum(
+        (it.config.kv_lora_rank + it.config.qk_pos_emb_head_dim) * it.config.params_dtype.itemsize for it in latent
+    )
+    return total + sum(
+        AttentionCache.bytes_per_token(*shape, core.config.params_dtype)
+        for core, shape in _attention_layers(bare)
+        if id(core) not in absorbed
+    )
+
+
+def bytes_per_request(chunks: Sequence[nn.Module]) -> int:
+    """Memory of the recurrent states of one request on this rank."""
+    layers = _modules([unwrap(chunk) for chunk in chunks], _RECURRENT)
+    return sum(it.bytes for layer in layers for it in layer.state_shapes())
+
+
+def is_recurrent(chunks: Sequence[nn.Module]) -> bool:
+    return any(True for _ in _modules([unwrap(chunk) for chunk in chunks], _RECURRENT))
+
+
+def switch_length(chunks: Sequence[nn.Module]) -> int | None:
+    """Length above which the rotary embeddings of a text are others; see ``original_length``."""
+    for module in _modules([unwrap(chunk) for chunk in chunks], RotaryEmbedding):
+        limit = original_length(module)
+        if limit is not None:
+            return limit
+    return None

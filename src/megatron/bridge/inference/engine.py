@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: requests in, tokens out, step by step, the same on every rank.
+
+All ranks call the same methods with the same arguments. Each data-parallel rank computes a lane of requests of its
+own, and every rank keeps the books of all lanes.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.inference import decoding_state
+from megatron.bridge.inference.decoding_state import DecodingState
+from megatron.bridge.inference.detokenizer import Detokenizer
+from megatron.bridge.inference.requests import Completion, Sampling
+from megatron.bridge.inference.runner import Runner, share
+from megatron.bridge.inference.sampler import Output, read_logprob, width_of
+from megatron.bridge.inference.scheduler import Limits, Plan, Scheduler, Text
+from megatron.bridge.utils.distributed import broadcast_object
+from megatron.bridge.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the engine may use, and what it knows about the model.
+
+    Attributes:
+        max_context: tokens of a prompt and its completion.
+        vocabulary: tokens that may be in a prompt and may be chosen.
+        ends: tokens that end a text.
+        kv_memory: bytes for keys, values and states on each rank.
+        max_requests: texts that are computed at the same time.
+        chunk: tokens of a prompt that are computed together.
+        rows: new tokens of a step.
+    """
+
+    max_context: int
+    vocabulary: int
+    ends: frozenset[int] = frozenset()
+    kv_memory: int = 4 << 30
+    max_requests: int = 32
+    chunk: int = 256
+    rows: int = 1024
+
+
+@dataclass(eq=False)
+class Job:
+    """One completion in the making."""
+
+    completion: Completion
+    sampling: Sampling
+    text: Text
+    lane: int
+    detokenizer: Detokenizer | None = None
+    piece: str = field(default="")
+    """Text that the last step added."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.completion.finish_reason is not None
+
+
+class Engine(AbstractContextManager["Engine"]):
+    """Cached decoding with a model that stays as it is; the caches are there inside the context.
+
+    Args:
+        chunks: this rank's chunks, in evaluation mode.
+        config: what the engine may use.
+        hf: tokenizer of transformers; without one, completions have no text and stop texts are refused.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], config: EngineConfig, hf: Any = None) -> None:
+        self.config = config
+        self.hf = hf
+        bare: list[Any] = [unwrap(chunk) for chunk in chunks]
+        decoding_state.check_layers(bare)
+        self._switch = decoding_state.switch_length(bare)
+        limits = _limits(chunks, config, reuses=self._switch is None)
+        self._state = DecodingState(chunks, limits.tokens, limits.requests)
+        self._runner = Runner(chunks, self._state, config.vocabulary)
+        self.lanes = [Scheduler(limits) for _ in range(parallel_state.get_data_parallel_world_size())]
+        self._lane = parallel_state.get_data_parallel_rank()
+        self._jobs: dict[int, Job] = {}
+        self._attached = self._state.attached()
+
+    def __enter__(self) -> Self:
+        self._attached.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._attached.__exit__(*error)
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[Job]:
+        """Let a prompt wait for its turn.
+
+        Args:
+            prompt: token ids.
+            sampling: how to continue it.
+
+        Returns:
+            ``sampling.n`` jobs.
+
+        Raises:
+            UserError: an empty prompt, an id beyond the vocabulary, or a text that is too long.
+        """
+        self.check(prompt, sampling)
+        seed = sampling.seed
+        if seed is None:
+            seed = 0 if sampling.is_greedy else broadcast_object(secrets.randbits(63))
+        lane = min(
+            range(len(self.lanes)), key=lambda it: len(self.lanes[it].waiting) + len(self.lanes[it].running)
+        )
+        return [self._submit(list(prompt), sampling, seed, choice, lane) for choice in range(sampling.n)]
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse what cannot be computed; see ``submit``."""
+        if not prompt:
+            raise UserError("the prompt has no tokens: give at least one, such as the tokenizer's bos_token")
+        for token in (*prompt, *sampling.stop_ids, *sampling.logit_bias):
+            if not 0 <= token < self.config.vocabulary:
+                raise UserError(
+                    f"token {token} is not in the vocabulary of {self.config.vocabulary}: use its own tokenizer"
+                )
+        longest = len(prompt) + sampling.max_new_tokens
+        if longest > self.config.max_context:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and max_new_tokens={sampling.max_new_tokens} exceed the "
+                f"context of {self.config.max_context}: shorten the prompt, or generate fewer tokens"
+            )
+        if sampling.stop and self.hf is None:
+            raise UserError(f"stop={sampling.stop!r} needs a tokenizer: give stop_ids, or a tokenizer")
+        self._check_memory(longest)
+
+    def _check_memory(self, longest: int) -> None:
+        if longest > self.lanes[0].arena.size:
+            raise UserError(
+                f"a text of {longest} tokens does not fit into the {self.lanes[0].arena.size} tokens that "
+                f"kv_memory={self.config.kv_memory} holds: shorten it, lower max_new_tokens, or give more memory"
+            )
+
+    def _submit(self, prompt: list[int], sampling: Sampling, seed: int, choice: int, lane: int) -> Job:
+        wants_prompt = sampling.prompt_logprobs is not None and choice == 0
+        limit = len(prompt) + sampling.max_new_tokens
+        text = Text(list(prompt), len(prompt), limit, wants_prompt, self._switch)
+        completion = Completion(prompt, seed=seed, choice=choice)
+        job = Job(completion, sampling, text, lane)
+        if self.hf is not None:
+            job.detokenizer = Detokenizer(self.hf, sampling.stop)
+        self._jobs[id(text)] = job
+        self.lanes[lane].add(text)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """End a job with what it has."""
+        if not job.is_over:
+            self._finish(job, "cancelled")
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return all(lane.is_idle for lane in self.lanes)
+
+    def step(self) -> list[Job]:
+        """Compute one step of every lane.
+
+        Returns:
+            The jobs that got a token or ended.
+        """
+        plans = [lane.plan() for lane in self.lanes]
+        wanted = [self._outputs(plan) for plan in plans]
+        width = width_of([output for outputs, _ in wanted for output in outputs])
+        counts = [len(outputs) for outputs, _ in wanted]
+        mine = self._lane
+        table = self._runner.run(plans[mine], wanted[mine][0], width)
+        rows = share(table, sum(counts), width, sum(counts[:mine]), self._state.device).tolist()
+        for lane, plan in zip(self.lanes, plans, strict=True):
+            lane.commit(plan)
+        jobs = [job for _, jobs in wanted for job in jobs]
+        outputs = [output for found, _ in wanted for output in found]
+        for job in dict.fromkeys(jobs):
+            job.piece = ""
+        for job, output, row in zip(jobs, outputs, rows, strict=True):
+            self._take(job, output, row, width)
+        self._finish_prompts(plans)
+        return list(dict.fromkeys(jobs))
+
+    def run(self) -> Iterator[Job]:
+        """Step until nothing is left.
+
+        Yields:
+            Each job when it is over.
+        """
+        while not self.is_idle:
+            yield from (job for job in self.step() if job.is_over)
+
+    def _outputs(self, plan: Plan) -> tuple[list[Output], list[Job]]:
+        outputs: list[Output] = []
+        jobs: list[Job] = []
+        for work in plan.work:
+            job = self._jobs[id(work.text)]
+            targets = [(position, work.text.tokens[position + 1]) for position in work.scored]
+            sampled = [(work.start + work.count - 1, None)] if work.samples else []
+            for position, target in (*targets, *sampled):
+                outputs.append(_output(job, work.row + position - work.start, target))
+                jobs.append(job)
+        return outputs, jobs
+
+    def _take(self, job: Job, output: Output, row: Sequence[float], width: int) -> None:
+        if output.target is not None:
+            job.completion.prompt_logprobs.append(read_logprob(row, output.top or 0, width))
+            return
+        token = int(row[0])
+        job.text.tokens.append(token)
+        job.completion.tokens.append(token)
+        if output.top is not None:
+            job.completion.logprobs.append(read_logprob(row, output.top, width))
+        self._end_or_go_on(job, token)
+
+    def _end_or_go_on(self, job: Job, token: int) -> None:
+        sampling, text = job.sampling, job.text
+        if token in sampling.stop_ids or (token in self.config.ends and not sampling.ignore_eos):
+            self._finish(job, "stop")
+            return
+        if job.detokenizer is not None:
+            job.piece += job.detokenizer.add(token)
+            if job.detokenizer.stopped:
+                self._finish(job, "stop")
+                return
+        if not text.needs_sample:
+            self._finish(job, "length")
+
+    def _finish_prompts(self, plans: Sequence[Plan]) -> None:
+        """End the jobs of which only the prompt was wanted."""
+        for plan in plans:
+            for text in {id(work.text): work.text for work in plan.work}.values():
+                if text.limit == text.prompt_length == text.computed:
+                    self._finish(self._jobs[id(text)], "length")
+
+    def _finish(self, job: Job, reason: Any) -> None:
+        if job.detokenizer is not None:
+            job.piece += job.detokenizer.finish()
+            job.completion.text = job.detokenizer.text
+        job.completion.finish_reason = reason
+        self.lanes[job.lane].remove(job.text)
+        del self._jobs[id(job.text)]
+
+
+def _output(job: Job, row: int, target: int | None) -> Output:
+    sampling, completion = job.sampling, job.completion
+    top = sampling.logprobs if target is None else sampling.prompt_logprobs
+    where = (job.text.tokens, job.text.prompt_length, completion.seed, completion.choice)
+    return Output(row, sampling, *where, target, top)
+
+
+def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
+    """What fits into the memory of every rank.
+
+    Raises:
+        UserError: not even one text fits.
+    """
+    each, states = decoding_state.bytes_per_token(chunks), decoding_state.bytes_per_request(chunks)
+    most = config.max_requests * -(-config.max_context // 16) * 16
+    room = config.kv_memory - config.max_requests * states
+    tokens = min(most, room // each if each else most)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        least = torch.tensor([tokens], device=torch.cuda.current_device())
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        tokens = int(least)
+    if tokens < 32:
+        raise UserError(
+            f"kv_memory={config.kv_memory} holds {max(tokens, 0)} tokens beside the states of "
+            f"max_requests={config.max_requests} requests: give more kv_memory, or allow fewer requests"
+        )
+    recurrent = decoding_state.is_recurrent(chunks)
+    chunk = min(config.chunk, config.rows)
+    return Limits(tokens, config.max_requests, chunk, config.rows, reuses=reuses and not recurrent)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of the engine, and what it answers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+FinishReason = Literal["stop", "length", "cancelled"]
+MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 128, 1000, 64, 1024
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to continue a prompt. The defaults are greedy.
+
+    Raises:
+        UserError: a value that has no meaning.
+    """
+
+    max_new_tokens: int = 256
+    """Tokens to generate at most; 0 only computes log-probabilities of the prompt."""
+    temperature: float = 0.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens whose probabilities sum up to this."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely, relative to the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens that the text contains, its prompt included."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of generated tokens."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of generated tokens as often as they were generated."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    seed: int | None = None
+    """Of the random numbers; the same seed gives the same text in any batch and layout. None draws one."""
+    n: int = 1
+    """How many completions of the prompt."""
+    stop: Sequence[str] = ()
+    """End at one of these texts, which is not part of the completion."""
+    stop_ids: Sequence[int] = ()
+    """End at one of these tokens, in addition to the model's own end tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's own end tokens."""
+    logprobs: int | None = None
+    """Log-probability of each generated token, and of this many most likely tokens beside it; None for none."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, but the first."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        for name, (kinds, rule, holds) in _RULES.items():
+            value = getattr(self, name)
+            if value is None and name in ("seed", "logprobs", "prompt_logprobs"):
+                continue
+            if not isinstance(value, kinds) or isinstance(value, bool) or not holds(value):
+                raise UserError(f"{name}={value!r} must be {rule}")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        if len(self.stop) > MOST_STOPS:
+            raise UserError(f"stop has {len(self.stop)} texts: give at most {MOST_STOPS}")
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
+                raise UserError(f"stop={text!r:.60} must be a text of 1 to {LONGEST_STOP} characters")
+        for token in self.stop_ids:
+            if not isinstance(token, int):
+                raise UserError(f"stop_ids={token!r} must be a token id: put texts into stop")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or not isinstance(bias, int | float) or math.isnan(bias):
+                raise UserError(f"logit_bias[{token!r}]={bias!r} must be a number for a token id")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but the temperature comes between the model's logits and the choice."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return penalties or bool(self.logit_bias)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "") -> "Sampling":
+        """The sampling of a mapping of field names.
+
+        Raises:
+            UserError: an unknown name, or a value that has no meaning; the message begins with ``where``.
+        """
+        names = [it.name for it in fields(cls)]
+        for name in values:
+            if name not in names:
+                raise UserError(f"{where}{name} is not a sampling parameter{did_you_mean(name, names)}")
+        try:
+            return cls(**values)
+        except UserError as error:
+            raise UserError(f"{where}{error}") from error
+
+
+def _at_least(low: float) -> Any:
+    return lambda value: low <= value < math.inf
+
+
+_NUMBER = (int, float)
+_PENALTY = (_NUMBER, "a number from -2 to 2", lambda value: -2 <= value <= 2)
+_RULES: dict[str, tuple[Any, str, Any]] = {
+    "max_new_tokens": (int, "a number of at least 0", _at_least(0)),
+    "temperature": (_NUMBER, "a number of at least 0: 0 is greedy", _at_least(0)),
+    "top_k": (int, "a number of at least 0: 0 keeps all tokens", _at_least(0)),
+    "top_p": (_NUMBER, "above 0 and at most 1: 1 keeps all tokens", lambda value: 0 < value <= 1),
+    "min_p": (_NUMBER, "from 0 to 1: 0 keeps all tokens", lambda value: 0 <= value <= 1),
+    "repetition_penalty": (_NUMBER, "above 0: 1 changes nothing", lambda value: 0 < value < math.inf),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "logit_bias": (Mapping, "a mapping of token ids to numbers", lambda _: True),
+    "seed": (int, "a whole number", lambda _: True),
+    "n": (int, f"from 1 to {MOST_CHOICES}", lambda value: 1 <= value <= MOST_CHOICES),
+    "logprobs": (int, f"from 0 to {MOST_LOGPROBS}", lambda value: 0 <= value <= MOST_LOGPROBS),
+    "prompt_logprobs": (int, f"from 0 to {MOST_LOGPROBS}", lambda value: 0 <= value <= MOST_LOGPROBS),
+}
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of a token under the model itself, before temperature and the like."""
+
+    token: int
+    logprob: float
+    is_most_likely: bool
+    top: dict[int, float] = field(default_factory=dict)
+    """The most likely tokens, best first."""
+
+
+@dataclass
+class Completion:
+    """One continuation of a prompt."""
+
+    prompt_tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    """Generated tokens, with the one that ended the text."""
+    text: str = ""
+    """Text of the tokens without special tokens, up to a stop text."""
+    finish_reason: FinishReason | None = None
+    """``stop`` at an end token or stop text, ``length`` after ``max_new_tokens``; None while it goes on."""
+    seed: int = 0
+    choice: int = 0
+    """Index among the ``n`` completions of the prompt."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of ``tokens``, if asked for."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, if asked for."""

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step on this rank: a pass through the chunks, pipeline stage after stage, and the tokens that follow.
+
+The last stage gathers the vocabulary of the rows that are needed and chooses tokens once; one sum over all ranks
+then tells everybody, so ranks cannot disagree.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron.bridge.backends.decoding.step import Span, Step
+from megatron.bridge.inference.decoding_state import DecodingState
+from megatron.bridge.inference.sampler import Output, choose_outputs
+from megatron.bridge.inference.scheduler import Plan
+
+_DUMMY = [Span(0, 1, 0, 0, 0)]
+
+
+class Runner:
+    """The model of this rank with its caches.
+
+    Args:
+        chunks: this rank's chunks, one for each virtual stage, in evaluation mode.
+        state: their caches.
+        vocabulary: tokens without the padding of the vocabulary.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], state: DecodingState, vocabulary: int) -> None:
+        self._chunks = chunks
+        self._state = state
+        self._vocabulary = vocabulary
+        config: Any = state.bare[0].config
+        self._hidden = (config.hidden_size, config.pipeline_dtype or config.params_dtype)
+        self._split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._stages: Any = parallel_state.get_pipeline_model_parallel_group()
+
+    @torch.no_grad()
+    def run(self, plan: Plan, outputs: Sequence[Output], width: int) -> Tensor | None:
+        """Compute a plan.
+
+        Args:
+            plan: of this rank's lane; an empty one runs one row for the sake of the other ranks' experts.
+            outputs: what is wanted of which row, in the order of rows.
+            width: columns of the result.
+
+        Returns:
+            [outputs, width] in float64 on the rank that chooses, None on the others.
+        """
+        for copy in plan.copies:
+            self._state.copy(copy.source, copy.target, copy.count)
+        tokens, spans = _packed(plan)
+        step = Step(spans or _DUMMY, self._state.device)
+        ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[None]
+        self._state.begin(step, [output.row for output in outputs])
+        logits = self._forward(ids, step)
+        if logits is None or not _answers():
+            return None
+        logits = logits[0, : len(outputs), : self._vocabulary]
+        return choose_outputs(logits, outputs, width)
+
+    def _forward(self, ids: Tensor, step: Step) -> Tensor | None:
+        """Logits [1, rows, vocabulary] on the last stage, None on the others."""
+        first, last = self._stages.rank() == 0, self._stages.rank() == self._stages.size() - 1
+        output: Tensor | None = None
+        for index, chunk in enumerate(self._chunks):
+            if not (first and index == 0):
+                self._state.bare[index].set_input_tensor(self._receive(step))
+            output = chunk(
+                input_ids=ids, position_ids=step.positions[None], attention_mask=None, runtime_gather_output=True
+            )
+            if not (last and index == len(self._chunks) - 1):
+                assert output is not None
+                self._send(output)
+                output = None
+        return output
+
+    def _receive(self, step: Step) -> Tensor:
+        width, dtype = self._hidden
+        hidden = torch.empty(step.rows // self._split, 1, width, dtype=dtype, device=self._state.device)
+        dist.recv(hidden, self._neighbor(-1), group=self._stages)
+        return hidden
+
+    def _send(self, hidden: Tensor) -> None:
+        dist.send(hidden.contiguous(), self._neighbor(1), group=self._stages)
+
+    def _neighbor(self, offset: int) -> int:
+        size = self._stages.size()
+        return dist.get_global_rank(self._stages, (self._stages.rank() + offset) % size)
+
+
+def _answers() -> bool:
+    """Whether this rank of the last stage tells the others; context-parallel ranks all know the same."""
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+
+
+def _packed(plan: Plan) -> tuple[list[int], list[Span]]:
+    tokens: list[int] = []
+    spans: list[Span] = []
+    for work in plan.work:
+        text = work.text
+        assert text.extent is not None
+        assert text.slot is not None
+        tokens += text.tokens[work.start : work.start + work.count]
+        spans.append(Span(work.row, work.count, work.start, text.extent, text.slot, text.long))
+    return tokens, spans
+
+
+def share(table: Tensor | None, rows: int, width: int, offset: int, device: torch.device) -> Tensor:
+    """The results of all lanes [rows, width] on every rank; a rank adds its own from row ``offset`` on."""
+    whole = torch.zeros(rows, width, dtype=torch.float64, device=device)
+    if table is not None:
+        whole[offset : offset + len(table)] = table
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(whole)
+    return whole.cpu()

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of which texts the next step computes. Without torch, so that thousands of schedules can be tested.
+
+Every rank runs the same scheduler on the same events, so nothing but sampled tokens has to be exchanged. Chunks of
+a prompt are cut at multiples of ``chunk`` positions, never by load, and a text that lost its memory is computed
+again exactly as before: its prompt in the same chunks, its generated tokens one by one. So a text does not depend
+on its company.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron.bridge.inference.arena import Arena
+from megatron.bridge.utils.errors import UserError
+
+
+@dataclass(eq=False)
+class Text:
+    """A prompt and what was generated after it.
+
+    Attributes:
+        tokens: all known tokens.
+        prompt_length: how many of them are the prompt's.
+        limit: length at which the text is full.
+        wants_prompt: whether the logits of the prompt's tokens are needed.
+        switch: length above which rotary embeddings have other frequencies; None if they never change.
+        long: whether the text has those other frequencies.
+        scored: tokens of the prompt whose successor has been scored.
+        chunked: how many of its first tokens are computed in chunks, and not one by one.
+        computed: tokens that the caches hold.
+        extent: first token in the caches; None without memory.
+        slot: index of recurrent states; None without memory.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    limit: int
+    wants_prompt: bool = False
+    switch: int | None = None
+    long: bool = False
+    scored: int = 0
+    chunked: int = 0
+    computed: int = 0
+    extent: int | None = None
+    slot: int | None = None
+
+    def __post_init__(self) -> None:
+        self.chunked = self.prompt_length
+        self.long = self.switch is not None and self.prompt_length > self.switch
+
+    def begin_again(self) -> bool:
+        """Whether the next token makes the text a long one, so that all of it must be computed again."""
+        if self.switch is None or self.long or self.computed < self.switch:
+            return False
+        self.long, self.chunked, self.computed = True, self.computed, 0
+        return True
+
+    @property
+    def needs_sample(self) -> bool:
+        return len(self.tokens) < self.limit
+
+
+@dataclass(frozen=True)
+class Work:
+    """New tokens of one text: ``count`` from position ``start`` on, in rows ``row ..`` of the step."""
+
+    text: Text
+    row: int
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step finds the next token of the text."""
+        return self.start + self.count == len(self.text.tokens) and self.text.needs_sample
+
+    @property
+    def scored(self) -> range:
+        """Positions whose next token is in the prompt and wants its log-probability."""
+        start = max(self.start, self.text.scored)
+        stop = min(self.start + self.count, self.text.prompt_length - 1) if self.text.wants_prompt else 0
+        return range(start, max(start, stop))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """``count`` tokens of the caches to be copied before the step."""
+
+    source: int
+    target: int
+    count: int
+
+
+@dataclass
+class Plan:
+    """One step: first the copies, then the work."""
+
+    copies: list[Copy] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    rows: int = 0
+
+    @property
+    def outputs(self) -> int:
+        """Rows whose logits are needed."""
+        return sum(len(work.scored) + work.samples for work in self.work)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step and the memory hold.
+
+    Attributes:
+        tokens: tokens of the caches.
+        requests: texts that are computed at the same time.
+        chunk: tokens of a prompt that are computed together.
+        rows: new tokens in a step, unless one chunk alone is longer.
+        reserve: generated tokens for which a text gets memory at first; it gets more when it needs it.
+        reuses: whether the beginning of a text's caches can serve another text.
+    """
+
+    tokens: int
+    requests: int
+    chunk: int = 256
+    rows: int = 1024
+    reserve: int = 256
+    reuses: bool = True
+
+
+class Scheduler:
+    """Texts that wait, run, or are over with their caches still in memory."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.arena = Arena(limits.tokens)
+        self.waiting: deque[Text] = deque()
+        self.running: list[Text] = []
+        self._slots = list(range(limits.requests))[::-1]
+        self._over: OrderedDict[int, Text] = OrderedDict()  # by extent, the oldest first
+        self._chunks: dict[int, Text] = {}  # hash of a prompt's beginning -> a text whose caches begin with it
+
+    def add(self, text: Text) -> None:
+        """Let ``text`` wait.
+
+        Raises:
+            UserError: it can never have enough memory.
+        """
+        if text.limit > self.arena.size:
+            raise UserError(
+                f"a text of {text.limit} tokens does not fit into the {self.arena.size} tokens of kv_memory: "
+                "shorten it, lower max_new_tokens, or give more kv_memory"
+            )
+        self.waiting.append(text)
+
+    def remove(self, text: Text) -> None:
+        """Forget a text that is over or not wanted any more; its prompt's caches stay while there is room."""
+        if text in self.waiting:
+            self.waiting.remove(text)
+        if text not in self.running:
+            return
+        self.running.remove(text)
+        assert text.slot is not None
+        assert text.extent is not None
+        self._slots.append(text.slot)
+        text.slot = None
+        if self.limits.reuses and text.computed >= self.limits.chunk:
+            self._over[text.extent] = text
+        else:
+            self._release(text)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running)
+
+    def plan(self) -> Plan:
+        """The next step; empty only when nothing waits or runs."""
+        plan = Plan()
+        for text in list(self.running):
+            if text.slot is not None and text.computed >= text.chunked and not text.begin_again():
+                self._plan_token(text, plan)
+        for text in self.running:
+            self._plan_prompt(text, plan)
+        while self.waiting and self._has_room(plan):
+            if not self._admit(self.waiting[0], plan):
+                break
+            self._plan_prompt(self.running[-1], plan)
+        return plan
+
+    def commit(self, plan: Plan) -> None:
+        """Take note that ``plan`` was computed; new tokens are appended after that."""
+        for work in plan.work:
+            text = work.text
+            text.scored = work.scored.stop if work.scored else text.scored
+            text.computed = work.start + work.count
+            if self.limits.reuses and text.computed <= text.prompt_length:
+                self._index(text, work.start, text.computed)
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    def _has_room(self, plan: Plan) -> bool:
+        return not plan.rows or plan.rows + self.limits.chunk <= self.limits.rows
+
+    def _plan_token(self, text: Text, plan: Plan) -> None:
+        if self._fits(text, text.computed + 1, plan):
+            self._append(plan, text, text.computed, 1)
+
+    def _plan_prompt(self, text: Text, plan: Plan) -> None:
+        start, chunk = text.computed, self.limits.chunk
+        while start < text.chunked and self._has_room(plan):
+            count = min(chunk - start % chunk, text.chunked - start)
+            self._append(plan, text, start, count)
+            start += count
+
+    def _append(self, plan: Plan, text: Text, start: int, count: int) -> None:
+        plan.work.append(Work(text, plan.rows, start, count))
+        plan.rows += count
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def _admit(self, text: Text, plan: Plan) -> bool:
+        """Give ``text`` memory and let it run; False if there is not enough."""
+        if not self._slots:
+            return False
+        size = min(text.limit, len(text.tokens) + self.limits.reserve)
+        donor, shared = self._donor(text)
+        extent = self._take(size, donor)
+        if extent is None and donor is not None:  # not even beside it
+            donor, shared = None, 0
+            extent = self._take(size, None)
+        if extent is None:
+            return False
+        self.waiting.popleft()
+        text.extent, text.slot, text.computed = extent, self._slots.pop(), shared
+        if donor is not None and donor.extent is not None and shared:
+            plan.copies.append(Copy(donor.extent, extent, shared))
+        self.running.append(text)
+        return True
+
+    def _take(self, size: int, keep: Text | None) -> int | None:
+        """An extent, for which texts that are over give up theirs, the oldest first."""
+        extent = self.arena.take(size)
+        while extent is None:
+            oldest = next((text for text in self._over.values() if text is not keep), None)
+            if oldest is None:
+                return None
+            self._release(oldest)
+            extent = self.arena.take(size)
+        return extent
+
+    def _fits(self, text: Text, size: int, plan: Plan) -> bool:
+        """Whether ``text`` has memory for ``size`` tokens, after others have made room if necessary."""
+        assert text.extent is not None
+        if size <= self.arena.length(text.extent):
+            return True
+        wanted = min(text.limit, size + self.limits.reserve)
+        while not (self.arena.grow(text.extent, wanted) or self._move(text, wanted, plan)):
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is text:
+                return False
+        return True
+
+    def _move(self, text: Text, size: int, plan: Plan) -> bool:
+        assert text.extent is not None
+        extent = self._take(size, None)
+        if extent is None:
+            return False
+        plan.copies.append(Copy(text.extent, extent, text.computed))
+        self._forget(text)
+        self.arena.give_back(text.extent)
+        text.extent = extent
+        return True
+
+    def _preempt(self, text: Text, plan: Plan) -> None:
+        """Take the memory of a running text, which will be computed again."""
+        assert text.slot is not None
+        self.running.remove(text)
+        self._slots.append(text.slot)
+        self._release(text)
+        text.slot, text.computed = None, 0
+        self.waiting.appendleft(text)
+        kept = [work for work in plan.work if work.text is not text]
+        plan.work, plan.rows = [], 0
+        for work in kept:
+            self._append(plan, work.text, work.start, work.count)
+
+    def _release(self, text: Text) -> None:
+        assert text.extent is not None
+        self._over.pop(text.extent, None)
+        self._forget(text)
+        self.arena.give_back(text.extent)
+        text.extent = None
+
+    # ---- texts that begin alike ---------------------------------------------------------------------------------
+
+    def _donor(self, text: Text) -> tuple[Text | None, int]:
+        """A text whose caches begin like ``text``, and how many tokens of it are of use."""
+        found: tuple[Text | None, int] = None, 0
+        if not self.limits.reuses or text.wants_prompt:
+            return found
+        for stop, key in _prefixes(text.tokens, min(text.prompt_length - 1, text.limit), self.limits.chunk):
+            donor = self._chunks.get(key)
+            if donor is None or donor.extent is None or donor.tokens[:stop] != text.tokens[:stop]:
+                break
+            found = donor, stop
+        if found[0] is not None and found[0].extent in self._over:
+            self._over.move_to_end(found[0].extent)
+        return found
+
+    def _index(self, text: Text, start: int, stop: int) -> None:
+        for end, key in _prefixes(text.tokens, stop, self.limits.chunk):
+            if end > start:
+                self._chunks.setdefault(key, text)
+
+    def _forget(self, text: Text) -> None:
+        for _, key in _prefixes(text.tokens, text.prompt_length, self.limits.chunk):
+            if self._chunks.get(key) is text:
+                del self._chunks[key]
+
+
+def _prefixes(tokens: Sequence[int], stop: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """End and hash of each beginning of whole chunks, up to ``stop`` tokens."""
+    key = 0
+    for end in range(chunk, stop + 1, chunk):
+        key = hash((key, *tokens[end - chunk : end]))
+        yield end, key

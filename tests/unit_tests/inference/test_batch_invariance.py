@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request gives the same bits alone and in any company, also when it has to be computed again."""
+
+import random
+
+import pytest
+
+from megatron.bridge.inference.engine import Engine
+from megatron.bridge.inference.requests import Sampling
+from tests.families import decoding, harness
+from tests.families.row import Row
+from tests.families.rows import ROWS
+
+# widths are multiples of 8, as of all published models
+EVEN = Row(
+    "qwen3_next_even",
+    "Qwen3NextForCausalLM",
+    {**ROWS["qwen3_next"].config, "linear_num_key_heads": 8, "linear_num_value_heads": 8, "num_experts": 8},
+)
+NAMES = ("llama_tied", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next_even", "nemotron_h", "lfm2")
+
+ROOMY = {"chunk": 8, "rows": 64, "max_requests": 8}
+
+
+@pytest.fixture(scope="module")
+def even_case(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ROWS, EVEN.name, EVEN)
+        yield harness.make_reference(EVEN, tmp_path_factory.mktemp("even"))
+
+
+def random_requests(seed, vocabulary, count):
+    draw = random.Random(seed)
+    shared = [draw.randrange(vocabulary) for _ in range(16)]
+    found = []
+    for index in range(count):
+        prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(1, 20))]
+        if index % 2:
+            prompt = shared + prompt
+        options = {"max_new_tokens": draw.randint(1, 24), "logprobs": draw.choice((0, 2)), "seed": index}
+        options |= draw.choice(
+            ({}, {"temperature": 1.1}, {"temperature": 0.8, "top_p": 0.9}, {"prompt_logprobs": 1})
+        )
+        found.append((prompt, Sampling(**options)))
+    return found
+
+
+def alone(model, config, requests):
+    completions = []
+    for prompt, sampling in requests:
+        with Engine(model, config) as engine:
+            (job,) = engine.submit(prompt, sampling)
+            list(engine.run())
+        completions.append(job.completion)
+    return completions
+
+
+def together(model, config, requests, seed):
+    """All requests, which come while others run; some are cancelled and asked again."""
+    draw = random.Random(seed)
+    waiting, jobs = list(enumerate(requests)), {}
+    with Engine(model, config) as engine:
+        while waiting or not engine.is_idle:
+            while waiting and (engine.is_idle or draw.random() < 0.5):
+                index, (prompt, sampling) = waiting.pop(draw.randrange(len(waiting)))
+                (jobs[index],) = engine.submit(prompt, sampling)
+            engine.step()
+            going_on = [index for index, job in jobs.items() if not job.is_over]
+            if going_on and draw.random() < 0.05:
+                index = draw.choice(going_on)
+                engine.cancel(jobs.pop(index))
+                waiting.append((index, requests[index]))
+        assert not any(lane.running or lane.waiting for lane in engine.lanes)
+    return [jobs[index].completion for index in range(len(requests))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_company_changes_no_bit(family_case, even_case, name, dtype):
+    case = even_case if name == EVEN.name else family_case(name)
+    model = decoding.decoder(case, "one", bf16=dtype == "bfloat16")
+    requests = random_requests(1, case.row.config["vocab_size"], 12)
+    expected = alone(model, decoding.engine_config(case, **ROOMY), requests)
+    for seed, settings in enumerate((ROOMY, {**ROOMY, "kv_memory": tight(model), "max_requests": 5})):
+        assert together(model, decoding.engine_config(case, **settings), requests, seed) == expected
+
+
+def tight(model):
+    """Memory for so few tokens that texts lose theirs and are computed again."""
+    from megatron.bridge.inference import decoding_state
+
+    return 96 * decoding_state.bytes_per_token(model) + 5 * decoding_state.bytes_per_request(model)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family in one process: transformers' greedy tokens and log-probabilities."""
+
+import pytest
+import torch
+
+from megatron.bridge.inference.engine import Engine
+from megatron.bridge.inference.requests import Sampling
+from tests.families import decoding
+from tests.families.rows import ROWS
+
+MIXED = ("llama_tied", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h_experts", "lfm2")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_greedy_texts_of_transformers(family_case, name):
+    case = family_case(name)
+    problems = decoding.differences(case, "one", decoding.references(case))
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_chunks_change_no_log_probability(family_case, name):
+    """Cached log-probabilities equal those of one full forward pass for every size of chunks."""
+    case = family_case(name)
+    model = decoding.decoder(case, "one")
+    (ids,) = case.batch[0][:1].tolist()
+    with torch.no_grad():
+        position = torch.arange(len(ids))[None]
+        logits = model[0](input_ids=torch.tensor([ids]), position_ids=position, attention_mask=None)
+    vocabulary = case.row.config["vocab_size"]
+    expected = logits[0, :-1, :vocabulary].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    for chunk in (1, 3, 7, 8, 16, 39, 64):
+        with Engine(model, decoding.engine_config(case, chunk=chunk, rows=64)) as engine:
+            (job,) = engine.submit(ids, Sampling(max_new_tokens=0, prompt_logprobs=0))
+            list(engine.run())
+        found = torch.tensor([one.logprob for one in job.completion.prompt_logprobs])
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
