@@ -25,6 +25,8 @@ from megatron.bridge.version import __version__
 SUBCOMMANDS = {
     "train": "pretrain or fine-tune a model from a recipe",
     "launch": "start a recipe on this machine or on a Slurm cluster",
+    "generate": "continue prompts with any checkpoint",
+    "chat": "chat with any checkpoint",
     "convert": "convert a Hugging Face model to a Megatron checkpoint",
     "export": "convert a Megatron checkpoint to a Hugging Face model",
     "plan": "show which tensor becomes which parameter, without reading weights",

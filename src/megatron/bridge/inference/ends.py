@@ -23,9 +23,9 @@ def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
         hf: tokenizer of transformers; None if there is none.
         folder: where ``generation_config.json`` and ``config.json`` may be.
     """
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        found |= _declared(folder / name) if folder is not None else set()
+    names = ("generation_config.json", "config.json")
+    files = [folder / name for name in names if (folder / name).is_file()] if folder is not None else []
+    found = _declared(files[0]) if files else set[int]()  # the first one replaces the other
     if hf is not None:
         found |= {hf.eos_token_id} if isinstance(hf.eos_token_id, int) else set()
         found |= end_of_turn(hf)

@@ -234,12 +234,13 @@ class GroupedLinear(torch.nn.Module):
 
     def _padded(self, x: torch.Tensor, counts: list[int], biases: list[torch.nn.Parameter]) -> torch.Tensor:
         """Outputs [tokens, out], without a gradient."""
-        out = x.new_empty(x.size(0), self.weight0.size(0))
+        weights = self.weights()
+        out = x.new_empty(x.size(0), weights[0].size(0))
         for index, rows in enumerate(_expert_slices(counts)):
             if counts[index]:
                 padded = torch.nn.functional.pad(x[rows], (0, 0, 0, -counts[index] % self.row_multiple))
                 bias = biases[index] if biases else None
-                found = torch.nn.functional.linear(padded, getattr(self, f"weight{index}"), bias)
+                found = torch.nn.functional.linear(padded, weights[index], bias)
                 out[rows] = found[: counts[index]]
         return out
 

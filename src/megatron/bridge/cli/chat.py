@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge chat``: a conversation in the terminal."""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.cli.support import inference_options
+from megatron.bridge.utils.errors import UserError
+
+DESCRIPTION = "Chat with a model: its own template, answers as they come, Ctrl-C stops an answer."
+EXAMPLES = """example:
+  megatron-bridge chat HuggingFaceTB/SmolLM2-135M-Instruct --system "Answer briefly."
+
+/reset starts again, /undo takes back the last question, /seed N sets the seed, /save FILE
+writes the messages as JSON, /quit or Ctrl-D ends.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    inference_options.add_model_options(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the first message, of the system")
+    inference_options.add_sampling_options(parser)
+    parser.set_defaults(temperature=0.7, max_new_tokens=512, max_requests=1)
+
+
+def run(args: argparse.Namespace) -> int:
+    import os
+
+    from megatron.bridge.inference.requests import Sampling
+
+    if "RANK" in os.environ:
+        raise UserError("chat reads from a terminal: start it without torchrun; --tp and --pp start the processes")
+    sampling = Sampling(**inference_options.sampling_values(args))
+    with inference_options.load(args) as llm:
+        Conversation(llm, sampling, args.system).run(_ask, sys.stdout.write)
+    return 0
+
+
+def _ask() -> str | None:
+    """The next line of the user; None at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+@dataclass
+class Conversation:
+    """The messages so far, and the commands that change them.
+
+    Attributes:
+        llm: answers.
+        sampling: how.
+        system: first message.
+    """
+
+    llm: Any
+    sampling: Any
+    system: str | None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def run(self, ask: Callable[[], str | None], write: Callable[[str], object]) -> None:
+        """Talk until the user ends."""
+        while (line := ask()) is not None and line.strip() != "/quit":
+            try:
+                self._command(line.strip(), write) if line.startswith("/") else self._answer(line, write)
+            except UserError as error:
+                write(f"error: {error}\n")
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def _answer(self, question: str, write: Callable[[str], object]) -> None:
+        if not question.strip():
+            return
+        asked = [*self.messages, {"role": "user", "content": question}]
+        text = ""
+        with _interrupts() as stopped:
+            for piece in self.llm.stream(asked, self.sampling, stopped):
+                if isinstance(piece, str):
+                    text += piece
+                    write(piece)
+                    sys.stdout.flush()
+        write("\n")
+        self.messages = [*asked, {"role": "assistant", "content": text}]
+
+    def _command(self, line: str, write: Callable[[str], object]) -> None:
+        name, _, value = line.partition(" ")
+        if name == "/reset":
+            self.reset()
+        elif name == "/undo":
+            users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+            self.messages = self.messages[: users[-1]] if users else self.messages
+        elif name == "/seed":
+            if not value.strip().isdecimal():
+                raise UserError(f"/seed {value}: give a number")
+            self.sampling = replace(self.sampling, seed=int(value))
+        elif name == "/save":
+            self._save(value.strip())
+        else:
+            write("commands: /reset, /undo, /seed N, /save FILE, /quit\n")
+
+    def _save(self, name: str) -> None:
+        try:
+            Path(name).write_text(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise UserError(f"/save {name}: {error.strerror}") from error
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Inside the context, Ctrl-C makes the function return true instead of ending the program."""
+    pressed: list[int] = []
+    old = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, old)

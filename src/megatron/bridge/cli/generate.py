@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge generate``: continue prompts with any checkpoint, under any layout."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.cli.support import inference_options
+from megatron.bridge.utils.errors import UserError
+
+DESCRIPTION = (
+    "Continue prompts. With --prompts and --out, completions are written one a line, in the order of the prompts; "
+    "the same command goes on where a killed one stopped."
+)
+EXAMPLES = """examples:
+  megatron-bridge generate checkpoints/smollm2 --prompt "The capital of France is" --max-new-tokens 20
+  megatron-bridge generate HuggingFaceTB/SmolLM2-135M-Instruct --prompts in.jsonl --out out.jsonl --chat
+
+A line of a .jsonl file is an object with prompt, text or input (a text or token ids) or
+messages; an id; and sampling parameters of its own. A line of another file is a prompt.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    inference_options.add_model_options(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line")
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt; its completion is printed")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL file of completions")
+    parser.add_argument("--chat", action="store_true", help="a text is the message of a user")
+    inference_options.add_sampling_options(parser)
+    more = parser.add_argument_group("output")
+    more.add_argument("-n", type=int, default=1, metavar="N", help="completions of each prompt")
+    more.add_argument("--logprobs", type=int, metavar="K", help="log-probabilities, and of the K best tokens")
+    more.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same of the prompt's tokens")
+    more.add_argument("--ignore-eos", action="store_true", help="go on after end tokens")
+
+
+def run(args: argparse.Namespace) -> int:
+    if (args.prompts is None) == (args.out is not None):
+        raise UserError("--prompts and --out belong together: give both, or --prompt alone")
+    sampling = inference_options.sampling_values(args)
+    return _print_one(args, sampling) if args.prompts is None else _write_all(args, sampling)
+
+
+def _print_one(args: argparse.Namespace, values: dict[str, Any]) -> int:
+    from megatron.bridge.inference.requests import Sampling
+    from megatron.bridge.utils import distributed
+
+    prompt: Any = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
+    with inference_options.load(args) as llm:
+        for completions in llm.generate_each([prompt], Sampling(**values), ["--prompt"]):
+            if distributed.rank() == 0:
+                for completion in completions:
+                    sys.stdout.write(completion.text + "\n")
+    return 0
+
+
+def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
+    from megatron.bridge.checkpoint.collective import on_first_rank
+    from megatron.bridge.inference.prompt_files import CompletionFile, read_prompts
+    from megatron.bridge.utils import distributed
+
+    lines = read_prompts(args.prompts, values, args.chat)
+    if not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out} cannot be written: create its folder first")
+    with inference_options.load(args) as llm:
+        first = distributed.rank() == 0
+        file = CompletionFile(args.out, lines) if first else None
+        done = on_first_rank(lambda: file.done if file else 0)
+        left = lines[done:]
+        found = llm.generate_each(
+            [it.prompt for it in left], [it.sampling for it in left], [it.where for it in left]
+        )
+        for line, completions in zip(left, found, strict=True):
+            if file is not None:
+                file.append(line, completions)
+        if file is not None:
+            file.close()
+            resumed = f", {done} of them before" if done else ""
+            sys.stdout.write(f"{len(lines)} completions: {args.out}{resumed}\n")
+    return 0

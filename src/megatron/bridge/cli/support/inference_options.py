@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of the subcommands that generate text."""
+
+import argparse
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.cli.support import model_options
+from megatron.bridge.cli.support.parser import count
+from megatron.bridge.utils.errors import UserError
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The model, its layout and its memory."""
+    parser.add_argument(
+        "model", metavar="PATH", help="Hugging Face directory or hub id, Megatron checkpoint, or run with adapters"
+    )
+    parser.add_argument("--adapter", metavar="DIR", help="run, checkpoint or peft directory to put on the model")
+    parser.add_argument("--tokenizer", metavar="ID", help="another tokenizer than the model's")
+    parser.add_argument("--template", metavar="FILE", type=Path, help="another chat template than the tokenizer's")
+    parser.add_argument("--dtype", choices=model_options.DTYPES, help="of weights and caches (default: as stored)")
+    sizes = parser.add_argument_group("parallel sizes; the processes are started unless torchrun has done so")
+    for name, text in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("ep", "expert-parallel")):
+        sizes.add_argument(f"--{name}", type=count, default=1, help=f"{text} size")
+    sizes.add_argument("--etp", type=count, help="tensor-parallel size of the experts")
+    memory = parser.add_argument_group("memory")
+    memory.add_argument("--max-context", type=count, metavar="N", help="tokens of a prompt and its completion")
+    memory.add_argument("--max-requests", type=count, default=32, metavar="N", help="texts at the same time")
+    memory.add_argument(
+        "--kv-memory", type=memory_size, default="4GB", metavar="SIZE", help="for keys, values and states (4GB)"
+    )
+    model_options.add_trust_remote_code(parser)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How to continue a prompt; greedy by default."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to generate at most")
+    group.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest that sum up to P")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P of the best")
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="divides logits of repeats"
+    )
+    group.add_argument("--seed", type=int, help="the same seed gives the same text in any batch and layout")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end here; may be repeated")
+
+
+def memory_size(text: str) -> int:
+    """The ``type`` of an option that takes bytes, such as ``4GB`` or ``512M``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 4GB or 512MB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters among the arguments.
+
+    Raises:
+        UserError: a value that has no meaning.
+    """
+    from megatron.bridge.inference.requests import Sampling
+
+    names = [field.name for field in fields(Sampling)]
+    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    Sampling.from_dict(values, "--")
+    return values
+
+
+def load(args: argparse.Namespace) -> Any:
+    """The ``LLM`` of the arguments."""
+    from megatron.bridge.inference.llm import LLM
+
+    same = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context", "max_requests", "kv_memory")
+    return LLM(
+        args.model,
+        template=_template(args.template),
+        trust_remote_code=args.trust_remote_code,
+        **{name: getattr(args, name) for name in same},
+    )
+
+
+def _template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--template {path} cannot be read: {error}") from error

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``LLM``: a model to generate with, chat with, and score texts with.
+
+In one process, the model is in it. Under torchrun, every rank makes the same ``LLM`` and calls the same methods. A
+plain script that asks for more than one rank gets them started.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+from megatron.bridge.inference.prompts import Messages, Prompt, as_list, chat_tokens, prompt_tokens
+from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
+from megatron.bridge.utils import distributed
+from megatron.bridge.utils.errors import UserError
+
+
+class LLM:
+    """A model at a path.
+
+    Args:
+        path: Hugging Face directory or hub id, or a Megatron checkpoint.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        ep: ranks that share out experts; they compute different requests.
+        etp: tensor-parallel ranks of the experts.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; that of the checkpoint when None.
+        adapter: a run with adapters, one of its checkpoints, or a directory of the peft library.
+        tokenizer: directory or hub id of another tokenizer.
+        template: chat template instead of the tokenizer's.
+        max_context: tokens of a prompt and its completion; those that the model was made for when None.
+        max_requests: texts that are computed at the same time.
+        kv_memory: bytes for keys, values and states on each rank.
+        chunk: tokens of a prompt that are computed together.
+        rows: new tokens of a step.
+        trust_remote_code: run Python code of the model's repository.
+
+    Raises:
+        UserError: nothing there can be loaded, or the layout does not fit.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        dtype: str | None = None,
+        adapter: str | None = None,
+        tokenizer: str | None = None,
+        template: str | None = None,
+        max_context: int | None = None,
+        max_requests: int = 32,
+        kv_memory: int = 4 << 30,
+        chunk: int = 256,
+        rows: int = 1024,
+        trust_remote_code: bool = False,
+    ) -> None:
+        options = {key: value for key, value in locals().items() if key not in ("self", "path")}
+        self._cleanup = ExitStack()
+        self._workers: Any = None
+        wanted = _check(tp, pp, ep, etp, max_requests, chunk, rows)
+        if wanted > 1 and "RANK" not in os.environ:
+            from megatron.bridge.inference.workers import Workers
+
+            self._workers = self._cleanup.enter_context(Workers(wanted, LLM, str(path), options))
+            return
+        self._template = template
+        self._load(path, options)
+
+    def _load(self, path: str, options: dict[str, Any]) -> None:
+        import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
+        from megatron.bridge.inference.ends import end_of_turn, end_tokens
+        from megatron.bridge.inference.engine import Engine, EngineConfig
+        from megatron.bridge.inference.loading import load
+
+        distributed.initialize()
+        more = {name: options[name] for name in ("dtype", "adapter", "tokenizer", "trust_remote_code")}
+        model = load(path, _sizes(options), **more)
+        context = options["max_context"] or model.max_context
+        if not 1 < context <= model.max_context:
+            raise UserError(f"max_context={context} must be from 2 to {model.max_context}, which the model has")
+        ends = end_tokens(model.hf, model.folder)
+        if model.hf is not None and self._template is not None:
+            ends |= end_of_turn(model.hf, self._template)
+        same = {name: options[name] for name in ("max_requests", "kv_memory", "chunk", "rows")}
+        config = EngineConfig(max_context=context, vocabulary=model.vocabulary, ends=frozenset(ends), **same)
+        self.hf = model.hf
+        self.engine = self._cleanup.enter_context(Engine(model.chunks, config, model.hf))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Detach the caches, and end the processes that were started."""
+        self._cleanup.close()
+
+    # ---- methods ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[list[Completion]]:
+        """Continue prompts.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            sampling: how, for all prompts or for each.
+
+        Returns:
+            For each prompt its ``n`` completions.
+
+        Raises:
+            UserError: an empty prompt, an id beyond the vocabulary, or a text that is too long.
+        """
+        return list(self.generate_each(as_list(prompts), sampling))
+
+    def generate_each(
+        self,
+        prompts: Sequence[Prompt | Messages],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        places: Sequence[str] | None = None,
+    ) -> Iterator[list[Completion]]:
+        """Continue prompts, and answer conversations among them.
+
+        Args:
+            prompts: texts, lists of token ids, or messages.
+            sampling: how, for all prompts or for each.
+            places: what to call each prompt in the message of an error.
+
+        Yields:
+            The completions of each prompt, in order, as soon as they are there.
+
+        Raises:
+            UserError: as in ``generate``, before anything is computed.
+        """
+        if self._workers is not None:
+            yield from self._workers.iterate("generate_each", (prompts, sampling, places))
+            return
+        how = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        if len(how) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts and {len(how)} samplings: give one for each, or one for all")
+        tokens = [
+            self._tokens(prompt, places[index] if places else f"prompt {index}", one)
+            for index, (prompt, one) in enumerate(zip(prompts, how, strict=True))
+        ]
+        yield from self._complete(tokens, how)
+
+    def chat(self, messages: Messages, sampling: Sampling | None = None) -> Completion:
+        """The next message of a conversation.
+
+        Args:
+            messages: with ``role`` and ``content``, as OpenAI writes them.
+            sampling: how.
+        """
+        return next(iter(self.generate_each([messages], sampling)))[0]
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        sampling: Sampling | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Iterator[str | Completion]:
+        """The pieces of a completion as they come.
+
+        Args:
+            prompt: a text, token ids, or the messages of a conversation.
+            sampling: how.
+            stopped: asked on rank 0 at each step, to end early.
+
+        Yields:
+            Texts that join to the text of the completion, then the completion.
+        """
+        if self._workers is not None:
+            yield from self._workers.iterate("stream", (prompt, sampling), stopped)
+            return
+        how = sampling or Sampling()
+        job = self.engine.submit(self._tokens(prompt, "the prompt", how), how)[0]
+        try:
+            while not job.is_over:
+                self.engine.step()
+                if distributed.broadcast_object(stopped()):
+                    self.engine.cancel(job)
+                if job.piece:
+                    yield job.piece
+        finally:
+            self.engine.cancel(job)
+        yield job.completion
+
+    def logprobs(self, texts: Prompt | Sequence[Prompt], top: int = 0) -> list[list[TokenLogprob]]:
+        """The log-probability of each token of texts but the first.
+
+        Args:
+            texts: texts, or lists of token ids.
+            top: how many most likely tokens to name beside each.
+        """
+        scoring = Sampling(max_new_tokens=0, prompt_logprobs=top)
+        return [completions[0].prompt_logprobs for completions in self.generate(texts, scoring)]
+
+    def _tokens(self, prompt: Prompt | Messages, where: str, sampling: Sampling) -> list[int]:
+        """The tokens of a prompt or a conversation, checked."""
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            tokens = chat_tokens(self.hf, prompt, self._template, where)  # type: ignore[arg-type]
+        else:
+            tokens = prompt_tokens(self.hf, prompt, where)  # type: ignore[arg-type]
+        try:
+            self.engine.check(tokens, sampling)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        return tokens
+
+    def _complete(self, prompts: list[list[int]], how: list[Sampling]) -> Iterator[list[Completion]]:
+        jobs = [self.engine.submit(prompt, sampling) for prompt, sampling in zip(prompts, how, strict=True)]
+        try:
+            for choices in jobs:
+                while not all(job.is_over for job in choices):
+                    self.engine.step()
+                yield [job.completion for job in choices]
+        finally:
+            for job in (job for choices in jobs for job in choices):
+                self.engine.cancel(job)
+
+
+def _check(tp: int, pp: int, ep: int, etp: int | None, *sizes: int) -> int:
+    """How many processes the layout has."""
+    for name, size in (("tp", tp), ("pp", pp), ("ep", ep), ("etp", etp or 1)):
+        if size < 1:
+            raise UserError(f"{name}={size}: a parallel size must be at least 1")
+    if min(sizes) < 1:
+        raise UserError(f"max_requests, chunk and rows are {sizes}: each must be at least 1")
+    return pp * math.lcm(tp, ep * (etp or tp))
+
+
+def _sizes(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": options["tp"],
+        "pipeline_model_parallel_size": options["pp"],
+        "expert_model_parallel_size": options["ep"],
+        "expert_tensor_parallel_size": options["etp"],
+    }

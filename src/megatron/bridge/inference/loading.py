@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a path to a model that can decode: a Hugging Face model, a Megatron checkpoint, an adapter on its base."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.checkpoint import loading, model_io, paths, verification
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.data.tokenizer import load_hf_tokenizer
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.models.conversion.engine import stored_provider
+from megatron.bridge.models.gpt_provider import drop_mtp_layers
+from megatron.bridge.models.hf_pretrained import hub
+from megatron.bridge.peft import hf_adapter
+from megatron.bridge.peft.base import PEFT
+from megatron.bridge.peft.checkpoint import set_trained_state, trained_state
+from megatron.bridge.utils.config.serialize import from_plain
+from megatron.bridge.utils.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode, and what belongs to it.
+
+    Attributes:
+        chunks: of this rank.
+        hf: tokenizer of transformers; None without tokenizer files.
+        folder: where the tokenizer and ``generation_config.json`` are.
+        vocabulary: tokens without padding.
+        max_context: tokens that the model was made for.
+    """
+
+    chunks: list[Any]
+    hf: Any
+    folder: Path | None
+    vocabulary: int
+    max_context: int
+
+
+def load(
+    path: str | Path,
+    sizes: Mapping[str, Any],
+    dtype: str | None = None,
+    adapter: str | Path | None = None,
+    tokenizer: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a model under the parallel sizes of the running processes.
+
+    Args:
+        path: directory or hub id of a Hugging Face model, or a Megatron checkpoint. One that holds adapters is
+            loaded on the base that it names.
+        sizes: parallel sizes by the names of the provider's fields.
+        dtype: of weights and caches; that of the checkpoint when None.
+        adapter: a run with adapters, one of its checkpoints, or a directory of the peft library.
+        tokenizer: directory or hub id of another tokenizer.
+        trust_remote_code: run Python code of the model's repository.
+
+    Raises:
+        UserError: nothing there can be loaded, or the layout does not fit.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    base = None if hub.is_hf_model(path) or not Path(path).is_dir() else _base_of(path)
+    if base is not None:
+        if adapter is not None:
+            raise UserError(f"{path} holds adapters itself: leave out --adapter {adapter}, or give their base")
+        path, adapter = base, path
+    if hub.is_hf_model(path) or not Path(path).is_dir():
+        bridge = AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
+        provider, folder, hook = bridge.to_megatron_provider(), bridge.hf_pretrained.directory, None
+        _refuse_other_parts(bridge)
+    else:
+        bridge, provider = None, stored_provider.read_for_layout(path, sizes)
+        folder, hook = model_io.tokenizer_dir(path), stored_provider.load_hook(path)
+    _prepare(provider, sizes)
+    precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
+    chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=hook, **precision)
+    if adapter is not None:
+        _add_adapter(bridge, chunks, Path(adapter))
+    for chunk in chunks:
+        chunk.eval()
+    hf = _tokenizer(folder, tokenizer, trust_remote_code)
+    return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider))
+
+
+def _refuse_other_parts(bridge: AutoBridge) -> None:
+    if bridge.carried:
+        raise UserError(
+            f"{bridge.hf_config.architectures[0]} has parts beside its text model, such as vision, which are not "
+            "built yet: export its text model to generate"
+        )
+
+
+def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
+    """Set the layout, without what only training has."""
+    for name, value in sizes.items():
+        setattr(provider, name, value)
+    provider.backend = "torch"
+    provider.sequence_parallel = False
+    if provider.mtp_num_layers:
+        drop_mtp_layers(provider)
+    heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
+    ranks = provider.tensor_model_parallel_size
+    if groups % ranks and (ranks % groups or heads % ranks):
+        provider.make_query_groups_divisible_by = ranks
+
+
+def _context(provider: Any) -> int:
+    """The length that the model was made for."""
+    limit = provider.max_position_embeddings or provider.seq_length
+    if provider.position_embedding_type == "learned_absolute":
+        return min(limit, provider.seq_length)
+    return int(limit)
+
+
+def _tokenizer(folder: Path | None, other: str | None, trust_remote_code: bool) -> Any:
+    if other is not None:
+        return load_hf_tokenizer(other, trust_remote_code)
+    if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    return load_hf_tokenizer(str(folder), trust_remote_code)
+
+
+def _base_of(checkpoint: str | Path) -> str | None:
+    """The base model of a checkpoint of adapters; None for another checkpoint."""
+    directory = on_first_rank(lambda: paths.resolve(checkpoint))
+    saved = loading.load_common(directory).get("run", {}).get("base")
+    return None if saved is None else str(saved["name"])
+
+
+def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> None:
+    """Put adapters beside the weights and fill them."""
+    if (path / "adapter_config.json").is_file():
+        if bridge is None:
+            raise UserError(f"the adapter {path} is in the format of peft, which needs a Hugging Face base model")
+        hf_adapter.peft_for(bridge, path)(chunks, training=False)
+        bridge.load_hf_adapter(chunks, path)
+        return
+    directory = on_first_rank(lambda: paths.resolve(path))
+    if _base_of(directory) is None:
+        raise UserError(f"checkpoint {directory} holds no adapters: give it as the model's path instead")
+    method = from_plain(model_io.read_run_config(directory)["peft"])
+    assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
+    method(chunks, training=False)
+    verification.verify(directory)
+    state = trained_state(chunks, model_io.stored_metadata(loading.load_common(directory)))
+    set_trained_state(chunks, loading.load(state, directory, known=model_io.BESIDE_WEIGHTS))

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of prompts and files of completions: one line each, in the same order, and resumable."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+from megatron.bridge.data.records.jsonl import open_data, parse_record
+from megatron.bridge.inference.prompts import Messages, Prompt
+from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+_PROMPTS = ("prompt", "text", "input", "messages")
+_OVERRIDES = tuple(field.name for field in fields(Sampling))
+_SEEDS = 1_000_003  # between the seeds of two lines
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """One line of a file of prompts.
+
+    Attributes:
+        id: of the line; its number, from 1 on, unless it names one.
+        prompt: a text, token ids, or messages.
+        sampling: that of the command with the line's own values.
+        where: file and line number.
+    """
+
+    id: str | int
+    prompt: Prompt | Messages
+    sampling: Sampling
+    where: str
+
+
+def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) -> list[PromptLine]:
+    """The prompts of a file: JSON objects in ``.jsonl``, else a text in each line.
+
+    A line's random numbers come from the seed of the command and its number, unless it has a seed of its own.
+
+    Args:
+        path: the file.
+        defaults: sampling parameters of the command.
+        chat: make a text the message of a user.
+
+    Raises:
+        UserError: the file or a line cannot be read, or two lines have one id.
+    """
+    lines = list(_lines(path, defaults, chat))
+    if not lines:
+        raise UserError(f"{path} has no prompts: write one a line")
+    seen: dict[str | int, str] = {}
+    for line in lines:
+        if line.id in seen:
+            raise UserError(f"{line.where}: id={line.id!r} is that of {seen[line.id]}: ids must differ")
+        seen[line.id] = line.where
+    return lines
+
+
+def _lines(path: Path, defaults: Mapping[str, Any], chat: bool) -> Iterator[PromptLine]:
+    with open_data(path) as file:
+        for number, raw in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            if not raw.strip():
+                continue
+            record = parse_record(raw, where) if path.suffix == ".jsonl" else {"prompt": _text(raw, where)}
+            yield _line(record, where, number, defaults, chat)
+
+
+def _text(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: the line is not UTF-8 ({error.reason})") from error
+
+
+def _line(record: dict[str, Any], where: str, number: int, defaults: Mapping[str, Any], chat: bool) -> PromptLine:
+    given = [key for key in _PROMPTS if key in record]
+    if len(given) != 1:
+        raise UserError(f"{where}: has {' and '.join(given) or 'no prompt'}: give one of {', '.join(_PROMPTS)}")
+    known = (*given, "id", *_OVERRIDES)
+    for key in record:
+        if key not in known:
+            raise UserError(f"{where}: unknown key {key}{did_you_mean(key, known)}")
+    prompt = record[given[0]]
+    if given == ["messages"] and not (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
+        raise UserError(f"{where}: messages must be a list with at least one message")
+    if given != ["messages"] and not _is_prompt(prompt):
+        raise UserError(f"{where}: {given[0]} must be a text or a list of token ids, not {type(prompt).__name__}")
+    if chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    name = record.get("id", number)
+    if not isinstance(name, str | int) or isinstance(name, bool):
+        raise UserError(f"{where}: id={name!r} must be a text or a number")
+    seed = defaults.get("seed")
+    seeded = {} if seed is None else {"seed": seed * _SEEDS + number}
+    own = {key: record[key] for key in _OVERRIDES if key in record}
+    return PromptLine(name, prompt, Sampling.from_dict({**defaults, **seeded, **own}, f"{where}: "), where)
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value))
+
+
+class CompletionFile:
+    """A file to which completions are appended, whole lines only.
+
+    Args:
+        path: the file; lines that a killed command has written stay.
+        lines: what the file is about.
+
+    Raises:
+        UserError: the file holds other lines, or cannot be written.
+    """
+
+    def __init__(self, path: Path, lines: Sequence[PromptLine]) -> None:
+        self.path = path
+        try:
+            old = path.read_bytes() if path.exists() else b""
+            whole = old[: old.rfind(b"\n") + 1]
+            self.done = _check_done(path, whole.splitlines(), lines)
+            self._file: IO[bytes] = path.open("r+b" if path.exists() else "wb")
+            self._file.truncate(len(whole))
+            self._file.seek(len(whole))
+        except OSError as error:
+            raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
+
+    def append(self, line: PromptLine, completions: Sequence[Completion]) -> None:
+        """Write one line; it is on the disk when this returns."""
+        self._file.write((json.dumps(as_record(line, completions), ensure_ascii=False) + "\n").encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _check_done(path: Path, old: Sequence[bytes], lines: Sequence[PromptLine]) -> int:
+    """How many lines are there, each of which must be the one that belongs there."""
+    for number, raw in enumerate(old, start=1):
+        record = parse_record(raw, f"{path}:{number}")
+        if number > len(lines) or record.get("id") != lines[number - 1].id:
+            raise UserError(
+                f"{path}:{number} has id={record.get('id')!r}, which is not that of the prompt there: remove the "
+                "file, or choose another --out"
+            )
+    return len(old)
+
+
+def as_record(line: PromptLine, completions: Sequence[Completion]) -> dict[str, Any]:
+    """The line of ``completions``: of one as it is, of several as a list."""
+    found = [_record(completion, line.sampling) for completion in completions]
+    return {"id": line.id, **(found[0] if line.sampling.n == 1 else {"completions": found})}
+
+
+def _record(completion: Completion, sampling: Sampling) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "tokens": completion.tokens,
+    }
+    if not sampling.is_greedy:
+        record["seed"] = completion.seed
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, name) is not None:
+            record[name] = [_logprob(one) for one in getattr(completion, name)]
+    return record
+
+
+def _logprob(one: TokenLogprob) -> dict[str, Any]:
+    record = asdict(one)
+    return record if one.top else {key: value for key, value in record.items() if key != "top"}

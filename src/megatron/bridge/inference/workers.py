@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of an ``LLM`` that a plain script made: processes that all do what the script asks."""
+
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from multiprocessing import connection, get_context
+from typing import Any
+
+from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.processes import die_with_parent
+
+
+class Workers(AbstractContextManager["Workers"]):
+    """Processes with one rank of a model each.
+
+    Args:
+        size: how many.
+        make: ``LLM``, to be called with ``path`` and ``options`` on each rank.
+        path: of the model.
+        options: of ``LLM``.
+
+    Raises:
+        UserError: a rank cannot load the model.
+    """
+
+    def __init__(self, size: int, make: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
+        context = get_context("spawn")
+        port = _free_port()
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, port, partial(make, path, **options), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        try:
+            self._answers()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def iterate(
+        self, method: str, args: tuple[Any, ...], stopped: Callable[[], bool] | None = None
+    ) -> Iterator[Any]:
+        """What a method of ``LLM`` yields on rank 0; ``stopped`` asks it to end early."""
+        for pipe in self._pipes:
+            pipe.send((method, args, stopped is not None))
+        over = False
+        try:
+            while True:
+                kind, value = self._receive(0)
+                over = kind != "piece"
+                if over:
+                    self._answers(first=(kind, value))
+                    return
+                if stopped is not None and stopped():
+                    self._pipes[0].send("stop")
+                yield value
+        finally:
+            if not over:
+                self._drain()
+
+    def _drain(self) -> None:
+        """End what the caller does not want to hear any more."""
+        self._pipes[0].send("stop")
+        kind, value = self._receive(0)
+        while kind == "piece":
+            kind, value = self._receive(0)
+        self._answers(first=(kind, value))
+
+    def _answers(self, first: tuple[str, Any] | None = None) -> Any:
+        """Wait for all ranks; the answer of rank 0."""
+        found = [first or self._receive(0), *(self._receive(rank) for rank in range(1, len(self._pipes)))]
+        for kind, value in found:
+            if kind == "refused":
+                raise UserError(value)
+            if kind == "failed":
+                raise RuntimeError(value)
+        return found[0][1]
+
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        """The next answer of a rank; an end of any process is an error at once."""
+        pipe = self._pipes[rank]
+        while True:
+            ready = connection.wait([pipe, *(process.sentinel for process in self._processes)])
+            if pipe in ready:
+                try:
+                    return pipe.recv()
+                except EOFError:
+                    pass
+            for number, process in enumerate(self._processes):
+                if process.exitcode is not None:
+                    self.__exit__()
+                    raise UserError(
+                        f"rank {number} of {len(self._processes)} ended with exit code {process.exitcode}: start "
+                        "again, with less kv_memory if the machine ran out of memory"
+                    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) -> None:
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the script's
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    llm: Any = None
+
+    def load() -> None:
+        nonlocal llm
+        llm = make()
+
+    _answer(pipe, load)
+    while llm is not None:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        if request != "stop":  # which came too late
+            _answer(pipe, partial(_iterate, llm, pipe, rank, *request))
+
+
+def _answer(pipe: Any, function: Callable[[], Any]) -> None:
+    try:
+        pipe.send(("done", function()))
+    except UserError as error:
+        pipe.send(("refused", str(error)))
+    except Exception:  # carried to the script
+        pipe.send(("failed", traceback.format_exc()))
+
+
+def _iterate(llm: Any, pipe: Any, rank: int, method: str, args: tuple[Any, ...], may_stop: bool) -> None:
+    """Send what the method yields; all ranks agree when to stop."""
+
+    def stopped() -> bool:
+        return rank == 0 and pipe.poll() and pipe.recv() == "stop"
+
+    found = getattr(llm, method)(*args, stopped) if may_stop else getattr(llm, method)(*args)
+    for piece in found:
+        if rank == 0:
+            pipe.send(("piece", piece))

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family under layouts of two and four processes: transformers' greedy tokens and log-probabilities."""
+
+import pytest
+
+from tests.families import decoding
+from tests.families.rows import ROWS
+
+TWO = [
+    (row.name, layout) for row in ROWS.values() for layout in row.layouts if layout in ("tp2", "pp2", "ep2", "vp2")
+]
+FOUR = [(row.name, layout) for row in ROWS.values() for layout in row.four]
+
+
+def check(pool, case, layout):
+    found = pool.run(decoding.differences, case, layout, decoding.references(case))
+    assert not any(found), "\n".join(dict.fromkeys(problem for problems in found for problem in problems))
+
+
+@pytest.mark.parametrize(("name", "layout"), TWO)
+def test_two_processes(two_workers, family_case, name, layout):
+    check(two_workers, family_case(name), layout)
+
+
+@pytest.mark.parametrize(("name", "layout"), FOUR)
+def test_four_processes(four_workers, family_case, name, layout):
+    check(four_workers, family_case(name), layout)

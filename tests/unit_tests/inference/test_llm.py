@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``LLM``, ``generate`` and ``chat`` with a toy that has a tokenizer and a chat template."""
+
+import io
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from megatron.bridge.cli.chat import Conversation
+from megatron.bridge.cli.main import main
+from megatron.bridge.inference.detokenizer import Detokenizer
+from megatron.bridge.inference.ends import end_tokens
+from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.utils.errors import UserError
+from tests.toy_models import make_llama
+from tests.unit_tests.data.conftest import TEXT, tokenizer_dir  # noqa: F401 - a fixture
+
+TEMPLATE = (
+    "{% for message in messages %}<|turn|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tokenizer_dir):  # noqa: F811
+    directory = tmp_path_factory.mktemp("model")
+    hf = AutoTokenizer.from_pretrained(tokenizer_dir)
+    hf.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|end|>"]})
+    hf.chat_template = TEMPLATE
+    make_llama(directory, vocab_size=len(hf), max_position_embeddings=128)
+    (directory / "chat_template.jinja").unlink()
+    hf.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    return directory
+
+
+@pytest.fixture
+def llm(model_dir):
+    with LLM(str(model_dir), dtype="float32", kv_memory=1 << 24) as made:
+        yield made
+
+
+def greedy_text(directory, prompt, count):
+    hf = AutoTokenizer.from_pretrained(directory)
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = hf(prompt, return_tensors="pt", add_special_tokens="<|turn|>" not in prompt)
+    ends = [1, 5, 6, hf.convert_tokens_to_ids("<|end|>")]
+    out = model.generate(**ids, max_new_tokens=count, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    return hf.decode(out[0, ids.input_ids.size(1) :], skip_special_tokens=True)
+
+
+def test_texts_are_those_of_transformers(llm, model_dir):
+    prompts = TEXT[:3]
+    found = llm.generate(prompts, Sampling(max_new_tokens=20))
+    assert [one[0].text for one in found] == [greedy_text(model_dir, prompt, 20) for prompt in prompts]
+
+
+def test_a_conversation_uses_the_template(llm, model_dir):
+    messages = [{"role": "user", "content": "Who?"}]
+    expected = greedy_text(model_dir, "<|turn|>user\nWho?<|end|>\n<|turn|>assistant\n", 20)
+    assert llm.chat(messages, Sampling(max_new_tokens=20)).text == expected
+
+
+def test_all_ends_count(llm, model_dir):
+    assert end_tokens(llm.hf, model_dir) == {1, 5, 6, llm.hf.convert_tokens_to_ids("<|end|>")}
+
+
+def test_pieces_join_to_the_text(llm):
+    sampling = Sampling(max_new_tokens=40, temperature=2.0, seed=3, ignore_eos=True)
+    *pieces, completion = llm.stream("The quality", sampling)
+    assert "".join(pieces) == completion.text == llm.generate("The quality", sampling)[0][0].text
+    stopped = iter([False, False, True])
+    *_, completion = llm.stream("The quality", sampling, lambda: next(stopped))
+    assert (completion.finish_reason, len(completion.tokens)) == ("cancelled", 3)
+
+
+def test_stop_texts_are_cut_off(llm):
+    sampling = Sampling(max_new_tokens=40, temperature=2.0, seed=3, ignore_eos=True)
+    whole = llm.generate("The quality", sampling)[0][0].text
+    stop = whole[11:14]
+    found = llm.generate("The quality", Sampling(**{**vars(sampling), "stop": [stop]}))[0][0]
+    assert (found.text, found.finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_several_choices_differ_and_one_alone_is_the_same(llm):
+    sampling = Sampling(max_new_tokens=12, temperature=1.5, seed=8, n=4, ignore_eos=True, prompt_logprobs=0)
+    (choices,) = llm.generate("To be", sampling)
+    assert len({tuple(one.tokens) for one in choices}) == 4
+    assert [one.choice for one in choices] == [0, 1, 2, 3]
+    alone = llm.generate("To be", Sampling(**{**vars(sampling), "n": 1}))[0][0]
+    assert alone.tokens == choices[0].tokens
+
+
+def test_log_probabilities_of_texts(llm, model_dir):
+    (found,) = llm.logprobs(TEXT[0], top=3)
+    ids = llm.hf.encode(TEXT[0])
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(torch.tensor([ids])).logits[
+            0, :-1
+        ]
+    expected = logits.log_softmax(-1)
+    chosen = expected.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor([one.logprob for one in found]), chosen, atol=1e-4, rtol=0)
+    assert [list(one.top) for one in found] == expected.topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "words"),
+    [
+        ([], {}, ["no tokens"]),
+        ([3, 10**6], {}, ["1000000", "vocabulary"]),
+        ([-1], {}, ["-1", "vocabulary"]),
+        ([1] * 200, {}, ["200", "128", "shorten"]),
+        ([1] * 120, {"max_new_tokens": 20}, ["max_new_tokens=20", "128"]),
+        ([1], {"stop_ids": [10**6]}, ["1000000"]),
+        ([1], {"logit_bias": {10**6: 1.0}}, ["1000000"]),
+        (3, {}, ["int"]),
+        ([{"role": "usr", "content": "x"}], {}, ["usr", "user"]),
+        ([{"role": "user"}], {}, ["content"]),
+    ],
+)
+def test_bad_prompts_are_named(llm, prompt, changes, words):
+    with pytest.raises(UserError) as caught:
+        list(llm.generate_each([[1], prompt], Sampling(**{"max_new_tokens": 4, **changes})))
+    assert all(word in str(caught.value) for word in ["prompt", *words])
+    assert llm.engine.is_idle
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "float8"}, ["float8", "bfloat16"]),
+        ({"tp": 0}, ["tp=0"]),
+        ({"max_context": 1000}, ["max_context=1000", "128"]),
+        ({"kv_memory": 100}, ["kv_memory=100", "more"]),
+        ({"adapter": "nowhere"}, ["nowhere"]),
+        ({"max_requests": 0}, ["max_requests"]),
+    ],
+)
+def test_bad_options_are_named(model_dir, options, words):
+    with pytest.raises(UserError) as caught:
+        LLM(str(model_dir), **options)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_path_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nothing|holds no"):
+        LLM(str(tmp_path))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.text(min_size=1, max_size=40))
+def test_any_text_comes_back_in_pieces(text):
+    hf = test_any_text_comes_back_in_pieces.hf
+    ids = hf.encode(text, add_special_tokens=False)
+    detokenizer = Detokenizer(hf)
+    pieces = [detokenizer.add(token) for token in ids] + [detokenizer.finish()]
+    assert "".join(pieces) == hf.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture(autouse=True)
+def tokenizer_for_pieces(model_dir):
+    test_any_text_comes_back_in_pieces.hf = AutoTokenizer.from_pretrained(model_dir)
+
+
+# ---- commands ---------------------------------------------------------------------------------------------------
+
+
+def generate(model_dir, folder, lines, *options):
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--prompts", str(folder / "in.jsonl"), "--out", str(folder / "out.jsonl"), "--kv-memory", "16MB"]
+    return main(["generate", str(model_dir), *arguments, "--dtype", "float32", *options])
+
+
+LINES = [
+    {"prompt": "The gentle", "id": "a"},
+    {"messages": [{"role": "user", "content": "who?"}], "max_new_tokens": 3},
+    {"text": "Once", "temperature": 1.0, "logprobs": 1},
+    {"input": [5, 9, 30], "n": 2, "temperature": 1.0},
+]
+
+
+def test_lines_are_written_in_order_and_resumed(model_dir, tmp_path, capsys):
+    assert generate(model_dir, tmp_path, LINES, "--max-new-tokens", "6", "--seed", "1") == 0
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    records = [json.loads(line) for line in whole.splitlines()]
+    assert [record["id"] for record in records] == ["a", 2, 3, 4]
+    assert len(records[1]["tokens"]) <= 3
+    assert len(records[3]["completions"]) == 2
+    lines = whole.splitlines(keepends=True)
+    for kept in (b"", lines[0], lines[0] + lines[1][:9], b"".join(lines[:3]) + b"{"):
+        (tmp_path / "out.jsonl").write_bytes(kept)
+        assert generate(model_dir, tmp_path, LINES, "--max-new-tokens", "6", "--seed", "1") == 0
+        assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ["in.jsonl:7", "JSON"]),
+        ("[1]", ["in.jsonl:7", "object"]),
+        ('{"prompt": "a", "promt": 1}', ["in.jsonl:7", "promt", "prompt"]),
+        ('{"prompt": "a", "text": "b"}', ["in.jsonl:7", "prompt and text"]),
+        ('{"id": 1}', ["in.jsonl:7", "no prompt"]),
+        ('{"prompt": 3}', ["in.jsonl:7", "int"]),
+        ('{"messages": []}', ["in.jsonl:7", "messages"]),
+        ('{"messages": [{"role": "me", "content": "x"}]}', ["in.jsonl:7", "me"]),
+        ('{"prompt": "a", "id": 1}', ["in.jsonl:7", "in.jsonl:1"]),
+        ('{"prompt": "a", "id": null}', ["in.jsonl:7", "id"]),
+        ('{"prompt": "a", "temperature": NaN}', ["in.jsonl:7", "temperature"]),
+        ('{"prompt": "a", "top_p": 7}', ["in.jsonl:7", "top_p"]),
+        ('{"prompt": [9999999]}', ["in.jsonl:7", "vocabulary"]),
+        ('{"prompt": []}', ["in.jsonl:7", "no tokens"]),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_computed(model_dir, tmp_path, capsys, line, words):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n' * 6 + line + "\n" + '{"prompt": "a"}\n' * 3)
+    arguments = ["--prompts", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    assert main(["generate", str(model_dir), *arguments, "--kv-memory", "16MB", "--max-new-tokens", "4"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert all(word in error for word in words)
+    assert not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_bytes()
+
+
+def test_another_output_file_is_not_touched(model_dir, tmp_path, capsys):
+    (tmp_path / "out.jsonl").write_text('{"id": "other"}\n')
+    assert generate(model_dir, tmp_path, LINES) == 1
+    assert "other" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_text() == '{"id": "other"}\n'
+
+
+def test_one_prompt_is_printed(model_dir, capsys):
+    arguments = ["--prompt", "The gentle", "--max-new-tokens", "9", "--dtype", "float32", "--kv-memory", "16M"]
+    assert main(["generate", str(model_dir), *arguments]) == 0
+    assert capsys.readouterr().out == greedy_text(model_dir, "The gentle", 9) + "\n"
+
+
+def test_a_chat_in_the_terminal(llm, tmp_path):
+    sampling = Sampling(max_new_tokens=5)
+    written = io.StringIO()
+    talk = Conversation(llm, sampling, "Be brief.")
+    path = tmp_path / "chat.json"
+    said = iter(
+        ["who?", "more", "/undo", "/seed 4", "/nonsense", f"/save {path}", "/seed x", "", "/quit", "not read"]
+    )
+    talk.run(lambda: next(said), written.write)
+    answer = llm.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "who?"}], sampling)
+    saved = json.loads(path.read_text())["messages"]
+    assert [message["content"] for message in saved] == ["Be brief.", "who?", answer.text]
+    assert talk.sampling.seed == 4
+    assert "commands:" in written.getvalue()
+    assert "error: /seed x" in written.getvalue()
+    talk.run(iter(["/reset", None]).__next__, written.write)
+    assert len(talk.messages) == 1
