@@ -3,6 +3,8 @@
 
 import pytest
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.requests import Sampling
@@ -36,3 +38,41 @@ def test_chunks_change_no_log_probability(family_case, name):
             list(engine.run())
         found = torch.tensor([one.logprob for one in job.completion.prompt_logprobs])
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_attention_of_megatron_core_decodes_like_ours(family_case):
+    case = family_case("qwen3")
+    model = decoding.decoder(case, "one")
+    for layer in model[0].decoder.layers:
+        attention = layer.self_attention
+        attention.core_attention = DotProductAttention(
+            attention.config, attention.layer_number, AttnMaskType.causal, "self"
+        )
+    expected = decoding.references(case)
+    with Engine(model, decoding.engine_config(case)) as engine:
+        jobs = [engine.submit(one.prompt, Sampling(max_new_tokens=decoding.NEW))[0] for one in expected]
+        list(engine.run())
+    assert [job.completion.tokens for job in jobs] == [one.tokens for one in expected]
+    assert isinstance(model[0].decoder.layers[0].self_attention.core_attention, DotProductAttention)
+
+
+def test_nothing_stays_attached(family_case):
+    case = family_case("qwen3_next")
+    model = decoding.decoder(case, "one")
+    before = {name: dict(vars(module)) for name, module in model[0].named_modules()}
+    with pytest.raises(ZeroDivisionError):
+        fail_while_decoding(model, decoding.engine_config(case))
+    hooks = ("_forward_hooks", "_forward_pre_hooks")
+    for name, module in model[0].named_modules():
+        now = vars(module)
+        assert set(now) == set(before[name]), name
+        assert not any(now[hook] for hook in hooks) or "attention" in name or not name, name
+    ids = torch.tensor([[1, 2, 3]])
+    assert model[0](input_ids=ids, position_ids=torch.arange(3)[None], attention_mask=None).requires_grad
+
+
+def fail_while_decoding(model, config):
+    with Engine(model, config) as engine:
+        engine.submit([1, 2, 3], Sampling(max_new_tokens=4))
+        engine.step()
+        raise ZeroDivisionError

@@ -13,8 +13,11 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from megatron.bridge.backends.decoding.attention_cache import AttentionCache
@@ -50,6 +53,11 @@ class DecodingState:
         check_layers(self.bare)
         device = torch.device(torch.cuda.current_device())
         self._caches: list[tuple[nn.Module, Any]] = []
+        self._cores = [(layer, _torch_core(layer)) for layer in _foreign_layers(self.bare)]
+        self._caches += [
+            (core, AttentionCache(tokens, *_shape(layer), core.config.params_dtype, device))
+            for layer, core in self._cores
+        ]
         for layer in _latent_layers(self.bare):
             cache = LatentCache(tokens, layer, layer.config.params_dtype, device)
             core: Any = layer.core_attention
@@ -77,6 +85,8 @@ class DecodingState:
         """The layers have their caches inside the context."""
         changes = _Changes()
         try:
+            for layer, core in self._cores:
+                changes.set(layer, "core_attention", core)
             for module, cache in self._caches:
                 changes.set(module, "cache", cache)
             for module in _modules(self.bare, RotaryEmbedding):
@@ -84,7 +94,8 @@ class DecodingState:
             for module in _modules(self.bare, GroupedLinear):
                 changes.set(module, "row_multiple", ROW_MULTIPLE)
             for module in _modules(self.bare, SharedExpertMLP):
-                if module.use_shared_expert_gate and not module.config.moe_shared_expert_overlap:
+                plain = module.use_shared_expert_gate and not isinstance(module.gate_weight, DTensor)
+                if plain and not module.config.moe_shared_expert_overlap:
                     changes.set(module, "use_shared_expert_gate", False)
                     changes.undo_with(module.register_forward_hook(_apply_shared_gate))
             for chunk in self.bare:
@@ -208,9 +219,10 @@ def _modules(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
 
 
 def _latent_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
-    """Layers whose latents can be cached: an adapter on the projection of latents needs its inputs."""
+    """Layers whose latents can be cached; keys are where their projection is sharded or has an adapter."""
     for layer in _modules(chunks, TorchLatentAttention):
-        if isinstance(layer.linear_kv_up_proj, tensor_parallel.ColumnParallelLinear):
+        up = layer.linear_kv_up_proj
+        if isinstance(up, tensor_parallel.ColumnParallelLinear) and not isinstance(up.weight, DTensor):
             yield layer
 
 
@@ -248,15 +260,31 @@ def check_layers(chunks: Sequence[Any]) -> None:
             f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} drops tokens by what else is in the "
             "batch: set it to None to generate"
         )
-    for chunk in chunks:
-        for module in chunk.modules():
-            core = getattr(module, "core_attention", None)
-            foreign = core is not None and not isinstance(core, TorchAttention)
-            if foreign or (isinstance(module, MambaMixer) and not isinstance(module, TorchMambaMixer)):
-                raise UserError(
-                    f"backend={config.backend!r} has {type(core or module).__name__}, which has no cache: set "
-                    "model.backend='torch' to generate"
-                )
+    for module in _modules(chunks, (MambaMixer, MultiLatentAttention)):
+        if not isinstance(module, (TorchMambaMixer, TorchLatentAttention)):
+            raise UserError(
+                f"backend={config.backend!r} has {type(module).__name__}, which has no cache: set "
+                "model.backend='torch' to generate"
+            )
+
+
+def _foreign_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
+    """Layers whose attention is Megatron-Core's or Transformer Engine's."""
+    for layer in _modules(chunks, SelfAttention):
+        if not isinstance(layer.core_attention, TorchAttention):
+            yield layer
+
+
+def _torch_core(layer: Any) -> TorchAttention:
+    """An attention that decodes in place of the layer's own, with its sinks and hooks."""
+    own = layer.core_attention
+    scale = getattr(own, "softmax_scale", None)
+    made = TorchAttention(layer.config, layer.layer_number, layer.attn_mask_type, "self", softmax_scale=scale)
+    made.eval()
+    made.softmax_offset = getattr(own, "softmax_offset", None)
+    made._forward_pre_hooks = own._forward_pre_hooks
+    made._forward_pre_hooks_with_kwargs = own._forward_pre_hooks_with_kwargs
+    return made
 
 
 def bytes_per_token(chunks: Sequence[nn.Module]) -> int:
@@ -267,10 +295,11 @@ def bytes_per_token(chunks: Sequence[nn.Module]) -> int:
     total = sum(
         (it.config.kv_lora_rank + it.config.qk_pos_emb_head_dim) * it.config.params_dtype.itemsize for it in latent
     )
+    foreign = [(layer, _shape(layer)) for layer in _foreign_layers(bare)]
     return total + sum(
-        AttentionCache.bytes_per_token(*shape, core.config.params_dtype)
-        for core, shape in _attention_layers(bare)
-        if id(core) not in absorbed
+        AttentionCache.bytes_per_token(*shape, module.config.params_dtype)
+        for module, shape in (*_attention_layers(bare), *foreign)
+        if id(module) not in absorbed
     )
 
 

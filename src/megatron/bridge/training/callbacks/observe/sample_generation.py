@@ -6,8 +6,8 @@ from typing import Any
 
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.data.records.chat_template import ChatTemplate
-from megatron.bridge.data.records.formats import Chat, parse
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+from megatron.bridge.inference.ends import end_of_turn, parse_chat
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.generation import generate
 from megatron.bridge.training.state import Run
@@ -17,7 +17,6 @@ from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
 
 SAMPLES_FILE = "samples.jsonl"
-ANSWER_MARKER = "an answer"  # text that no template contains
 Prompt = str | list[dict[str, Any]]
 
 
@@ -80,28 +79,22 @@ class GenerationSamples(Callback):
     def _tokens(self, run: Run, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return run.tokenizer.tokenize(prompt)
-        return run.tokenizer.continue_tokens(self._chat_template(run).prompt(_parse_chat(prompt), "prompt"))
+        return run.tokenizer.continue_tokens(
+            self._chat_template(run).prompt(parse_chat(prompt, "prompt"), "prompt")
+        )
 
     def _ends(self, run: Run) -> frozenset[int]:
         """The special token that the chat template puts after an answer, found by rendering one."""
         prompt = next((prompt for prompt in self._prompts if not isinstance(prompt, str)), None)
         if prompt is None:
             return frozenset()
-        answered = [*prompt, {"role": "assistant", "content": ANSWER_MARKER}]
-        text = self._chat_template(run).render(_parse_chat(answered), "everything", "prompt").text
-        ids = run.tokenizer.continue_tokens(text.rpartition(ANSWER_MARKER)[2])
-        return frozenset(token for token in ids[:1] if token in run.tokenizer.hf.added_tokens_decoder)
+        self._chat_template(run)  # refuses a tokenizer without one
+        return frozenset(end_of_turn(run.tokenizer.hf, self._template, prompt))
 
     def _chat_template(self, run: Run) -> ChatTemplate:
         if not isinstance(run.tokenizer, HuggingFaceTokenizer):
             raise UserError("a conversation as a prompt needs a HuggingFaceTokenizer: pass the prompt as text")
         return ChatTemplate(run.tokenizer.hf, self._template)
-
-
-def _parse_chat(messages: list[dict[str, Any]]) -> Chat:
-    parsed = parse({"messages": messages}, "prompt")
-    assert isinstance(parsed, Chat), "messages are a chat"
-    return parsed
 
 
 def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
