@@ -73,7 +73,10 @@ def engine_config(case: Case, **changes) -> EngineConfig:
 
 def differences(case: Case, layout: str, expected: list[Reference], **changes) -> list[str]:
     """Runs on every rank: what the engine generates otherwise than transformers."""
-    model = decoder(case, layout)
+    return differences_of(decoder(case, layout), case, expected, **changes)
+
+
+def differences_of(model, case: Case, expected: list[Reference], **changes) -> list[str]:
     sampling = Sampling(max_new_tokens=NEW, logprobs=0, prompt_logprobs=0)
     with Engine(model, engine_config(case, **changes)) as engine:
         jobs = [engine.submit(one.prompt, sampling)[0] for one in expected]

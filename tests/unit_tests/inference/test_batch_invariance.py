@@ -19,7 +19,7 @@ EVEN = Row(
 )
 NAMES = ("llama_tied", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next_even", "nemotron_h", "lfm2")
 
-ROOMY = {"chunk": 8, "rows": 64, "max_requests": 8}
+ROOMY = {"chunk": 8, "rows": 64, "max_requests": 8, "pack": True}
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,17 @@ def test_greedy_texts_of_transformers(family_case, name):
 
 
 @pytest.mark.parametrize("name", MIXED)
+def test_packed_weights_give_the_same_texts_and_are_unpacked(family_case, name):
+    case = family_case(name)
+    expected = decoding.references(case)
+    model = decoding.decoder(case, "one")
+    before = {name: weight.clone() for name, weight in model[0].named_parameters()}
+    problems = decoding.differences_of(model, case, expected, pack=True)
+    assert not problems, "\n".join(problems)
+    assert all(torch.equal(weight, before[name]) for name, weight in model[0].named_parameters())
+
+
+@pytest.mark.parametrize("name", MIXED)
 def test_chunks_change_no_log_probability(family_case, name):
     """Cached log-probabilities equal those of one full forward pass for every size of chunks."""
     case = family_case(name)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from megatron.bridge.backends.decoding.attention_cache import AttentionCache
 from megatron.bridge.backends.decoding.latent_cache import LatentCache
+from megatron.bridge.backends.decoding.packed_linear import PackedForward, PackedWeight, can_pack
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, Step, padded_rows
 from megatron.bridge.backends.moe.grouped_experts import GroupedLinear
@@ -33,6 +34,7 @@ from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.models.features.rope import ScaledRotaryEmbedding
 from megatron.bridge.utils.errors import UserError
 
+_PARALLEL_LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
 _RECURRENT = (TorchMambaMixer, DeltaNet, ShortConv)
 
 
@@ -43,12 +45,14 @@ class DecodingState:
         chunks: model chunks, wrapped or not.
         tokens: tokens of all requests that the caches hold.
         requests: requests that have recurrent states.
+        pack: on CPUs, keep weights as oneDNN wants them while attached; the parameters are empty meanwhile.
 
     Raises:
         UserError: a layer that cannot decode.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], tokens: int, requests: int) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], tokens: int, requests: int, pack: bool = False) -> None:
+        self._pack = pack
         self.bare: list[Any] = [unwrap(chunk) for chunk in chunks]
         check_layers(self.bare)
         device = torch.device(torch.cuda.current_device())
@@ -93,6 +97,8 @@ class DecodingState:
                 changes.set(module, "forward", self._angles_of(self._rotary[id(module)]))
             for module in _modules(self.bare, GroupedLinear):
                 changes.set(module, "row_multiple", ROW_MULTIPLE)
+            if self._pack:
+                self._pack_weights(changes)
             for module in _modules(self.bare, SharedExpertMLP):
                 plain = module.use_shared_expert_gate and not isinstance(module.gate_weight, DTensor)
                 if plain and not module.config.moe_shared_expert_overlap:
@@ -107,6 +113,27 @@ class DecodingState:
             yield
         finally:
             changes.undo()
+
+    def _pack_weights(self, changes: "_Changes") -> None:
+        kept = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}
+        for chunk in self.bare:
+            output = getattr(chunk, "output_layer", None)
+            if output is not None:  # its weight may be the embedding's, so it stays
+                weight = output.weight if output.weight is not None else chunk.shared_embedding_or_output_weight()
+                kept.add(id(output))
+                if can_pack(weight):
+                    changes.set(output, "_forward_impl", PackedForward(weight))
+        for module in _modules(self.bare, _PARALLEL_LINEAR):
+            if id(module) not in kept and can_pack(module.weight):
+                forward = PackedForward(module.weight)
+                changes.set(module, "_forward_impl", forward)
+                changes.empty(module.weight, forward.packed)
+        for module in _modules(self.bare, GroupedLinear):
+            if all(can_pack(weight) for weight in module.weights()):
+                packed = [PackedWeight(weight) for weight in module.weights()]
+                changes.set(module, "packed", packed)
+                for weight, stored in zip(module.weights(), packed, strict=True):
+                    changes.empty(weight, stored)
 
     def begin(self, step: Step, rows: Sequence[int]) -> None:
         """Prepare for a pass over ``step``, after which the logits of ``rows`` are needed."""
@@ -148,6 +175,15 @@ class _Changes:
         old = vars(thing).get(name)
         object.__setattr__(thing, name, value)
         self._undo.append(lambda: object.__setattr__(thing, name, old) if had else object.__delattr__(thing, name))
+
+    def empty(self, weight: nn.Parameter, packed: PackedWeight) -> None:
+        """Free the memory of a weight that is stored packed."""
+        weight.data = weight.data.new_empty(0)
+
+        def fill() -> None:
+            weight.data = packed.unpacked()
+
+        self._undo.append(fill)
 
     def undo_with(self, handle: Any) -> None:
         """Remove a hook later."""

@@ -40,6 +40,7 @@ class EngineConfig:
         max_requests: texts that are computed at the same time.
         chunk: tokens of a prompt that are computed together.
         rows: new tokens of a step.
+        pack: on CPUs, store weights as oneDNN multiplies with them: about twice as fast.
     """
 
     max_context: int
@@ -49,6 +50,7 @@ class EngineConfig:
     max_requests: int = 32
     chunk: int = 256
     rows: int = 1024
+    pack: bool = False
 
 
 @dataclass(eq=False)
@@ -84,7 +86,7 @@ class Engine(AbstractContextManager["Engine"]):
         decoding_state.check_layers(bare)
         self._switch = decoding_state.switch_length(bare)
         limits = _limits(chunks, config, reuses=self._switch is None)
-        self._state = DecodingState(chunks, limits.tokens, limits.requests)
+        self._state = DecodingState(chunks, limits.tokens, limits.requests, config.pack)
         self._runner = Runner(chunks, self._state, config.vocabulary)
         self.lanes = [Scheduler(limits) for _ in range(parallel_state.get_data_parallel_world_size())]
         self._lane = parallel_state.get_data_parallel_rank()

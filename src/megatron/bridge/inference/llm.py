@@ -88,7 +88,7 @@ class LLM:
         if model.hf is not None and self._template is not None:
             ends |= end_of_turn(model.hf, self._template)
         same = {name: options[name] for name in ("max_requests", "kv_memory", "chunk", "rows")}
-        config = EngineConfig(max_context=context, vocabulary=model.vocabulary, ends=frozenset(ends), **same)
+        config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
         self.hf = model.hf
         self.engine = self._cleanup.enter_context(Engine(model.chunks, config, model.hf))
 

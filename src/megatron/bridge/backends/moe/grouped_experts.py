@@ -29,6 +29,8 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 
+from megatron.bridge.backends.decoding.packed_linear import PackedWeight
+
 
 class _GroupedMatmul(torch.autograd.Function):
     """``x[rows of expert i] @ weight[i].T + bias[i]`` for each expert, in one tensor."""
@@ -128,6 +130,8 @@ class GroupedLinear(torch.nn.Module):
 
     split: int
     """The dimension of a weight that is split: 0 for column-parallel, 1 for row-parallel layers."""
+    packed: list[PackedWeight] | None = None
+    """Weights as oneDNN multiplies with them while the model decodes; the parameters are empty then."""
     row_multiple = 1
     """The rows of an expert are padded to this multiple, so that decoding gives the same bits in any batch."""
 
@@ -157,6 +161,7 @@ class GroupedLinear(torch.nn.Module):
         self.skip_bias_add = skip_bias_add
         shape = [output_size, input_size]
         shape[self.split] = divide(shape[self.split], self.tp_group.size())
+        self.output_size = shape[0]
         for index in range(num_local_experts):
             self.register_parameter(f"weight{index}", self._parameter(*shape))
             if bias:
@@ -235,14 +240,19 @@ class GroupedLinear(torch.nn.Module):
     def _padded(self, x: torch.Tensor, counts: list[int], biases: list[torch.nn.Parameter]) -> torch.Tensor:
         """Outputs [tokens, out], without a gradient."""
         weights = self.weights()
-        out = x.new_empty(x.size(0), weights[0].size(0))
+        found: list[torch.Tensor] = []
         for index, rows in enumerate(_expert_slices(counts)):
             if counts[index]:
                 padded = torch.nn.functional.pad(x[rows], (0, 0, 0, -counts[index] % self.row_multiple))
                 bias = biases[index] if biases else None
-                found = torch.nn.functional.linear(padded, weights[index], bias)
-                out[rows] = found[: counts[index]]
-        return out
+                packed = None if self.packed is None else self.packed[index]
+                out = (
+                    torch.nn.functional.linear(padded, weights[index], bias)
+                    if packed is None
+                    else packed(padded, bias)
+                )
+                found.append(out[: counts[index]])
+        return torch.cat(found) if found else x.new_empty(0, self.output_size)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
