@@ -217,7 +217,7 @@ class DecoderBridge(MegatronModelBridge):
         """What makes up other architectures and is not as this one implies it, as ``name=value``."""
         said = {name for field in self.fields for name in field.names}
         implied = {field.name: field.default for field in dataclasses.fields(self._provider)} | self.fixed
-        names = (name for name in sorted(_distinguishing() - said) if name in implied and hasattr(provider, name))
+        names = (name for name in sorted(function_fields() - said) if name in implied and hasattr(provider, name))
         return [f"{name}={value!r}" for name in names if (value := getattr(provider, name)) != implied[name]]
 
     @property
@@ -239,11 +239,13 @@ _OF_TRAINING = {
 }
 
 
-def _distinguishing() -> set[str]:
-    """Attributes of providers by which the architectures of this package differ."""
+@cache
+def function_fields() -> frozenset[str]:
+    """Attributes of providers that change what a trained model computes: those that any architecture sets."""
+    _load_families()
     bridges = [it.bridge for it in _REGISTRY.values() if issubclass(it.bridge, DecoderBridge)]
     told = {name for bridge in bridges for field in bridge.fields for name in field.names}
-    return told.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING
+    return frozenset(told.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING)
 
 
 def _registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:

@@ -20,7 +20,7 @@ from megatron.bridge.checkpoint.manifest import DamagedError
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion import pretrained
 from megatron.bridge.models.hf_pretrained.hub import is_hf_model
-from megatron.bridge.training.checkpointing import megatron_lm, non_persistent
+from megatron.bridge.training.checkpointing import megatron_lm, model_change, non_persistent
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, SchedulerConfig
 from megatron.bridge.training.initialize import peft
 from megatron.bridge.training.initialize.parallel_sizes import ParallelSizes
@@ -156,6 +156,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "optimizer": _optimizer_scalars(run) if config.save_optim else None,
         "random": config.save_rng,
         "base": chunk_info(run.model[0]).base,
+        model_change.KEY: model_change.function_of(run.config.model),
     }
     own = {"callbacks": _callback_states(run), "random": random_states() if config.save_rng else None}
     state[RANK] = ShardedObject(RANK, own, (distributed.world_size(),), (distributed.rank(),))
@@ -473,6 +474,7 @@ def _checked_run_state(run: Run, common: dict[str, Any], directory: Path) -> dic
     ):
         if wanted and not found:
             raise UserError(f"checkpoint {directory} was saved without {what}; set checkpoint.{key}=false")
+    model_change.check_same_function(run.config.model, saved, directory, config.allow_model_change)
     check_schedule(run, saved["scheduler"], directory)
     peft.check_base(run, saved, directory)
     return saved

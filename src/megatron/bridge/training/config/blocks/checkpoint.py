@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run saves and loads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -29,6 +29,10 @@ class CheckpointConfig:
     """Load the optimizer state."""
     load_rng: bool = True
     """Load the random number generator states."""
+    allow_model_change: list[str] = field(default_factory=list[str])
+    """Settings of ``model``, such as ``rotary_base``, that may differ from those of the checkpoint to resume from.
+    Others that change what the model computes are refused.
+    """
     finetune: bool = False
     """Load only weights from ``load``, and start at step 0."""
     async_save: bool = False
