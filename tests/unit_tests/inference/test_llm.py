@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``LLM``, ``generate`` and ``chat`` with a toy that has a tokenizer and a chat template."""
 
+import importlib.util
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.errors import UserError
 from tests.toy_models import make_llama
 from tests.unit_tests.data.conftest import TEXT, tokenizer_dir  # noqa: F401 - a fixture
+from tests.unit_tests.project.tree import ROOT
 
 TEMPLATE = (
     "{% for message in messages %}<|turn|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
@@ -258,3 +261,36 @@ def test_a_chat_in_the_terminal(llm, tmp_path):
     assert "error: /seed x" in written.getvalue()
     talk.run(iter(["/reset", None]).__next__, written.write)
     assert len(talk.messages) == 1
+
+
+# ---- scripts ----------------------------------------------------------------------------------------------------
+
+
+def script(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def test_a_script_compares_with_transformers(model_dir, capsys):
+    options = ["--hf_model_path", str(model_dir), "--prompt", "The gentle", "--dtype", "float32"]
+    assert script("examples/conversion/compare_text_generation.py")(options) == 0
+    assert "the same tokens" in capsys.readouterr().out
+    assert script("examples/conversion/hf_to_megatron_generate_text.py")(options) == 0
+    assert capsys.readouterr().out == "The gentle" + greedy_text(model_dir, "The gentle", 20) + "\n"
+
+
+def test_a_script_takes_the_options_of_the_api(model_dir, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"text": "The gentle"}\n{"text": "Once"}\n')
+    options = ["--hf_model_path", str(model_dir), "--prompt-file", str(tmp_path / "in.jsonl")]
+    options += ["--prompt-file-num-truncate", "1", "--return-log-probs", "--max_new_tokens", "5"]
+    options += ["--use-legacy-generation", "--kv_cache_buffer_size_gb", "0.01", "--dtype", "float32"]
+    assert script("scripts/inference/text_generation.py")(options) == 0
+    written = capsys.readouterr()
+    (record,) = [json.loads(line) for line in written.out.splitlines()]
+    assert record["text"] == greedy_text(model_dir, "The gentle", 5)
+    assert len(record["logprobs"]) == len(record["tokens"])
+    assert "--use-legacy-generation has no effect" in written.err
+    with pytest.raises(UserError, match="--hf_model_path"):
+        script("scripts/inference/text_generation.py")(["--prompt", "x"])

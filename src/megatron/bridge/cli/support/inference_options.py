@@ -86,6 +86,33 @@ def load(args: argparse.Namespace) -> Any:
     )
 
 
+def add_script_options(parser: argparse.ArgumentParser) -> None:
+    """The model and its layout under the names of the Megatron Bridge API's scripts."""
+    parser.add_argument("--hf_model_path", "--hf-model-path", metavar="ID", help="Hugging Face model")
+    parser.add_argument("--megatron_model_path", "--megatron-model-path", metavar="DIR", help="its checkpoint")
+    parser.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=20)
+    for name in ("tp", "pp", "ep"):
+        parser.add_argument(f"--{name}", type=count, default=1)
+    parser.add_argument("--etp", type=count)
+    parser.add_argument("--dtype", choices=model_options.DTYPES)
+    model_options.add_trust_remote_code(parser)
+
+
+def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
+    """The ``LLM`` of ``add_script_options``.
+
+    Raises:
+        UserError: no model is given.
+    """
+    from megatron.bridge.inference.llm import LLM
+
+    path = args.megatron_model_path or args.hf_model_path
+    if path is None:
+        raise UserError("no model: give --hf_model_path or --megatron_model_path")
+    same = {name: getattr(args, name) for name in ("tp", "pp", "ep", "etp", "dtype", "trust_remote_code")}
+    return LLM(path, tokenizer=args.hf_model_path if args.megatron_model_path else None, **same, **options)
+
+
 def _template(path: Path | None) -> str | None:
     if path is None:
         return None

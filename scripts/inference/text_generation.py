@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continue prompts, with the options of the Megatron Bridge API; ``megatron-bridge generate`` has more.
+
+``python text_generation.py --hf_model_path ID [--megatron_model_path DIR] --prompt TEXT``
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.cli.support import inference_options
+from megatron.bridge.cli.support.exit_code import exit_code
+from megatron.bridge.cli.support.parser import Parser, count
+
+WITHOUT_EFFECT = {
+    "--use-legacy-generation": "there is one engine",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--cache-mla-latents": "latents are always cached",
+}
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the options."""
+    parser = Parser(description=__doc__)
+    inference_options.add_script_options(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", help="may be repeated")
+    source.add_argument("--prompt-file", type=Path, help="JSONL with text or prompt, or a prompt a line")
+    parser.add_argument("--prompt-file-num-truncate", type=count, help="read this many prompts only")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top_k", "--top-k", type=int, default=1)
+    parser.add_argument("--top_p", "--top-p", type=float, default=0.0, help="0 keeps all tokens, as 1 does")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--return-log-probs", action="store_true")
+    parser.add_argument("--skip-prompt-log-probs", action="store_true")
+    parser.add_argument("--top-n-logprobs", type=int, default=0)
+    parser.add_argument("--termination-id", type=int, help="a further token that ends a text")
+    parser.add_argument("--stop-words", nargs="+", default=[])
+    parser.add_argument("--max_seq_length", "--max-seq-length", type=count)
+    parser.add_argument("--max_batch_size", "--max-batch-size", type=count, default=32)
+    parser.add_argument("--max_tokens", "--max-tokens", type=count, default=1024, help="new tokens of a step")
+    parser.add_argument("--kv_cache_buffer_size_gb", "--kv-cache-buffer-size-gb", type=float, default=4.0)
+    for name, reason in WITHOUT_EFFECT.items():
+        parser.add_argument(name, action="store_true", help=f"no effect: {reason}")
+    return parser.parse_args(argv)
+
+
+def sampling_of(args: argparse.Namespace) -> Any:
+    """The ``Sampling`` of the arguments."""
+    from megatron.bridge.inference.requests import Sampling
+
+    top = args.top_n_logprobs if args.return_log_probs else None
+    return Sampling(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p or 1.0,
+        seed=args.seed,
+        stop=args.stop_words,
+        stop_ids=[] if args.termination_id is None else [args.termination_id],
+        logprobs=top,
+        prompt_logprobs=None if args.skip_prompt_log_probs else top,
+    )
+
+
+def prompts_of(args: argparse.Namespace) -> list[Any]:
+    """The prompts, from the command or from a file."""
+    if args.prompt_file is None:
+        return args.prompt
+    from megatron.bridge.inference.prompt_files import read_prompts
+
+    return [line.prompt for line in read_prompts(args.prompt_file, {})][: args.prompt_file_num_truncate]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a JSON object for each prompt."""
+    args = parsed(argv)
+    for name, reason in WITHOUT_EFFECT.items():
+        if getattr(args, name.strip("-").replace("-", "_")):
+            sys.stderr.write(f"note: {name} has no effect: {reason}\n")
+    from megatron.bridge.utils import distributed
+
+    prompts, sampling = prompts_of(args), sampling_of(args)
+    memory = int(args.kv_cache_buffer_size_gb * (1 << 30))
+    sizes = {"max_context": args.max_seq_length, "max_requests": args.max_batch_size, "rows": args.max_tokens}
+    with inference_options.load_of_script(args, kv_memory=memory, **sizes) as llm:
+        for prompt, completions in zip(prompts, llm.generate_each(prompts, sampling), strict=True):
+            found = completions[0]
+            record = {"prompt": prompt, "text": found.text, "tokens": found.tokens}
+            for name in ("logprobs", "prompt_logprobs"):
+                if getattr(sampling, name) is not None:
+                    record[name] = [one.logprob for one in getattr(found, name)]
+            if distributed.rank() == 0:
+                sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))
