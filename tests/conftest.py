@@ -62,6 +62,19 @@ def family_case(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def vision_case(tmp_path_factory):
+    """Name of a row of ``tests/families/vision`` -> its checkpoint and reference, made once."""
+    from tests.families.vision import harness
+    from tests.families.vision.rows import ROWS
+
+    @functools.cache
+    def case(name):
+        return harness.make_reference(ROWS[name], tmp_path_factory.mktemp(name))
+
+    return case
+
+
+@pytest.fixture(scope="session")
 def processes():
     """The processes behind the pools of this session."""
     started = Processes()

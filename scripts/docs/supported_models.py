@@ -34,11 +34,12 @@ def _published() -> dict[str, list[str]]:
 
 def tested_layouts() -> dict[str, list[str]]:
     """Architecture -> parallel layouts that its tests run under, besides one process."""
-    from tests.families.harness import LAYOUTS
     from tests.families.rows import ROWS
+    from tests.families.vision import rows as vision
+    from tests.families.vision.harness import LAYOUTS
 
     found: dict[str, set[str]] = {}
-    for row in ROWS.values():
+    for row in (*ROWS.values(), *vision.ROWS.values()):
         found.setdefault(row.model, set()).update(row.layouts, row.four)
     return {name: [layout for layout in LAYOUTS if layout in used] for name, used in found.items()}
 

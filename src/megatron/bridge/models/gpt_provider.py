@@ -137,7 +137,7 @@ class GPTModelProvider(ModelProvider):
         decoder = config._decoder_spec(vp_stage)
         # Megatron-Core 0.19 says at every chunk that HybridModel succeeds GPTModel: users cannot act on that here
         with silenced(gpt_model):
-            model = GPTModel(
+            model = config._model_class()(
                 transformer_layer_spec=decoder,
                 rope_scaling=config.rope_scaling,
                 rope_scaling_factor=config.rope_scaling_factor,
@@ -147,6 +147,9 @@ class GPTModelProvider(ModelProvider):
         mtp_loss.share_output_weight(model)
         config._finish(model)
         return model
+
+    def _model_class(self) -> type[GPTModel]:
+        return GPTModel
 
     def _model_arguments(
         self, pre_process: bool | None, post_process: bool | None, vp_stage: int | None

@@ -289,8 +289,9 @@ def to_half_precision(chunks: list[MegatronModule], config: TransformerConfig) -
     """The chunks in half precision where ``config`` asks for it, but for what needs to be exact."""
     if not (config.fp16 or config.bf16):
         return chunks
-    # half precision can neither count a router's tokens nor sum up the small steps of its correction bias
-    exact = [(module, dict(module.named_buffers(recurse=False))) for chunk in chunks for module in _routers(chunk)]
+    # half precision can neither count a router's tokens nor sum up the small steps of its correction bias; the
+    # frequencies of a vision tower's positions would be off by a tenth of a radian
+    exact = [(module, dict(module.named_buffers(recurse=False))) for chunk in chunks for module in _exact(chunk)]
     halved: list[MegatronModule] = [Float16Module(config, chunk) for chunk in chunks]
     for module, buffers in exact:
         for name, buffer in buffers.items():
@@ -298,8 +299,13 @@ def to_half_precision(chunks: list[MegatronModule], config: TransformerConfig) -
     return halved
 
 
-def _routers(chunk: MegatronModule) -> Iterator[Module]:
-    return (module for module in chunk.modules() if isinstance(module, Router))
+def _exact(chunk: MegatronModule) -> Iterator[Module]:
+    """The modules whose buffers keep their precision."""
+    return (module for module in chunk.modules() if isinstance(module, Router) or _keeps_buffers(module))
+
+
+def _keeps_buffers(module: Module) -> bool:
+    return getattr(module, "keeps_buffers_exact", False)
 
 
 def _kind_of_sharding(

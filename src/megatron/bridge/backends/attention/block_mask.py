@@ -136,6 +136,19 @@ def tile_biases(plan: list[Tile], window: AttentionWindow, like: torch.Tensor) -
     ]
 
 
+def hidden_ahead(ahead: torch.Tensor, span: QuerySpan, tile: Tile) -> torch.Tensor:
+    """Boolean [b, 1, queries, keys] of a tile, true behind the last key that a query sees.
+
+    Args:
+        ahead: [b, s], how many positions each query sees ahead.
+        span: The span that ``tile`` is of.
+        tile: Its keys begin where ``span``'s do, or later.
+    """
+    queries = torch.arange(tile.rows.start, tile.rows.stop, device=ahead.device) - span.row + span.position
+    keys = torch.arange(tile.keys.start, tile.keys.stop, device=ahead.device) - span.key_row
+    return (keys > (queries + ahead[:, tile.rows])[..., None])[:, None]
+
+
 def _length(part: slice) -> int:
     return part.stop - part.start
 

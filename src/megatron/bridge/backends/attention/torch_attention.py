@@ -35,6 +35,7 @@ from megatron.bridge.backends.attention.block_mask import (
     PackedSegment,
     QuerySpan,
     Tile,
+    hidden_ahead,
     packed_segments,
     packed_spans,
     slice_sequence,
@@ -135,7 +136,9 @@ class TorchAttention(MegatronModule):
             key: [s, b, g, d] or [t, g, d].
             value: [s, b, g, dv] or [t, g, dv].
             attention_mask: Boolean, true where a key is masked out (as in Megatron), broadcastable to
-                [b, h, s, s]; applies in addition to ``attn_mask_type`` and the window.
+                [b, h, s, s]; applies in addition to ``attn_mask_type`` and the window. Or integers [b, s]: how
+                many positions each query sees ahead, in the place of ``attn_mask_type``; a window still bounds how
+                far it sees back.
             attn_mask_type: Causal or not; None takes the layer's.
             attention_bias: Not supported.
             packed_seq_params: Where the sequences of a packed row begin.
@@ -148,9 +151,10 @@ class TorchAttention(MegatronModule):
             return self.cache.attend(self, query, key, value)
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if packed:
-            assert attention_mask is None, "packed sequences are masked by their lengths alone"
+            assert attention_mask is None or attention_mask.dtype != torch.bool, "packed rows have no mask"
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         window = self._mask_window(attn_mask_type or self.attn_mask_type)
+        attention_mask, window = _looking_ahead(attention_mask, window)
         attend = self._attend_parallel if self._cp(packed_seq_params) else self._attend_local
         out = attend(query, key, value, attention_mask, window, packed_seq_params if packed else None)
         out = out.flatten(2)
@@ -178,7 +182,7 @@ class TorchAttention(MegatronModule):
     ) -> torch.Tensor:
         if packed is None:
             spans = whole_sequence(query.size(0), key.size(0))
-        elif self._can_use_flash(query, window) and packed.cu_seqlens_q_padded is None:
+        elif mask is None and self._can_use_flash(query, window) and packed.cu_seqlens_q_padded is None:
             values = value.size(-1)
             value = _pad_width(value, query)
             bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
@@ -268,13 +272,14 @@ class TorchAttention(MegatronModule):
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         kernel = _TileAttention(self.scale, self.softcap, sinks, self.dropout if self.training else 0.0)
         limit = kernel.limit(q, k, masked=mask is not None)
-        plan = [tile for span in spans for tile in tiles(span, window, limit)]
+        cut = [(span, tile) for span in spans for tile in tiles(span, window, limit)]
+        plan = [tile for _, tile in cut]
         columns = zip(
             slice_sequence(q, [tile.rows for tile in plan]),
             slice_sequence(k, [tile.keys for tile in plan]),
             slice_sequence(v, [tile.keys for tile in plan]),
             tile_biases(plan, window, q),
-            [None if mask is None else _mask_of_tile(mask, tile) for tile in plan],
+            [None if mask is None else _mask_of_tile(mask, span, tile) for span, tile in cut],
             [tile.causal for tile in plan],
             strict=True,
         )
@@ -323,7 +328,19 @@ def _pad_width(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return F.pad(value, (0, missing)) if missing > 0 else value
 
 
-def _mask_of_tile(mask: torch.Tensor, tile: Tile) -> torch.Tensor:
+def _looking_ahead(
+    mask: torch.Tensor | None, window: AttentionWindow
+) -> tuple[torch.Tensor | None, AttentionWindow]:
+    """No mask if no query sees ahead; else a window that reaches as far as the furthest of them."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask, window
+    reach = int(mask.max())
+    return (mask, AttentionWindow(window.left, reach)) if reach else (None, AttentionWindow(window.left, 0))
+
+
+def _mask_of_tile(mask: torch.Tensor, span: QuerySpan, tile: Tile) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return hidden_ahead(mask, span, tile)
     rows = slice(None) if mask.size(-2) == 1 else tile.rows
     return mask[..., rows, tile.keys].to(torch.bool)
 

@@ -26,11 +26,6 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     from megatron.bridge.utils.console import console
     from megatron.bridge.utils.errors import UserError
 
-    if bridge.carried:
-        raise UserError(
-            f"logits of {bridge.hf_config.architectures[0]} cannot be compared because only its text model is "
-            "converted: compare its tensors with `megatron-bridge verify --skip-logits`"
-        )
     try:
         tokenizer = bridge.hf_pretrained.tokenizer
         ids = tokenizer(prompt or PROMPT, return_tensors="pt").input_ids
@@ -44,13 +39,14 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
         )
     console().print(f"no tokenizer: running {RANDOM_TOKENS} random tokens")
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, bridge.hf_config.vocab_size, (1, RANDOM_TOKENS), generator=generator), None
+    words = bridge.hf_config.get_text_config().vocab_size
+    return torch.randint(0, words, (1, RANDOM_TOKENS), generator=generator), None
 
 
 def reference_activations(bridge: Any, ids: "Tensor") -> "ModelOutputs":
     """What transformers computes for the tokens."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     from megatron.bridge.models.conversion.check import compare_logits
@@ -59,7 +55,8 @@ def reference_activations(bridge: Any, ids: "Tensor") -> "ModelOutputs":
     if not console().is_terminal:
         cast(Any, logging).disable_progress_bar()  # it would write a line per update to a log
     pretrained = bridge.hf_pretrained
-    hf = AutoModelForCausalLM.from_pretrained(
+    kind = AutoModelForImageTextToText if hasattr(pretrained.config, "vision_config") else AutoModelForCausalLM
+    hf = kind.from_pretrained(
         pretrained.state.directory,
         dtype=pretrained.config.dtype or torch.float32,
         trust_remote_code=pretrained.trust_remote_code,

@@ -456,15 +456,12 @@ class AutoBridge:
     def mapping_registry(self) -> Any:
         return self._bridge.registry_for(self.transformer_config)
 
-    @property
-    def carried(self) -> tuple[str, ...]:
-        """Patterns of the tensors of other parts of the model: an export takes them over from its source."""
-        return self._bridge.carried
-
     def not_converted(self, config: Any) -> tuple[str, ...]:
         """Patterns of all tensors that the Megatron model of the provider ``config`` does without."""
         left_out = self._left_out(config)
-        return (*self._bridge.buffers, *self._bridge.carried, *(left_out.patterns if left_out else ()))
+        source = self._source(None)
+        carried = self._bridge.carried_by(config, source.entries if source else {})
+        return (*self._bridge.buffers, *carried, *(left_out.patterns if left_out else ()))
 
     @cached_property
     def transformer_config(self) -> Any:
@@ -475,13 +472,14 @@ class AutoBridge:
 
     def _export_plan(self, model: Chunks, source: SafetensorsCheckpoint | None) -> Plan:
         chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model]
+        config, entries = chunks[0].config, {} if source is None else source.entries
         return build_plan(
-            self._bridge.registry_for(chunks[0].config),
+            self._bridge.spelled_as(self._bridge.registry_for(config), entries),
             chunks,
-            None if source is None else source.entries,
-            (*self._bridge.buffers, *self._bridge.carried),
+            None if source is None else entries,
+            (*self._bridge.buffers, *self._bridge.carried_by(config, entries)),
             self._bridge.copies,
-            self._left_out(chunks[0].config),
+            self._left_out(config),
         )
 
     @cached_property
@@ -557,7 +555,7 @@ class AutoBridge:
     ) -> None:
         plan = self._export_plan(model, source if strict else None)
         self._note_left_out(plan, source)
-        for pattern in self._bridge.carried:
+        for pattern in self._bridge.carried_by(_provider_of(model), source.entries if source else {}):
             if all(patterns.match(pattern, name) is None for name in plan.buffers):
                 raise UserError(
                     f"{pattern} is not converted and must come from the model's source, which "

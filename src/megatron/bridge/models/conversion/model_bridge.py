@@ -23,6 +23,7 @@ from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
+from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 __all__ = [
@@ -115,6 +116,18 @@ class MegatronModelBridge:
         """The mappings of a model built from the provider ``config``, on whose sizes names may depend."""
         del config
         return self.mapping_registry()
+
+    def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+        """Patterns of tensors that a model of the provider ``config`` does without; an export copies them."""
+        del config, entries
+        return self.carried
+
+    def spelled_as(
+        self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
+    ) -> MegatronMappingRegistry:
+        """``registry`` for the tensors of a checkpoint, where an architecture is stored in several ways."""
+        del entries
+        return registry
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
         """The Hugging Face config of a provider; empty where the bridge does not say."""

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vision-language checkpoints: the decoder as its text family declares it, the tower as transformers has it.
+
+A family says which text architecture its decoder is, what its parts are called in a checkpoint, and which parts
+the tower has. Tower weights keep transformers' names, under ``vision.``.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+from megatron.bridge.models.conversion.declare.blocks import Block
+from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, unknown_keys
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import (
+    DecoderBridge,
+    MegatronModelBridge,
+    as_dict,
+    bridge_for,
+)
+from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ReplicatedMapping
+from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
+from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
+from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
+from megatron.bridge.models.vision.provider import VisionGPTModelProvider
+from megatron.bridge.models.vision.tower import hf_config
+from megatron.bridge.utils.errors import UserError
+
+_TEXT, _VISION, _TIED, _ROPE = "text_config", "vision_config", "tie_word_embeddings", "rope_parameters"
+_MROPE = ("mrope_section", "mrope_interleaved")
+_PARAMETERS = ("image_newline",)
+_OF_TEXT = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_OF_WHOLE = ("architectures", "dtype", "quantization_config", "transformers_version", "_name_or_path")
+
+Prefixes = Mapping[str, str]
+"""Beginnings of names -> what they are in a checkpoint."""
+
+
+class VisionBridge(DecoderBridge):
+    """A bridge of two parts: ``text_config`` is read by the text model's own bridge, the rest by transformers."""
+
+    texts: ClassVar[dict[str, str]] = {}
+    """``model_type`` of the text config -> the architecture whose bridge reads it."""
+    tower: ClassVar[tuple[str, ...]] = ("vision_tower", "multi_modal_projector")
+    """Modules of transformers' model beside its language model."""
+    names: ClassVar[Prefixes] = {}
+    """How names of a text model (``model.``, ``lm_head.``) and of tower modules begin in transformers' files."""
+    other_names: ClassVar[Mapping[str, Prefixes]] = {}
+    """The same of other checkpoints: a beginning that only they have -> their names."""
+    text_values: ClassVar[dict[str, Any]] = {}
+    """Keys that the text model's bridge reads and transformers' model does not, with what it computes; a function
+    is given the ``text_config``."""
+    text_ignored: ClassVar[tuple[str, ...]] = ()
+    """Keys of ``text_config`` that change nothing here."""
+    values: ClassVar[dict[str, Any]] = {}
+    """Attributes of the provider that the architecture implies."""
+    extra_weights: ClassVar[Block] = ()
+    """Mappings in place of those that the text model's bridge has for the same parameters."""
+    tied_unless_said: ClassVar[bool] = False
+    """Embeddings are tied where ``config.json`` does not say."""
+
+    # ---- config -> provider -------------------------------------------------------------------------------------
+
+    def provider_bridge(self, hf_pretrained: Any) -> Any:
+        """The provider of both parts.
+
+        Raises:
+            UserError: a key of either config is unknown, missing, or cannot be represented.
+        """
+        whole = without_quantization(as_dict(hf_pretrained.config))
+        self._check(whole)
+        raw = hf_pretrained.raw_config if isinstance(hf_pretrained, PreTrainedCausalLM) else whole
+        text = {**self._text_config(whole), _TIED: self._is_tied(raw)}
+        provider = self._text_bridge(whole).provider_bridge(SimpleNamespace(config=text))
+        values = {
+            field.name: getattr(provider, field.name) for field in dataclasses.fields(provider) if field.init
+        }
+        rope: dict[str, Any] = whole[_TEXT].get(_ROPE) or {}
+        sections = {key: rope[key] for key in _MROPE if key in rope}
+        return self._provider(**{**values, **self.values, **sections, "vision": self._vision_config(whole)})
+
+    @property
+    def _provider(self) -> Any:
+        return (self.registration.provider if self.registration else None) or VisionGPTModelProvider
+
+    def _vision_config(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in whole.items() if key not in (*_OF_WHOLE, _TEXT, _TIED)}
+        text = {key: whole[_TEXT][key] for key in _OF_TEXT if whole[_TEXT].get(key) is not None}
+        return {**kept, _TEXT: text}
+
+    def _text_config(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """What the text model's bridge reads."""
+        text = {key: value for key, value in whole[_TEXT].items() if key not in self.text_ignored}
+        if isinstance(rope := text.get(_ROPE), dict):
+            text[_ROPE] = _without_mrope(cast(dict[str, Any], rope))
+        dtype = whole.get("dtype") or text.get("dtype")
+        implied = {key: value(text) if callable(value) else value for key, value in self.text_values.items()}
+        return {**text, **implied, "dtype": dtype, _TIED: whole.get(_TIED, False)}
+
+    def _is_tied(self, raw: Mapping[str, Any]) -> bool:
+        """Whether embeddings are tied, as ``config.json`` spells it."""
+        return raw.get(_TIED, raw.get(_TEXT, {}).get(_TIED, self.tied_unless_said))
+
+    def _text_bridge(self, whole: Mapping[str, Any]) -> MegatronModelBridge:
+        return bridge_for(SimpleNamespace(architectures=[self.texts[whole[_TEXT]["model_type"]]]))
+
+    def _check(self, whole: Mapping[str, Any]) -> None:
+        kind = whole[_TEXT].get("model_type")
+        problems = _unknown(whole, {**IRRELEVANT, **self.irrelevant})
+        if kind not in self.texts:
+            problems.append(f"{_TEXT}.model_type={kind!r} is not supported: {' and '.join(self.texts)} are")
+        if problems:
+            raise UserError(f"config of {self._architecture}: {'; '.join(problems)}")
+
+    # ---- provider -> config -------------------------------------------------------------------------------------
+
+    def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
+        """The whole config of a provider with a tower; nothing without one."""
+        if provider.vision is None:
+            return {}
+        text = self._text_bridge(provider.vision).megatron_to_hf_config(provider)
+        tied, dtype = text.pop(_TIED), text.pop("dtype")
+        del text["architectures"]
+        text = self._written({**text, **provider.vision[_TEXT]}, provider)
+        known = {"architectures": [self._architecture], "dtype": dtype, _TIED: tied}
+        return {**known, **provider.vision, _TEXT: text}
+
+    def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """What has changed in either part; that embeddings are tied is for the whole config to say."""
+        text = self._text_config(hf_config)
+        changed = self._text_bridge(hf_config).changed_config(provider, text)
+        changed.pop("dtype", None)
+        whole = {_TIED: changed.pop(_TIED)} if _TIED in changed else {}
+        if changed:
+            whole[_TEXT] = {**hf_config[_TEXT], **self._written(changed, provider)}
+        vision: dict[str, Any] = provider.vision or {}
+        for key, value in vision.items():
+            if key != _TEXT and key in hf_config and hf_config[key] != value:
+                whole[key] = value
+        return whole
+
+    def _written(self, text: dict[str, Any], provider: Any) -> dict[str, Any]:
+        """Values of ``text_config`` with the sections of rotary embeddings."""
+        if _ROPE in text and provider.mrope_section is not None:
+            sections: dict[str, Any] = {"mrope_section": list(provider.mrope_section)}
+            if provider.mrope_interleaved:
+                sections["mrope_interleaved"] = True
+            text = {**text, _ROPE: {**text[_ROPE], **sections}}
+        return {key: value for key, value in text.items() if key not in self.text_values}
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """The mappings of the first text architecture."""
+        text = bridge_for(SimpleNamespace(architectures=[next(iter(self.texts.values()))]))
+        return self._joined(text.mapping_registry())
+
+    def registry_for(self, config: Any) -> MegatronMappingRegistry:
+        """The text model's mappings under the names of this checkpoint, and those of the tower."""
+        text = self._text_bridge(config.vision or {_TEXT: {"model_type": next(iter(self.texts))}})
+        return self._joined(text.registry_for(config))
+
+    def _joined(self, text: MegatronMappingRegistry) -> MegatronMappingRegistry:
+        own = {mapping.megatron_param for mapping in self.extra_weights}
+        mappings = [mapping for mapping in text.get_all_mappings() if mapping.megatron_param not in own]
+        mappings += [*self.extra_weights, *_tower(self.tower)]
+        return _renamed(mappings, self.names)
+
+    def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+        """The tower's tensors, of a text model that is built without it."""
+        if config.vision is not None:
+            return ()
+        names = {**self.names, **self._names_of(entries)}
+        parts = (part if part in _PARAMETERS else f"{part}.**" for part in self.tower)
+        return tuple(_begun(part, names) for part in parts)
+
+    def spelled_as(
+        self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
+    ) -> MegatronMappingRegistry:
+        """``registry`` under the other names that a checkpoint may have."""
+        other = self._names_of(entries)
+        back = {theirs: other.get(ours, ours) for ours, theirs in self.names.items()}
+        back |= {ours: theirs for ours, theirs in other.items() if ours not in self.names}
+        return _renamed(registry.get_all_mappings(), back) if other else registry
+
+    def _names_of(self, entries: Mapping[str, TensorEntry]) -> Prefixes:
+        """The other names that a checkpoint has; none if it has transformers'."""
+        for beginning, other in self.other_names.items():
+            if any(name.startswith(beginning) for name in entries):
+                return other
+        return {}
+
+
+LLAVA_NAMES: Prefixes = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+"""Of Llava and its many successors."""
+
+LLAVA_OTHER_NAMES: Mapping[str, Prefixes] = {
+    "model.language_model.": {
+        "model.": "model.language_model.",
+        "lm_head.": "lm_head.",
+        **{part: f"model.{part}" for part in ("vision_tower.", "multi_modal_projector.", "image_newline")},
+    },
+    "vision_tower.vision_model.": {**LLAVA_NAMES, "vision_tower.": "vision_tower.vision_model."},
+}
+"""What transformers 4.52 to 4.57 wrote, and what the hub has from before."""
+
+
+def _tower(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
+    """A part that is a parameter, and one that is a module; a model has one of the two."""
+    whole = [ReplicatedMapping(f"vision.{part}.**", f"{part}.**") for part in parts]
+    return [*whole, *(ReplicatedMapping(f"vision.{part}", part) for part in parts)]
+
+
+def _renamed(mappings: Iterable[MegatronParamMapping], prefixes: Prefixes) -> MegatronMappingRegistry:
+    def hf(name: str) -> str:
+        return _begun(name, prefixes)
+
+    return MegatronMappingRegistry(*(mapping.renamed(lambda name: name, hf) for mapping in mappings))
+
+
+def _begun(name: str, prefixes: Prefixes) -> str:
+    """``name`` with its beginning as it is in a checkpoint."""
+    longest = max((ours for ours in prefixes if name.startswith(ours)), key=len, default="")
+    return prefixes.get(longest, "") + name[len(longest) :]
+
+
+def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in rope.items() if key not in _MROPE}
+    if kept.get("type") == "mrope":  # transformers' older name of it, beside rope_type
+        del kept["type"]
+    return kept
+
+
+def _unknown(whole: Mapping[str, Any], irrelevant: Mapping[str, Any]) -> list[str]:
+    """A phrase for each key, of the whole and of the vision config, that transformers' own class does not have."""
+    known = hf_config({"model_type": whole["model_type"], _VISION: _kind(whole)}).to_dict()
+    own = {key: value for key, value in whole.items() if key not in known}
+    problems = unknown_keys((), own, irrelevant)
+    vision = {key: value for key, value in whole[_VISION].items() if key not in known[_VISION]}
+    return [*problems, *(f"{_VISION}: {problem}" for problem in unknown_keys((), vision, irrelevant))]
+
+
+def _kind(whole: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in whole[_VISION].items() if key == "model_type"}

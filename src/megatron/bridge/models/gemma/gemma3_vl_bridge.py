@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3 with images, 4B to 27B: the tokens of an image attend to each other both ways."""
+
+from megatron.bridge.models.conversion.declare.vision import LLAVA_NAMES, LLAVA_OTHER_NAMES, VisionBridge
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+
+
+@register_bridge("Gemma3ForConditionalGeneration", model_type="gemma3")
+class Gemma3VLBridge(VisionBridge):
+    """Hugging Face's ``Gemma3ForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
+
+    texts = {"gemma3_text": "Gemma3ForCausalLM"}
+    names = LLAVA_NAMES
+    other_names = LLAVA_OTHER_NAMES
+    values = {"bidirectional_images": True}
+    tied_unless_said = True

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4.5V: GLM-4.5's decoder without multi-token prediction, positions on three axes."""
+
+from megatron.bridge.models.conversion.declare.vision import VisionBridge
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+
+
+@register_bridge("Glm4vMoeForConditionalGeneration", model_type="glm4v_moe")
+class GLM45VBridge(VisionBridge):
+    """Hugging Face's ``Glm4vMoeForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
+
+    texts = {"glm4v_moe_text": "Glm4MoeForCausalLM"}
+    tower = ("visual",)
+    names = {"model.": "model.language_model.", "visual.": "model.visual."}
+    values = {"mrope_section": [8, 12, 12]}
+    text_ignored = ("router_aux_loss_coef",)
+    text_values = {"num_nextn_predict_layers": 0}

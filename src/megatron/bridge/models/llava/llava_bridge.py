@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llava 1.5: a tower of CLIP or SigLIP in front of Llama, Mistral or Qwen2."""
+
+from megatron.bridge.models.conversion.declare.vision import LLAVA_NAMES, LLAVA_OTHER_NAMES, VisionBridge
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+
+
+@register_bridge("LlavaForConditionalGeneration", model_type="llava")
+class LlavaBridge(VisionBridge):
+    """Hugging Face's ``LlavaForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
+
+    texts = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    names = LLAVA_NAMES
+    other_names = LLAVA_OTHER_NAMES

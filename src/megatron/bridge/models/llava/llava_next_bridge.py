@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llava-NeXT (1.6): large images as several tiles and a small copy of the whole."""
+
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.llava.llava_bridge import LlavaBridge
+
+
+@register_bridge("LlavaNextForConditionalGeneration", model_type="llava_next")
+class LlavaNextBridge(LlavaBridge):
+    """Hugging Face's ``LlavaNextForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
+
+    tower = (*LlavaBridge.tower, "image_newline")

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmolVLM and SmolVLM2: SigLIP in front of SmolLM2, small enough for a laptop."""
+
+from megatron.bridge.models.conversion.declare.vision import VisionBridge
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+
+_PARTS = ("vision_model", "connector")
+
+
+@register_bridge("SmolVLMForConditionalGeneration", model_type="smolvlm")
+class SmolVLMBridge(VisionBridge):
+    """Hugging Face's ``SmolVLMForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
+
+    texts = {"llama": "LlamaForCausalLM"}
+    tower = _PARTS
+    names = {"model.": "model.text_model.", **{f"{part}.": f"model.{part}." for part in _PARTS}}
+
+
+@register_bridge("Idefics3ForConditionalGeneration", model_type="idefics3")
+class Idefics3Bridge(SmolVLMBridge):
+    """Hugging Face's ``Idefics3ForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""

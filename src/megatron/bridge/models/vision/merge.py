@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features in the place of placeholders, and what deeper layers add to them."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor, nn
+
+from megatron.bridge.utils.errors import UserError
+
+
+def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | None) -> Tensor:
+    """For each token the row of the features that replaces it, -1 for text.
+
+    Rows of images come first, then those of videos, each in the order of the tokens. To be called on whole
+    sequences: context parallelism cuts its result like the tokens.
+
+    Args:
+        input_ids: [b, s], samples in the order of their images.
+        image_token: id of a placeholder for an image.
+        video_token: id of a placeholder for a video.
+    """
+    rows, first = torch.full_like(input_ids, -1), 0
+    for token in dict.fromkeys(token for token in (image_token, video_token) if token is not None):
+        found = input_ids == token
+        count = int(found.sum())
+        rows[found] = torch.arange(first, first + count, device=rows.device)
+        first += count
+    return rows
+
+
+def look_ahead(input_ids: Tensor, image_token: int | None) -> Tensor:
+    """For each token [b, s], how many tokens of its own image are behind it.
+
+    To be called on whole sequences; context parallelism cuts its result like the tokens.
+    """
+    places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    inside = input_ids == image_token
+    end = torch.where(inside, input_ids.shape[1], places).flip(-1).cummin(-1).values.flip(-1)
+    return torch.where(inside, end - 1 - places, 0)
+
+
+def check_rows(rows: Tensor, features: Tensor | None) -> None:
+    """Refuse placeholders without images and images without placeholders.
+
+    Raises:
+        UserError: either of them.
+    """
+    wanted, given = int((rows >= 0).sum()), 0 if features is None else len(features)
+    if wanted != given:
+        raise UserError(
+            f"input_ids has {wanted} placeholders for tokens of images, the images have {given}: give each image "
+            "as many placeholders as the tower makes tokens of it"
+        )
+
+
+class Places:
+    """Where the features belong in this rank's part of the residual stream.
+
+    Args:
+        rows: [b, s], rows of the features or -1.
+        sequence_parallel: the stream is cut along the sequence over tensor-parallel ranks.
+    """
+
+    def __init__(self, rows: Tensor, sequence_parallel: bool) -> None:
+        rows = rows.transpose(0, 1)
+        self.sequence_parallel = sequence_parallel
+        if sequence_parallel:
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+            rows = rows.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        flat = rows.flatten()
+        self.where = torch.nonzero(flat >= 0).flatten()
+        self.rows = flat[self.where]
+
+    def whole_gradient(self, features: Tensor) -> Tensor:
+        """The features; backward, the gradients of all parts of the sequence are summed up."""
+        if not self.sequence_parallel:
+            return features
+        return tensor_parallel.copy_to_tensor_model_parallel_region(features)
+
+    def put(self, stream: Tensor, features: Tensor) -> Tensor:
+        """``stream`` [s, b, h] with the features in the place of its own numbers."""
+        values = features[self.rows].to(stream.dtype)
+        return stream.flatten(0, 1).index_copy(0, self.where, values).view_as(stream)
+
+    def add(self, stream: Tensor, features: Tensor) -> Tensor:
+        """``stream`` [s, b, h] with the features added."""
+        values = features[self.rows].to(stream.dtype)
+        return stream.flatten(0, 1).index_add(0, self.where, values).view_as(stream)
+
+
+class Deepstack:
+    """Features that are added behind the first layers of the decoder.
+
+    Args:
+        layers: the layers, first one first.
+    """
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self._current: tuple[Places, tuple[Tensor, ...]] | None = None
+        for depth, layer in enumerate(layers):
+            layer.register_forward_hook(self._hook(depth))
+
+    def set(self, places: Places | None, features: tuple[Tensor, ...] = ()) -> None:
+        """What the next pass of the decoder adds; nothing if None."""
+        self._current = None if places is None else (places, features)
+
+    def _hook(self, depth: int) -> Any:
+        def add(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            if self._current is None:
+                return output
+            places, features = self._current
+            stream, *rest = output if isinstance(output, tuple) else (output,)
+            stream = places.add(stream, features[depth])
+            return (stream, *rest) if isinstance(output, tuple) else stream
+
+        return add

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's ``GPTModel`` with a vision tower in front of it."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from megatron.bridge.models.vision import merge, sharing
+from megatron.bridge.models.vision.media import Media, split_kinds
+from megatron.bridge.utils.errors import UserError
+
+
+class VisionGPTModel(GPTModel):
+    """A decoder under its usual names; the tower is ``vision`` on the first pipeline stage, None on the others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.vision: nn.Module | None = None
+        self._deepstack: merge.Deepstack | None = None
+        self._dummy: Media = {}
+
+    def add_tower(self, tower: nn.Module, dummy: Media, deep_layers: int) -> None:
+        """Put ``tower`` in front; ``deep_layers`` are the layers that its features are added behind."""
+        self.vision, self._dummy = tower, dummy
+        if deep_layers:
+            self._deepstack = merge.Deepstack(list(self.decoder.layers[:deep_layers]))
+
+    @property
+    def language_model(self) -> "VisionGPTModel":
+        """The model itself, under the name that scripts written for a wrapper use."""
+        return self
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
+        *args: Any,
+        media: Media | None = None,
+        media_rows: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As ``GPTModel.forward``, with images.
+
+        Args:
+            input_ids: [b, s], a placeholder for each token of an image.
+            position_ids: [b, s], or [3, b, s] for multimodal rotary embeddings
+                (``megatron.bridge.data.media.positions``).
+            attention_mask: None for causal attention; of models with ``bidirectional_images``,
+                ``merge.look_ahead`` of the whole sequence, which context parallelism and packed rows need.
+            decoder_input: embeddings to use; the tower does not run.
+            *args: of ``GPTModel.forward``.
+            media: tensors of the images under transformers' names: ``pixel_values``, ``image_grid_thw``,
+                ``pixel_values_videos``, ``image_sizes``, ...; None without images. Other stages than the first
+                ignore them.
+            media_rows: [b, s], the row of the features for each token (``merge.media_rows``), needed under
+                context parallelism; None finds the placeholders.
+            **kwargs: of ``GPTModel.forward``.
+
+        Raises:
+            UserError: placeholders and images do not match, or positions are missing.
+        """
+        if self.config.mrope_section and media and position_ids.dim() == 2:
+            raise UserError(
+                "position_ids is [batch, sequence] and the sample has images: give [3, batch, sequence] of "
+                "megatron.bridge.data.media.positions.mrope_positions"
+            )
+        config: Any = self.config
+        if config.bidirectional_images and attention_mask is None:
+            attention_mask = self._sight(input_ids)
+        if self.vision is not None and decoder_input is None:
+            decoder_input = self._embed(input_ids, position_ids, media, media_rows)
+        given: list[Any] = [input_ids, position_ids, attention_mask, decoder_input, *args]
+        try:
+            return super().forward(*given, **kwargs)
+        finally:
+            if self._deepstack:
+                self._deepstack.set(None)
+
+    def _embed(self, input_ids: Tensor, position_ids: Tensor, media: Media | None, rows: Tensor | None) -> Tensor:
+        """Embeddings [s, b, h] of text and images."""
+        config: Any = self.config
+        assert self.vision is not None
+        found, spare = sharing.features(self.vision, media, config.share_images, self._dummy)
+        if rows is None:
+            rows = self._find_rows(input_ids, media)
+            merge.check_rows(rows, found)
+        text = input_ids.masked_fill(rows >= 0, 0)  # placeholders may lie outside the vocabulary
+        embeddings = self.embedding(input_ids=text, position_ids=position_ids)
+        if found is not None:
+            embeddings = self._merged(embeddings, found, rows)
+        return embeddings if spare is None else sharing.Anchor.apply(embeddings, spare)  # type: ignore[return-value]
+
+    def _merged(self, embeddings: Tensor, found: Tensor, rows: Tensor) -> Tensor:
+        places = merge.Places(rows, self.config.sequence_parallel)
+        first, *deep = places.whole_gradient(found).split(self.config.hidden_size, dim=-1)
+        if self._deepstack:
+            self._deepstack.set(places, tuple(deep))
+        return places.put(embeddings, first)
+
+    def _sight(self, input_ids: Tensor) -> Tensor | None:
+        config: Any = self.config
+        token = config.image_token_id
+        if parallel_state.get_context_parallel_world_size() == 1:
+            return merge.look_ahead(input_ids, token)
+        if not bool((input_ids == token).any()):
+            return None
+        raise UserError(
+            "attention_mask is missing: under context_parallel_size > 1 compute it from the whole sequence with "
+            "megatron.bridge.models.vision.merge.look_ahead, and cut it like the tokens"
+        )
+
+    def _find_rows(self, input_ids: Tensor, media: Media | None) -> Tensor:
+        config: Any = self.config
+        if not media:
+            return torch.full_like(input_ids, -1)
+        if parallel_state.get_context_parallel_world_size() > 1:
+            raise UserError(
+                "media_rows is missing: under context_parallel_size > 1 compute it from the whole sequence with "
+                "megatron.bridge.models.vision.merge.media_rows, and cut it like the tokens"
+            )
+        image, video = config.image_token_id, config.video_token_id
+        if len(split_kinds(media)) == 2 and not bool((input_ids == video).any()):
+            raise UserError(
+                "media has images and videos, and input_ids no placeholder for videos: give media_rows, or one of "
+                "the two"
+            )
+        return merge.media_rows(input_ids, image, video)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The provider of a decoder with a vision tower."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from torch.nn import Parameter
+
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.vision import tower as towers
+from megatron.bridge.models.vision.dummy import dummy_media
+from megatron.bridge.models.vision.model import VisionGPTModel
+from megatron.bridge.models.vision.mrope import MultimodalRotary
+from megatron.bridge.models.vision.unused import unused_parameters
+from megatron.bridge.utils.errors import UserError
+
+PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "image_newline")
+"""Modules between tower and decoder: ``freeze_vision_projection``."""
+
+
+@dataclass
+class VisionGPTModelProvider(GPTModelProvider):
+    """A ``GPTModelProvider`` whose first pipeline stage has transformers' vision tower in front."""
+
+    vision: dict[str, Any] | None = None
+    """The Hugging Face config without its text model, as plain values; None builds the text model alone."""
+    mrope_interleaved: bool = False
+    """The axes of ``mrope_section`` take turns (Qwen3-VL); else each has a block of frequencies."""
+    freeze_language_model: bool = False
+    """Train the tower and its projector only."""
+    freeze_vision_model: bool = False
+    """Leave the tower as it is; its projector is trained."""
+    freeze_vision_projection: bool = False
+    """Leave what lies between tower and decoder as it is."""
+    bidirectional_images: bool = False
+    """The tokens of an image attend to each other both ways (Gemma 3)."""
+    share_images: bool = True
+    """Tensor- and context-parallel ranks each encode a part of the images; False lets each encode all."""
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The placeholder of an image."""
+        return self._token("image_token_id", "image_token_index")
+
+    @property
+    def video_token_id(self) -> int | None:
+        """The placeholder of a video; None where the family has none."""
+        return self._token("video_token_id", "video_token_index")
+
+    def _token(self, *keys: str) -> int | None:
+        return next((self.vision[key] for key in keys if key in self.vision), None) if self.vision else None
+
+    @property
+    def deep_layers(self) -> int:
+        """Layers of the decoder that features are added behind."""
+        return len(((self.vision or {}).get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+
+    def derive(self) -> None:
+        """Check what vision and rotary embeddings ask for."""
+        super().derive()
+        if self.mrope_section is not None:
+            self._check_mrope()
+        if self.bidirectional_images and self.backend == "transformer_engine":
+            raise UserError("backend='transformer_engine' cannot let images see ahead: set model.backend='torch'")
+        if self.deep_layers and self.recompute_granularity == "full":
+            raise UserError(
+                "recompute_granularity='full' cannot recompute layers that features of images are added behind: "
+                "set model.recompute_granularity='selective'"
+            )
+
+    def _check_mrope(self) -> None:
+        kind = (self.rope_parameters or {}).get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            raise UserError(f"rope_parameters.rope_type={kind!r} does not work with mrope_section: use yarn")
+        if self.apply_rope_fusion:
+            raise UserError(
+                "apply_rope_fusion=True does not work with mrope_section, the kernel counts positions itself: "
+                "set model.apply_rope_fusion=False"
+            )
+
+    def _model_class(self) -> type[GPTModel]:
+        return VisionGPTModel
+
+    def _finish(self, model: Any) -> None:
+        super()._finish(model)
+        if self.mrope_section is not None:
+            model.rotary_pos_emb = MultimodalRotary(
+                model.rotary_pos_emb, self.mrope_section, self.mrope_interleaved
+            )
+            model.position_embedding_type, model.mrope_section = "mrope", self.mrope_section
+        if self.vision is not None and model.pre_process:
+            self._add_tower(model)
+        self._freeze(model)
+
+    def _add_tower(self, model: VisionGPTModel) -> None:
+        assert self.vision is not None
+        if (found := len(model.decoder.layers)) < self.deep_layers:
+            raise UserError(
+                f"num_layers_in_first_pipeline_stage={found} is less than the {self.deep_layers} layers that "
+                f"features of images are added behind: give the first stage at least {self.deep_layers} layers"
+            )
+        tower = towers.build_tower(self.vision, self.params_dtype, bool(self.perform_initialization))
+        for name, parameter in tower.named_parameters():
+            parameter.average_gradients_across_tp_domain = self.share_images  # type: ignore[attr-defined]
+            parameter.requires_grad_(name not in unused_parameters(tower))
+        model.add_tower(tower, dummy_media(tower), self.deep_layers)
+
+    def _freeze(self, model: Any) -> None:
+        frozen = (self.freeze_language_model, self.freeze_vision_model, self.freeze_vision_projection)
+        for name, parameter in _named(model):
+            if frozen[_part(name)]:
+                parameter.requires_grad_(False)
+
+
+def _named(model: Any) -> Iterator[tuple[str, Parameter]]:
+    yield from model.named_parameters()
+
+
+def _part(name: str) -> int:
+    """0 for the decoder, 1 for the tower, 2 for the projector."""
+    path = name.split(".")
+    if path[0] != "vision":
+        return 0
+    return 2 if set(path) & set(PROJECTORS) else 1

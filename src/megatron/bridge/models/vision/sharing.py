@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images shared out over the ranks that hold the same tower: tensor- and context-parallel ones.
+
+Every rank holds all weights of the tower. Each encodes a part of the images, and the features are gathered. In
+the backward pass, a tensor-parallel rank has the whole gradient of all features, a context-parallel one that of
+its own tokens: summed over the latter, each rank passes on the gradient of the images that it encoded.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron.bridge.models.vision import media as layouts
+from megatron.bridge.models.vision.media import Media
+from megatron.bridge.models.vision.tower import encode
+
+
+def features(
+    tower: nn.Module, media: Media | None, share: bool, dummy: Media
+) -> tuple[Tensor | None, Tensor | None]:
+    """Features of all images of a microbatch, images before videos.
+
+    Args:
+        tower: what ``build_tower`` made.
+        media: tensors of the images; the same on all ranks that share them.
+        share: encode a part of the images here; False encodes all of them.
+        dummy: tensors of the smallest image, encoded where there is none.
+
+    Returns:
+        Features [tokens, width], None without images; and the features of the dummy, None without one.
+    """
+    trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower.parameters())
+    with torch.set_grad_enabled(trained):
+        kinds = layouts.split_kinds(media)
+        costs = [cost for kind in kinds for cost in layouts.costs(kind)]
+        group: Any = parallel_state.get_tensor_and_context_parallel_group()
+        ranks = group.size() if share and all(map(layouts.can_share, kinds)) else 1
+        owners = share_out(costs, ranks)
+        own = [index for index, owner in enumerate(owners) if ranks == 1 or owner == group.rank()]
+        encoded = _encode(tower, kinds, own)
+        spare = encode(tower, dummy).rows if trained and not own else None
+        if not kinds:
+            return None, spare
+        if ranks == 1:
+            return torch.cat([rows for rows, _ in encoded]), None
+        counts = [count for _, counts in encoded for count in counts]
+        width = encoded[0][0].shape[-1] if encoded else None
+        return _gathered(tower, [rows for rows, _ in encoded], counts, width, owners, group), spare
+
+
+def share_out(costs: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each image: the most expensive first, each to the rank with the least work.
+
+    Example:
+        >>> share_out([1, 5, 2, 3], 2)
+        [0, 0, 1, 1]
+    """
+    work, owners = [0] * ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        owners[index] = min(range(ranks), key=lambda rank: (work[rank], rank))
+        work[owners[index]] += costs[index]
+    return owners
+
+
+def _encode(tower: nn.Module, kinds: list[Media], own: list[int]) -> list[tuple[Tensor, list[int]]]:
+    """Rows, and how many each image has, of this rank's images of each kind."""
+    found, first = [], 0
+    for kind in kinds:
+        total = len(layouts.costs(kind))
+        here = [index - first for index in own if first <= index < first + total]
+        first += total
+        if here:
+            chosen = kind if len(here) == total else layouts.select(kind, here)
+            result = encode(tower, chosen)
+            found.append((result.rows, result.counts))
+    return found
+
+
+def _gathered(
+    tower: nn.Module, rows: list[Tensor], own: list[int], width: int | None, owners: list[int], group: Any
+) -> Tensor:
+    """All ranks' rows, in the order of the images."""
+    parameter = next(tower.parameters())
+    here = [index for index, owner in enumerate(owners) if owner == group.rank()]
+    sizes = torch.zeros(len(owners) + 1, dtype=torch.long, device=parameter.device)
+    sizes[torch.tensor(here, dtype=torch.long)] = torch.tensor(own, dtype=torch.long, device=parameter.device)
+    sizes[-1] = width or 0
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
+    *counts, columns = sizes.tolist()
+    # ranks without images take part in the collectives of the backward pass, too
+    nothing = parameter.new_zeros(0, columns, requires_grad=torch.is_grad_enabled())
+    local = torch.cat(rows) if rows else nothing
+    return _Gather.apply(local, counts, owners, group)  # type: ignore[return-value]
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all ranks forward; backward, each rank's own part of the summed gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, counts: list[int], owners: list[int], group: Any) -> Tensor:  # type: ignore[override]
+        ranks = range(group.size())
+        totals = [sum(n for n, owner in zip(counts, owners, strict=True) if owner == rank) for rank in ranks]
+        padded = local.new_zeros(max(totals), local.shape[-1])
+        padded[: len(local)] = local
+        parts = [torch.empty_like(padded) for _ in ranks]
+        dist.all_gather(parts, padded, group=group)
+        taken, pieces = [0] * group.size(), []
+        for count, owner in zip(counts, owners, strict=True):
+            pieces.append(parts[owner][taken[owner] : taken[owner] + count])
+            taken[owner] += count
+        ctx.mine = [owner == group.rank() for owner in owners]
+        ctx.counts = counts
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        gradient = gradient.contiguous()
+        if parallel_state.get_context_parallel_world_size() > 1:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+        parts = [part for part, mine in zip(gradient.split(ctx.counts), ctx.mine, strict=True) if mine]
+        local = torch.cat(parts) if parts else gradient[:0]
+        # parameters' gradients are averaged over tensor-parallel ranks, and their sum is meant
+        return local * parallel_state.get_tensor_model_parallel_world_size(), None, None, None
+
+
+class Anchor(torch.autograd.Function):
+    """The first tensor as it is; backward, the second one gets zeros, so its parameters have a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, spare: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(spare)
+        return kept.view_as(kept)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, torch.zeros_like(ctx.saved_tensors[0])

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers' own vision tower, under its own names and with its own code.
+
+A tower is transformers' multimodal model without its language model, so patches, windows, pixel shuffles and
+projectors are computed by the code that defines them. ``encode`` gives its features in one form for all families.
+"""
+
+import copy
+import inspect
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.utils.errors import UserError
+
+_LANGUAGE = ("language_model", "text_model", "lm_head")
+_LISTS_OF_IMAGES = ("idefics3", "smolvlm")  # they take a list of images for each sample
+_IMAGE, _VIDEO = "get_image_features", "get_video_features"
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a tower makes of some images."""
+
+    rows: Tensor
+    """[tokens, hidden x (1 + deep)]: what replaces the embeddings of placeholders, and what deeper layers add."""
+    counts: list[int]
+    """Tokens of each image."""
+
+
+def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool = True) -> nn.Module:
+    """The vision part of transformers' model, its parameters in ``dtype``; buffers keep their precision.
+
+    Args:
+        vision: the Hugging Face config as plain values; of ``text_config``, the width is enough.
+        dtype: of the parameters.
+        initialize: draw the first weights; False leaves them undefined, for weights that are loaded.
+
+    Raises:
+        UserError: transformers cannot build it.
+    """
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    config = hf_config(vision)
+    text = config.get_text_config()
+    # the language model is built with no layers and one word, and then thrown away
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    try:
+        with nullcontext() if initialize else no_init_weights():
+            tower = cast(Any, transformers.AutoModel).from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise UserError(f"vision: transformers cannot build this tower: {error}") from error
+    for name in _LANGUAGE:
+        if hasattr(tower, name):
+            delattr(tower, name)
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for module in tower.modules():
+        module.keeps_buffers_exact = True
+    return tower
+
+
+def hf_config(vision: Mapping[str, Any]) -> Any:
+    """Transformers' config object of the plain values ``vision``."""
+    import transformers
+
+    values = copy.deepcopy(dict(vision))
+    return cast(Any, transformers.AutoConfig).for_model(values.pop("model_type"), **values)
+
+
+def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
+    """Features of images, or of videos.
+
+    Args:
+        tower: what ``build_tower`` made.
+        media: arguments of transformers' ``get_image_features``, or of ``get_video_features``.
+    """
+    compute = getattr(tower, _VIDEO if is_video(media) else _IMAGE)
+    known = inspect.signature(compute).parameters
+    if unknown := sorted(name for name in media if name not in known):
+        raise UserError(f"media has {unknown[0]}, which {type(tower).__name__} does not take: remove it")
+    if tower.config.model_type in _LISTS_OF_IMAGES:
+        media = {name: value[:, None] for name, value in media.items()}
+    found = compute(**media, return_dict=True)
+    rows, counts = _flat(found.pooler_output)
+    deep = [_flat(part)[0] for part in getattr(found, "deepstack_features", None) or ()]
+    return Features(torch.cat((rows, *deep), dim=-1) if deep else rows, counts)
+
+
+def is_video(media: Mapping[str, Tensor]) -> bool:
+    """Whether these are the tensors of videos."""
+    return any("video" in name for name in media)
+
+
+def _flat(features: Any) -> tuple[Tensor, list[int]]:
+    """[tokens, hidden] and how many tokens each image has."""
+    parts = [part.flatten(0, -2) for part in features]
+    return torch.cat(parts), [len(part) for part in parts]

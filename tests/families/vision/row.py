@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a vision-language family declares to be tested."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.families.row import Row
+from tests.families.vision.samples import Maker, Sample, make_sample
+
+Media = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class VisionRow(Row):
+    """A row whose samples have images.
+
+    Attributes:
+        image: makes an image; the number chooses one of three sizes.
+        video: makes a video; None where the family has none.
+        mrope: arguments of ``mrope_positions``; None where positions have one axis.
+        types_as: the argument by which transformers is told what each token is; nothing if empty.
+        for_transformers: a sample's tensors as transformers' forward takes them.
+        for_model: the same as the bridged model takes them.
+    """
+
+    image: Maker = None  # type: ignore[assignment]
+    video: Maker | None = None
+    mrope: dict[str, Any] | None = None
+    types_as: str = ""
+    for_transformers: Callable[[Media], Media] = dict
+    for_model: Callable[[Media], Media] = dict
+    mixes: bool = True
+    """A sample may have both an image and a video."""
+
+    def samples(self, config: Any) -> list[Sample]:
+        """One image, two of different sizes, none, a video, and both."""
+        generator = torch.Generator().manual_seed(11)
+        image, video = self.image, self.video
+        contents = [[(image, 1)], [(image, 0), (image, 2)], [], [(image, 2)]]
+        if video:
+            contents[3] = [(video, 0)]
+            contents += [[(video, 1), (image, 0)], []] if self.mixes else []
+        return [
+            make_sample(config, [make(config, which, generator) for make, which in pieces], seed)
+            for seed, pieces in enumerate(contents)
+        ]

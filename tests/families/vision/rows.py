@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of all vision-language families: tiny, with images of several sizes."""
+
+from tests.families.vision.row import VisionRow
+from tests.families.vision.samples import (
+    IMAGE_TOKEN,
+    VIDEO_TOKEN,
+    patches,
+    pixtral,
+    tiles,
+    video,
+    video_as_images,
+    video_by_frames,
+    whole_images,
+)
+
+TEXT = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+ALL = ("tp2", "sp2", "unshared", "pp2", "vp2", "cp2", "dp2")
+
+
+def rope(**more):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, **more}}
+
+
+CHUNKED = rope(mrope_section=[1, 1, 2])
+
+FIRST = (
+    VisionRow(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **CHUNKED},
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 16,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "mlp_ratio": 2,
+                "patch_size": 4,
+            },
+            **TOKENS,
+        },
+        image=patches,
+        video=video,
+        mrope={"merge": 2},
+        types_as="mm_token_type_ids",
+        layouts=("tp2", "pp2"),
+    ),
+    VisionRow(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **CHUNKED},
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 16,
+                "out_hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 24,
+                "patch_size": 4,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+                "tokens_per_second": 3,
+            },
+            "tie_word_embeddings": True,
+            **TOKENS,
+        },
+        image=patches,
+        video=video,
+        mrope={"merge": 2, "time_step": 3.0},
+        types_as="mm_token_type_ids",
+        layouts=ALL,
+        four=("tp2cp2", "tp2pp2"),
+    ),
+)
+
+MROPE_TYPES = {"types_as": "mm_token_type_ids"}
+QWEN3_TOWER = {
+    "depth": 3,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+}
+INTERLEAVED = rope(mrope_section=[2, 1, 1], mrope_interleaved=True)
+GLM_TOWER = {
+    "depth": 2,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "patch_size": 4,
+    "image_size": 16,
+}
+GLM_ROPE = rope(mrope_section=[1, 0, 1], partial_rotary_factor=0.5)
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+CLIP = {**SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3, "projection_dim": 16}
+LLAMA = {**TEXT, "model_type": "llama", "head_dim": 8}
+LIST = {"for_transformers": lambda media: {name: value[None] for name, value in media.items()}}
+
+MORE = (
+    VisionRow(
+        "qwen3_vl",
+        "Qwen3VLForConditionalGeneration",
+        {"text_config": {**TEXT, **INTERLEAVED, "head_dim": 8}, "vision_config": QWEN3_TOWER, **TOKENS},
+        image=patches,
+        video=video_by_frames,
+        mrope={"merge": 2, "split_frames": True},
+        **MROPE_TYPES,
+        layouts=("tp2", "sp2", "pp2", "cp2", "dp2"),
+        four=("tp2cp2",),
+    ),
+    VisionRow(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                **INTERLEAVED,
+                "head_dim": 8,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+            },
+            "vision_config": QWEN3_TOWER,
+            **TOKENS,
+        },
+        image=patches,
+        video=video_by_frames,
+        mrope={"merge": 2, "split_frames": True},
+        **MROPE_TYPES,
+        layouts=("tp2", "pp2", "ep2"),
+    ),
+    VisionRow(
+        "glm4v",
+        "Glm4vForConditionalGeneration",
+        {"text_config": {**TEXT, **GLM_ROPE}, "vision_config": GLM_TOWER, **TOKENS},
+        image=patches,
+        video=video_as_images,
+        mixes=False,
+        mrope={"merge": 2, "split_frames": True},
+        **MROPE_TYPES,
+        layouts=("tp2", "pp2", "cp2"),
+    ),
+    VisionRow(
+        "glm4v_moe",
+        "Glm4vMoeForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                **GLM_ROPE,
+                "head_dim": 8,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+                "first_k_dense_replace": 1,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+            "vision_config": GLM_TOWER,
+            **TOKENS,
+        },
+        image=patches,
+        video=video_as_images,
+        mixes=False,
+        mrope={"merge": 2, "split_frames": True},
+        **MROPE_TYPES,
+        layouts=("tp2", "pp2", "ep2"),
+    ),
+    VisionRow(
+        "llava",
+        "LlavaForConditionalGeneration",
+        {"text_config": LLAMA, "vision_config": CLIP, "image_token_index": IMAGE_TOKEN},
+        image=whole_images(16),
+        layouts=("tp2", "pp2"),
+    ),
+    VisionRow(
+        "llava_siglip",
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {**LLAMA, "model_type": "qwen2"},
+            "vision_config": SIGLIP,
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": -1,
+            "image_token_index": IMAGE_TOKEN,
+        },
+        image=whole_images(16),
+        layouts=("cp2",),
+    ),
+    VisionRow(
+        "llava_next",
+        "LlavaNextForConditionalGeneration",
+        {
+            "text_config": {**LLAMA, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**CLIP, "image_size": 8},
+            "image_grid_pinpoints": [[8, 16], [16, 8]],
+            "image_token_index": IMAGE_TOKEN,
+        },
+        image=tiles,
+        layouts=("tp2",),
+    ),
+    VisionRow(
+        "llava_onevision",
+        "LlavaOnevisionForConditionalGeneration",
+        {
+            "text_config": {**LLAMA, "model_type": "qwen2"},
+            "vision_config": {**SIGLIP, "image_size": 8},
+            "image_grid_pinpoints": [[8, 16], [16, 8]],
+            "image_token_index": IMAGE_TOKEN,
+            "video_token_index": VIDEO_TOKEN,
+        },
+        image=tiles,
+        layouts=("tp2",),
+    ),
+    VisionRow(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        {
+            "text_config": {**LLAMA, "model_type": "qwen3"},
+            "vision_config": {
+                **{key: SIGLIP[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")},
+                "num_attention_heads": 2,
+                "image_size": [16, 16],
+                "patch_size": [4, 4],
+            },
+            "image_token_id": IMAGE_TOKEN,
+        },
+        image=whole_images(4),
+        layouts=("tp2", "pp2"),
+    ),
+    VisionRow(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {**LLAMA, "model_type": "mistral", "sliding_window": 7},
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "head_dim": 8,
+                "image_size": 32,
+                "patch_size": 4,
+            },
+            "image_token_index": IMAGE_TOKEN,
+        },
+        image=pixtral,
+        layouts=("tp2", "pp2", "cp2"),
+    ),
+    VisionRow(
+        "smolvlm",
+        "SmolVLMForConditionalGeneration",
+        {
+            "text_config": LLAMA,
+            "vision_config": {**SIGLIP, "model_type": "smolvlm_vision"},
+            "scale_factor": 2,
+            "image_token_id": IMAGE_TOKEN,
+        },
+        image=whole_images(4),
+        **LIST,
+        layouts=("tp2", "pp2"),
+    ),
+    VisionRow(
+        "idefics3",
+        "Idefics3ForConditionalGeneration",
+        {
+            "text_config": LLAMA,
+            "vision_config": {**SIGLIP, "model_type": "idefics3_vision"},
+            "scale_factor": 2,
+            "image_token_id": IMAGE_TOKEN,
+        },
+        image=whole_images(4),
+        **LIST,
+        layouts=("tp2",),
+    ),
+    VisionRow(
+        "gemma3_vl",
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "num_hidden_layers": 6, "head_dim": 8, "sliding_window": 8},
+            "vision_config": SIGLIP,
+            "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE_TOKEN,
+        },
+        image=whole_images(4),
+        types_as="token_type_ids",
+        layouts=("tp2", "sp2", "pp2", "cp2"),
+    ),
+)
+
+ROWS = {row.name: row for row in (*FIRST, *MORE)}
