@@ -52,9 +52,7 @@ def saved(tmp_path_factory):
 def test_another_function_of_the_same_shapes_is_refused_unless_it_is_allowed(saved, tmp_path, change):
     folder = shutil.copytree(saved, tmp_path / "run")
     [name] = change
-    with pytest.raises(
-        UserError, match=rf"model\.{name} is .*, in the checkpoint .*checkpoint\.allow_model_change"
-    ):
+    with pytest.raises(UserError, match=rf"model\.{name} is .*checkpoint .*allow_model_change"):
         pretrain(config_of(folder, 2, **change), forward_step)
     forget_model_parallel()
     run = pretrain(config_of(folder, 2, allowed=[name], **change), forward_step)

@@ -51,11 +51,15 @@ def run(args: argparse.Namespace) -> int:
 
 def merge(args: argparse.Namespace) -> None:
     from megatron.bridge.models.conversion.engine import side_files
+    from megatron.bridge.peft.merging import rounding_loss
+    from megatron.bridge.utils.console import console
 
     bridge, model = _adapted(args)
     known = side_files.history_of(model, merge=True)
     if not _in_peft_format(args.adapter):
         known = side_files.history_of_checkpoint(args.adapter, adapters=known.adapters)
+    if lost := rounding_loss(model):
+        console().print(f"rounding to the dtype of the weights loses {lost:.1%} of the adapter's effect")
     bridge.save_hf_pretrained(model, args.hf_path, history=known)
 
 
