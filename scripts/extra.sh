@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Install optional packages into .cache/NAME for the tests that need them: nvidia-resiliency-ext (resiliency, 15 MB),
-# Megatron Energon (energon, 30 MB), W&B and MLflow (trackers, 110 MB). Each takes 2 to 15 s. They are not in
+# Megatron Energon (energon, 30 MB), W&B and MLflow (trackers, 110 MB), lm-evaluation-harness (eval). They are not in
 # requirements.lock for the reasons in their lock files, and not in .venv because setup.sh would remove them there.
 # usage: scripts/extra.sh NAME   (idempotent)
 set -euo pipefail
@@ -10,7 +10,7 @@ name=${1:-}
 lock=scripts/$name.lock
 target=.cache/$name
 if [ ! -f "$lock" ]; then
-    echo "usage: scripts/extra.sh energon|resiliency|trackers" >&2
+    echo "usage: scripts/extra.sh energon|eval|resiliency|trackers" >&2
     exit 2
 fi
 wanted=$(sha256sum < "$lock")

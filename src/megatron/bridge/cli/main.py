@@ -27,6 +27,7 @@ SUBCOMMANDS = {
     "launch": "start a recipe on this machine or on a Slurm cluster",
     "generate": "continue prompts with any checkpoint",
     "chat": "chat with any checkpoint",
+    "eval": "evaluate any checkpoint with lm-evaluation-harness",
     "convert": "convert a Hugging Face model to a Megatron checkpoint",
     "export": "convert a Megatron checkpoint to a Hugging Face model",
     "plan": "show which tensor becomes which parameter, without reading weights",

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from megatron.bridge.backends.decoding.attention_cache import AttentionCache
 from megatron.bridge.backends.decoding.latent_cache import LatentCache
-from megatron.bridge.backends.decoding.packed_linear import PackedForward, PackedWeight, can_pack
+from megatron.bridge.backends.decoding.packed_linear import PackedForward, PackedLayer, PackedWeight, can_pack
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, Step, padded_rows
 from megatron.bridge.backends.moe.grouped_experts import GroupedLinear
@@ -122,12 +122,10 @@ class DecodingState:
                 weight = output.weight if output.weight is not None else chunk.shared_embedding_or_output_weight()
                 kept.add(id(output))
                 if can_pack(weight):
-                    changes.set(output, "_forward_impl", PackedForward(weight))
+                    _set_packed(changes, output, weight)
         for module in _modules(self.bare, _PARALLEL_LINEAR):
             if id(module) not in kept and can_pack(module.weight):
-                forward = PackedForward(module.weight)
-                changes.set(module, "_forward_impl", forward)
-                changes.empty(module.weight, forward.packed)
+                changes.empty(module.weight, _set_packed(changes, module, module.weight))
         for module in _modules(self.bare, GroupedLinear):
             if all(can_pack(weight) for weight in module.weights()):
                 packed = [PackedWeight(weight) for weight in module.weights()]
@@ -192,6 +190,16 @@ class _Changes:
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+def _set_packed(changes: _Changes, layer: Any, weight: Tensor) -> PackedWeight:
+    """Have a parallel linear layer multiply with packed weights."""
+    packed = PackedWeight(weight)
+    if layer.tp_group is not None and layer.tp_group.size() > 1:
+        changes.set(layer, "_forward_impl", PackedForward(packed))
+    else:
+        changes.set(layer, "forward", PackedLayer(layer, packed))
+    return packed
 
 
 def _apply_shared_gate(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

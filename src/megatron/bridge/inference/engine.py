@@ -133,7 +133,7 @@ class Engine(AbstractContextManager["Engine"]):
                 raise UserError(
                     f"token {token} is not in the vocabulary of {self.config.vocabulary}: use its own tokenizer"
                 )
-        longest = len(prompt) + sampling.max_new_tokens
+        longest = len(prompt) + (sampling.max_new_tokens or -1)
         if longest > self.config.max_context:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and max_new_tokens={sampling.max_new_tokens} exceed the "
@@ -153,7 +153,8 @@ class Engine(AbstractContextManager["Engine"]):
     def _submit(self, prompt: list[int], sampling: Sampling, seed: int, choice: int, lane: int) -> Job:
         wants_prompt = sampling.prompt_logprobs is not None and choice == 0
         limit = len(prompt) + sampling.max_new_tokens
-        text = Text(list(prompt), len(prompt), limit, wants_prompt, self._switch)
+        scored = sampling.score_from - 1 if wants_prompt else 0
+        text = Text(list(prompt), len(prompt), limit, wants_prompt, self._switch, scored=scored)
         completion = Completion(prompt, seed=seed, choice=choice)
         job = Job(completion, sampling, text, lane)
         if self.hf is not None:
@@ -246,7 +247,7 @@ class Engine(AbstractContextManager["Engine"]):
         """End the jobs of which only the prompt was wanted."""
         for plan in plans:
             for text in {id(work.text): work.text for work in plan.work}.values():
-                if text.limit == text.prompt_length == text.computed:
+                if text.limit == text.prompt_length and text.computed == text.chunked:
                     self._finish(self._jobs[id(text)], "length")
 
     def _finish(self, job: Job, reason: Any) -> None:

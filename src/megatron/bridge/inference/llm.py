@@ -68,6 +68,7 @@ class LLM:
             from megatron.bridge.inference.workers import Workers
 
             self._workers = self._cleanup.enter_context(Workers(wanted, LLM, str(path), options))
+            ((self.hf, self.max_context),) = self._workers.iterate("facts", ())
             return
         self._template = template
         self._load(path, options)
@@ -89,8 +90,12 @@ class LLM:
             ends |= end_of_turn(model.hf, self._template)
         same = {name: options[name] for name in ("max_requests", "kv_memory", "chunk", "rows")}
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
-        self.hf = model.hf
+        self.hf, self.max_context = model.hf, context
         self.engine = self._cleanup.enter_context(Engine(model.chunks, config, model.hf))
+
+    def facts(self) -> Iterator[tuple[Any, int]]:
+        """Tokenizer and longest text, for a process that has not loaded the model."""
+        yield self.hf, self.max_context
 
     def __enter__(self) -> Self:
         return self

@@ -52,6 +52,8 @@ class Sampling:
     """Log-probability of each generated token, and of this many most likely tokens beside it; None for none."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, but the first."""
+    score_from: int = 1
+    """Index of the first token of the prompt whose log-probability is wanted."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -123,6 +125,7 @@ _RULES: dict[str, tuple[Any, str, Any]] = {
     "seed": (int, "a whole number", lambda _: True),
     "n": (int, f"from 1 to {MOST_CHOICES}", lambda value: 1 <= value <= MOST_CHOICES),
     "logprobs": (int, f"from 0 to {MOST_LOGPROBS}", lambda value: 0 <= value <= MOST_LOGPROBS),
+    "score_from": (int, "a number of at least 1", _at_least(1)),
     "prompt_logprobs": (int, f"from 0 to {MOST_LOGPROBS}", lambda value: 0 <= value <= MOST_LOGPROBS),
 }
 

@@ -46,8 +46,9 @@ class Text:
     slot: int | None = None
 
     def __post_init__(self) -> None:
-        self.chunked = self.prompt_length
-        self.long = self.switch is not None and self.prompt_length > self.switch
+        # the last token of a text that is only scored has no successor
+        self.chunked = self.prompt_length if self.needs_sample else max(1, self.prompt_length - 1)
+        self.long = self.switch is not None and self.chunked > self.switch
 
     def begin_again(self) -> bool:
         """Whether the next token makes the text a long one, so that all of it must be computed again."""
@@ -296,9 +297,10 @@ class Scheduler:
     def _donor(self, text: Text) -> tuple[Text | None, int]:
         """A text whose caches begin like ``text``, and how many tokens of it are of use."""
         found: tuple[Text | None, int] = None, 0
-        if not self.limits.reuses or text.wants_prompt:
+        if not self.limits.reuses:
             return found
-        for stop, key in _prefixes(text.tokens, min(text.prompt_length - 1, text.limit), self.limits.chunk):
+        needed = min(text.scored, text.prompt_length - 1) if text.wants_prompt else text.prompt_length - 1
+        for stop, key in _prefixes(text.tokens, needed, self.limits.chunk):
             donor = self._chunks.get(key)
             if donor is None or donor.extent is None or donor.tokens[:stop] != text.tokens[:stop]:
                 break

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge eval``: tasks of lm-evaluation-harness with any checkpoint, under any layout."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from megatron.bridge.cli.support import inference_options
+from megatron.bridge.cli.support.parser import count
+from megatron.bridge.utils.optional_imports import import_optional
+
+DESCRIPTION = (
+    "Evaluate a model with lm-evaluation-harness (the extra eval), which runs in this process. Local task files "
+    "and local data need no network."
+)
+EXAMPLES = """example:
+  megatron-bridge eval checkpoints/smollm2 --tasks my_task --include-path tasks --out results.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    inference_options.add_model_options(parser)
+    parser.add_argument("--tasks", required=True, metavar="NAMES", help="tasks, groups or YAML files, with commas")
+    parser.add_argument("--include-path", type=Path, metavar="DIR", help="folder with further tasks")
+    parser.add_argument("--limit", type=count, metavar="N", help="examples of each task at most")
+    parser.add_argument("--few-shot", type=int, metavar="N", help="examples in each prompt")
+    parser.add_argument("--chat", action="store_true", help="put prompts into the chat template")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write results and samples as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    import_optional("lm_eval", "eval", "eval")
+    from megatron.bridge.inference.evaluation import harness
+    from megatron.bridge.utils import distributed
+
+    with inference_options.load(args) as llm:
+        options = (args.include_path, args.limit, args.few_shot, args.chat)
+        results = harness.evaluate(llm, args.tasks.split(","), *options)
+    if distributed.rank() == 0:
+        sys.stdout.write(harness.summary(results) + "\n")
+        if args.out is not None:
+            args.out.write_text(json.dumps(results, default=str, ensure_ascii=False) + "\n")
+    return 0
