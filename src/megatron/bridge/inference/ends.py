@@ -23,18 +23,19 @@ def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
         hf: tokenizer of transformers; None if there is none.
         folder: where ``generation_config.json`` and ``config.json`` may be.
     """
-    names = ("generation_config.json", "config.json")
-    files = [folder / name for name in names if (folder / name).is_file()] if folder is not None else []
-    found = _declared(files[0]) if files else set[int]()  # the first one replaces the other
+    found = declared_ends(folder)
     if hf is not None:
         found |= {hf.eos_token_id} if isinstance(hf.eos_token_id, int) else set()
         found |= end_of_turn(hf)
     return frozenset(found)
 
 
-def _declared(path: Path) -> set[int]:
+def declared_ends(folder: Path | None) -> set[int]:
+    """The end tokens of ``generation_config.json``, or else of ``config.json``: those of transformers."""
+    names = ("generation_config.json", "config.json")
+    files = [folder / name for name in names if (folder / name).is_file()] if folder is not None else []
     try:
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        value = json.loads(files[0].read_text(encoding="utf-8")).get("eos_token_id") if files else None
     except (OSError, ValueError, AttributeError):
         return set()
     values = value if isinstance(value, list) else [value]

@@ -68,14 +68,14 @@ class LLM:
             from megatron.bridge.inference.workers import Workers
 
             self._workers = self._cleanup.enter_context(Workers(wanted, LLM, str(path), options))
-            ((self.hf, self.max_context),) = self._workers.iterate("facts", ())
+            ((self.hf, self.max_context, self.declared_ends),) = self._workers.iterate("facts", ())
             return
         self._template = template
         self._load(path, options)
 
     def _load(self, path: str, options: dict[str, Any]) -> None:
         import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
-        from megatron.bridge.inference.ends import end_of_turn, end_tokens
+        from megatron.bridge.inference.ends import declared_ends, end_of_turn, end_tokens
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
 
@@ -90,12 +90,12 @@ class LLM:
             ends |= end_of_turn(model.hf, self._template)
         same = {name: options[name] for name in ("max_requests", "kv_memory", "chunk", "rows")}
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
-        self.hf, self.max_context = model.hf, context
+        self.hf, self.max_context, self.declared_ends = model.hf, context, declared_ends(model.folder)
         self.engine = self._cleanup.enter_context(Engine(model.chunks, config, model.hf))
 
-    def facts(self) -> Iterator[tuple[Any, int]]:
-        """Tokenizer and longest text, for a process that has not loaded the model."""
-        yield self.hf, self.max_context
+    def facts(self) -> Iterator[tuple[Any, int, set[int]]]:
+        """Tokenizer, longest text and end tokens, for a process that has not loaded the model."""
+        yield self.hf, self.max_context, self.declared_ends
 
     def __enter__(self) -> Self:
         return self

@@ -106,16 +106,19 @@ class HarnessModel(TemplateLM):
             if count >= self.max_length:
                 raise UserError(f"max_gen_toks={count} leaves no room in a context of {self.max_length}: lower it")
             prompts.append(self.tok_encode(request.args[0])[-(self.max_length - count) :])
-            sampling.append(_sampling(values, count, stops[-1]))
+            # the end tokens of the harness's own model: an end of turn does not end a text
+            ends = {"ignore_eos": True, "stop_ids": sorted(self.llm.declared_ends)}
+            sampling.append(_sampling(values, count, stops[-1], ends))
         texts = [completions[0].text for completions in self.llm.generate_each(prompts, sampling)]
         return [postprocess_generated_text(text, stop, None) for text, stop in zip(texts, stops, strict=True)]
 
 
-def _sampling(values: dict[str, Any], count: int, stop: list[str]) -> Sampling:
+def _sampling(values: dict[str, Any], count: int, stop: list[str], ends: dict[str, Any]) -> Sampling:
     names = ("top_k", "top_p", "min_p", "repetition_penalty")
     warm = values.get("temperature", 0.0) if values.get("do_sample") else 0.0
     chosen = {name: values[name] for name in names if warm and name in values}
-    return Sampling(max_new_tokens=count, temperature=warm, seed=0, stop=[text for text in stop if text], **chosen)
+    texts = [text for text in stop if text]
+    return Sampling(max_new_tokens=count, temperature=warm, seed=0, stop=texts, **ends, **chosen)
 
 
 def evaluate(
