@@ -26,7 +26,7 @@ def table() -> str:
 def _published() -> dict[str, list[str]]:
     """Architecture -> published models whose config.json is in the tests."""
     found: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "tests" / "families" / "published").glob("*.json")):
+    for path in sorted((ROOT / "tests" / "families").glob("published*/*.json")):
         (architecture,) = json.loads(path.read_text())["architectures"]
         found.setdefault(architecture, []).append(path.stem.partition("--")[2])
     return found

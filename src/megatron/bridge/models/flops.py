@@ -14,8 +14,8 @@ gated delta net       6 x K x V for the state of key width K and value width V, 
 ====================  =================================================================================
 
 The backward pass costs twice as much, of frozen weights once as much; a teacher has none. What is recomputed to
-save memory is not counted, nor are norms, activations and the embedding's look-up: this is the work that a model
-asks for.
+save memory is not counted, nor are vision towers, norms, activations and the embedding's look-up: this is the work
+that a model asks for.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,6 +31,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 _BY_THEMSELVES = ("word_embeddings", "position_embeddings", "output_layer")
+_TOWER = "vision."  # its work depends on images, not on tokens
 _PASSES = 3  # forward, and two for the gradients of inputs and of weights
 _DELTA_CHUNK = 64
 
@@ -61,7 +62,7 @@ def _operations(chunk: nn.Module, length: int, backward: bool) -> Iterator[float
     config: Any = chunk.config
     for name, module in chunk.named_modules():
         for weight in module.parameters(recurse=False):
-            if weight.dim() > 1 and not name.endswith(_BY_THEMSELVES):
+            if weight.dim() > 1 and not name.endswith(_BY_THEMSELVES) and not name.startswith(_TOWER):
                 yield _of_weight(weight, backward) * _share(weight, name, config)
         yield (_PASSES if backward else 1) * _between(module, length)
     output: Any = getattr(chunk, "output_layer", None)

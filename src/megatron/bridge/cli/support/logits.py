@@ -40,7 +40,10 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     console().print(f"no tokenizer: running {RANDOM_TOKENS} random tokens")
     generator = torch.Generator().manual_seed(0)
     words = bridge.hf_config.get_text_config().vocab_size
-    return torch.randint(0, words, (1, RANDOM_TOKENS), generator=generator), None
+    ids = torch.randint(0, words, (1, RANDOM_TOKENS), generator=generator)
+    for name in ("image_token_id", "video_token_id"):  # there is no image for a placeholder
+        ids[ids == getattr(bridge.hf_config, name, None)] = 0
+    return ids, None
 
 
 def reference_activations(bridge: Any, ids: "Tensor") -> "ModelOutputs":

@@ -13,5 +13,5 @@ class GLM45VBridge(VisionBridge):
     tower = ("visual",)
     names = {"model.": "model.language_model.", "visual.": "model.visual."}
     values = {"mrope_section": [8, 12, 12]}
-    text_ignored = ("router_aux_loss_coef",)
+    text_ignored = ("router_aux_loss_coef", "image_token_id", "image_start_token_id", "image_end_token_id")
     text_values = {"num_nextn_predict_layers": 0}

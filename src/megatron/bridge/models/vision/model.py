@@ -116,15 +116,15 @@ class VisionGPTModel(GPTModel):
 
     def _find_rows(self, input_ids: Tensor, media: Media | None) -> Tensor:
         config: Any = self.config
-        if not media:
-            return torch.full_like(input_ids, -1)
         if parallel_state.get_context_parallel_world_size() > 1:
+            if not media:
+                return torch.full_like(input_ids, -1)
             raise UserError(
                 "media_rows is missing: under context_parallel_size > 1 compute it from the whole sequence with "
                 "megatron.bridge.models.vision.merge.media_rows, and cut it like the tokens"
             )
         image, video = config.image_token_id, config.video_token_id
-        if len(split_kinds(media)) == 2 and not bool((input_ids == video).any()):
+        if len(split_kinds(media)) > 1 and not bool((input_ids == video).any()):
             raise UserError(
                 "media has images and videos, and input_ids no placeholder for videos: give media_rows, or one of "
                 "the two"

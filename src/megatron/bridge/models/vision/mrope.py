@@ -53,9 +53,8 @@ def axes_of(sections: list[int], interleaved: bool) -> Tensor:
         >>> axes_of([3, 1, 1], interleaved=True).tolist()
         [0, 1, 2, 0, 0]
     """
-    if not interleaved:
-        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
-    axes = torch.zeros(sum(sections), dtype=torch.long)
-    for axis in (1, 2):
-        axes[axis : 3 * sections[axis] : 3] = axis
-    return axes
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if interleaved:
+        turns = {place: axis for axis in (1, 2) for place in range(axis, 3 * sections[axis], 3)}
+        axes = [turns.get(place, 0) for place in range(sum(sections))]
+    return torch.tensor(axes, device="cpu")  # numbers, even while the model is built on the meta device

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The provider of a decoder with a vision tower."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
-from torch.nn import Parameter
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.vision import tower as towers
@@ -80,6 +78,33 @@ class VisionGPTModelProvider(GPTModelProvider):
                 "set model.apply_rope_fusion=False"
             )
 
+    def provide_distributed_model(  # type: ignore[override]
+        self, ddp_config: Any = None, wrap_with_ddp: bool = True, **options: Any
+    ) -> list[Any]:
+        """As ``GPTModelProvider.provide_distributed_model``.
+
+        Raises:
+            UserError: a model that is wrapped for training has nothing to train.
+        """
+        if wrap_with_ddp:
+            self._check_frozen()
+        return super().provide_distributed_model(ddp_config, wrap_with_ddp, **options)
+
+    def _check_frozen(self) -> None:
+        if not self.freeze_language_model:
+            return
+        if self.pipeline_model_parallel_size > 1:
+            raise UserError(
+                "freeze_language_model=True leaves nothing to train on the later stages of "
+                f"pipeline_model_parallel_size={self.pipeline_model_parallel_size}: set "
+                "model.pipeline_model_parallel_size=1"
+            )
+        if self.vision is None or (self.freeze_vision_model and self.freeze_vision_projection):
+            raise UserError(
+                "freeze_language_model=True leaves nothing to train beside what else is frozen: set one of "
+                "model.freeze_language_model, freeze_vision_model and freeze_vision_projection to False"
+            )
+
     def _model_class(self) -> type[GPTModel]:
         return VisionGPTModel
 
@@ -109,13 +134,9 @@ class VisionGPTModelProvider(GPTModelProvider):
 
     def _freeze(self, model: Any) -> None:
         frozen = (self.freeze_language_model, self.freeze_vision_model, self.freeze_vision_projection)
-        for name, parameter in _named(model):
+        for name, parameter in model.named_parameters():
             if frozen[_part(name)]:
                 parameter.requires_grad_(False)
-
-
-def _named(model: Any) -> Iterator[tuple[str, Parameter]]:
-    yield from model.named_parameters()
 
 
 def _part(name: str) -> int:

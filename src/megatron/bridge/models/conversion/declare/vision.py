@@ -33,6 +33,20 @@ _PARAMETERS = ("image_newline",)
 _OF_TEXT = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _OF_WHOLE = ("architectures", "dtype", "quantization_config", "transformers_version", "_name_or_path")
 
+_HARMLESS: dict[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(("ignore_index", "vision_token_id", "vocab_size", "use_reentrant_checkpointing")),
+    "use_image_newline_parameter": (True,),
+}
+"""Keys that published configs have and transformers does not read."""
+_HARMLESS_IN_VISION: dict[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(("spatial_patch_size", "initializer_factor", "max_image_size", "size", "vocab_size")),
+    "tie_word_embeddings": None,
+    "in_chans": (3,),
+    "dropout": (0.0,),
+    "hidden_dropout_prob": (0.0,),
+    "use_base_siglip": (False,),
+}
+
 Prefixes = Mapping[str, str]
 """Beginnings of names -> what they are in a checkpoint."""
 
@@ -107,7 +121,7 @@ class VisionBridge(DecoderBridge):
 
     def _check(self, whole: Mapping[str, Any]) -> None:
         kind = whole[_TEXT].get("model_type")
-        problems = _unknown(whole, {**IRRELEVANT, **self.irrelevant})
+        problems = _unknown(whole)
         if kind not in self.texts:
             problems.append(f"{_TEXT}.model_type={kind!r} is not supported: {' and '.join(self.texts)} are")
         if problems:
@@ -232,13 +246,13 @@ def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _unknown(whole: Mapping[str, Any], irrelevant: Mapping[str, Any]) -> list[str]:
+def _unknown(whole: Mapping[str, Any]) -> list[str]:
     """A phrase for each key, of the whole and of the vision config, that transformers' own class does not have."""
     known = hf_config({"model_type": whole["model_type"], _VISION: _kind(whole)}).to_dict()
     own = {key: value for key, value in whole.items() if key not in known}
-    problems = unknown_keys((), own, irrelevant)
     vision = {key: value for key, value in whole[_VISION].items() if key not in known[_VISION]}
-    return [*problems, *(f"{_VISION}: {problem}" for problem in unknown_keys((), vision, irrelevant))]
+    problems = unknown_keys((), vision, {**IRRELEVANT, **_HARMLESS_IN_VISION})
+    return [*unknown_keys((), own, {**IRRELEVANT, **_HARMLESS}), *(f"{_VISION}: {line}" for line in problems)]
 
 
 def _kind(whole: Mapping[str, Any]) -> dict[str, Any]:
