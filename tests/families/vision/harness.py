@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 from safetensors.torch import save_file
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.data.finetuning.packing import cut_for_rank
 from megatron.bridge.models.vision.merge import look_ahead, media_rows
 from tests.families import harness
 from tests.families.vision.row import VisionRow
@@ -105,6 +107,8 @@ def forward_backward(model: list[Any], samples: list[Sample], row: VisionRow) ->
     config = unwrap(model[0]).config
     config.finalize_model_grads_func = finalize_model_grads
     config.moe_aux_loss_coeff = 0.0
+    if getattr(model[0], "ddp_config", None) is not None and model[0].ddp_config.overlap_grad_reduce:
+        config.no_sync_func = model[0].no_sync
 
     def step(rows: Iterator[int], chunk: Any) -> tuple[Tensor, Any]:
         batch, media = this_rank(samples[next(rows)], row)
@@ -136,6 +140,46 @@ def forward_backward(model: list[Any], samples: list[Sample], row: VisionRow) ->
         forward_only=False,
     )
     return torch.cat(found) if found else None
+
+
+def packed(samples: list[Sample], row: VisionRow) -> dict[str, Any]:
+    """Arguments of a forward pass over all samples in one packed row, this rank's part of each."""
+    length, group = LENGTH * len(samples), parallel_state.get_context_parallel_group()
+    bounds = torch.arange(0, length + 1, LENGTH, dtype=torch.int32)
+    mine = torch.from_numpy(cut_for_rank(bounds.numpy(), group.rank(), group.size()))
+    ids = torch.cat([sample.ids for sample in samples], dim=1)
+    media: dict[str, list[Tensor]] = {}
+    for sample in samples:
+        for name, value in row.for_model(sample.media).items():
+            media.setdefault(name, []).append(value)
+    sight = look_ahead(ids, IMAGE_TOKEN)[:, mine] if row.types_as == "token_type_ids" else None
+    return {
+        "input_ids": ids[:, mine],
+        "position_ids": torch.cat([positions_of(sample, row.mrope) for sample in samples], dim=-1),
+        "attention_mask": sight,
+        "media": {name: torch.cat(values) for name, values in media.items()},
+        "media_rows": media_rows(ids, IMAGE_TOKEN, VIDEO_TOKEN)[:, mine],
+        "packed_seq_params": PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=LENGTH,
+            max_seqlen_kv=LENGTH,
+        ),
+    }
+
+
+def packed_error(case: Case, layout: str) -> float:
+    """How far logits of a packed row are from those of its samples, over their deviation."""
+    bridge, model = build(case, layout)
+    given = packed(case.samples(bridge.hf_config), case.row)
+    with torch.no_grad():
+        found = model[0](**given)[0]
+    group = parallel_state.get_context_parallel_group()
+    bounds = given["packed_seq_params"].cu_seqlens_q.numpy()
+    mine = torch.from_numpy(cut_for_rank(bounds, group.rank(), group.size()))
+    expected = case.logits.flatten(0, 1)[mine]
+    return harness.distance(expected, found[:, : expected.shape[-1]], case.logits.std())
 
 
 def this_rank(sample: Sample, row: VisionRow) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

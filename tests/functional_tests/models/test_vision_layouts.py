@@ -23,3 +23,8 @@ def test_two_processes(two_workers, vision_case, tmp_path, name, layout):
 @pytest.mark.parametrize(("name", "layout"), FOUR)
 def test_four_processes(four_workers, vision_case, tmp_path, name, layout):
     check(four_workers, vision_case(name), layout, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl"])
+def test_packed_samples_under_context_parallelism(two_workers, vision_case, name):
+    assert max(two_workers.run(harness.packed_error, vision_case(name), "cp2")) <= 1e-4

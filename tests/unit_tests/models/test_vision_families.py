@@ -11,3 +11,8 @@ from tests.families.vision.rows import ROWS
 def test_numbers_and_bytes(vision_case, tmp_path, name):
     problems = harness.numbers_and_bytes(vision_case(name), "one", tmp_path / "out")
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl", "mistral3"])
+def test_packed_samples(vision_case, name):
+    assert harness.packed_error(vision_case(name), "one") <= 1e-4
