@@ -13,6 +13,7 @@ from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import stored_provider
 from megatron.bridge.models.gpt_provider import drop_mtp_layers
 from megatron.bridge.models.hf_pretrained import hub
+from megatron.bridge.models.vision.provider import VisionGPTModelProvider
 from megatron.bridge.peft import hf_adapter
 from megatron.bridge.peft.base import PEFT
 from megatron.bridge.peft.checkpoint import set_trained_state, trained_state
@@ -74,10 +75,10 @@ def load(
     if hub.is_hf_model(path) or not Path(path).is_dir():
         bridge = AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
         provider, folder, hook = bridge.to_megatron_provider(), bridge.hf_pretrained.directory, None
-        _refuse_other_parts(bridge)
     else:
         bridge, provider = None, stored_provider.read_for_layout(path, sizes)
         folder, hook = model_io.tokenizer_dir(path), stored_provider.load_hook(path)
+    _refuse_vision(provider, path)
     _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=hook, **precision)
@@ -89,12 +90,9 @@ def load(
     return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider))
 
 
-def _refuse_other_parts(bridge: AutoBridge) -> None:
-    if bridge.carried:
-        raise UserError(
-            f"{bridge.hf_config.architectures[0]} has parts beside its text model, such as vision, which are not "
-            "built yet: export its text model to generate"
-        )
+def _refuse_vision(provider: Any, path: str | Path) -> None:
+    if isinstance(provider, VisionGPTModelProvider):
+        raise UserError(f"{path} is a vision-language model, which the engine does not run yet: use a text model")
 
 
 def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
