@@ -110,7 +110,10 @@ def shaken(found):
 
 def exported(bridge, model):
     """The adapters by their names in the format of ``peft``."""
-    return {name: weight.clone() for name, weight in bridge.export_adapter_weights(model, show_progress=False)}
+    return {
+        name: weight.clone()
+        for name, weight in bridge.export_adapter_weights(model, show_progress=False, prefix="base_model.model.")
+    }
 
 
 def train(model, steps):

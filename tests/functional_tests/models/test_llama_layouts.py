@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.hf_pretrained import safetensors_writer
+from megatron.bridge.models.hf_pretrained.model_folder import RECORD
 from megatron.bridge.utils.errors import UserError
 from tests.toy_models import LLAMA_VARIANTS, make_llama, tokens
 
@@ -113,7 +114,7 @@ def check(pool, tmp_path, layout, **changes):
 
 def assert_same_files(source, exported):
     names = sorted(path.name for path in source.iterdir())
-    assert names == sorted(path.name for path in exported.iterdir())
+    assert sorted([*names, RECORD]) == sorted(path.name for path in exported.iterdir())
     assert [name for name in names if not filecmp.cmp(source / name, exported / name, shallow=False)] == []
 
 
@@ -166,10 +167,11 @@ def message_of_refusal(directory, output):
 def test_all_ranks_refuse_together(two_workers, tmp_path):
     make_llama(tmp_path / "hf", num_hidden_layers=1)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").touch()
+    (tmp_path / "out" / "model.safetensors").touch()
     messages = two_workers.run(message_of_refusal, tmp_path / "hf", tmp_path / "out")
     assert len(set(messages)) == 1
-    assert "exists and is not empty" in messages[0]
+    assert "model.safetensors" in messages[0]
+    assert "remove it" in messages[0]
 
 
 def bytes_read(directory):

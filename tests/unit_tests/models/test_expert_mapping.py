@@ -228,7 +228,7 @@ def test_a_tensor_of_all_experts_is_read_and_written_expert_by_expert(tmp_path):
     assert torch.equal(streamed, whole)
     out = tmp_path / "out"
     out.mkdir()
-    export.save(bridge, made, out, checkpoint)
+    export.save(bridge, made, out, checkpoint, export.SaveOptions())
     assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     assert torch.equal(load_file(out / "model.safetensors")["gate_up"], whole)
     with pytest.raises(UserError, match="leave out experts of gate_up"):

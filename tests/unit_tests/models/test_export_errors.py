@@ -29,11 +29,13 @@ def leftovers(directory):
 def test_existing_output(converted, tmp_path):
     bridge, model = converted
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").touch()
-    with pytest.raises(UserError, match="out exists and is not empty: remove it or choose another one"):
+    (tmp_path / "out" / "model.safetensors").touch()
+    with pytest.raises(
+        UserError, match=r"holds model\.safetensors, which no save .*: remove it or choose another"
+    ):
         bridge.save_hf_pretrained(model, tmp_path / "out")
     assert leftovers(tmp_path) == ["out"]
-    assert leftovers(tmp_path / "out") == ["precious"]
+    assert leftovers(tmp_path / "out") == ["model.safetensors"]
 
 
 def test_output_below_a_file(converted, tmp_path):

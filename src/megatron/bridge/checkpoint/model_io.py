@@ -177,6 +177,13 @@ def unwrap(module: torch.nn.Module) -> MegatronModule:
     return module  # type: ignore[return-value]
 
 
+def as_chunks(model: Any) -> list[Any]:
+    """This rank's chunks, of a list, an ``nn.ModuleList`` or a single chunk."""
+    if isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList):
+        return [model]
+    return list(model)
+
+
 def chunk_keys(chunks: Sequence[torch.nn.Module]) -> list[str]:
     """The entries of a state dict under which the chunks' states lie."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]

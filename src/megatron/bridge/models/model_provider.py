@@ -8,9 +8,9 @@ derives the rest; the declared values stay as they were, and that is what is wri
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import Any, Self, cast
 
@@ -21,6 +21,8 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     distributed_data_parallel,
 )
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,13 +30,17 @@ from torch.nn import Module
 
 from megatron.bridge.backends.fsdp import megatron_fsdp, torch_fsdp2
 from megatron.bridge.backends.specs import layer_specs
+from megatron.bridge.models import process_groups
 from megatron.bridge.utils import distributed
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
 ModelHook = Callable[[list[MegatronModule]], list[MegatronModule] | None]
 """Changes the chunks of a new model in place, or returns the chunks to use instead."""
+
+HalfPrecisionWrapper = Callable[[TransformerConfig, MegatronModule], MegatronModule]
+"""Wraps a chunk that computes in fp16 or bf16, as Megatron-Core's ``Float16Module`` does."""
 
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -116,10 +122,38 @@ class ModelProvider(TransformerConfig):
         """
         self.resolved()
 
+    def apply_overrides_and_finalize(
+        self, dtype: torch.dtype | None = None, overrides: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Set the dtype and attributes, then call ``finalize``.
+
+        Args:
+            dtype: of the parameters; sets ``params_dtype``, ``fp16`` and ``bf16``. None leaves them.
+            overrides: attributes of the provider, by name.
+
+        Raises:
+            UserError: the provider has no such attribute, or Megatron-Core refuses the values; nothing was set.
+        """
+        values = dict(overrides or {})
+        for name in values:
+            if not hasattr(self, name):
+                known = [field.name for field in fields(self)]
+                raise UserError(f"{type(self).__name__} has no attribute {name}{did_you_mean(name, known)}")
+        if dtype is not None:
+            precision = {"fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16}
+            values = {"params_dtype": dtype, **precision, **values}
+        trial = copy.copy(self)
+        for provider in (trial, self):
+            for name, value in values.items():
+                setattr(provider, name, value)
+            provider.finalize()
+        return self
+
     def resolved(self) -> Self:
         """A copy in which dtypes follow the precision flags and Megatron-Core's derived values are filled in."""
         if self.is_resolved:
             return self
+        process_groups.refuse_others(getattr(self, "_pg_collection", None))
         config = copy.copy(self)
         config.derive()
         if config.backend == "torch":
@@ -185,11 +219,16 @@ class ModelProvider(TransformerConfig):
         fp16: bool | None = None,
         bf16: bool | None = None,
         use_cpu_initialization: bool | None = None,
-        pre_wrap_hook: ModelHook | None = None,
+        pre_wrap_hook: ModelHook | Iterable[ModelHook] | None = None,
         post_wrap_hook: ModelHook | None = None,
         data_parallel_random_init: bool = False,
         overlap_param_gather_with_optimizer_step: bool = False,
         use_torch_fsdp2: bool = False,
+        use_megatron_fsdp: bool | None = None,
+        mixed_precision_wrapper: HalfPrecisionWrapper | None = Float16Module,
+        pg_collection: ProcessGroupCollection | None = None,
+        init_model_with_meta_device: bool | None = None,
+        model_type: ModelType = ModelType.encoder_or_decoder,
     ) -> list[MegatronModule]:
         """Build this rank's chunks, one per virtual pipeline stage, on their device and wrapped for training.
 
@@ -201,15 +240,25 @@ class ModelProvider(TransformerConfig):
             fp16: overrides the provider's flag.
             bf16: overrides the provider's flag; the model is in float32 if one is False and the other not True.
             use_cpu_initialization: overrides the provider's flag.
-            pre_wrap_hook: one more hook, called after the registered ones.
+            pre_wrap_hook: one more hook, or several, called after the registered ones.
             post_wrap_hook: one more hook, called after the registered ones.
             data_parallel_random_init: let ranks initialise differently, then broadcast from the first.
             overlap_param_gather_with_optimizer_step: disables bucketing on later chunks, as Megatron-Core asks.
             use_torch_fsdp2: wrap with PyTorch's fully sharded data parallelism instead of Megatron-Core's own.
+            use_megatron_fsdp: wrap with Megatron-FSDP; ``ddp_config.use_megatron_fsdp`` when None.
+            mixed_precision_wrapper: called with (config, chunk) if the model is in fp16 or bf16; None leaves the
+                chunks bare, with their parameters in half precision.
+            pg_collection: Megatron-Core's own groups; others are refused.
+            init_model_with_meta_device: True is refused; ``meta_model`` builds without memory.
+            model_type: only ``encoder_or_decoder``.
 
         Returns:
             Model chunks of this rank, first virtual stage first.
+
+        Raises:
+            UserError: values that contradict each other, or that cannot be.
         """
+        _refuse_what_cannot_be(init_model_with_meta_device, model_type)
         overrides = {"fp16": fp16, "bf16": bf16, "use_cpu_initialization": use_cpu_initialization}
         for name, value in overrides.items():
             if value is not None:
@@ -218,14 +267,16 @@ class ModelProvider(TransformerConfig):
             self.params_dtype = torch.float32
         if not parallel_state.model_parallel_is_initialized():
             self.initialize_model_parallel(seed=0)
+        process_groups.refuse_others(pg_collection)
         config = self.resolved()
-        hooks = [*self._pre_wrap_hooks, pre_wrap_hook]
+        given = [pre_wrap_hook] if pre_wrap_hook is None or callable(pre_wrap_hook) else pre_wrap_hook
+        hooks = [*self._pre_wrap_hooks, *given]
         if any(isinstance(hook, PreWrapHook) and hook.fills_every_parameter for hook in hooks):
             config.perform_initialization = False  # not on ``self``: what is declared is reused without the hook
         chunks = run_hooks(hooks, config.build_chunks())
-        chunks = _place(chunks, config)
+        chunks = _place(chunks, config, mixed_precision_wrapper)
         if wrap_with_ddp:
-            ddp = ddp_config or DistributedDataParallelConfig()
+            ddp = _with_megatron_fsdp(ddp_config or DistributedDataParallelConfig(), use_megatron_fsdp)
             sharded = _kind_of_sharding(ddp, use_torch_fsdp2)
             if sharded is not None:
                 chunks = [sharded(config, ddp, chunk) for chunk in chunks]
@@ -259,6 +310,9 @@ class ModelProvider(TransformerConfig):
             return config.build_chunks()
 
 
+ModelProviderMixin = ModelProvider
+
+
 def _report(changes: list[layer_specs.DisabledSetting]) -> None:
     for change in changes if distributed.rank() == 0 else ():
         logger.warning(
@@ -278,25 +332,55 @@ def run_hooks(hooks: Iterable[ModelHook | None], chunks: list[MegatronModule]) -
     return chunks
 
 
-def _place(chunks: list[MegatronModule], config: ModelProvider) -> list[MegatronModule]:
+def _refuse_what_cannot_be(meta_device: bool | None, model_type: ModelType) -> None:
+    if meta_device:
+        raise UserError(
+            "init_model_with_meta_device=True leaves parameters without values: leave it out, or call meta_model()"
+        )
+    if model_type != ModelType.encoder_or_decoder:
+        raise UserError(f"model_type={model_type} is not built here: use ModelType.encoder_or_decoder")
+
+
+def _with_megatron_fsdp(ddp: DistributedDataParallelConfig, asked: bool | None) -> DistributedDataParallelConfig:
+    """``ddp`` with ``use_megatron_fsdp`` as the caller asked for it."""
+    if asked is None or asked == bool(ddp.use_megatron_fsdp):
+        return ddp
+    if not asked:
+        raise UserError(
+            "use_megatron_fsdp=False contradicts ddp_config.use_megatron_fsdp=True: set both to the same value"
+        )
+    return replace(ddp, use_megatron_fsdp=True)
+
+
+def _place(
+    chunks: list[MegatronModule], config: ModelProvider, wrapper: HalfPrecisionWrapper | None
+) -> list[MegatronModule]:
     """Move the chunks to this rank's device, in half precision where asked."""
     for chunk in chunks:
         chunk.cuda(torch.cuda.current_device())  # the identity on a machine without a GPU
-    return to_half_precision(chunks, config)
+    return to_half_precision(chunks, config, wrapper)
 
 
-def to_half_precision(chunks: list[MegatronModule], config: TransformerConfig) -> list[MegatronModule]:
+def to_half_precision(
+    chunks: list[MegatronModule],
+    config: TransformerConfig,
+    wrapper: HalfPrecisionWrapper | None = Float16Module,
+) -> list[MegatronModule]:
     """The chunks in half precision where ``config`` asks for it, but for what needs to be exact."""
     if not (config.fp16 or config.bf16):
         return chunks
     # half precision can neither count a router's tokens nor sum up the small steps of its correction bias; the
     # frequencies of a vision tower's positions would be off by a tenth of a radian
     exact = [(module, dict(module.named_buffers(recurse=False))) for chunk in chunks for module in _exact(chunk)]
-    halved: list[MegatronModule] = [Float16Module(config, chunk) for chunk in chunks]
+    halved = [_halved(chunk, config) if wrapper is None else wrapper(config, chunk) for chunk in chunks]
     for module, buffers in exact:
         for name, buffer in buffers.items():
             module._buffers[name] = buffer
     return halved
+
+
+def _halved(chunk: MegatronModule, config: TransformerConfig) -> MegatronModule:
+    return chunk.half() if config.fp16 else chunk.bfloat16()
 
 
 def _exact(chunk: MegatronModule) -> Iterator[Module]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.chunk_info import chunk_info
-from megatron.bridge.models.conversion.adapters.adapted_layers import mark_whole
+from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter, mark_whole
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import global_name
 from megatron.bridge.peft import targets
@@ -44,8 +44,13 @@ class PEFT:
     seed: int | None = None
     """Seed of the adapters' first values; None is ``rng.seed`` of a run, and 0 outside of one."""
 
-    def problems(self) -> list[str]:
-        """A sentence for each value that cannot be."""
+    def problems(self, training: bool = True) -> list[str]:
+        """A sentence for each value that cannot be.
+
+        Args:
+            training: whether what is added will be trained.
+        """
+        del training
         return []
 
     def prepare(self, chunks: Sequence[nn.Module]) -> None:
@@ -78,7 +83,7 @@ class PEFT:
             UserError: a value or a target cannot be, or the model has adapters already.
         """
         chunks = bare_chunks(model)
-        if problems := self.problems():
+        if problems := self.problems(training):
             raise UserError("\n".join(problems))
         if any(chunk_info(chunk).peft is not None for chunk in chunks):
             raise UserError("this model has adapters already: merge them with LoRAMerge, or build it anew")
@@ -101,6 +106,25 @@ class PEFT:
             if not training:
                 chunk.requires_grad_(False)
         return model
+
+    def set_params_to_save(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        """Note in ``params_to_save`` the names of what is trained, as the bare chunks call it.
+
+        Args:
+            model: A chunk or all chunks of this rank, adapted.
+        """
+        names = {name for chunk in bare_chunks(model) for name in chunk_info(chunk).trained}
+        vars(self)["params_to_save"] = names
+
+    def adapter_key_filter(self, key: Any) -> bool:
+        """Whether an entry of a chunk's state dict belongs to what is trained.
+
+        Args:
+            key: The entry's name; or (name, parameter).
+        """
+        if isinstance(key, tuple):
+            return bool(key[1].requires_grad)
+        return in_adapter(key) or key in vars(self).get("params_to_save", ())
 
     def _modules_to_save(self, chunks: Sequence[nn.Module]) -> list[nn.Module]:
         named = [
@@ -150,5 +174,4 @@ def _transform_children(
 
 def bare_chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """The chunks without wrappers of data parallelism and precision."""
-    chunks = [model] if isinstance(model, nn.Module) else model
-    return [model_io.unwrap(chunk) for chunk in chunks]
+    return [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]

@@ -47,6 +47,8 @@ class _Adapted:
 
     adapter: Any
     adapted_site: Site
+    adapter_is_on: bool
+    """Only on instances; False lets the layer compute without its adapter."""
 
     def merged_weight(self, weight: Tensor) -> Tensor:
         """What stands for ``weight``, a parameter of this layer, in a model without adapters.
@@ -69,6 +71,8 @@ class _Adapted:
         self, base: Tensor, bias: Tensor | None, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]
     ) -> Tensor:
         """The adapter's outputs from the layer's own, which include ``bias``."""
+        if not vars(self).get("adapter_is_on", True):
+            return base
         if bias is None or not self.adapter.scales_outputs:
             return self.adapter(base, x, counts, weights)
         return self.adapter(base - bias, x, counts, weights) + bias

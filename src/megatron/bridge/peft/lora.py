@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA (https://arxiv.org/abs/2106.09685), and its removal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,10 +11,13 @@ from torch import Tensor, nn
 
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
+from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
+from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
 from megatron.bridge.peft import layers, targets
 from megatron.bridge.peft.base import PEFT, bare_chunks
 from megatron.bridge.peft.low_rank import Init, LowRank, Shape
 from megatron.bridge.peft.targets import Site
+from megatron.bridge.utils.errors import UserError
 
 
 class LoRAAdapter(LowRank):
@@ -63,10 +67,20 @@ class LowRankPEFT(PEFT):
     lora_B_init_method: Init = "zero"  # noqa: N815
     dim_by_module: dict[str, int] = field(default_factory=dict)
     alpha_by_module: dict[str, float] = field(default_factory=dict)
+    lora_dtype: torch.dtype | None = None
+    """Dtype of the adapters. They have the model's: another one is refused."""
+    a2a_experimental: bool = False
+    """Exchange outputs instead of inputs between tensor-parallel ranks: only False."""
 
-    def problems(self) -> list[str]:
+    def __post_init__(self) -> None:
+        """Accept names of dtypes."""
+        self.lora_dtype = to_dtype(self.lora_dtype)
+
+    def problems(self, training: bool = True) -> list[str]:
         """A sentence for each value that cannot be."""
         found = []
+        if self.a2a_experimental:
+            found.append("peft.a2a_experimental=True is not there: leave it out, the sums are the same")
         if not self.target_modules:
             found.append("peft.target_modules is empty: name the layers to adapt, such as linear_qkv")
         ranks = {
@@ -81,12 +95,12 @@ class LowRankPEFT(PEFT):
                 "peft.lora_A_init_method and peft.lora_B_init_method are both random, so that training would not "
                 "start from the base model: set one to zero"
             )
-        if self.lora_A_init_method == self.lora_B_init_method == "zero":
+        if training and self.lora_A_init_method == self.lora_B_init_method == "zero":
             found.append(
                 "peft.lora_A_init_method and peft.lora_B_init_method are both zero, so that no gradient would "
                 "flow: set one to xavier"
             )
-        return [*found, *super().problems()]
+        return [*found, *super().problems(training)]
 
     def prepare(self, chunks: Sequence[nn.Module]) -> None:
         """Choose the layers of this rank.
@@ -94,6 +108,7 @@ class LowRankPEFT(PEFT):
         Raises:
             UserError: a pattern matches nothing.
         """
+        _refuse_other_dtype(chunks, self.lora_dtype)
         names = [name for chunk in chunks for site in targets.sites(chunk) for name in self.names_of(site)]
         self._chosen = targets.chosen(names, self.target_modules, self.exclude_modules)
         targeted = [name for stage in targets.exchange.all_gather_stages(sorted(self._chosen)) for name in stage]
@@ -105,6 +120,33 @@ class LowRankPEFT(PEFT):
         if self._chosen.intersection(self.names_of(site)):
             targets.check(site)
             layers.attach(site, self.adapter_for(site))
+
+    @contextmanager
+    def disable_adapter(self, model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
+        """Let the model compute what its base computes, without adapters.
+
+        Args:
+            model: A chunk or all chunks of this rank, adapted, wrapped or not.
+
+        Raises:
+            UserError: ``modules_to_save`` were trained, so the base is not there any more.
+        """
+        if self.modules_to_save:
+            raise UserError(
+                f"peft.modules_to_save={self.modules_to_save} are trained in place, so the base model cannot be "
+                "had from this one: load it as a second model"
+            )
+        adapted = [layer for chunk in bare_chunks(model) for layer in layers.adapted(chunk)]
+        self._switch(adapted, on=False)
+        try:
+            yield
+        finally:
+            self._switch(adapted, on=True)
+
+    @staticmethod
+    def _switch(adapted: Sequence[nn.Module], on: bool) -> None:
+        for layer in adapted:
+            vars(layer)["adapter_is_on"] = on
 
     def names_of(self, site: Site) -> list[str]:
         """What targets can call a layer, or its parts."""
@@ -125,6 +167,15 @@ class LowRankPEFT(PEFT):
             init_a=self.lora_A_init_method,
             init_b=self.lora_B_init_method,
             seed=self.seed or 0,
+        )
+
+
+def _refuse_other_dtype(chunks: Sequence[nn.Module], asked: torch.dtype | None) -> None:
+    dtype = getattr(chunks[0].config, "params_dtype", None)
+    if asked is not None and dtype is not None and asked != dtype:
+        raise UserError(
+            f"peft.lora_dtype={dtype_name(asked)}: adapters have the model's dtype, {dtype_name(dtype)}; "
+            "leave it out"
         )
 
 

@@ -46,10 +46,7 @@ def publish(staging: Path, final: Path) -> None:
     A directory cannot be replaced in one step: the old one is moved aside first and removed last, so a kill
     between the two leaves both copies on disk.
     """
-    for path in sorted(staging.rglob("*")):
-        if path.is_file():
-            _fsync(path)
-    _fsync(staging)
+    flush(staging)
     retired = final.with_name(final.name + ".replaced")
     if final.exists():
         shutil.rmtree(retired, ignore_errors=True)
@@ -57,6 +54,19 @@ def publish(staging: Path, final: Path) -> None:
     staging.replace(final)
     _fsync(final.parent)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def flush(directory: Path) -> None:
+    """Make every file of ``directory`` durable."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            _fsync(path)
+    _fsync(directory)
+
+
+def flush_directory(directory: Path) -> None:
+    """Make renames within ``directory`` durable, and put them before those that follow."""
+    _fsync(directory)
 
 
 @contextmanager

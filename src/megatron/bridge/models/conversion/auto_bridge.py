@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.checkpoint.lazy_planner import LazySavePlanner
 from megatron.bridge.models.conversion.adapters import peft_format
+from megatron.bridge.models.conversion.adapters.bridge_calls import AdapterCalls
 from megatron.bridge.models.conversion.engine import (
     buckets,
     export,
@@ -24,10 +26,12 @@ from megatron.bridge.models.conversion.engine import (
     streaming,
 )
 from megatron.bridge.models.conversion.engine.buckets import BUCKET_BYTES
+from megatron.bridge.models.conversion.engine.export import SaveOptions
 from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask, build_plan
 from megatron.bridge.models.conversion.engine.streaming import StoredModel
 from megatron.bridge.models.conversion.mappings import patterns
 from megatron.bridge.models.conversion.model_bridge import (
+    HFWeightTriple,
     HFWeightTuple,
     MegatronModelBridge,
     architectures,
@@ -35,17 +39,19 @@ from megatron.bridge.models.conversion.model_bridge import (
     bridge_for,
 )
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub
+from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.models.model_provider import PreWrapHook, to_half_precision
-from megatron.bridge.utils import console, distributed
+from megatron.bridge.utils import console
 from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.errors import UserError
 
-Chunks = Sequence[nn.Module]
+Chunks = nn.Module | Sequence[nn.Module]
+"""This rank's chunks, wrapped or not: a list, or a single chunk."""
 
 
-class AutoBridge:
+class AutoBridge(AdapterCalls):
     """Converts models of every architecture that a bridge is registered for.
 
     Args:
@@ -184,7 +190,9 @@ class AutoBridge:
         conversion_tasks: Iterable[WeightConversionTask] | None = None,
         merge_adapter_weights: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
-    ) -> Iterator[HFWeightTuple]:
+        weight_dtype: torch.dtype | str | None = None,
+        with_megatron_names: bool = False,
+    ) -> Iterator[HFWeightTuple | HFWeightTriple]:
         """Stream whole Hugging Face tensors, one at a time, on every rank; ranks exchange them in buckets.
 
         Args:
@@ -195,16 +203,23 @@ class AutoBridge:
             merge_adapter_weights: put adapters into the weights; False gives the base model's.
             bucket_bytes: memory that a rank needs above its part of the model, if what was yielded is let go of; a
                 larger tensor takes what it needs. The same on all ranks.
+            weight_dtype: convert floating-point tensors to this dtype; None leaves them as they are.
+            with_megatron_names: yield the name of the Megatron parameter, too; of a tensor that holds all experts,
+                that of the last one.
 
         Yields:
-            (param_name, weight), in the order of the model.
+            (param_name, weight), or (param_name, weight, megatron_name), in the order of the model.
         """
+        dtype = to_dtype(weight_dtype)
         source = self._source(None)
         plan = self._export_plan(model, source) if conversion_tasks is None else Plan(tuple(conversion_tasks))
         plan = peft_format.merging(plan) if merge_adapter_weights else plan
-        stream = buckets.stream(self._bridge, plan, source, cpu, bucket_bytes)
+        stream = buckets.stream_with_tasks(self._bridge, plan, source, cpu, bucket_bytes)
         total = len(plan.hf_names) + len(plan.ties)
-        yield from console.track(stream, "Exporting", total=total, show=show_progress)
+        for task, (name, weight) in console.track(stream, "Exporting", total=total, show=show_progress):
+            found = weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight
+            named = HFWeightTuple(name, found)
+            yield HFWeightTriple(*named, task.global_param_name) if with_megatron_names else named
 
     def save_hf_pretrained(
         self,
@@ -215,6 +230,10 @@ class AutoBridge:
         strict: bool = True,
         merge_adapter_weights: bool = True,
         history: History | None = None,
+        distributed_save: bool | None = None,
+        save_every_n_ranks: int = 1,
+        weight_dtype: torch.dtype | str | None = None,
+        overwrite: bool = True,
     ) -> None:
         """Write a complete Hugging Face model, sharded like its source, that appears whole or not at all.
 
@@ -223,19 +242,26 @@ class AutoBridge:
 
         Args:
             model: this rank's chunks.
-            path: directory to make; it must not exist, or be empty.
+            path: directory to make, or to add to: its files stay, but for the weights of an earlier save.
             show_progress: draw a progress bar, and say what was written, on rank 0.
             source_path: the Hugging Face model to be like; this bridge's own when None.
             strict: refuse to write other tensors than the source has.
             merge_adapter_weights: put adapters into the weights; False writes the base model's.
             history: what the model card tells; which adapters were merged when None, since only that is known.
+            distributed_save: None and True let every rank write what it owns, which takes a file system that all
+                ranks share; False lets rank 0 write everything.
+            save_every_n_ranks: let only every n-th rank write, with ``distributed_save``.
+            weight_dtype: of floating-point tensors; None keeps the source's.
+            overwrite: replace the weights that an earlier save wrote to ``path``; other weights are refused.
 
         Raises:
             UserError: the directory cannot be written, the disk is full, or the tensors are not the source's.
         """
+        folder = Path(path)
         history = history or side_files.history_of(model, merge_adapter_weights)
+        options = SaveOptions.of_keywords(strict, weight_dtype, distributed_save, save_every_n_ranks, folder)
         self._save_pretrained(
-            model, Path(path), show_progress, source_path, strict, history, merge_adapter_weights
+            model, folder, show_progress, source_path, options, history, merge_adapter_weights, overwrite=overwrite
         )
 
     def save_hf_weights(
@@ -245,11 +271,17 @@ class AutoBridge:
         show_progress: bool = True,
         strict: bool = True,
         merge_adapter_weights: bool = True,
+        distributed_save: bool | None = None,
+        save_every_n_ranks: int = 1,
+        weight_dtype: torch.dtype | str | None = None,
+        overwrite: bool = True,
     ) -> None:
         """Write the weights and their index only; see ``save_hf_pretrained``."""
-        with side_files.published(Path(path)) as staging:
+        folder = Path(path)
+        options = SaveOptions.of_keywords(strict, weight_dtype, distributed_save, save_every_n_ranks, folder)
+        with side_files.published(folder, overwrite) as staging:
             source = self._source(None)
-            self._save_weights(model, staging, source, strict, merge_adapter_weights, show_progress)
+            self._save_weights(model, staging, source, options, merge_adapter_weights, show_progress)
         if show_progress:
             console.console().print(f"Hugging Face weights: {path}")
 
@@ -268,62 +300,6 @@ class AutoBridge:
             UserError: not a model directory, or the hub refuses.
         """
         return hub.push(path, repo_id or Path(path).resolve().name, **options)
-
-    # ---- adapters -----------------------------------------------------------------------------------------------
-
-    def export_adapter_weights(
-        self, model: Chunks, cpu: bool = True, show_progress: bool = True
-    ) -> Iterator[HFWeightTuple]:
-        """Stream the adapters alone, whole and on every rank, under the names of the ``peft`` library.
-
-        Args:
-            model: this rank's chunks, with adapters.
-            cpu: move each tensor to the CPU.
-            show_progress: draw a progress bar on rank 0.
-
-        Yields:
-            (param_name, weight), such as ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``.
-        """
-        plan = self._export_plan(model, None)
-        stream = peft_format.stream(plan)
-        for found in console.track(stream, "Exporting", total=len(plan.hf_names), show=show_progress):
-            for name, weight in found.named().items():
-                yield HFWeightTuple(name, weight.cpu() if cpu else weight)
-
-    def save_hf_adapter(
-        self, model: Chunks, path: str | Path, peft_config: Any = None, show_progress: bool = True
-    ) -> None:
-        """Write a directory that ``peft.PeftModel.from_pretrained`` loads; it appears whole or not at all.
-
-        Args:
-            model: this rank's chunks, with adapters.
-            path: directory to make; it must not exist, or be empty.
-            peft_config: what the adapters were made with. They know that themselves; another value is refused.
-            show_progress: say on rank 0 what was written.
-
-        Raises:
-            UserError: no adapters, or such that the format cannot hold, or a directory that cannot be written.
-        """
-        if peft_config is not None:
-            peft_format.refuse_other_config(model, peft_config)
-        base = self.hf_pretrained
-        name = str(base.model_name_or_path) if isinstance(base, PreTrainedCausalLM) else None
-        with side_files.published(Path(path)) as staging:
-            peft_format.save(self._export_plan(model, None), staging, name, write=distributed.rank() == 0)
-        if show_progress:
-            console.console().print(f"Adapter: {path}")
-
-    def load_hf_adapter(self, model: Chunks, path: str | Path) -> None:
-        """Fill the model's adapters from a directory in the format of the ``peft`` library.
-
-        Args:
-            model: this rank's chunks, adapted with what ``peft.hf_adapter.peft_for`` gives for ``path``.
-            path: directory with ``adapter_config.json``.
-
-        Raises:
-            UserError: the adapters differ in anything; nothing was changed.
-        """
-        peft_format.load(self._export_plan(model, None), Path(path))
 
     # ---- Megatron checkpoints -----------------------------------------------------------------------------------
 
@@ -376,6 +352,7 @@ class AutoBridge:
         strict: bool = True,
         source_path: str | Path | None = None,
         mp_overrides: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
     ) -> None:
         """Convert a Megatron checkpoint to a Hugging Face model; see ``save_hf_pretrained``.
 
@@ -388,10 +365,14 @@ class AutoBridge:
             strict: refuse to write other tensors than the source has.
             source_path: the Hugging Face model to be like; this bridge's own when None.
             mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
+            overwrite: replace the weights that an earlier save wrote to ``hf_path``.
         """
         chunks, stored = _stored_model(megatron_path, mp_overrides)
         history = on_first_rank(lambda: side_files.history_of_checkpoint(megatron_path))
-        self._save_pretrained(chunks, Path(hf_path), show_progress, source_path, strict, history, stored=stored)
+        options = SaveOptions(strict, folder=Path(hf_path))
+        self._save_pretrained(
+            chunks, Path(hf_path), show_progress, source_path, options, history, stored=stored, overwrite=overwrite
+        )
 
     def export_stored_weights(
         self, megatron_path: str | Path, mp_overrides: Mapping[str, Any] | None = None
@@ -424,18 +405,29 @@ class AutoBridge:
         self._save_megatron(model, path, source)
 
     def load_megatron_model(
-        self, path: str | Path, mp_overrides: Mapping[str, Any] | None = None, **options: Any
+        self,
+        path: str | Path,
+        mp_overrides: Mapping[str, Any] | None = None,
+        skip_temp_dist_context: bool | None = None,
+        **options: Any,
     ) -> list[Any]:
         """Build the model that a Megatron checkpoint describes and load its weights.
 
         Args:
             path: root of a checkpoint, or one of its iterations.
             mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
+            skip_temp_dist_context: None and True use the process groups that there are, and leave those that they
+                had to make; False is refused.
             **options: of ``provide_distributed_model``.
 
         Raises:
             UserError: no checkpoint, a damaged one, or an unknown parallel size.
         """
+        if skip_temp_dist_context is False:
+            raise UserError(
+                "skip_temp_dist_context=False asks for process groups that end with the call: leave it out, and "
+                "end them with torch.distributed.destroy_process_group() when the model is not needed any more"
+            )
         provider = stored_provider.read_for_layout(path, mp_overrides)
         return provider.provide_distributed_model(**options, pre_wrap_hook=stored_provider.load_hook(path))
 
@@ -449,8 +441,17 @@ class AutoBridge:
         """
         return self._export_plan(model, self._source(hf_path))
 
-    def get_conversion_tasks(self, model: Chunks, hf_path: str | Path | None = None) -> list[WeightConversionTask]:
-        return list(self.plan(model, hf_path).tasks)
+    def get_conversion_tasks(
+        self,
+        model: Chunks | None = None,
+        hf_path: str | Path | None = None,
+        *,
+        megatron_model: Chunks | None = None,
+    ) -> list[WeightConversionTask]:
+        """The tasks of ``plan``, the same list on every rank; ``megatron_model`` is another name for ``model``."""
+        if (model is None) == (megatron_model is None):
+            raise UserError("get_conversion_tasks takes one of model and megatron_model: give this rank's chunks")
+        return list(self.plan(cast(Chunks, megatron_model if model is None else model), hf_path).tasks)
 
     @property
     def mapping_registry(self) -> Any:
@@ -471,7 +472,7 @@ class AutoBridge:
     # ---- private ------------------------------------------------------------------------------------------------
 
     def _export_plan(self, model: Chunks, source: SafetensorsCheckpoint | None) -> Plan:
-        chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model]
+        chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]
         config, entries = chunks[0].config, {} if source is None else source.entries
         return build_plan(
             self._bridge.spelled_as(self._bridge.registry_for(config), entries),
@@ -519,7 +520,11 @@ class AutoBridge:
     ) -> None:
         files = side_files.tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None
         model_io.save_model(
-            model, path, {"model": to_plain(_provider_of(model))}, tokenizer_files=files, planner=planner
+            model_io.as_chunks(model),
+            path,
+            {"model": to_plain(_provider_of(model))},
+            tokenizer_files=files,
+            planner=planner,
         )
 
     def _save_pretrained(
@@ -528,18 +533,19 @@ class AutoBridge:
         path: Path,
         show_progress: bool,
         source_path: str | Path | None,
-        strict: bool,
+        options: SaveOptions,
         history: History,
         merge: bool = False,
         stored: StoredModel | None = None,
+        overwrite: bool = False,
     ) -> None:
         pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
         source = self._source(source_path)
-        with side_files.published(path) as staging:
-            self._save_weights(model, staging, source, strict, merge, show_progress, stored)
-            described = self._as_in_source(_provider_of(model), source, strict)
-            title = path.resolve().name
-            on_first_rank(lambda: side_files.write(self._bridge, described, pretrained, staging, title, history))
+        with side_files.published(path, overwrite) as staging:
+            self._save_weights(model, staging, source, options, merge, show_progress, stored)
+            described = self._as_in_source(_provider_of(model), source, options.strict)
+            about = (pretrained, staging, path.resolve().name, history, options.dtype)
+            on_first_rank(lambda: side_files.write(self._bridge, described, *about))
         if show_progress:
             console.console().print(f"Hugging Face model: {path}{side_files.in_full(pretrained)}")
 
@@ -548,12 +554,12 @@ class AutoBridge:
         model: Chunks,
         staging: Path,
         source: SafetensorsCheckpoint | None,
-        strict: bool,
+        options: SaveOptions,
         merge: bool,
         show_progress: bool,
         stored: StoredModel | None = None,
     ) -> None:
-        plan = self._export_plan(model, source if strict else None)
+        plan = self._export_plan(model, source if options.strict else None)
         self._note_left_out(plan, source)
         for pattern in self._bridge.carried_by(_provider_of(model), source.entries if source else {}):
             if all(patterns.match(pattern, name) is None for name in plan.buffers):
@@ -564,7 +570,7 @@ class AutoBridge:
         plan = peft_format.merging(plan) if merge else plan
         tasks = plan.tasks if stored is None else stored.filled(plan.tasks)
         tracked = console.track(tasks, "Exporting", total=len(plan.tasks), show=show_progress)
-        export.save(self._bridge, plan, staging, source, strict, tracked)
+        export.save(self._bridge, plan, staging, source, options, tracked)
 
     def _as_in_source(self, provider: Any, source: SafetensorsCheckpoint | None, strict: bool) -> Any:
         """``provider``, with the layers that an export has, or lacks, just as its source."""
@@ -575,7 +581,7 @@ class AutoBridge:
 
 
 def _provider_of(model: Chunks) -> Any:
-    config: Any = model_io.unwrap(model[0]).config
+    config: Any = model_io.unwrap(model_io.as_chunks(model)[0]).config
     return copy.copy(getattr(config, "declared", config))
 
 

@@ -28,6 +28,7 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 __all__ = [
     "DecoderBridge",
+    "HFWeightTriple",
     "HFWeightTuple",
     "MegatronModelBridge",
     "WeightConversionTask",
@@ -44,6 +45,14 @@ class HFWeightTuple(NamedTuple):
 
     param_name: str
     weight: Tensor
+
+
+class HFWeightTriple(NamedTuple):
+    """A Hugging Face tensor with its name and that of the Megatron parameter that it comes from."""
+
+    param_name: str
+    weight: Tensor
+    megatron_name: str
 
 
 @dataclass(frozen=True)

@@ -26,3 +26,6 @@ class DeepseekV2Bridge(DecoderBridge):
     # transformers never normalises the weights of the chosen experts
     irrelevant = {**UNSPOKEN, "norm_topk_prob": (False, None), "scoring_func": ("softmax",)}
     weights = (ends(), latent_attention(), *DENSE_OR_SPARSE)
+
+
+DeepSeekV2Bridge = DeepseekV2Bridge

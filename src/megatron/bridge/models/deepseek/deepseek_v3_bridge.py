@@ -33,3 +33,6 @@ class DeepseekV3Bridge(DecoderBridge):
     irrelevant = {**UNSPOKEN, **ONLY_SIGMOIDS}
     weights = (ends(), *_LAYER, mtp(*_LAYER))
     copies = mtp_copies()
+
+
+DeepSeekV3Bridge = DeepseekV3Bridge

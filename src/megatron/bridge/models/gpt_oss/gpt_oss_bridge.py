@@ -61,3 +61,6 @@ class GptOssBridge(DecoderBridge):
         _experts("weight", ""),
         _experts("bias", "_bias"),
     )
+
+
+GPTOSSBridge = GptOssBridge

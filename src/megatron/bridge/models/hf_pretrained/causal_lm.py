@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hugging Face causal language model on disk or on the hub, each part read when it is first asked for."""
 
+import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Set
 from fnmatch import fnmatch
 from functools import cached_property
@@ -11,8 +13,9 @@ from typing import Any, cast
 import torch
 
 from megatron.bridge.models.hf_pretrained import hub, quantized_checkpoint
+from megatron.bridge.models.hf_pretrained.model_folder import RECORD
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
-from megatron.bridge.utils import strict_json
+from megatron.bridge.utils import atomic, strict_json
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 # a model_type that transformers does not know -> the one whose architecture the models have
@@ -133,8 +136,28 @@ class PreTrainedCausalLM:
         for folder, folders, files in os.walk(self.directory):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(files):
-                if not any(fnmatch(name, pattern) for pattern in hub.WEIGHT_PATTERNS):
+                if name != RECORD and not any(fnmatch(name, pattern) for pattern in hub.WEIGHT_PATTERNS):
                     yield (Path(folder) / name).relative_to(self.directory)
+
+    @property
+    def name_or_path(self) -> str:
+        """``model_name_or_path``, as a transformers model calls it."""
+        return self.model_name_or_path
+
+    def save_artifacts(self, save_directory: str | Path) -> None:
+        """Copy all files but weights: config, tokenizer, chat template, code, ...
+
+        Files that are there are replaced, each in one step. The config says nothing of quantized weights, since
+        exports are in full.
+        """
+        folder = Path(save_directory)
+        for name in self.side_files():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with atomic.published_file(folder / name) as aside:
+                shutil.copyfile(self.directory / name, aside)
+        config = quantized_checkpoint.without_quantization(self.raw_config)
+        if config != self.raw_config:
+            atomic.write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
     def _stored_dtype(self) -> torch.dtype | None:
         try:

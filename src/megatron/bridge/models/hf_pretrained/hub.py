@@ -149,7 +149,13 @@ def push(
     try:
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         message = commit_message or "Upload model"
-        api.upload_folder(repo_id=repo, folder_path=path, revision=revision, commit_message=message)
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=path,
+            revision=revision,
+            commit_message=message,
+            ignore_patterns=[".megatron-bridge.json"],  # the record of model_folder
+        )
     except HFValidationError as error:
         raise UserError(f"repo_id={repo_id!r} is not a name on the hub: use owner/name") from error
     except (HfHubHTTPError, OSError) as error:

@@ -21,3 +21,6 @@ class OlmoeBridge(DecoderBridge):
         router(norm="post_attention_layernorm"),
         experts(),
     )
+
+
+OlMoEBridge = OlmoeBridge

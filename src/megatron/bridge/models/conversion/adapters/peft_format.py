@@ -70,10 +70,12 @@ class ModuleTensors:
     """Of an adapter; None is a whole module."""
     tensors: dict[str, Tensor]
     """By the rest of their names."""
+    megatron_param: str = ""
+    """The parameter that the adapter is beside, or the tensor's own."""
 
-    def named(self) -> dict[str, Tensor]:
-        """The tensors by their names in ``adapter_model.safetensors``."""
-        return {f"{PREFIX}{self.module}.{name}": tensor for name, tensor in self.tensors.items()}
+    def named(self, prefix: str = PREFIX) -> dict[str, Tensor]:
+        """The tensors by their names, which in ``adapter_model.safetensors`` have a prefix."""
+        return {f"{prefix}{self.module}.{name}": tensor for name, tensor in self.tensors.items()}
 
 
 def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
@@ -114,7 +116,7 @@ def stream(plan: Plan) -> Iterator[ModuleTensors]:
                 name: exchange.from_owner(held.get(name), shape, dtype, task.owner)
                 for name, (shape, dtype) in outlines.items()
             }
-            yield ModuleTensors(module, described, tensors)
+            yield ModuleTensors(module, described, tensors, task.global_param_name)
 
 
 def _outlines(found: list[ModuleTensors]) -> list[Any]:
@@ -207,21 +209,28 @@ def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None)
         if len({getattr(one, key) for one in adapters.values()}) > 1:
             raise UserError(f"the adapters differ in {key}, which the peft format has once for all: merge them")
     return {
+        **config_of(first, base),
+        "target_modules": _briefly(adapters, plan) or [],
+        "modules_to_save": _briefly({one.module for one in found if one.described is None}, plan),
+        "rank_pattern": {name: one.rank for name, one in adapters.items() if one.rank != first.rank},
+        "alpha_pattern": {name: one.alpha for name, one in adapters.items() if one.alpha != first.alpha},
+    }
+
+
+def config_of(described: Described, base: str | None) -> dict[str, Any]:
+    """The part of ``adapter_config.json`` that is the same for all modules."""
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
         "bias": "none",
         "fan_in_fan_out": False,
-        "r": first.rank,
-        "lora_alpha": first.alpha,
-        "lora_dropout": first.dropout,
-        "use_rslora": first.use_rslora,
-        "use_dora": first.use_dora,
-        "target_modules": _briefly(adapters, plan) or [],
-        "modules_to_save": _briefly({one.module for one in found if one.described is None}, plan),
-        "rank_pattern": {name: one.rank for name, one in adapters.items() if one.rank != first.rank},
-        "alpha_pattern": {name: one.alpha for name, one in adapters.items() if one.alpha != first.alpha},
+        "r": described.rank,
+        "lora_alpha": described.alpha,
+        "lora_dropout": described.dropout,
+        "use_rslora": described.use_rslora,
+        "use_dora": described.use_dora,
     }
 
 

@@ -34,7 +34,22 @@ def stream(
     bucket_bytes: int = BUCKET_BYTES,
     tasks: Iterable[WeightConversionTask] | None = None,
 ) -> Iterator[HFWeightTuple]:
-    """Whole Hugging Face tensors with their names, in the order of the model, on every rank.
+    """``stream_with_tasks`` without the tasks."""
+    for _, named in stream_with_tasks(bridge, plan, source, cpu, bucket_bytes, tasks):
+        yield named
+
+
+def stream_with_tasks(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    source: SafetensorsCheckpoint | None = None,
+    cpu: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    tasks: Iterable[WeightConversionTask] | None = None,
+) -> Iterator[tuple[WeightConversionTask, HFWeightTuple]]:
+    """Whole Hugging Face tensors with their names and tasks, in the order of the model, on every rank.
+
+    A tensor of all experts comes with the task of the last one.
 
     Args:
         bridge: the architecture's bridge, for its hook.
@@ -60,7 +75,7 @@ def stream(
             whole = _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
             for name, weight in whole:
                 for alias in (name, *same_as.get(name, ())):
-                    yield HFWeightTuple(alias, weight.cpu() if cpu else weight)
+                    yield task, HFWeightTuple(alias, weight.cpu() if cpu else weight)
     if stacks:
         raise UserError(f"the tasks leave out experts of {', '.join(stacks)}: give those of all experts")
 

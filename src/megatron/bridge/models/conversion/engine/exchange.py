@@ -24,16 +24,21 @@ def is_expert(megatron_param: str) -> bool:
 
 def shard_group(megatron_param: str) -> Group:
     """The group over which a parameter is cut; None in a process without model parallelism."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    if is_expert(megatron_param):
-        return cast(Group, parallel_state.get_expert_tensor_parallel_group())
-    return tensor_group()
+    return expert_tensor_group() if is_expert(megatron_param) else tensor_group()
 
 
 def tensor_group() -> Group:
     """The tensor-parallel group of everything but experts."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
     return cast(Group, parallel_state.get_tensor_model_parallel_group())
+
+
+def expert_tensor_group() -> Group:
+    """The ranks that share each expert's matrices."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return cast(Group, parallel_state.get_expert_tensor_parallel_group())
 
 
 def rank_and_size(group: Group) -> tuple[int, int]:

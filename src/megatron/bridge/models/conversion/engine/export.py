@@ -4,7 +4,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,18 +13,55 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, out_of_space
-from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.engine import buckets, exchange
 from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import ShardSpec
-from megatron.bridge.models.hf_pretrained import safetensors_writer
+from megatron.bridge.models.hf_pretrained import model_folder, safetensors_writer
+from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.models.hf_pretrained.safetensors_writer import OutputFile, Writer
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtypes and shapes of tensors by name."""
 THREADS = 2
 _IN_FLIGHT = 2 * THREADS  # tensors gathered and not yet written
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How weights are written."""
+
+    strict: bool = True
+    """Refuse to write other tensors than the source has."""
+    dtype: torch.dtype | None = None
+    """Of all floating-point tensors; None takes the source's, and without a source the model's."""
+    writers: tuple[int, ...] | None = None
+    """The ranks that write, in turn, tensors that were put together; None lets every rank write what it owns."""
+    folder: Path | None = None
+    """Where the files will lie in the end; they take no name that is in use there."""
+
+    @classmethod
+    def of_keywords(
+        cls, strict: bool, dtype: torch.dtype | str | None, distributed_save: bool | None, every: int, folder: Path
+    ) -> "SaveOptions":
+        """The options that ``AutoBridge.save_hf_weights`` documents.
+
+        Raises:
+            UserError: a dtype that is none, or ``save_every_n_ranks`` below 1 or without ``distributed_save``.
+        """
+        if every < 1 or (every > 1 and not distributed_save):
+            raise UserError(
+                f"save_every_n_ranks={every} must be at least 1, and above 1 only with distributed_save=True"
+            )
+        writers = None
+        if distributed_save is False:
+            writers = (0,)
+        elif every > 1:
+            writers = tuple(range(0, distributed.world_size(), every))
+        return cls(strict, to_dtype(dtype), writers, folder)
 
 
 def save(
@@ -32,39 +69,43 @@ def save(
     plan: Plan,
     directory: Path,
     source: SafetensorsCheckpoint | None,
-    strict: bool = True,
+    options: SaveOptions,
     tasks: Iterable[WeightConversionTask] | None = None,
 ) -> None:
-    """Write the weights into ``directory``, sharded like the source; every rank writes what it owns.
+    """Write the weights into ``directory``, sharded like the source.
 
     Args:
         bridge: the architecture's bridge, for its hook.
         plan: what to convert.
         directory: exists, and is the same on all ranks.
         source: the checkpoint to be like; None makes new shards.
-        strict: refuse to write other tensors than the source has.
+        options: who writes what.
         tasks: those of the plan, one after the other, if the plan's own have no numbers.
 
     Raises:
         UserError: the tensors are not the source's, or the disk is full.
     """
-    layouts = _layouts(bridge, plan, source, strict)
+    layouts = _renamed(_layouts(bridge, plan, source, options), options.folder)
     on_first_rank(lambda: safetensors_writer.create(directory, layouts))
-    with Writer(directory, layouts) as writer:
-        error = _write_all(bridge, plan, plan.tasks if tasks is None else tasks, writer, source)
+    mine = options.writers is None or distributed.rank() in options.writers
+    with Writer(directory, layouts if mine else ()) as writer:
+        if options.writers is None:
+            error = _write_all(bridge, plan, plan.tasks if tasks is None else tasks, writer, source)
+        else:
+            error = _write_in_turn(bridge, plan, tasks, writer, source, options.writers)
         on_every_rank(lambda: _raise(error, directory))
     on_first_rank(lambda: safetensors_writer.write_index(directory, layouts, source))
 
 
 def _layouts(
-    bridge: MegatronModelBridge, plan: Plan, source: SafetensorsCheckpoint | None, strict: bool
+    bridge: MegatronModelBridge, plan: Plan, source: SafetensorsCheckpoint | None, options: SaveOptions
 ) -> list[OutputFile]:
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    tensors: Specs = {}
     for task in plan.tasks:
         if not task.is_copy and task.mapping.copies:
             tensors |= {name: (task.dtype, shape) for name, shape in task.hf_shapes.items()}
     if source is None:
-        return safetensors_writer.new_output_files(tensors)
+        return safetensors_writer.new_output_files(_in_dtype(tensors, options.dtype))
     # the source's dtypes; where tensors are computed, its shapes too
     stored = {name: (entry.dtype, entry.shape) for name, entry in source.entries.items()}
     computed = set(tensors) if bridge.computes_on_export else set[str]()
@@ -74,13 +115,50 @@ def _layouts(
     }
     wanted |= {name: stored[name] for name in (*computed, *plan.buffers) if name in stored}
     wanted |= {name: wanted[same] for name, same in plan.ties.items() if same in wanted}
-    if strict and wanted.keys() != stored.keys():
-        wrong = sorted(wanted.keys() ^ stored.keys())
+    wrong = sorted((wanted.keys() ^ stored.keys()) - plan.heads)
+    if options.strict and wrong:
         raise UserError(
             f"the export would differ from its source in {len(wrong)} tensors, such as {wrong[0]}: "
             "give the right source, or strict=False"
         )
-    return safetensors_writer.output_files_like(source, wanted)
+    return safetensors_writer.output_files_like(source, _in_dtype(wanted, options.dtype))
+
+
+def _in_dtype(tensors: Specs, dtype: torch.dtype | None) -> Specs:
+    """The tensors, those of floating point in ``dtype``."""
+    if dtype is None:
+        return tensors
+    return {name: (dtype if own.is_floating_point else own, shape) for name, (own, shape) in tensors.items()}
+
+
+def _renamed(layouts: list[OutputFile], folder: Path | None) -> list[OutputFile]:
+    """The files under names that are free where they will lie."""
+    if folder is None:
+        return layouts
+    names = on_first_rank(lambda: model_folder.unused_names(folder, [layout.name for layout in layouts]))
+    return [replace(layout, name=names.get(layout.name, layout.name)) for layout in layouts]
+
+
+def _write_in_turn(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    tasks: Iterable[WeightConversionTask] | None,
+    writer: Writer,
+    source: SafetensorsCheckpoint | None,
+    writers: tuple[int, ...],
+) -> BaseException | None:
+    """Write whole tensors, one rank after the other; an error is returned, since the others wait for this rank."""
+    failure: BaseException | None = None
+    for index, (name, weight) in enumerate(buckets.stream(bridge, plan, source, tasks=tasks)):
+        if writers[index % len(writers)] == distributed.rank() and name in writer and failure is None:
+            try:
+                writer.write(name, 0, weight)
+            except OSError as error:
+                failure = error
+    if source is not None and distributed.rank() == writers[0]:
+        for name in plan.buffers:
+            writer.write(name, 0, source[name])
+    return failure
 
 
 def _write_all(

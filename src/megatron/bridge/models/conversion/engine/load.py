@@ -135,7 +135,7 @@ def _check(
     for task in plan.tasks:  # all of them, so that every rank finds the same problems
         if not task.mapping.copies:
             continue
-        for problem in _wrong_shapes(task, checkpoint):
+        for problem in _missing(task, plan, checkpoint) or _wrong_shapes(task, checkpoint):
             if any(fnmatch(task.global_param_name, pattern) for pattern in allowed):
                 console.console().print(f"not loaded, as allowed: {problem}")
                 skipped.add(task.global_param_name)
@@ -145,6 +145,16 @@ def _check(
         more = len(problems) - _MOST_PROBLEMS
         raise UserError("; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
     return [task for task in tasks if task.global_param_name not in skipped]
+
+
+def _missing(task: WeightConversionTask, plan: Plan, checkpoint: SafetensorsCheckpoint) -> list[str]:
+    """The tensors of a head, where a checkpoint has none."""
+    return [
+        f"the checkpoint has no tensor {name} for the head {task.global_param_name}: name it in "
+        "allowed_mismatched_params to keep its first values"
+        for name in task.mapping.hf_names
+        if name in plan.heads and name not in checkpoint
+    ]
 
 
 def _wrong_shapes(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> list[str]:
@@ -162,6 +172,7 @@ def _wrong_dtypes(plan: Plan, checkpoint: SafetensorsCheckpoint, declared: torch
     A parameter that is more precise than the model (a router's correction bias) may be stored as it is.
     """
     kept = {name: task.dtype for task in plan.tasks if task.mapping.copies for name in task.mapping.hf_names}
+    kept = {name: dtype for name, dtype in kept.items() if name in checkpoint}
     found = [checkpoint.entries[name].dtype for name in kept]
     if not found:
         return []

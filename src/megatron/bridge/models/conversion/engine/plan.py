@@ -109,6 +109,8 @@ class Plan:
     """Hugging Face tensors that are not converted: recomputed, or of another part of the model."""
     copies: frozenset[str] = frozenset()
     """Names in ``ties`` of tensors that the architecture stores a second time, tied or not."""
+    heads: frozenset[str] = frozenset()
+    """Hugging Face tensors of a head that stands for the output layer; a checkpoint may lack them."""
 
     @property
     def hf_names(self) -> list[str]:
@@ -163,6 +165,7 @@ def build_plan(
     modules = _parameters(chunks)
     located = _locate(registry, modules, config)
     tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
+    heads = {item.name for item in located if item.name == OUTPUT and item.kind == "replicated"}
     problems: list[str] = []
     tasks: list[WeightConversionTask] = []
     owner_of: dict[HFPart, str] = {}
@@ -178,14 +181,16 @@ def build_plan(
     again = _stored_twice(entries or (), copies, claimed, ties)
     ties |= again
     found = _recomputed(entries or (), buffers, claimed)
+    of_heads = {name for task in tasks if task.global_param_name in heads for name in task.mapping.hf_names}
     if entries is not None:
         unbuilt = [] if left_out is None else left_out.tensors(_names(tasks), config.num_layers)
         found += tuple(name for name in unbuilt if name in entries)
-        problems += _differences(tasks, claimed, entries, ties, found)
+        needed = {name: None for name in claimed if name in entries or name not in of_heads}
+        problems += _differences(tasks, needed, entries, ties, found)
         problems += _incomplete(unbuilt, entries)
     if problems:
         raise UserError(_summary("the conversion plan does not close", problems))
-    return Plan(tuple(tasks), ties, found, frozenset(again))
+    return Plan(tuple(tasks), ties, found, frozenset(again), frozenset(of_heads))
 
 
 def global_name(chunk: nn.Module, local_name: str) -> str:

@@ -8,27 +8,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from megatron.bridge.checkpoint import model_io, paths
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, as_dict
-from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, model_card
+from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, model_card, model_folder
 from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
-from megatron.bridge.utils import atomic, distributed
+from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
+from megatron.bridge.utils import distributed
 
 # keys of older configs that a newer key replaces
 _REPLACED = {
     "rope_parameters": ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
     "layer_types": ("sliding_window_pattern",),
+    "dtype": ("torch_dtype",),
 }
 _LARGEST_WITH_A_TOKENIZER = 64 << 20
 
 
 def write(
-    bridge: MegatronModelBridge, provider: Any, source: Any, directory: Path, title: str, history: History
+    bridge: MegatronModelBridge,
+    provider: Any,
+    source: Any,
+    directory: Path,
+    title: str,
+    history: History,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write everything but weights.
 
@@ -39,9 +48,11 @@ def write(
         directory: where to.
         title: name of the exported model.
         history: what was done to the weights.
+        dtype: of the weights; the source's when None.
     """
+    stored = {} if dtype is None else {"dtype": dtype_name(dtype)}
     if not isinstance(source, PreTrainedCausalLM):
-        plain = without_quantization(as_dict(source))
+        plain = {**without_quantization(as_dict(source)), **stored}
         if bridge.changed_config(provider, plain):
             plain = bridge.config_of(provider, plain)
         cast(Any, type(source)).from_dict(plain).save_pretrained(directory)
@@ -50,14 +61,21 @@ def write(
     for name in source.side_files():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.directory / name, directory / name)
-    _write_config(bridge, provider, source, directory)
+    _write_config(bridge, provider, source, directory, stored)
     _write_card(source, directory / model_card.NAME, title, history)
 
 
-def _write_config(bridge: MegatronModelBridge, provider: Any, source: PreTrainedCausalLM, directory: Path) -> None:
+def _write_config(
+    bridge: MegatronModelBridge,
+    provider: Any,
+    source: PreTrainedCausalLM,
+    directory: Path,
+    stored: dict[str, Any],
+) -> None:
     """The source's config, with what the model has otherwise."""
     changed = bridge.changed_config(provider, as_dict(source.config))
-    changed.pop("dtype", None)  # the files keep the source's dtypes
+    changed.pop("dtype", None)  # the files keep the source's dtypes, unless another one was asked for
+    changed |= stored
     config = without_quantization({**source.raw_config, **changed})
     for name in changed:
         for old in _REPLACED.get(name, ()):
@@ -73,9 +91,11 @@ def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: His
         path.write_text(card, errors="surrogateescape")
 
 
-def history_of(model: Sequence[nn.Module], merge: bool) -> History:
+def history_of(model: nn.Module | Sequence[nn.Module], merge: bool) -> History:
     """What a model in memory tells of what was done to it: which adapters will be merged."""
-    method = next((found for chunk in model if (found := chunk_info(chunk).peft) is not None), None)
+    method = next(
+        (found for chunk in model_io.as_chunks(model) if (found := chunk_info(chunk).peft) is not None), None
+    )
     if method is None or not merge:
         return History()
     rank = getattr(method, "dim", None)
@@ -110,12 +130,12 @@ def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
 
 
 @contextmanager
-def published(path: Path) -> Generator[Path]:
-    """A staging directory on all ranks that becomes ``path`` at the end, or vanishes on an error."""
-    staging = on_first_rank(lambda: atomic.create_staging(path))
+def published(path: Path, overwrite: bool = True) -> Generator[Path]:
+    """A staging directory on all ranks whose files are published into ``path``, or vanish on an error."""
+    staging = on_first_rank(lambda: model_folder.create_staging(path, overwrite))
     try:
         yield staging
-        on_first_rank(lambda: atomic.publish(staging, path))
+        on_first_rank(lambda: model_folder.publish(staging, path))
     except BaseException:
         # no collective here: this rank may be the only one that failed
         if distributed.rank() == 0:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.mappings.groups import MappingGroups
 from megatron.bridge.models.conversion.mappings.patterns import substitute
 
 ParallelKind = Literal["column", "row", "replicated"]
@@ -135,7 +136,7 @@ class ShardSpec:
         return self.shape[self.dim] if self.shape else 1
 
 
-class MegatronParamMapping:
+class MegatronParamMapping(MappingGroups):
     """One Megatron parameter and the Hugging Face tensors it is made of.
 
     Subclasses say how in ``blocks``. A mapping that computes instead of copying overrides ``hf_to_megatron`` and
@@ -258,7 +259,8 @@ class MegatronParamMapping:
         name = self.megatron_param.rsplit(".", 1)[-1]
         parameter = getattr(module, name) if parameter is None else parameter
         rank, size = exchange.rank_and_size(exchange.shard_group(self.megatron_param))
-        kind = self.kind or parallel_kind(module, cast(Tensor, parameter))
+        # the module's own parameter has the marks; ``parameter`` may be other numbers for it
+        kind = self.kind or parallel_kind(module, cast(Tensor, getattr(module, name, parameter)))
         return ShardSpec(tuple(cast(Tensor, parameter).shape), kind, rank, size, getattr(module, "config", None))
 
     def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
@@ -281,7 +283,7 @@ class MegatronParamMapping:
         if megatron_weights is None or megatron_module is None:
             return {}
         shard = self.shard_of(megatron_module, megatron_weights)
-        weights = exchange.all_gather(megatron_weights, exchange.shard_group(self.megatron_param), shard.parts)
+        weights = self.gather_from_tp_ranks(megatron_weights) if shard.parts > 1 else [megatron_weights]
         return self.join(shard, weights)
 
     def join(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, Tensor]:

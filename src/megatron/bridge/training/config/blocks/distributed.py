@@ -19,6 +19,25 @@ class DistributedDataParallelConfig(CoreDistributedDataParallelConfig):
     """What ``use_megatron_fsdp`` shards: ``optim``, ``optim_grads``, or ``optim_grads_params``, which None means.
     """
 
+    def finalize(self) -> None:
+        """Replace each None with the value of a model that is built outside of a run, and check the rest.
+
+        Gradients are reduced in their own dtype and the optimizer state is whole, as in Megatron-Core; with
+        ``use_megatron_fsdp`` the optimizer state and all weights are sharded.
+        """
+        from megatron.bridge.backends.fsdp import megatron_fsdp
+
+        sharded = bool(self.use_megatron_fsdp)
+        derived = {
+            "grad_reduce_in_fp32": False,
+            "use_distributed_optimizer": sharded,
+            "data_parallel_sharding_strategy": megatron_fsdp.SHARD_WEIGHTS if sharded else megatron_fsdp.NO_SHARD,
+        }
+        for name, value in derived.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        super().__post_init__()
+
 
 @dataclass
 class DistributedInitConfig:

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of ``AutoBridge`` that concern adapters."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron.bridge.checkpoint import model_io
+from megatron.bridge.models.conversion.adapters import peft_format
+from megatron.bridge.models.conversion.engine import side_files
+from megatron.bridge.models.conversion.engine.plan import Plan
+from megatron.bridge.models.conversion.model_bridge import HFWeightTriple, HFWeightTuple
+from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
+from megatron.bridge.utils import console, distributed
+
+Chunks = nn.Module | Sequence[nn.Module]
+
+
+class AdapterCalls:
+    """What ``AutoBridge`` inherits."""
+
+    hf_pretrained: Any
+
+    def _export_plan(self, model: Chunks, source: SafetensorsCheckpoint | None) -> Plan:
+        raise NotImplementedError
+
+    def export_adapter_weights(
+        self,
+        model: Chunks,
+        cpu: bool = True,
+        show_progress: bool = True,
+        prefix: str = "",
+        with_megatron_names: bool = False,
+    ) -> Iterator[HFWeightTuple | HFWeightTriple]:
+        """Stream the adapters alone, whole and on every rank, under the names of the ``peft`` library.
+
+        Args:
+            model: this rank's chunks, with adapters.
+            cpu: move each tensor to the CPU.
+            show_progress: draw a progress bar on rank 0.
+            prefix: what every name begins with; ``peft``'s own files have ``base_model.model.``.
+            with_megatron_names: yield the name of the Megatron parameter that the adapter is beside, too.
+
+        Yields:
+            (param_name, weight), such as ``model.layers.0.self_attn.q_proj.lora_A.weight``.
+        """
+        plan = self._export_plan(model, None)
+        stream = peft_format.stream(plan)
+        for found in console.track(stream, "Exporting", total=len(plan.hf_names), show=show_progress):
+            for name, weight in found.named(prefix).items():
+                named = HFWeightTuple(name, weight.cpu() if cpu else weight)
+                yield HFWeightTriple(*named, found.megatron_param) if with_megatron_names else named
+
+    def save_hf_adapter(
+        self,
+        model: Chunks,
+        path: str | Path,
+        peft_config: Any = None,
+        base_model_name_or_path: str | Path | None = None,
+        show_progress: bool = True,
+        overwrite: bool = True,
+    ) -> None:
+        """Write a directory that ``peft.PeftModel.from_pretrained`` loads; it appears whole or not at all.
+
+        Args:
+            model: this rank's chunks, with adapters.
+            path: directory to make, or to add to: its files stay, but for the adapter of an earlier save.
+            peft_config: what the adapters were made with. They know that themselves; another value is refused.
+            base_model_name_or_path: where the adapter says that its base is; this bridge's own model when None.
+            show_progress: say on rank 0 what was written.
+            overwrite: replace the adapter that an earlier save wrote to ``path``; other weights are refused.
+
+        Raises:
+            UserError: no adapters, or such that the format cannot hold, or a directory that cannot be written.
+        """
+        if peft_config is not None:
+            peft_format.refuse_other_config(model_io.as_chunks(model), peft_config)
+        base = base_model_name_or_path
+        if base is None and isinstance(self.hf_pretrained, PreTrainedCausalLM):
+            base = self.hf_pretrained.model_name_or_path
+        name = None if base is None else str(base)
+        with side_files.published(Path(path), overwrite) as staging:
+            peft_format.save(self._export_plan(model, None), staging, name, write=distributed.rank() == 0)
+        if show_progress:
+            console.console().print(f"Adapter: {path}")
+
+    def load_hf_adapter(self, model: Chunks, path: str | Path) -> None:
+        """Fill the model's adapters from a directory in the format of the ``peft`` library.
+
+        Args:
+            model: this rank's chunks, adapted with what ``peft.hf_adapter.peft_for`` gives for ``path``.
+            path: directory with ``adapter_config.json``.
+
+        Raises:
+            UserError: the adapters differ in anything; nothing was changed.
+        """
+        peft_format.load(self._export_plan(model, None), Path(path))

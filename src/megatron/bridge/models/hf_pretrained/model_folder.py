@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publishing a model into a folder that may hold other files, so that no reader ever sees a mixture of two saves.
+
+A reader finds the weights through one file: ``model.safetensors``, or the index of the shards. It comes last, in
+one rename; shards never take the name of a file that is there. A record of what was published tells the files of
+earlier saves, which may be replaced, from everything else, which is never touched.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.models.hf_pretrained.hub import WEIGHT_PATTERNS
+from megatron.bridge.models.hf_pretrained.safetensors_files import INDEX, SINGLE
+from megatron.bridge.utils import atomic
+from megatron.bridge.utils.errors import UserError
+
+RECORD = ".megatron-bridge.json"
+"""The record: name -> [bytes, time of the last change in ns] of each file that a save published.
+
+While a save publishes, a file that it replaces has two of them: it may have been killed before or after.
+"""
+_ADAPTER = "adapter_model.safetensors"
+_ENTRY_POINTS = (SINGLE, INDEX, _ADAPTER)
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+Stamp = list[int]
+Stamps = dict[str, Stamp]
+
+
+def create_staging(folder: Path, overwrite: bool = True) -> Path:
+    """An empty directory beside ``folder`` to write into.
+
+    Args:
+        folder: where the files will be published; it may hold other files.
+        overwrite: replace the weights of an earlier save.
+
+    Raises:
+        UserError: weights in the folder that may not be replaced, or its parent cannot be written.
+    """
+    if folder.is_file():
+        raise UserError(f"output directory {folder} is a file: choose another one")
+    _refuse_weights(folder, overwrite)
+    return atomic.create_staging(folder, overwrite=True)
+
+
+def publish(staging: Path, folder: Path) -> None:
+    """Make the files of ``staging`` those of ``folder``, and remove the weights of an earlier save.
+
+    Killed at any moment, this leaves the earlier model, the new one, or none that a reader accepts. The next save
+    cleans up.
+
+    Raises:
+        UserError: the folder has a config of another model, or files that cannot be replaced.
+    """
+    new = _stamps(staging)
+    if not folder.exists() or not any(folder.iterdir()):
+        _write_record(staging, new)
+        atomic.publish(staging, folder)
+        return
+    old = published(folder)
+    weights = [name for name in new if _is_weight(name)]
+    side = [name for name in new if name not in weights and _may_write(staging, folder, name, old)]
+    atomic.flush(staging)
+    _write_record(folder, old, {name: new[name] for name in (*weights, *side)})
+    if any(name in old for name in side):  # not weights of one save with the config of another
+        _remove(folder, [name for name in _ENTRY_POINTS if name in old])
+    _move(staging, folder, [*side, *(name for name in weights if name not in _ENTRY_POINTS)])
+    _move(staging, folder, [name for name in _ENTRY_POINTS if name in new])
+    gone = [name for name in old if _is_weight(name) and name not in new]
+    _remove(folder, sorted(gone, key=lambda name: name not in _ENTRY_POINTS))
+    kept = {name: stamp for name, stamp in old.items() if name not in gone}
+    _write_record(folder, {**kept, **{name: new[name] for name in (*weights, *side)}})
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def published(folder: Path) -> Stamps:
+    """The files of earlier saves that are as these left them."""
+    try:
+        found: Any = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    now = {name: _stamp(folder / name) for name in found}
+    return {name: stamp for name, stamp in now.items() if stamp is not None and stamp in found[name]}
+
+
+def unused_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Names of shards -> names that no file of ``folder`` has, such as ``model-00001-of-00002-v2.safetensors``."""
+    shards = [name for name in names if name not in _ENTRY_POINTS]
+    for version in count(1):
+        mark = f"-v{version}" if version > 1 else ""
+        renamed = {name: f"{Path(name).stem}{mark}{Path(name).suffix}" for name in shards}
+        if not any((folder / name).exists() for name in renamed.values()):
+            return renamed
+    raise AssertionError
+
+
+def _refuse_weights(folder: Path, overwrite: bool) -> None:
+    held = [path.name for path in folder.iterdir() if _is_weight(path.name)] if folder.is_dir() else []
+    ours = published(folder) if held else {}
+    for name in sorted(held):
+        if name not in ours:
+            raise UserError(
+                f"output directory {folder} exists and holds {name}, which no save of this package wrote: "
+                "remove it or choose another directory"
+            )
+        if not overwrite:
+            raise UserError(
+                f"output directory {folder} exists and is not empty: it holds {name} of an earlier save; "
+                "remove it, choose another one, or set overwrite=True"
+            )
+
+
+def _is_weight(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in WEIGHT_PATTERNS)
+
+
+def _may_write(staging: Path, folder: Path, name: str, old: Stamps) -> bool:
+    """Whether a side file is to be written; a file of somebody else stays, and so does one with the same bytes."""
+    theirs = folder / name
+    if not theirs.exists():
+        return True
+    if theirs.is_file() and theirs.read_bytes() == (staging / name).read_bytes():
+        return False
+    if name in old:
+        return True
+    if name == "config.json":
+        _refuse_other_model(staging / name, theirs)
+    return False
+
+
+def _refuse_other_model(ours: Path, theirs: Path) -> None:
+    try:
+        config, other = json.loads(ours.read_text()), json.loads(theirs.read_text())
+    except ValueError as error:
+        raise UserError(f"{theirs} is not JSON: remove it or choose another directory") from error
+    for key in _SIZES:
+        if key in config and key in other and config[key] != other[key]:
+            raise UserError(
+                f"{theirs} has {key}={other[key]} and the model has {key}={config[key]}: remove that file or "
+                "choose another directory"
+            )
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _stamps(folder: Path) -> Stamps:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): _stamp(path) or [] for path in files}
+
+
+def _write_record(folder: Path, *saves: Stamps) -> None:
+    names = sorted({name for save in saves for name in save})
+    record = {name: [save[name] for save in saves if name in save] for name in names}
+    atomic.write_text(folder / RECORD, json.dumps(record) + "\n")
+
+
+def _move(staging: Path, folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (staging / name).replace(folder / name)
+    atomic.flush_directory(folder)
+
+
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    atomic.flush_directory(folder)

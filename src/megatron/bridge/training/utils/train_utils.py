@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trainers outside of this package do to models: value heads, frozen routers, statistics over ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+
+from megatron.bridge.checkpoint.model_io import as_chunks, unwrap
+
+ModelHook = Callable[[Any], Any]
+_FROZEN = {"router": ("weight", "bias"), "shared_experts": ("gate_weight", "gate_bias")}
+
+
+class LinearForLastLayer(nn.Linear):
+    """A head in place of the output layer: hidden states [sequence, batch, hidden] to values in fp32.
+
+    Args:
+        input_size: of the hidden states.
+        output_size: values of each token; 1 is a critic's.
+        sequence_parallel: each rank has part of the sequence, and gathers the values.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, sequence_parallel: bool = False) -> None:
+        super().__init__(input_size, output_size, bias=False)
+        self.sequence_parallel = sequence_parallel
+        if sequence_parallel:
+            self.weight.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(  # type: ignore[override]
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """(values [sequence, batch, output_size], no bias); the other arguments are those of an output layer."""
+        del weight, runtime_gather_output
+        values = super().forward(input_.to(self.weight.dtype)).float()
+        if self.sequence_parallel:
+            values = tensor_parallel.gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False
+            )
+        return values, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The weight, whole on every rank."""
+        del metadata
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight}, prefix, sharded_offsets=sharded_offsets
+        )
+
+
+def create_value_head_hook(hidden_size: int, sequence_parallel: bool = False, output_size: int = 1) -> ModelHook:
+    """A pre-wrap hook that replaces the output layer with ``LinearForLastLayer``.
+
+    Args:
+        hidden_size: of the model.
+        sequence_parallel: as in the provider.
+        output_size: values of each token.
+    """
+
+    def hook(model: Any) -> Any:
+        for chunk in map(unwrap, as_chunks(model)):
+            old: Any = getattr(chunk, "output_layer", None)
+            if old is None or not getattr(chunk, "post_process", False):
+                continue
+            head = LinearForLastLayer(hidden_size, output_size, sequence_parallel=sequence_parallel)
+            like: Any = next(chunk.parameters())
+            chunk.output_layer = head.to(device=like.device, dtype=like.dtype)  # type: ignore[assignment]
+        return model
+
+    return hook
+
+
+def make_value_model(hidden_size: int, sequence_parallel: bool = False) -> ModelHook:
+    """``create_value_head_hook`` for one value of each token."""
+    return create_value_head_hook(hidden_size, sequence_parallel)
+
+
+def freeze_moe_router(model: Any) -> list[nn.Module]:
+    """Freeze routers and the gates of shared experts.
+
+    Args:
+        model: a chunk or all chunks of this rank.
+
+    Returns:
+        The chunks.
+    """
+    chunks = as_chunks(model)
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            for parameter in _FROZEN.get(name.rpartition(".")[2], ()):
+                found = getattr(module, parameter, None)
+                if isinstance(found, nn.Parameter):
+                    found.requires_grad_(False)
+    return chunks
+
+
+def reduce_max_stat_across_model_parallel_group(
+    stat: float | None, mp_group: torch.distributed.ProcessGroup
+) -> float | None:
+    """The largest value of the ranks of ``mp_group`` that have one; None if none has."""
+    value = torch.tensor([float("-inf") if stat is None else stat], device=torch.cuda.current_device())
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=mp_group)
+    return None if value.item() == float("-inf") else value.item()
+
+
+def logical_and_across_model_parallel_group(input: bool, mp_group: torch.distributed.ProcessGroup) -> bool:
+    """Whether ``input`` is true on all ranks of ``mp_group``."""
+    value = torch.tensor([int(bool(input))], device=torch.cuda.current_device())
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=mp_group)
+    return bool(value.item())
+
+
+__all__: Sequence[str] = [
+    "LinearForLastLayer",
+    "create_value_head_hook",
+    "freeze_moe_router",
+    "logical_and_across_model_parallel_group",
+    "make_value_model",
+    "reduce_max_stat_across_model_parallel_group",
+]
