@@ -46,5 +46,5 @@ def pretrain(
     restart = resolved.config.inprocess_restart
     run = attempt() if restart is None or not restart.enabled else run_with_restarts(resolved.config, attempt)
     if run.requeue:
-        raise SystemExit(REQUEUE_EXIT_CODE)
+        raise SystemExit(run.exit_code or REQUEUE_EXIT_CODE)
     return run

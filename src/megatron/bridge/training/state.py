@@ -95,6 +95,8 @@ class Run:
     """A callback sets it to end the loop after this step."""
     requeue: bool = False
     """Whether the run should be restarted to continue; set together with ``stop_reason``."""
+    exit_code: int | None = None
+    """Exit code of a run with ``requeue``; None is the one that asks the scheduler for a restart."""
     reports: list[LossReport] = field(default_factory=list[LossReport])
     """Reports of the loss function for each microbatch of the current step; a rerun of the step replaces them."""
     last_step: StepResult | None = None

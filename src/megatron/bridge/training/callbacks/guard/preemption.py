@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a run that is preempted, and end it with an exit code that requests a restart."""
+"""Save a run that is preempted or interrupted, and end it with an exit code that says so."""
 
 import os
 import signal
@@ -18,13 +18,19 @@ from megatron.bridge.utils.processes import die_with_parent
 REQUEUE_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h, a temporary failure: the same command may succeed later."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+INTERRUPT_EXIT_CODE = 128 + signal.SIGINT
+"""What shells report for a command that Ctrl-C ended."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_FORWARDED = 2.0  # seconds; torchrun, which Ctrl-C reaches too, sends another SIGINT to its processes
 _TIME_LIMIT = 1000  # above every signal's number
 _PROCESS_START = time.monotonic()  # approximately; a process may set up a run more than once
 
 
 class Preemption(Callback):
     """Ends the run after a step in which any rank received a signal or ``train.exit_duration_in_mins`` was over.
+
+    Ctrl-C (SIGINT) does the same; pressed again, it ends the process at once.
 
     Ranks agree with one all-reduce at the end of each step, so all of them save the same step. Under torchrun a
     rank treats the death of the launcher like SIGTERM: otherwise it would keep running and keep the folder
@@ -35,7 +41,7 @@ class Preemption(Callback):
         train = config.train
         self._minutes = train.exit_duration_in_mins
         self._handles = train.exit_signal_handler and config.checkpoint.save is not None
-        self._caught = 0
+        self._caught, self._interrupted = 0, 0.0
         self._before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
 
     def on_train_start(self, context: Run) -> None:
@@ -46,7 +52,13 @@ class Preemption(Callback):
                 die_with_parent(signal.SIGTERM)
 
     def _catch(self, signum: int, frame: FrameType | None) -> None:
-        self._caught = signum
+        if signum == signal.SIGINT and not self._caught and distributed.rank() == 0:
+            # print is not safe in a signal handler
+            os.write(2, b"\nCtrl-C: saving after this step; press it again to end at once without saving\n")
+        if signum == self._caught == signal.SIGINT and time.monotonic() - self._interrupted > _FORWARDED:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        self._caught, self._interrupted = signum, time.monotonic()
 
     def on_train_step_end(self, context: Run) -> None:
         if not self._handles and self._minutes is None:
@@ -57,6 +69,9 @@ class Preemption(Callback):
             what = "train.exit_duration_in_mins" if reason == _TIME_LIMIT else signal.Signals(reason).name
             context.stop_reason = f"{what}: saved, exit code {REQUEUE_EXIT_CODE} requests a restart"
             context.requeue = True
+            if reason == signal.SIGINT:
+                context.stop_reason = "Ctrl-C: saved; the same command continues the run"
+                context.exit_code = INTERRUPT_EXIT_CODE
 
     def close(self, context: Run) -> None:
         for signum, handler in self._before.items():

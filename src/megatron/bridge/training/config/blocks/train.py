@@ -27,7 +27,9 @@ class TrainingConfig:
     exit code is 75, which asks the scheduler to requeue the job.
     """
     exit_signal_handler: bool = True
-    """Save and stop with exit code 75 on SIGTERM and SIGUSR1, if ``checkpoint.save`` is set."""
+    """Save and stop on SIGTERM and SIGUSR1, with exit code 75, and on Ctrl-C, with exit code 130, if
+    ``checkpoint.save`` is set.
+    """
     iterations_to_skip: list[int] = field(default_factory=list[int])
     """Steps whose batch is read but not trained on."""
     frozen: list[str] = field(default_factory=list[str])
