@@ -102,7 +102,11 @@ def _report(certificate: "Certificate") -> None:
     from megatron.bridge.utils.console import console
 
     terminal = console()
-    for what, names in (("differs", certificate.different), ("is not in the model", certificate.missing)):
+    for what, names in (
+        ("differs", certificate.different),
+        ("is not in the model", certificate.missing),
+        ("has values that are NaN or infinite", certificate.not_finite),
+    ):
         for name in names[:_SHOWN]:
             terminal.print(f"tensor {name} {what}")
         if len(names) > _SHOWN:

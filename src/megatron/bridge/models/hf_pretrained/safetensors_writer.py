@@ -8,6 +8,7 @@ never collected.
 import json
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import (
     SafetensorsCheckpoint,
     TensorEntry,
 )
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, first_few
 
 SHARD_BYTES = 5 * 10**9
 _ALIGNMENT = 8
@@ -119,6 +120,13 @@ def create(directory: Path, layouts: Iterable[OutputFile]) -> None:
             file.truncate(layout.size)
 
 
+def not_finite(values: Tensor) -> int:
+    """How many of ``values`` are NaN or infinite."""
+    if not values.is_floating_point() or values.dtype.itemsize == 1 or values.sum(dtype=torch.float32).isfinite():
+        return 0  # a sum is one pass over the memory without a copy; one that overflows is counted below
+    return int(values.numel() - values.isfinite().sum())
+
+
 class Writer:
     """Fills files that ``create`` made; usable from several threads.
 
@@ -132,6 +140,7 @@ class Writer:
         self._descriptors: dict[Path, int] = {}
         self._unwritten: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self._not_finite: dict[str, int] = {}
         for layout in layouts:
             path = Path(layout.name)
             self._unwritten[path] = layout.size - len(layout.header)
@@ -144,6 +153,8 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
+        if names := [f"{name} ({count:,})" for name, count in self._not_finite.items()]:
+            sys.stderr.write(f"warning: tensors with values that are NaN or infinite: {first_few(names)}\n")
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -161,6 +172,9 @@ class Writer:
         row = (entry.end - entry.begin) // entry.shape[0] if entry.shape and entry.shape[0] else 0
         position = entry.begin + start * row
         assert position + data.nbytes <= entry.end, f"{name} is larger than its place in the file"
+        if count := not_finite(data):
+            with self._lock:
+                self._not_finite[name] = self._not_finite.get(name, 0) + count
         view = memoryview(data.reshape(-1).view(torch.uint8).numpy())
         while view:
             count = os.pwrite(self._descriptors[entry.file], view, position)

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.bridge.models.conversion.check.compare_logits import LogitComparison
 from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, dtype_name
+from megatron.bridge.models.hf_pretrained.safetensors_writer import not_finite
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class TensorProof:
     """Of the checkpoint's bytes."""
     equal: bool
     """Whether the model's numbers, in that dtype, are the same bytes."""
+    not_finite: int = 0
+    """Number of values that are NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,15 @@ class Certificate:
         return [name for name, proof in self.tensors.items() if not proof.equal]
 
     @property
+    def not_finite(self) -> list[str]:
+        """Tensors with values that are NaN or infinite: what such a model computes cannot be compared."""
+        return [name for name, proof in self.tensors.items() if proof.not_finite]
+
+    @property
     def holds(self) -> bool:
-        """Whether everything that was compared is equal."""
+        """Whether everything that was compared is equal, and can be."""
         agree = self.logits is None or self.logits.relative <= self.tolerance
-        return agree and not self.different and not self.missing
+        return agree and not self.different and not self.missing and not self.not_finite
 
     def as_dict(self) -> dict[str, object]:
         return {"holds": self.holds, **asdict(self)}
@@ -83,6 +91,7 @@ def _compare(found: Tensor, stored: Tensor) -> TensorProof:
         dtype=dtype_name(stored.dtype),
         sha256=hashlib.sha256(memoryview(theirs.numpy())).hexdigest(),
         equal=found.shape == stored.shape and torch.equal(mine, theirs),
+        not_finite=not_finite(stored),
     )
 
 
