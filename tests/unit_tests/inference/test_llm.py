@@ -15,10 +15,12 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from megatron.bridge.cli.chat import Conversation
 from megatron.bridge.cli.main import main
 from megatron.bridge.inference.detokenizer import Detokenizer
-from megatron.bridge.inference.ends import end_tokens
+from megatron.bridge.inference.ends import end_tokens, parse_chat
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.errors import UserError
+from tests.families import harness
+from tests.families.vision.rows import ROWS as VISION_ROWS
 from tests.toy_models import make_llama
 from tests.unit_tests.data.conftest import TEXT, tokenizer_dir  # noqa: F401 - a fixture
 from tests.unit_tests.project.tree import ROOT
@@ -169,6 +171,25 @@ def test_any_text_comes_back_in_pieces(text):
 @pytest.fixture(autouse=True)
 def tokenizer_for_pieces(model_dir):
     test_any_text_comes_back_in_pieces.hf = AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3", "llava"])
+def test_the_text_model_of_a_vision_language_model(tmp_path, name):
+    row = next(row for found, row in VISION_ROWS.items() if found.startswith(name))
+    model = harness.hf_model(row)
+    model.save_pretrained(tmp_path)
+    prompt = [5, 9, 30, 31, 12]
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    with LLM(str(tmp_path), kv_memory=1 << 22) as llm:
+        completion = llm.generate(prompt, Sampling(max_new_tokens=12, ignore_eos=True))[0][0]
+        assert completion.tokens == found[0, 5:].tolist()
+    image = [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]
+    with pytest.raises(UserError, match="image"):
+        parse_chat(image, "messages")
 
 
 # ---- commands ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import stored_provider
 from megatron.bridge.models.gpt_provider import drop_mtp_layers
 from megatron.bridge.models.hf_pretrained import hub
-from megatron.bridge.models.vision.provider import VisionGPTModelProvider
 from megatron.bridge.peft import hf_adapter
 from megatron.bridge.peft.base import PEFT
 from megatron.bridge.peft.checkpoint import set_trained_state, trained_state
@@ -78,7 +77,6 @@ def load(
     else:
         bridge, provider = None, stored_provider.read_for_layout(path, sizes)
         folder, hook = model_io.tokenizer_dir(path), stored_provider.load_hook(path)
-    _refuse_vision(provider, path)
     _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=hook, **precision)
@@ -90,17 +88,14 @@ def load(
     return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider))
 
 
-def _refuse_vision(provider: Any, path: str | Path) -> None:
-    if isinstance(provider, VisionGPTModelProvider):
-        raise UserError(f"{path} is a vision-language model, which the engine does not run yet: use a text model")
-
-
 def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
     """Set the layout, without what only training has."""
     for name, value in sizes.items():
         setattr(provider, name, value)
     provider.backend = "torch"
     provider.sequence_parallel = False
+    if getattr(provider, "vision", None) is not None:
+        provider.vision = None  # prompts are text, so the text model alone is built
     if provider.mtp_num_layers:
         drop_mtp_layers(provider)
     heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
