@@ -56,8 +56,12 @@ def test_wrong_configs_are_named(values, parts):
     ("files", "path", "part"),
     [
         ({}, "", "missing or damaged"),
-        ({"tokenizer.json": "[]", "tokenizer_config.json": "{}"}, "", "missing or damaged"),
-        ({"tokenizer.json": "{}", "tokenizer_config.json": "[]"}, "", "missing or damaged"),
+        ({"tokenizer.json": "[]", "tokenizer_config.json": "{}"}, "", "tokenizer.json is not a JSON object"),
+        (
+            {"tokenizer.json": "{}", "tokenizer_config.json": "[]"},
+            "",
+            "tokenizer_config.json is not a JSON object",
+        ),
         ({"tokenizer.json": "{}"}, "tokenizer.json", "give its directory"),
         ({}, "none", "not a directory"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.cli.support import train_job
-from megatron.bridge.cli.support.parser import Parser, count
+from megatron.bridge.cli.support.parser import Parser, count, workers
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         "--add-special-tokens", action="store_true", help="let the tokenizer add its special tokens, such as BOS"
     )
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="worker processes (default: all cores)"
+        "--workers", type=workers, default=os.cpu_count() or 1, help="worker processes (default: all cores)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument(

@@ -7,6 +7,10 @@ from typing import Any
 
 type Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+MOST = 1 << 20
+"""Processes, which layouts and reports count one by one."""
+MOST_WORKERS = 1024
+
 
 class HelpFormatter(argparse.HelpFormatter):
     """Wraps a paragraph to the terminal and keeps the line breaks of several lines, such as examples."""
@@ -27,9 +31,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """The ``type`` of an option that takes a number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    """The ``type`` of an option that takes a number of processes, steps or samples."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 1 <= int(text) <= MOST):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {MOST}")
+    return int(text)
+
+
+def workers(text: str) -> int:
+    """The ``type`` of an option that takes a number of worker processes on this machine."""
+    if count(text) > MOST_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MOST_WORKERS}, too many processes for one machine")
     return int(text)
 
 

@@ -20,10 +20,12 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 # a model_type that transformers does not know -> the one whose architecture the models have
 _ALIASES = {"kimi_k2": "deepseek_v3"}
-_SIZES = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("vocab_size", "max_position_embeddings"),
-)
+_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 10_000),
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 10_000_000),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), 1_000_000_000),
+}
+"""Key of a config -> the largest value for which a model is built."""
 
 
 class PreTrainedCausalLM:
@@ -192,9 +194,10 @@ def _check(raw: dict[str, Any], path: Path) -> None:
     for theta in _thetas(raw):
         if not isinstance(theta, int | float) or theta <= 0:
             raise UserError(f"{path}: rope_theta={theta!r} must be a number above 0")
-    for key in _SIZES:
-        if isinstance(raw.get(key), int) and raw[key] < 1:
-            raise UserError(f"{path}: {key}={raw[key]} must be at least 1")
+    for key, most in _SIZES.items():
+        if isinstance(raw.get(key), int) and not 1 <= raw[key] <= most:
+            rule = "at least 1" if raw[key] < 1 else f"at most {most}"
+            raise UserError(f"{path}: {key}={raw[key]} must be {rule}")
 
 
 def _is_native(config: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.bridge.utils import strict_json
-from megatron.bridge.utils.errors import UserError, one_line
+from megatron.bridge.utils.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -81,7 +81,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} has a damaged header ({one_line(error)}): download it again") from error
+        raise UserError(f"{file} has a damaged header: download it again") from error
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     end = max((entry.end for entry in entries), default=_LENGTH + length)
     if size < end:
@@ -172,7 +172,7 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         except UserError:
             raise
         except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path} is damaged ({one_line(error)}): download it again") from error
+            raise UserError(f"{path} is damaged: download it again") from error
 
     @property
     def _file_names(self) -> list[str]:

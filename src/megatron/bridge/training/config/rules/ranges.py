@@ -32,6 +32,7 @@ NOT_NEGATIVE = Range("be at least 0", least=0)
 POSITIVE = Range("be above 0", above=0)
 BELOW_ONE = Range("lie in [0, 1)", least=0, below=1)
 # ranks and stages count on from a seed, and numpy's seeds end at 2**32
+COUNT = Range("be at most 10000", most=10_000)
 SEED = Range(f"be at least 0 and at most {2**32 - 2**20}", least=0, most=2**32 - 2**20)
 
 _BY_RANGE: dict[Range, tuple[str, ...]] = {
@@ -59,6 +60,8 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
         *("optimizer.sgd_momentum", "optimizer.muon_momentum"),
     ),
     Range("be at least 0 and at most 1", least=0, most=1): ("model.rotary_percent",),
+    COUNT: ("model.num_layers", "model.num_attention_heads"),  # each is built or planned on its own
+    Range("be at least 0 and at most 1024", least=0, most=1024): ("dataset.workers", "dataset.num_workers"),
     SEED: ("rng.seed", "dataset.random_seed", "dataset.seed"),
 }
 ELEMENTWISE = ("train.iterations_to_skip",)
