@@ -8,7 +8,8 @@ from megatron.bridge.utils.errors import UserError
 from scripts.demo.paths import ROOT, Paths, script
 from scripts.demo.runner import PROCESSES, Runner, as_typed, megatron_bridge, torchrun
 
-STAGES = 4
+STAGES = 5
+QUESTION = "What is your name?"
 SEQ_LENGTH = 512
 GLOBAL_BATCH_SIZE = 4
 STEPS = 8
@@ -29,6 +30,11 @@ def run(runner: Runner, paths: Paths) -> None:
             sys.executable, script("evaluate_chat.py"), "--before", paths.source_model,
             "--after", paths.robot_model, "--held-out", chats / "validation.jsonl",
             "--report", paths.out / "answers.json",
+        )  # fmt: skip
+    with runner.stage("Ask the trained Megatron checkpoint itself"):
+        runner.run(
+            *megatron_bridge("generate"), paths.out / "adapter", "--chat", "--prompt", QUESTION,
+            "--max-new-tokens", "40", "--dtype", "float32", live=True,
         )  # fmt: skip
 
 

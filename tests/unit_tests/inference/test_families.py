@@ -8,6 +8,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.peft.lora import LoRA
 from tests.families import decoding
 from tests.families.rows import ROWS
 
@@ -87,3 +88,11 @@ def fail_while_decoding(model, config):
         engine.submit([1, 2, 3], Sampling(max_new_tokens=4))
         engine.step()
         raise ZeroDivisionError
+
+
+def test_keys_are_cached_where_an_adapter_needs_the_latents(family_case):
+    case = family_case("deepseek_v3")
+    model = decoding.decoder(case, "one")
+    LoRA(target_modules=["linear_kv_up_proj"], dim=2)(model, training=False)  # adds zero until it is trained
+    problems = decoding.differences_of(model, case, decoding.references(case), pack=True)
+    assert not problems, "\n".join(problems)

@@ -9,6 +9,9 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.main import main
+from megatron.bridge.inference.engine import Engine, EngineConfig
+from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.config import (
@@ -177,6 +180,51 @@ def test_merge_export_and_unmerge(models, tuned, tmp_path, capsys):
     theirs = PeftModel.from_pretrained(make_llama(**DECODER), tmp_path / "adapter").eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(batch()[0]).logits, merged, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_generates_like_its_merged_model(models, tuned, tmp_path):
+    save, _ = tuned
+    assert main(["adapter", "merge", "--adapter", str(save), "--hf-path", str(tmp_path / "merged")]) == 0
+    assert main(["adapter", "export", "--adapter", str(save), "--hf-path", str(tmp_path / "adapter")]) == 0
+    forget_model_parallel()
+    ids = batch()[0]
+    expected = logits_of(tmp_path / "merged")[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    for path, adapter in ((save, None), (models("llama"), save), (models("llama"), tmp_path / "adapter")):
+        with LLM(str(path), adapter=adapter and str(adapter), kv_memory=1 << 22) as llm:
+            found = llm.logprobs(ids.tolist())
+        forget_model_parallel()
+        scores = torch.tensor([[one.logprob for one in row] for row in found])
+        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="whose weights are not those"):
+        LLM(str(other_base(tmp_path / "other")), adapter=str(save), kv_memory=1 << 22)
+    with pytest.raises(UserError, match="leave out --adapter"):
+        LLM(str(save), adapter=str(save), kv_memory=1 << 22)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "nemotron_h"])
+@pytest.mark.parametrize("method", [LoRA, DoRA])
+def test_adapters_of_every_kind_generate(models, kind, method):
+    """With adapters that are not zero, cached log-probabilities equal those of one full pass."""
+    bridge = AutoBridge.from_hf_pretrained(models(kind))
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    method(dim=4)(model, training=False)
+    torch.manual_seed(3)
+    for name, weight in model[0].named_parameters():
+        if ".adapter." in name and weight.dim() > 1:
+            weight.data.normal_(0, 0.1)
+    ids, positions = batch()[0], batch()[2]
+    model[0].eval()
+    with torch.no_grad():
+        logits = model[0](input_ids=ids, position_ids=positions, attention_mask=None)
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    config = EngineConfig(64, DECODER["vocab_size"], chunk=4, rows=16, kv_memory=1 << 22, pack=True)
+    with Engine(model, config) as engine:
+        sampling = Sampling(max_new_tokens=0, prompt_logprobs=0)
+        jobs = [engine.submit(row, sampling)[0] for row in ids.tolist()]
+        list(engine.run())
+    scores = torch.tensor([[one.logprob for one in job.completion.prompt_logprobs] for job in jobs])
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+    forget_model_parallel()
 
 
 def test_command_line_refuses_another_base(tuned, tmp_path, capsys):

@@ -25,7 +25,11 @@ from megatron.bridge.backends.decoding.latent_cache import LatentCache
 from megatron.bridge.backends.decoding.packed_linear import PackedForward, PackedLayer, PackedWeight, can_pack
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, Step, padded_rows
-from megatron.bridge.backends.moe.grouped_experts import GroupedLinear
+from megatron.bridge.backends.moe.grouped_experts import (
+    ColumnParallelGroupedLinear,
+    GroupedLinear,
+    RowParallelGroupedLinear,
+)
 from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
 from megatron.bridge.backends.recurrent.mamba import TorchMambaMixer
 from megatron.bridge.backends.recurrent.short_conv import ShortConv
@@ -125,9 +129,11 @@ class DecodingState:
                     _set_packed(changes, output, weight)
         for module in _modules(self.bare, _PARALLEL_LINEAR):
             if id(module) not in kept and can_pack(module.weight):
-                changes.empty(module.weight, _set_packed(changes, module, module.weight))
+                packed = _set_packed(changes, module, module.weight)
+                if _is_plain(module):  # an adapter may need the weight itself
+                    changes.empty(module.weight, packed)
         for module in _modules(self.bare, GroupedLinear):
-            if all(can_pack(weight) for weight in module.weights()):
+            if _is_plain(module) and all(can_pack(weight) for weight in module.weights()):
                 packed = [PackedWeight(weight) for weight in module.weights()]
                 changes.set(module, "packed", packed)
                 for weight, stored in zip(module.weights(), packed, strict=True):
@@ -195,11 +201,16 @@ class _Changes:
 def _set_packed(changes: _Changes, layer: Any, weight: Tensor) -> PackedWeight:
     """Have a parallel linear layer multiply with packed weights."""
     packed = PackedWeight(weight)
-    if layer.tp_group is not None and layer.tp_group.size() > 1:
-        changes.set(layer, "_forward_impl", PackedForward(packed))
-    else:
+    if _is_plain(layer) and layer.tp_group.size() == 1:
         changes.set(layer, "forward", PackedLayer(layer, packed))
+    else:
+        changes.set(layer, "_forward_impl", PackedForward(packed))
     return packed
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether nothing is beside a linear layer: an adapted one is of a subclass."""
+    return type(layer) in (*_PARALLEL_LINEAR, ColumnParallelGroupedLinear, RowParallelGroupedLinear)
 
 
 def _apply_shared_gate(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -266,7 +277,7 @@ def _latent_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
     """Layers whose latents can be cached; keys are where their projection is sharded or has an adapter."""
     for layer in _modules(chunks, TorchLatentAttention):
         up = layer.linear_kv_up_proj
-        if isinstance(up, tensor_parallel.ColumnParallelLinear) and not isinstance(up.weight, DTensor):
+        if _is_plain(up) and not isinstance(up.weight, DTensor):
             yield layer
 
 

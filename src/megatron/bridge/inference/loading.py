@@ -15,7 +15,7 @@ from megatron.bridge.models.gpt_provider import drop_mtp_layers
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.peft import hf_adapter
 from megatron.bridge.peft.base import PEFT
-from megatron.bridge.peft.checkpoint import set_trained_state, trained_state
+from megatron.bridge.peft.checkpoint import fingerprint, set_trained_state, trained_state
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError
 
@@ -70,7 +70,7 @@ def load(
     if base is not None:
         if adapter is not None:
             raise UserError(f"{path} holds adapters itself: leave out --adapter {adapter}, or give their base")
-        path, adapter = base, path
+        path, adapter = base["name"], path
     if hub.is_hf_model(path) or not Path(path).is_dir():
         bridge = AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
         provider, folder, hook = bridge.to_megatron_provider(), bridge.hf_pretrained.directory, None
@@ -120,11 +120,10 @@ def _tokenizer(folder: Path | None, other: str | None, trust_remote_code: bool) 
     return load_hf_tokenizer(str(folder), trust_remote_code)
 
 
-def _base_of(checkpoint: str | Path) -> str | None:
-    """The base model of a checkpoint of adapters; None for another checkpoint."""
+def _base_of(checkpoint: str | Path) -> dict[str, str] | None:
+    """Name and fingerprint of the base of a checkpoint of adapters; None for another checkpoint."""
     directory = on_first_rank(lambda: paths.resolve(checkpoint))
-    saved = loading.load_common(directory).get("run", {}).get("base")
-    return None if saved is None else str(saved["name"])
+    return loading.load_common(directory).get("run", {}).get("base")
 
 
 def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> None:
@@ -136,8 +135,14 @@ def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> No
         bridge.load_hf_adapter(chunks, path)
         return
     directory = on_first_rank(lambda: paths.resolve(path))
-    if _base_of(directory) is None:
+    base = _base_of(directory)
+    if base is None:
         raise UserError(f"checkpoint {directory} holds no adapters: give it as the model's path instead")
+    if fingerprint(chunks) != base["fingerprint"]:
+        raise UserError(
+            f"checkpoint {directory} holds adapters of {base['name']}, whose weights are not those of the model: "
+            "use the base on which the adapters were trained"
+        )
     method = from_plain(model_io.read_run_config(directory)["peft"])
     assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
     method(chunks, training=False)
