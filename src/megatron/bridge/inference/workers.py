@@ -6,7 +6,7 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from multiprocessing import connection, get_context
 from typing import Any
@@ -58,26 +58,23 @@ class Workers(AbstractContextManager["Workers"]):
         self, method: str, args: tuple[Any, ...], stopped: Callable[[], bool] | None = None
     ) -> Iterator[Any]:
         """What a method of ``LLM`` yields on rank 0; ``stopped`` asks it to end early."""
-        for pipe in self._pipes:
-            pipe.send((method, args, stopped is not None))
-        over = False
-        try:
-            while True:
-                kind, value = self._receive(0)
-                over = kind != "piece"
-                if over:
-                    self._answers(first=(kind, value))
-                    return
-                if stopped is not None and stopped():
-                    self._pipes[0].send("stop")
+        for rank in range(len(self._pipes)):
+            self._send(rank, (method, args, stopped is not None))
+        kind, value = self._receive(0)
+        while kind == "piece":
+            if stopped is not None and stopped():
+                self._send(0, "stop")
+            try:
                 yield value
-        finally:
-            if not over:
+            except GeneratorExit:
                 self._drain()
+                raise
+            kind, value = self._receive(0)
+        self._answers(first=(kind, value))
 
     def _drain(self) -> None:
         """End what the caller does not want to hear any more."""
-        self._pipes[0].send("stop")
+        self._send(0, "stop")
         kind, value = self._receive(0)
         while kind == "piece":
             kind, value = self._receive(0)
@@ -92,6 +89,10 @@ class Workers(AbstractContextManager["Workers"]):
             if kind == "failed":
                 raise RuntimeError(value)
         return found[0][1]
+
+    def _send(self, rank: int, message: Any) -> None:
+        with suppress(OSError):  # of a rank that has ended, which ``_receive`` tells
+            self._pipes[rank].send(message)
 
     def _receive(self, rank: int) -> tuple[str, Any]:
         """The next answer of a rank; an end of any process is an error at once."""
