@@ -69,7 +69,7 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
         UserError: an adapter that Megatron's layers cannot hold.
     """
     config, tensors = peft_format.read(Path(directory))
-    placed = [_place(bridge.mapping_registry, name) for name in _modules(tensors)]
+    placed = [_place(bridge.adapter_registry, name) for name in _modules(tensors)]
     fused = _can_be_fused(placed, config, tensors)
     if config.get("use_dora") and not fused:
         raise UserError(

@@ -117,6 +117,13 @@ class _AdaptedExperts(_Adapted):
         return self._outputs(base, biases, x, counts, self.adapted_site.weights), later
 
 
+class _AdaptedPlain(_Adapted):
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs of a layer that is PyTorch's own."""
+        base = _base(self).forward(self, x)  # type: ignore[misc]
+        return self._outputs(base, getattr(self, "bias", None), x, None, self.adapted_site.weights)
+
+
 class _AdaptedRouter(_Adapted):
     def gating(self, x: Tensor) -> Tensor:
         """Logits [tokens, experts], in the dtype that the router computes in."""
@@ -132,6 +139,12 @@ def attach(site: Site, adapter: nn.Module) -> None:
         mixin = _AdaptedExperts
     elif isinstance(module, Router):
         mixin = _AdaptedRouter
+    elif isinstance(module, nn.Linear):
+        mixin = _AdaptedPlain
+        for parameter in adapter.parameters():  # images are shared out over these ranks
+            parameter.average_gradients_across_tp_domain = getattr(  # type: ignore[attr-defined]
+                module.weight, "average_gradients_across_tp_domain", False
+            )
     elif hasattr(module, "return_layernorm_output"):
         module.return_layernorm_output = True  # a fused norm: the adapter sees what the matrix sees
     module.adapter = adapter

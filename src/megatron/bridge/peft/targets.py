@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.router import Router
 from torch import nn
 
 from megatron.bridge.backends.moe.grouped_experts import GroupedLinear
+from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import global_name
 from megatron.bridge.models.conversion.param_mapping import ParallelKind, parallel_kind
@@ -25,6 +26,8 @@ _TE_LINEAR = frozenset(
     {"TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"}
 )
 _TE_GROUPED = "TEGroupedLinear"
+TOWER = "vision."
+"""How names of a vision tower's layers begin: they are transformers', whole on every rank."""
 _TIED_OUTPUT = "output_layer"
 
 
@@ -63,7 +66,8 @@ class Site:
     @property
     def sequence_parallel(self) -> bool:
         """Whether activations outside of the cut matrices are parts of the sequence."""
-        return self.experts is None and self.config.sequence_parallel and self.group.size() > 1
+        whole = self.experts is not None or self.name.startswith(TOWER)
+        return not whole and self.config.sequence_parallel and self.group.size() > 1
 
 
 def sites(chunk: nn.Module) -> Iterator[Site]:
@@ -78,6 +82,8 @@ def _site(name: str, module: nn.Module) -> Site | None:
     lineage = {cls.__name__ for cls in type(module).__mro__}
     grouped = isinstance(module, GroupedLinear) or _TE_GROUPED in lineage
     linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear, Router)) or lineage & _TE_LINEAR
+    if isinstance(module, nn.Linear) and name.startswith(TOWER) and not in_adapter(name):
+        return Site(name, module, "replicated", None, 1)
     if not grouped and not linear:
         return None
     experts = sum(1 for key in module._parameters if key.startswith("weight")) if grouped else None
@@ -117,7 +123,8 @@ def check(site: Site) -> None:
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern means the module ``name``.
 
-    A pattern with a wildcard must match the whole name; one without matches the name's end.
+    A pattern with a wildcard must match the whole name; one without matches the name's end. A pattern for layers
+    of a vision tower begins with ``vision.``: their names may end like a decoder's.
 
     Example:
         >>> matches("linear_qkv", "decoder.layers.0.self_attention.linear_qkv")
@@ -125,6 +132,8 @@ def matches(pattern: str, name: str) -> bool:
         >>> matches("*.layers.0.*.linear_qkv", "decoder.layers.1.self_attention.linear_qkv")
         False
     """
+    if name.startswith(TOWER) and not pattern.startswith(TOWER):
+        return False
     if any(character in pattern for character in "*?["):
         return fnmatchcase(name, pattern)
     return name == pattern or name.endswith(f".{pattern}")

@@ -126,6 +126,10 @@ class MegatronModelBridge:
         del config
         return self.mapping_registry()
 
+    def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
+        """``registry`` under the names of transformers' modules, where a checkpoint has others."""
+        return registry
+
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
         """Patterns of tensors that a model of the provider ``config`` does without; an export copies them."""
         del config, entries

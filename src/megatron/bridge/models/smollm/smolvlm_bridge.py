@@ -13,6 +13,7 @@ class SmolVLMBridge(VisionBridge):
 
     texts = {"llama": "LlamaForCausalLM"}
     tower = _PARTS
+    language = "text_model"
     text_ignored = (
         *("_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor"),
         *("qk_layer_norms", "use_resampler"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
+from torch import nn
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.vision import tower as towers
@@ -127,6 +128,9 @@ class VisionGPTModelProvider(GPTModelProvider):
                 f"features of images are added behind: give the first stage at least {self.deep_layers} layers"
             )
         tower = towers.build_tower(self.vision, self.params_dtype, bool(self.perform_initialization))
+        for module in tower.modules():
+            if isinstance(module, nn.Linear):
+                vars(module)["config"] = model.config  # for adapters
         for name, parameter in tower.named_parameters():
             parameter.average_gradients_across_tp_domain = self.share_images  # type: ignore[attr-defined]
             parameter.requires_grad_(name not in unused_parameters(tower))

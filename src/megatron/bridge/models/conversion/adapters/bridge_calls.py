@@ -10,10 +10,10 @@ from torch import nn
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.engine import side_files
-from megatron.bridge.models.conversion.engine.plan import Plan
-from megatron.bridge.models.conversion.model_bridge import HFWeightTriple, HFWeightTuple
+from megatron.bridge.models.conversion.engine.plan import Plan, build_plan
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import HFWeightTriple, HFWeightTuple, MegatronModelBridge
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
-from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.utils import console, distributed
 
 Chunks = nn.Module | Sequence[nn.Module]
@@ -23,9 +23,17 @@ class AdapterCalls:
     """What ``AutoBridge`` inherits."""
 
     hf_pretrained: Any
+    mapping_registry: Any
+    _bridge: MegatronModelBridge
 
-    def _export_plan(self, model: Chunks, source: SafetensorsCheckpoint | None) -> Plan:
-        raise NotImplementedError
+    @property
+    def adapter_registry(self) -> MegatronMappingRegistry:
+        """The mappings under the names of transformers' modules, which adapters are stored under."""
+        return self._bridge.as_modules(self.mapping_registry)
+
+    def _adapter_plan(self, model: Chunks) -> Plan:
+        chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]
+        return build_plan(self._bridge.as_modules(self._bridge.registry_for(chunks[0].config)), chunks)
 
     def export_adapter_weights(
         self,
@@ -47,7 +55,7 @@ class AdapterCalls:
         Yields:
             (param_name, weight), such as ``model.layers.0.self_attn.q_proj.lora_A.weight``.
         """
-        plan = self._export_plan(model, None)
+        plan = self._adapter_plan(model)
         stream = peft_format.stream(plan)
         for found in console.track(stream, "Exporting", total=len(plan.hf_names), show=show_progress):
             for name, weight in found.named(prefix).items():
@@ -83,7 +91,7 @@ class AdapterCalls:
             base = self.hf_pretrained.model_name_or_path
         name = None if base is None else str(base)
         with side_files.published(Path(path), overwrite) as staging:
-            peft_format.save(self._export_plan(model, None), staging, name, write=distributed.rank() == 0)
+            peft_format.save(self._adapter_plan(model), staging, name, write=distributed.rank() == 0)
         if show_progress:
             console.console().print(f"Adapter: {path}")
 
@@ -97,4 +105,4 @@ class AdapterCalls:
         Raises:
             UserError: the adapters differ in anything; nothing was changed.
         """
-        peft_format.load(self._export_plan(model, None), Path(path))
+        peft_format.load(self._adapter_plan(model), Path(path))

@@ -250,7 +250,8 @@ def _briefly(modules: Iterable[str], plan: Plan) -> list[str] | None:
     everywhere = {_module_of(name) for name in plan.hf_names}
     for module in sorted(wanted):
         same = {other for other in everywhere if _leaf(other) == _leaf(module)}
-        names[_leaf(module) if same <= wanted else module] = None
+        # a number is also the name of the layer that has it
+        names[_leaf(module) if same <= wanted and not _leaf(module).isdigit() else module] = None
     return list(names) or None
 
 

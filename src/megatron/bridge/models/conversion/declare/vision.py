@@ -58,6 +58,8 @@ class VisionBridge(DecoderBridge):
     """``model_type`` of the text config -> the architecture whose bridge reads it."""
     tower: ClassVar[tuple[str, ...]] = ("vision_tower", "multi_modal_projector")
     """Modules of transformers' model beside its language model."""
+    language: ClassVar[str] = "language_model"
+    """What transformers' model calls its language model."""
     names: ClassVar[Prefixes] = {}
     """How names of a text model (``model.``, ``lm_head.``) and of tower modules begin in transformers' files."""
     other_names: ClassVar[Mapping[str, Prefixes]] = {}
@@ -197,6 +199,13 @@ class VisionBridge(DecoderBridge):
         back = {theirs: other.get(ours, ours) for ours, theirs in self.names.items()}
         back |= {ours: theirs for ours, theirs in other.items() if ours not in self.names}
         return _renamed(registry.get_all_mappings(), back) if other else registry
+
+    def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
+        """``registry`` under the names of transformers' modules."""
+        ours = {"model.": f"model.{self.language}.", "lm_head.": "lm_head."}
+        ours |= {part: f"model.{part}" for part in self.tower}
+        stored = {_begun(name, self.names): module for name, module in ours.items()}
+        return _renamed(registry.get_all_mappings(), stored)
 
     def _names_of(self, entries: Mapping[str, TensorEntry]) -> Prefixes:
         """The other names that a checkpoint has; none if it has transformers'."""
