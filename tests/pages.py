@@ -14,6 +14,7 @@ applied as settings. A comment above a block, which the site does not show, says
 
 import ast
 import builtins
+import contextlib
 import importlib
 import inspect
 import re
@@ -163,6 +164,8 @@ def wrong_keywords(source: list[Block]) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             module = importlib.import_module(node.module)
             for alias in node.names:
+                with contextlib.suppress(ImportError):  # a submodule is an attribute only after its import
+                    importlib.import_module(f"{node.module}.{alias.name}")
                 if hasattr(module, alias.name):
                     imported[alias.asname or alias.name] = getattr(module, alias.name)
                 else:
