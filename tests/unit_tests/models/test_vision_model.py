@@ -183,6 +183,11 @@ def test_a_config_is_written_without_a_source(vision_case, tmp_path):
             r"position_ids is \[batch, sequence\] .*mrope_positions",
         ),
         (
+            "llava",
+            {"media": {"pixel_values": torch.zeros(1, 3, 9, 9)}},
+            r"cannot encode media with pixel_values \[1, 3, 9, 9\] .*: check the shapes",
+        ),
+        (
             "qwen2_5_vl",
             {"media": {"pixel_values": torch.zeros(1), "pixels": torch.zeros(1)}},
             "media has pixels, which Qwen2_5_VLModel does not take",

@@ -79,6 +79,9 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
     Args:
         tower: what ``build_tower`` made.
         media: arguments of transformers' ``get_image_features``, or of ``get_video_features``.
+
+    Raises:
+        UserError: transformers does not take, or cannot encode, these tensors.
     """
     compute = getattr(tower, _VIDEO if is_video(media) else _IMAGE)
     known = inspect.signature(compute).parameters
@@ -86,7 +89,16 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
         raise UserError(f"media has {unknown[0]}, which {type(tower).__name__} does not take: remove it")
     if tower.config.model_type in _LISTS_OF_IMAGES:
         media = {name: value[:, None] for name, value in media.items()}
-    found = compute(**media, return_dict=True)
+    try:
+        found = compute(**media, return_dict=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in media.items())
+        raise UserError(
+            f"{type(tower).__name__} of transformers cannot encode media with {shapes} ({error}): check the "
+            "shapes, and model.vision"
+        ) from error
     rows, counts = _flat(found.pooler_output)
     deep = [_flat(part)[0] for part in getattr(found, "deepstack_features", None) or ()]
     return Features(torch.cat((rows, *deep), dim=-1) if deep else rows, counts)

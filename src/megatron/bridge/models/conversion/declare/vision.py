@@ -30,7 +30,7 @@ from megatron.bridge.utils.errors import UserError
 _TEXT, _VISION, _TIED, _ROPE = "text_config", "vision_config", "tie_word_embeddings", "rope_parameters"
 _MROPE = ("mrope_section", "mrope_interleaved")
 _PARAMETERS = ("image_newline",)
-_OF_TEXT = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_OF_TEXT = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
 _OF_WHOLE = ("architectures", "dtype", "quantization_config", "transformers_version", "_name_or_path")
 
 _HARMLESS: dict[str, tuple[Any, ...] | None] = {
@@ -138,7 +138,8 @@ class VisionBridge(DecoderBridge):
         text = self._text_bridge(provider.vision).megatron_to_hf_config(provider)
         tied, dtype = text.pop(_TIED), text.pop("dtype")
         del text["architectures"]
-        text = self._written({**text, **provider.vision[_TEXT]}, provider)
+        kept = provider.vision[_TEXT]
+        text = self._written({**kept, **text, "model_type": kept["model_type"]}, provider)
         known = {"architectures": [self._architecture], "dtype": dtype, _TIED: tied}
         return {**known, **provider.vision, _TEXT: text}
 
