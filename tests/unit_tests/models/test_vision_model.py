@@ -257,3 +257,15 @@ def test_images_are_shared_out_evenly():
     owners = share_out([4, 4, 2, 2, 2, 2], 2)
     assert sorted(owners) == [0, 0, 0, 1, 1, 1]
     assert share_out([], 3) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llava_next"])
+def test_a_megatron_checkpoint(vision_case, tmp_path, name):
+    """Through a Megatron checkpoint and back: the same logits and every byte."""
+    case = vision_case(name)
+    AutoBridge.import_ckpt(case.checkpoint, tmp_path / "megatron", show_progress=False)
+    bridge = AutoBridge.from_hf_pretrained(case.checkpoint)
+    bridge.export_ckpt(tmp_path / "megatron", tmp_path / "out", show_progress=False)
+    assert harness.harness.different_files(case, tmp_path / "out") == []
+    model = bridge.load_megatron_model(tmp_path / "megatron", wrap_with_ddp=False)
+    assert (run(case, model) - case.logits[:1]).abs().max() / case.logits.std() < 1e-4
