@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import manifest, paths
 from megatron.bridge.models.conversion.engine import side_files
-from megatron.bridge.models.hf_pretrained import safetensors_writer
+from megatron.bridge.models.hf_pretrained import model_folder, safetensors_writer
 from megatron.bridge.utils import atomic
 from tests.toy_models import make_llama
 
@@ -67,7 +67,7 @@ def hashes(folder):
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in (".metadata", manifest.NAME)
+        if path.is_file() and path.name not in (".metadata", manifest.NAME, model_folder.RECORD)
     }
 
 

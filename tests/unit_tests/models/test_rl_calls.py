@@ -179,3 +179,21 @@ def test_names_that_classes_have_elsewhere(name):
 
     module, _, member = name.rpartition(".")
     assert hasattr(importlib.import_module(f"megatron.bridge.models.{module}"), member)
+
+
+def test_an_export_needs_no_weights_of_its_source(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    make_llama(tmp_path / "hf", num_hidden_layers=1)
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    bridge.save_megatron_model(model, tmp_path / "megatron")
+    wanted = {name: weight.clone() for name, weight in bridge.export_hf_weights(model, show_progress=False)}
+    for path in (tmp_path / "hf").glob("*.safetensors*"):
+        path.unlink()
+    other = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    other.export_ckpt(tmp_path / "megatron", tmp_path / "out", show_progress=False)
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in wanted.items())
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert len(list(other.export_hf_weights(model, show_progress=False))) == len(wanted)

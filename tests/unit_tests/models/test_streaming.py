@@ -15,6 +15,7 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import loading, manifest
 from megatron.bridge.checkpoint.manifest import DamagedError, HashingStream
 from megatron.bridge.models.conversion.engine import streaming
+from megatron.bridge.models.hf_pretrained.model_folder import RECORD
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
 from tests.toy_models import make_llama
@@ -40,7 +41,7 @@ def files(directory):
     return {
         path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in directory.rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name != RECORD
     }
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``AutoBridge``: a Hugging Face model in, a Megatron model, a Hugging Face model out."""
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,7 +211,7 @@ class AutoBridge(AdapterCalls):
             (param_name, weight), or (param_name, weight, megatron_name), in the order of the model.
         """
         dtype = to_dtype(weight_dtype)
-        source = self._source(None)
+        source = self._export_source(model)
         plan = self._export_plan(model, source) if conversion_tasks is None else Plan(tuple(conversion_tasks))
         plan = peft_format.merging(plan) if merge_adapter_weights else plan
         stream = buckets.stream_with_tasks(self._bridge, plan, source, cpu, bucket_bytes)
@@ -280,7 +280,7 @@ class AutoBridge(AdapterCalls):
         folder = Path(path)
         options = SaveOptions.of_keywords(strict, weight_dtype, distributed_save, save_every_n_ranks, folder)
         with side_files.published(folder, overwrite) as staging:
-            source = self._source(None)
+            source = self._export_source(model)
             self._save_weights(model, staging, source, options, merge_adapter_weights, show_progress)
         if show_progress:
             console.console().print(f"Hugging Face weights: {path}")
@@ -367,7 +367,7 @@ class AutoBridge(AdapterCalls):
             mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
             overwrite: replace the weights that an earlier save wrote to ``hf_path``.
         """
-        chunks, stored = _stored_model(megatron_path, mp_overrides)
+        chunks, stored = streaming.stored_model(megatron_path, mp_overrides)
         history = on_first_rank(lambda: side_files.history_of_checkpoint(megatron_path))
         options = SaveOptions(strict, folder=Path(hf_path))
         self._save_pretrained(
@@ -386,8 +386,8 @@ class AutoBridge(AdapterCalls):
         Yields:
             (param_name, weight), in the order of the model.
         """
-        chunks, stored = _stored_model(megatron_path, mp_overrides)
-        source = self._source(None)
+        chunks, stored = streaming.stored_model(megatron_path, mp_overrides)
+        source = self._export_source(chunks)
         plan = self._export_plan(chunks, source)
         yield from buckets.stream(self._bridge, plan, source, cpu=True, tasks=stored.filled(plan.tasks))
 
@@ -448,7 +448,7 @@ class AutoBridge(AdapterCalls):
         *,
         megatron_model: Chunks | None = None,
     ) -> list[WeightConversionTask]:
-        """The tasks of ``plan``, the same list on every rank; ``megatron_model`` is another name for ``model``."""
+        """The tasks of ``plan``, the same list on every rank; ``megatron_model`` is another name of ``model``."""
         if (model is None) == (megatron_model is None):
             raise UserError("get_conversion_tasks takes one of model and megatron_model: give this rank's chunks")
         return list(self.plan(cast(Chunks, megatron_model if model is None else model), hf_path).tasks)
@@ -515,6 +515,16 @@ class AutoBridge(AdapterCalls):
             return None
         return self._weights(path).state
 
+    def _export_source(self, model: Chunks, path: str | Path | None = None) -> SafetensorsCheckpoint | None:
+        """The weights that an export is to be like, if they are here or something is carried over from them."""
+        if path is None and not isinstance(self.hf_pretrained, PreTrainedCausalLM):
+            return None
+        pretrained, provider = self._weights(path), stored_provider.provider_of(model)
+        names, left_out = pretrained.stored_names, self._left_out(provider)
+        carried: Any = self._bridge.carried_by(provider, {})
+        carried = carried or (left_out is not None and (names is None or left_out.are_in(names)))
+        return pretrained.state if carried or on_first_rank(lambda: pretrained.has_weights_here) else None
+
     def _save_megatron(
         self, model: Chunks, path: str | Path, source: Any, planner: LazySavePlanner | None = None
     ) -> None:
@@ -522,7 +532,7 @@ class AutoBridge(AdapterCalls):
         model_io.save_model(
             model_io.as_chunks(model),
             path,
-            {"model": to_plain(_provider_of(model))},
+            {"model": to_plain(stored_provider.provider_of(model))},
             tokenizer_files=files,
             planner=planner,
         )
@@ -540,10 +550,12 @@ class AutoBridge(AdapterCalls):
         overwrite: bool = False,
     ) -> None:
         pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
-        source = self._source(source_path)
+        source = self._export_source(model, source_path)
+        if source is None and isinstance(pretrained, PreTrainedCausalLM):
+            options = replace(options, declared=pretrained.declared_dtype)
         with side_files.published(path, overwrite) as staging:
             self._save_weights(model, staging, source, options, merge, show_progress, stored)
-            described = self._as_in_source(_provider_of(model), source, options.strict)
+            described = self._as_in_source(stored_provider.provider_of(model), source, options.strict)
             about = (pretrained, staging, path.resolve().name, history, options.dtype)
             on_first_rank(lambda: side_files.write(self._bridge, described, *about))
         if show_progress:
@@ -561,7 +573,9 @@ class AutoBridge(AdapterCalls):
     ) -> None:
         plan = self._export_plan(model, source if options.strict else None)
         self._note_left_out(plan, source)
-        for pattern in self._bridge.carried_by(_provider_of(model), source.entries if source else {}):
+        for pattern in self._bridge.carried_by(
+            stored_provider.provider_of(model), source.entries if source else {}
+        ):
             if all(patterns.match(pattern, name) is None for name in plan.buffers):
                 raise UserError(
                     f"{pattern} is not converted and must come from the model's source, which "
@@ -580,19 +594,7 @@ class AutoBridge(AdapterCalls):
         return provider
 
 
-def _provider_of(model: Chunks) -> Any:
-    config: Any = model_io.unwrap(model_io.as_chunks(model)[0]).config
-    return copy.copy(getattr(config, "declared", config))
-
-
 def _with_config(hf_pretrained: Any) -> Any:
     return (
         hf_pretrained if isinstance(hf_pretrained, PreTrainedCausalLM) else SimpleNamespace(config=hf_pretrained)
     )
-
-
-def _stored_model(path: str | Path, mp_overrides: Mapping[str, Any] | None) -> tuple[list[Any], StoredModel]:
-    """The chunks of a Megatron checkpoint without memory, and their numbers."""
-    outline = stored_provider.read_for_layout(path, mp_overrides).meta_model()
-    chunks = to_half_precision(outline, outline[0].config)
-    return chunks, StoredModel(chunks, path)

@@ -129,6 +129,11 @@ class PreTrainedCausalLM:
         return SafetensorsCheckpoint(self.directory).listed_names
 
     @property
+    def has_weights_here(self) -> bool:
+        """Whether the safetensors files are on this machine; a hub model's small files are downloaded."""
+        return SafetensorsCheckpoint(self.directory).is_complete
+
+    @property
     def declared_dtype(self) -> torch.dtype | None:
         """The dtype that ``config.json`` says the weights are stored in."""
         return to_dtype(self.raw_config.get("dtype") or self.raw_config.get("torch_dtype"))

@@ -147,6 +147,12 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
             return self._index.keys()
         return self.entries.keys() if (self.directory / SINGLE).is_file() else None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files are there."""
+        names = {SINGLE} if self._index is None else set(self._index.values())
+        return all((self.directory / name).is_file() for name in names)
+
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
         found: dict[str, TensorEntry] = {}

@@ -40,6 +40,8 @@ class SaveOptions:
     """Of all floating-point tensors; None takes the source's, and without a source the model's."""
     writers: tuple[int, ...] | None = None
     """The ranks that write, in turn, tensors that were put together; None lets every rank write what it owns."""
+    declared: torch.dtype | None = None
+    """What the config says of the weights, for an export without a source."""
     folder: Path | None = None
     """Where the files will lie in the end; they take no name that is in use there."""
 
@@ -61,7 +63,7 @@ class SaveOptions:
             writers = (0,)
         elif every > 1:
             writers = tuple(range(0, distributed.world_size(), every))
-        return cls(strict, to_dtype(dtype), writers, folder)
+        return cls(strict, to_dtype(dtype), writers, folder=folder)
 
 
 def save(
@@ -105,7 +107,7 @@ def _layouts(
         if not task.is_copy and task.mapping.copies:
             tensors |= {name: (task.dtype, shape) for name, shape in task.hf_shapes.items()}
     if source is None:
-        return safetensors_writer.new_output_files(_in_dtype(tensors, options.dtype))
+        return safetensors_writer.new_output_files(_as_declared(_in_dtype(tensors, options.dtype), options))
     # the source's dtypes; where tensors are computed, its shapes too
     stored = {name: (entry.dtype, entry.shape) for name, entry in source.entries.items()}
     computed = set(tensors) if bridge.computes_on_export else set[str]()
@@ -129,6 +131,17 @@ def _in_dtype(tensors: Specs, dtype: torch.dtype | None) -> Specs:
     if dtype is None:
         return tensors
     return {name: (dtype if own.is_floating_point else own, shape) for name, (own, shape) in tensors.items()}
+
+
+def _as_declared(tensors: Specs, options: SaveOptions) -> Specs:
+    """The tensors, those of the model's own dtype as the config says; a more precise one stays as it is."""
+    if options.declared is None or options.dtype is not None or not tensors:
+        return tensors
+    dtypes = [dtype for dtype, _ in tensors.values()]
+    main = max(set(dtypes), key=dtypes.count)
+    return {
+        name: (options.declared if dtype == main else dtype, shape) for name, (dtype, shape) in tensors.items()
+    }
 
 
 def _renamed(layouts: list[OutputFile], folder: Path | None) -> list[OutputFile]:

@@ -2,11 +2,13 @@
 # pyright: reportMissingTypeStubs=false
 """The provider of a Megatron checkpoint, under the parallel sizes of the processes that load it."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
+from torch import nn
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.model_provider import EVEN_STAGES, PARALLEL_SIZES, PreWrapHook
@@ -66,3 +68,9 @@ def _running_layout() -> dict[str, Any]:
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
+
+
+def provider_of(model: nn.Module | Sequence[nn.Module]) -> Any:
+    """A copy of the provider that a chunk, or all chunks, were built from, as it was declared."""
+    config: Any = model_io.unwrap(model_io.as_chunks(model)[0]).config
+    return copy.copy(getattr(config, "declared", config))

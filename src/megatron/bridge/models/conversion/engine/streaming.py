@@ -5,7 +5,7 @@ Both ways start from the model on the meta device: it has all names, shapes and 
 gets memory when its turn comes, and loses it when it has been written.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from megatron.bridge.backends.cpu import allocator
 from megatron.bridge.checkpoint import loading, model_io
 from megatron.bridge.checkpoint.lazy_planner import LazyParameter, LazySavePlanner, storage_id
-from megatron.bridge.models.conversion.engine import load
+from megatron.bridge.models.conversion.engine import load, stored_provider
 from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
+from megatron.bridge.models.model_provider import to_half_precision
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.prefetch import prefetch
@@ -141,6 +142,13 @@ class StoredModel:
             ],
             failure,
         )
+
+
+def stored_model(path: str | Path, mp_overrides: Mapping[str, Any] | None = None) -> tuple[list[Any], StoredModel]:
+    """The chunks of a Megatron checkpoint without memory, and their numbers."""
+    outline = stored_provider.read_for_layout(path, mp_overrides).meta_model()
+    chunks = to_half_precision(outline, outline[0].config)
+    return chunks, StoredModel(chunks, path)
 
 
 @dataclass
