@@ -14,12 +14,18 @@ import pytest
 
 from tests.workers import Processes, WorkerPool
 
+WHOLE_PROGRAMS = {"launchers", "project", "recipes", "tutorials"}
+"""Folders of functional tests that start commands as users do."""
+
 
 def pytest_collection_modifyitems(items):
     """Mark tests by their folder; skip those that need a GPU where there is none."""
     for item in items:
-        folder = "functional" if "functional_tests" in item.path.parts else "unit"
-        item.add_marker(getattr(pytest.mark, folder))
+        functional = "functional_tests" in item.path.parts
+        for name in ("functional", "integration") if functional else ("unit",):
+            item.add_marker(name)
+        if item.get_closest_marker("gpu") or (functional and WHOLE_PROGRAMS.intersection(item.path.parts)):
+            item.add_marker("system")
         if item.get_closest_marker("gpu"):
             import torch
 

@@ -5,9 +5,11 @@ Importing this package costs no torch: ``AutoBridge`` is loaded when it is first
 prepares Megatron-Core for a machine without a GPU at the moment when ``megatron.core`` is first imported.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.backends.cpu import import_hook
+from megatron.bridge.utils import clash
 from megatron.bridge.version import __version__
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoBridge", "__version__"]
 
+clash.refuse_others(sys.modules["megatron"].__path__)
 import_hook.register()
 
 

@@ -115,7 +115,7 @@ def test_navigation_names_every_page():
 
 def test_version_of_python_is_the_projects():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == ">=3.12,<3.13"
+    assert project["requires-python"] == ">=3.12"
     assert "Python 3.12" in (ROOT / "README.md").read_text()
 
 
