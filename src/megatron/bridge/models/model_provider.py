@@ -230,7 +230,7 @@ class ModelProvider(TransformerConfig):
         init_model_with_meta_device: bool | None = None,
         model_type: ModelType = ModelType.encoder_or_decoder,
     ) -> list[MegatronModule]:
-        """Build this rank's chunks, one per virtual pipeline stage, on their device and wrapped for training.
+        """This rank's chunks, first virtual stage first, on their device and wrapped for training.
 
         Process groups are initialized with seed 0 if there are none yet.
 
@@ -246,45 +246,38 @@ class ModelProvider(TransformerConfig):
             overlap_param_gather_with_optimizer_step: disables bucketing on later chunks, as Megatron-Core asks.
             use_torch_fsdp2: wrap with PyTorch's fully sharded data parallelism instead of Megatron-Core's own.
             use_megatron_fsdp: wrap with Megatron-FSDP; ``ddp_config.use_megatron_fsdp`` when None.
-            mixed_precision_wrapper: called with (config, chunk) if the model is in fp16 or bf16; None leaves the
-                chunks bare, with their parameters in half precision.
+            mixed_precision_wrapper: called with (config, chunk) in fp16 or bf16; None leaves the chunks bare.
             pg_collection: Megatron-Core's own groups; others are refused.
             init_model_with_meta_device: True is refused; ``meta_model`` builds without memory.
             model_type: only ``encoder_or_decoder``.
-
-        Returns:
-            Model chunks of this rank, first virtual stage first.
 
         Raises:
             UserError: values that contradict each other, or that cannot be.
         """
         _refuse_what_cannot_be(init_model_with_meta_device, model_type)
-        overrides = {"fp16": fp16, "bf16": bf16, "use_cpu_initialization": use_cpu_initialization}
-        for name, value in overrides.items():
-            if value is not None:
-                setattr(self, name, value)
-        if False in (fp16, bf16) and not (self.fp16 or self.bf16):
-            self.params_dtype = torch.float32
+        self._set_flags(fp16, bf16, use_cpu_initialization)
         if not parallel_state.model_parallel_is_initialized():
             self.initialize_model_parallel(seed=0)
         process_groups.refuse_others(pg_collection)
         config = self.resolved()
-        given = [pre_wrap_hook] if pre_wrap_hook is None or callable(pre_wrap_hook) else pre_wrap_hook
-        hooks = [*self._pre_wrap_hooks, *given]
+        hooks = [*self._pre_wrap_hooks, *_as_list(pre_wrap_hook)]
         if any(isinstance(hook, PreWrapHook) and hook.fills_every_parameter for hook in hooks):
             config.perform_initialization = False  # not on ``self``: what is declared is reused without the hook
         chunks = run_hooks(hooks, config.build_chunks())
         chunks = _place(chunks, config, mixed_precision_wrapper)
         if wrap_with_ddp:
             ddp = _with_megatron_fsdp(ddp_config or DistributedDataParallelConfig(), use_megatron_fsdp)
-            sharded = _kind_of_sharding(ddp, use_torch_fsdp2)
-            if sharded is not None:
-                chunks = [sharded(config, ddp, chunk) for chunk in chunks]
-            else:
-                chunks = _wrap_data_parallel(chunks, config, ddp, overlap_param_gather_with_optimizer_step)
-                if data_parallel_random_init:
-                    _broadcast(chunks)
+            flags = (overlap_param_gather_with_optimizer_step, data_parallel_random_init)
+            chunks = _wrap_data_parallel(chunks, config, ddp, _kind_of_sharding(ddp, use_torch_fsdp2), *flags)
         return run_hooks([*self._post_wrap_hooks, post_wrap_hook], chunks)
+
+    def _set_flags(self, fp16: bool | None, bf16: bool | None, use_cpu_initialization: bool | None) -> None:
+        flags = {"fp16": fp16, "bf16": bf16, "use_cpu_initialization": use_cpu_initialization}
+        for name, value in flags.items():
+            if value is not None:
+                setattr(self, name, value)
+        if False in (fp16, bf16) and not (self.fp16 or self.bf16):
+            self.params_dtype = torch.float32
 
     def build_chunks(self) -> list[MegatronModule]:
         """The bare chunks of this rank, sharing one resolved config."""
@@ -401,20 +394,23 @@ def _kind_of_sharding(
     return megatron_fsdp.MegatronFSDPWrapper if ddp.use_megatron_fsdp else None
 
 
-def _broadcast(chunks: list[MegatronModule]) -> None:
-    for chunk in chunks:
-        cast(DistributedDataParallel, chunk).broadcast_params()
+def _as_list(hook: ModelHook | Iterable[ModelHook] | None) -> list[ModelHook | None]:
+    return [hook] if hook is None or callable(hook) else list(hook)
 
 
 def _wrap_data_parallel(
     chunks: list[MegatronModule],
     config: ModelProvider,
     ddp_config: DistributedDataParallelConfig,
+    shard: Callable[..., MegatronModule] | None,
     disable_later_buckets: bool,
+    broadcast: bool,
 ) -> list[MegatronModule]:
+    if shard is not None:
+        return [shard(config, ddp_config, chunk) for chunk in chunks]
     # it says that the layout of a sharded optimizer's buffers was not given, and computes the same one
     with silenced(distributed_data_parallel):
-        return [
+        wrapped = [
             DistributedDataParallel(
                 config=config,
                 ddp_config=ddp_config,
@@ -424,6 +420,10 @@ def _wrap_data_parallel(
             )
             for index, chunk in enumerate(chunks)
         ]
+    if broadcast:
+        for chunk in wrapped:
+            chunk.broadcast_params()
+    return cast(list[MegatronModule], wrapped)
 
 
 @contextmanager
