@@ -24,7 +24,7 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     return " ".join(str(error).split())[:limit]
 
 
-def first_few(items: Sequence[str], count: int = 3) -> str:
+def first_few(items: Sequence[str], count: int = 3, separator: str = ", ") -> str:
     """The first ``count`` of ``items``, and how many there are besides.
 
     Example:
@@ -32,7 +32,12 @@ def first_few(items: Sequence[str], count: int = 3) -> str:
         'a, b and 1 more'
     """
     more = f" and {len(items) - count} more" if len(items) > count else ""
-    return ", ".join(items[:count]) + more
+    return separator.join(items[:count]) + more
+
+
+def first_problems(problems: Sequence[str]) -> str:
+    """Several sentences in one line; where there are many, the first six."""
+    return first_few(problems, 6, "; ")
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:

@@ -22,9 +22,8 @@ from megatron.bridge.models.hf_pretrained.dequantize import (
     is_mxfp4,
 )
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, TensorEntry, dtype_name
-from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.errors import UserError, did_you_mean, first_problems
 
-_MOST_PROBLEMS = 6
 _WAY_OUT = "convert the model in bfloat16 or float32, which its authors or transformers' save_pretrained can give"
 
 Entries = Mapping[str, TensorEntry]
@@ -177,8 +176,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
                 "remove quantization_config from config.json"
             )
         if problems:
-            more = len(problems) - _MOST_PROBLEMS
-            raise UserError("; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
+            raise UserError(first_problems(problems))
         return found
 
     def __getitem__(self, name: str) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.bridge.utils import strict_json
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, first_few
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -192,7 +192,7 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
             missing = [name for name in names if not (self.directory / name).is_file()]
             if missing:
                 raise UserError(
-                    f"{self.directory} lacks {_listed(missing)}, which {INDEX} names: download it again"
+                    f"{self.directory} lacks {first_few(missing)}, which {INDEX} names: download it again"
                 )
             return names
         if (self.directory / SINGLE).is_file():
@@ -210,7 +210,9 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         for file, (tensors, _) in headers.items():
             extra = [name for name in tensors if self._index.get(name) != file]
             if extra:
-                raise UserError(f"{file} of {self.directory} holds {_listed(extra)}, which {INDEX} does not name")
+                raise UserError(
+                    f"{file} of {self.directory} holds {first_few(extra)}, which {INDEX} does not name"
+                )
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
@@ -270,8 +272,3 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
                     warnings.filterwarnings("ignore", message="The given buffer is not writable")
                     self._maps[file] = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
             return self._maps[file]
-
-
-def _listed(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

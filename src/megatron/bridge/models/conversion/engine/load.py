@@ -17,10 +17,9 @@ from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import CopyRange
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, dtype_name
 from megatron.bridge.utils import console
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, first_problems
 
 THREADS = 2  # one copies while the other waits for pages; more only contend for memory bandwidth
-_MOST_PROBLEMS = 6
 
 
 def load(
@@ -142,8 +141,7 @@ def _check(
             else:
                 problems.append(problem)
     if problems:
-        more = len(problems) - _MOST_PROBLEMS
-        raise UserError("; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
+        raise UserError(first_problems(problems))
     return [task for task in tasks if task.global_param_name not in skipped]
 
 

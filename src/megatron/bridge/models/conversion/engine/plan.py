@@ -20,13 +20,12 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.mappings import patterns
 from megatron.bridge.models.conversion.param_mapping import HFPart, MegatronParamMapping, ShardSpec, parallel_kind
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
-from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.errors import UserError, did_you_mean, first_problems
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 # experts.linear_fc1.weight3, or experts.local_experts.3.linear_fc1.weight
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|.*\.(?:weight|bias)))(\d+)(.*)")
-_MOST_PROBLEMS = 6
 _NO_MTP = "layers of multi-token prediction are missing: set mtp_num_layers to None in the provider to do without"
 _SOME_MTP = "layers of multi-token prediction are incomplete: download the model again"
 
@@ -401,6 +400,4 @@ def _near(registry: MegatronMappingRegistry, name: str) -> str:
 
 
 def _summary(what: str, problems: Sequence[str]) -> str:
-    shown = "; ".join(problems[:_MOST_PROBLEMS])
-    more = len(problems) - _MOST_PROBLEMS
-    return f"{what}: {shown}{f'; and {more} more' if more > 0 else ''}"
+    return f"{what}: {first_problems(problems)}"
