@@ -78,7 +78,7 @@ NAMES = [
         ("--train.train_iters=5", "without dashes: train.train_iters=5"),
     ),
     Mistake("world size of a run", [*PRETRAIN, "--world-size", "4"], ("--world-size", "--dry-run")),
-    Mistake("no processes", [*PRETRAIN, "--dry-run", "--world-size", "0"], ("--world-size: 0", "at least 1")),
+    Mistake("no processes", [*PRETRAIN, "--dry-run", "--world-size", "0"], ("--world-size: 0", "from 1 to")),
     Mistake("a sequence in words", [*PRETRAIN, "--seq_length", "4k"], ("--seq_length", "'4k'")),
     dry("unknown step function", ["--step_func", "vlm"], "--step_func vlm", "use gpt_step"),
     dry("step function of no module", ["--step_func", "mine.step"], "no module named 'mine'"),
@@ -90,7 +90,7 @@ NAMES = [
     Mistake(
         "two things at once", [*PRETRAIN, "--dry-run", "--rehearse"], ("--dry-run and --rehearse", "leave one out")
     ),
-    Mistake("a rehearsal of nothing", [*PRETRAIN, "--rehearse", "0"], ("--rehearse: 0", "at least 1")),
+    Mistake("a rehearsal of nothing", [*PRETRAIN, "--rehearse", "0"], ("--rehearse: 0", "from 1 to")),
 ]
 
 KEYS = [
