@@ -36,6 +36,7 @@ class LLM:
         chunk: tokens of a prompt that are computed together.
         rows: new tokens of a step.
         trust_remote_code: run Python code of the model's repository.
+        trust_checkpoint: unpickle all classes in a Megatron checkpoint, which can run code.
 
     Raises:
         UserError: nothing there can be loaded, or the layout does not fit.
@@ -59,6 +60,7 @@ class LLM:
         chunk: int = 256,
         rows: int = 1024,
         trust_remote_code: bool = False,
+        trust_checkpoint: bool = False,
     ) -> None:
         options = {key: value for key, value in locals().items() if key not in ("self", "path")}
         self._cleanup = ExitStack()
@@ -78,10 +80,12 @@ class LLM:
         from megatron.bridge.inference.ends import declared_ends, end_of_turn, end_tokens
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
+        from megatron.bridge.utils import unpickling
 
         distributed.initialize()
         more = {name: options[name] for name in ("dtype", "adapter", "tokenizer", "trust_remote_code")}
-        model = load(path, _sizes(options), **more)
+        with unpickling.trusting(options["trust_checkpoint"]):
+            model = load(path, _sizes(options), **more)
         context = options["max_context"] or model.max_context
         if not 1 < context <= model.max_context:
             raise UserError(f"max_context={context} must be from 2 to {model.max_context}, which the model has")

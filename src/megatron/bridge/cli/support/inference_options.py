@@ -34,6 +34,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--kv-memory", type=memory_size, default="4GB", metavar="SIZE", help="for keys, values and states (4GB)"
     )
     model_options.add_trust_remote_code(parser)
+    model_options.add_trust_checkpoint(parser)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +83,7 @@ def load(args: argparse.Namespace) -> Any:
         args.model,
         template=_template(args.template),
         trust_remote_code=args.trust_remote_code,
+        trust_checkpoint=args.trust_checkpoint,
         **{name: getattr(args, name) for name in same},
     )
 
@@ -96,6 +98,7 @@ def add_script_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--etp", type=count)
     parser.add_argument("--dtype", choices=model_options.DTYPES)
     model_options.add_trust_remote_code(parser)
+    model_options.add_trust_checkpoint(parser)
 
 
 def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
@@ -109,7 +112,8 @@ def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
     path = args.megatron_model_path or args.hf_model_path
     if path is None:
         raise UserError("no model: give --hf_model_path or --megatron_model_path")
-    same = {name: getattr(args, name) for name in ("tp", "pp", "ep", "etp", "dtype", "trust_remote_code")}
+    names = ("tp", "pp", "ep", "etp", "dtype", "trust_remote_code", "trust_checkpoint")
+    same = {name: getattr(args, name) for name in names}
     return LLM(path, tokenizer=args.hf_model_path if args.megatron_model_path else None, **same, **options)
 
 
