@@ -7,6 +7,7 @@ from megatron.core import parallel_state
 from megatron.bridge import AutoBridge
 from megatron.bridge.cli.main import main
 from megatron.bridge.models.hf_pretrained.safetensors_writer import Writer
+from megatron.bridge.utils import unpickling
 from tests.families import harness
 from tests.families.rows import ROWS
 from tests.workers import forget_model_parallel
@@ -82,7 +83,8 @@ def import_checkpoint(case, layout, megatron):
 def export_checkpoint(case, layout, megatron, output):
     bridge = AutoBridge.from_hf_pretrained(case.checkpoint)
     overrides = {name: value for name, value in harness.LAYOUTS[layout].items() if "p2p" not in name}
-    model = bridge.load_megatron_model(megatron, mp_overrides=overrides, wrap_with_ddp=False)
+    with unpickling.trusting(True):  # one row has a layer spec of its own
+        model = bridge.load_megatron_model(megatron, mp_overrides=overrides, wrap_with_ddp=False)
     bridge.save_hf_pretrained(model, output, show_progress=False)
 
 
