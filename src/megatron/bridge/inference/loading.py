@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.checkpoint import loading, model_io, paths, verification
+from megatron.bridge.checkpoint import loading, model_io, paths
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.data.tokenizer import load_hf_tokenizer
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import stored_provider
-from megatron.bridge.models.gpt_provider import drop_mtp_layers
+from megatron.bridge.models.gpt_provider import drop_mtp_layers, pad_query_groups
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.peft import hf_adapter
-from megatron.bridge.peft.base import PEFT
-from megatron.bridge.peft.checkpoint import fingerprint, set_trained_state, trained_state
-from megatron.bridge.utils.config.serialize import from_plain
+from megatron.bridge.peft.checkpoint import fingerprint, load_adapters
 from megatron.bridge.utils.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -98,10 +96,7 @@ def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
         provider.vision = None  # prompts are text, so the text model alone is built
     if provider.mtp_num_layers:
         drop_mtp_layers(provider)
-    heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
-    ranks = provider.tensor_model_parallel_size
-    if groups % ranks and (ranks % groups or heads % ranks):
-        provider.make_query_groups_divisible_by = ranks
+    pad_query_groups(provider)
 
 
 def _context(provider: Any) -> int:
@@ -143,9 +138,4 @@ def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> No
             f"checkpoint {directory} holds adapters of {base['name']}, whose weights are not those of the model: "
             "use the base on which the adapters were trained"
         )
-    method = from_plain(model_io.read_run_config(directory)["peft"])
-    assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
-    method(chunks, training=False)
-    verification.verify(directory)
-    state = trained_state(chunks, model_io.stored_metadata(loading.load_common(directory)))
-    set_trained_state(chunks, loading.load(state, directory, known=model_io.BESIDE_WEIGHTS))
+    load_adapters(chunks, directory)

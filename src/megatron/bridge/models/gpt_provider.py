@@ -218,6 +218,21 @@ class GPTModelProvider(ModelProvider):
         return layer_specs.mtp_block_spec(self, decoder, self.backend, vp_stage)
 
 
+def pad_query_groups(provider: Any) -> int | None:
+    """Pad the attention heads of ``provider`` if tensor parallelism cannot split or replicate its query groups.
+
+    Returns:
+        The number of query groups without padding; None if they need none.
+    """
+    heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
+    ranks = provider.tensor_model_parallel_size
+    # Megatron-Core replicates fewer groups than ranks, provided that the numbers divide
+    if not (groups % ranks and (ranks % groups or heads % ranks)):
+        return None
+    provider.make_query_groups_divisible_by = ranks
+    return groups
+
+
 def drop_mtp_layers(provider: Any) -> None:
     """Leave out the layers of multi-token prediction, also from the layout of the pipeline's stages."""
     provider.mtp_num_layers = None

@@ -2,6 +2,7 @@
 """What a checkpoint of adapters holds: what is trained, and by which base weights it makes sense."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor, nn
 
-from megatron.bridge.checkpoint import model_io
+from megatron.bridge.checkpoint import loading, model_io, verification
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
-from megatron.bridge.peft.base import bare_chunks
-from megatron.bridge.utils import distributed
+from megatron.bridge.peft.base import PEFT, bare_chunks
+from megatron.bridge.utils import distributed, unpickling
+from megatron.bridge.utils.config.serialize import from_plain
 
 _MODULUS = 1 << 61
 _MULTIPLIER = 0x9E3779B1  # odd, so that no position loses a bit
@@ -38,6 +40,24 @@ def set_trained_state(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> No
         missing = chunk_info(chunk).trained.intersection(outcome.missing_keys)
         assert not missing, f"not loaded after the checkpoint was read: {missing}"
         assert not outcome.unexpected_keys, f"loaded without a place: {outcome.unexpected_keys}"
+
+
+def load_adapters(chunks: list[Any], directory: Path) -> None:
+    """Add the adapters of a run to its base model, and fill them.
+
+    Args:
+        chunks: This rank's chunks of the base model.
+        directory: One iteration of a run that trained adapters.
+
+    Raises:
+        UserError: The checkpoint is damaged, or its adapters do not fit the model.
+    """
+    method = from_plain(model_io.read_run_config(directory)["peft"], trust=unpickling.is_trusted())
+    assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
+    method(chunks, training=False)
+    verification.verify(directory)
+    state = trained_state(chunks, model_io.stored_metadata(loading.load_common(directory)))
+    set_trained_state(chunks, loading.load(state, directory, known=model_io.BESIDE_WEIGHTS))
 
 
 def _keyed(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.parser import count
+from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -118,9 +119,4 @@ def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def _template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--template {path} cannot be read: {error}") from error
+    return None if path is None else read_text(path, f"--template {path}")

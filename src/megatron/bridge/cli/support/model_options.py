@@ -84,6 +84,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 def set_parallel_sizes(provider: Any, sizes: dict[str, Any]) -> None:
     """Set the parallel sizes of ``provider``, and the settings that they need."""
+    from megatron.bridge.models.gpt_provider import pad_query_groups
     from megatron.bridge.utils.console import console
 
     for name, value in sizes.items():
@@ -91,11 +92,8 @@ def set_parallel_sizes(provider: Any, sizes: dict[str, Any]) -> None:
     if sizes["virtual_pipeline_model_parallel_size"]:
         # batched p2p is wrong if the previous and the next rank are the same process
         provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
-    heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
-    ranks = provider.tensor_model_parallel_size
-    # Megatron-Core replicates fewer groups than ranks, provided that the numbers divide
-    if groups % ranks and (ranks % groups or heads % ranks):
-        provider.make_query_groups_divisible_by = ranks
+    if groups := pad_query_groups(provider):
+        ranks = provider.tensor_model_parallel_size
         console().print(f"{groups} query groups are padded for --tp {ranks}; the padding is zero and not exported")
 
 

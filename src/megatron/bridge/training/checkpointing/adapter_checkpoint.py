@@ -4,13 +4,10 @@
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.checkpoint import loading, model_io, paths, verification
+from megatron.bridge.checkpoint import loading, paths
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-from megatron.bridge.peft.base import PEFT
-from megatron.bridge.peft.checkpoint import fingerprint, set_trained_state, trained_state
-from megatron.bridge.utils import unpickling
-from megatron.bridge.utils.config.serialize import from_plain
+from megatron.bridge.peft.checkpoint import fingerprint, load_adapters
 from megatron.bridge.utils.errors import UserError
 
 
@@ -32,8 +29,6 @@ def adapted_model(path: Path, base: str, trust_remote_code: bool, check: bool) -
         UserError: The checkpoint holds no adapters, or adapters of another base model.
     """
     directory, saved = _saved_base(path)
-    method = from_plain(model_io.read_run_config(directory)["peft"], trust=unpickling.is_trusted())
-    assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
     bridge = AutoBridge.from_hf_pretrained(base, trust_remote_code=trust_remote_code)
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     if check and fingerprint(model) != saved["fingerprint"]:
@@ -41,10 +36,7 @@ def adapted_model(path: Path, base: str, trust_remote_code: bool, check: bool) -
             f"checkpoint {directory} holds adapters of {saved['name']}, whose weights differ from those of "
             f"{base}: use the base model on which the adapters were trained"
         )
-    method(model, training=False)
-    verification.verify(directory)
-    state = trained_state(model, model_io.stored_metadata(loading.load_common(directory)))
-    set_trained_state(model, loading.load(state, directory, known=model_io.BESIDE_WEIGHTS))
+    load_adapters(model, directory)
     return bridge, model
 
 
