@@ -11,7 +11,7 @@ from megatron.bridge.utils.errors import UserError
 
 DESCRIPTION = (
     "Continue prompts. With --prompts and --out, completions are written one a line, in the order of the prompts; "
-    "the same command goes on where a killed one stopped."
+    "the same command resumes where a killed one stopped."
 )
 EXAMPLES = """examples:
   megatron-bridge generate checkpoints/smollm2 --prompt "The capital of France is" --max-new-tokens 20
@@ -25,7 +25,7 @@ messages; an id; and sampling parameters of its own. A line of another file is a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     inference_options.add_model_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line")
+    source.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
     source.add_argument("--prompt", metavar="TEXT", help="one prompt; its completion is printed")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL file of completions")
     parser.add_argument("--chat", action="store_true", help="a text is the message of a user")

@@ -50,7 +50,7 @@ def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) ->
     """
     lines = list(_lines(path, defaults, chat))
     if not lines:
-        raise UserError(f"{path} has no prompts: write one a line")
+        raise UserError(f"{path} has no prompts: write one per line")
     seen: dict[str | int, str] = {}
     for line in lines:
         if line.id in seen:

@@ -40,7 +40,7 @@ class PackedWeight:
 
 
 class PackedLayer:
-    """Takes the place of ``forward`` of a linear layer that one rank has for itself.
+    """Replaces ``forward`` of a linear layer that is not sharded.
 
     Megatron-Core's has autograd functions around the product, 0.2 ms in each layer of a decoder.
 
@@ -62,7 +62,7 @@ class PackedLayer:
 
 
 class PackedForward:
-    """Takes the place of ``_forward_impl`` of a linear layer that several ranks share.
+    """Replaces ``_forward_impl`` of a sharded linear layer.
 
     Args:
         packed: this rank's part of the weight.

@@ -15,7 +15,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 class BestExpertGroups:
-    """Takes the place of a router's replay, through which Megatron-Core lets the choice of experts be replaced."""
+    """Replaces a router's replay, the hook with which Megatron-Core allows another choice of experts."""
 
     layer_number: int | None = None
 
