@@ -8,7 +8,7 @@ import pytest
 from megatron.bridge.cli.main import main
 from megatron.bridge.data.config import FinetuningDatasetConfig
 from megatron.bridge.data.finetuning.builder import prepare_split
-from megatron.bridge.data.records.encoding import CONTROL, EMPTY, NO_TARGET, SYSTEMS
+from megatron.bridge.data.records.encoding import CONTROL, EMPTY, NO_TARGET, SYSTEMS, UNUSED, UNUSED_KEYS
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from tests.refusals import refused
 from tests.unit_tests.data.records.chat_forms import FORMS
@@ -60,6 +60,16 @@ MISTAKES = {
     "there are no messages": (chat(), ("messages", "list", "at least one")),
     "messages are JSON text": (lines({"messages": "[]"}), ("messages", "list", "at least one")),
     "content is a number": (chat(USER, ANSWER | {"content": 3}), ("message 2: content", "int")),
+    "a user says null": (chat(USER | {"content": None}, ANSWER), ("message 1: ", "content", "null")),
+    "an answer is null": (chat(USER, ANSWER | {"content": None}), ("message 2: ", "content", "null")),
+    "the template has no tool calls": (
+        chat(USER, CALL | {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}),
+        ("message 2 ", "tool_calls", "dataset.chat_template", "weight 0"),
+    ),
+    "the template has no thoughts": (
+        chat(USER, ANSWER | {"content": "", "reasoning_content": "hm"}),
+        ("message 2 ", "reasoning_content", "dataset.chat_template"),
+    ),
     "content is an image": (
         chat(IMAGE, ANSWER),
         ("message 1: ", "type image", "vision-language"),
@@ -106,7 +116,7 @@ def test_a_pair_of_escapes_is_one_character(tmp_path, tokenizer):
 
 
 def test_what_is_rarely_meant_is_counted(tmp_path, tokenizer):
-    system, null = {"role": "system", "content": "s"}, {"role": "assistant", "content": None}
+    system, null = {"role": "system", "content": "s"}, {"role": "assistant", "content": "", "tool_calls": []}
     injected = {"role": "user", "content": "x</s>y"}
     records = [
         {"messages": [system, system, USER, ANSWER]},
@@ -117,6 +127,38 @@ def test_what_is_rarely_meant_is_counted(tmp_path, tokenizer):
     (tmp_path / "training.jsonl").write_bytes(lines(*records))
     notes = prepared(tmp_path, tokenizer).report.notes
     assert (notes[SYSTEMS], notes[EMPTY], notes[CONTROL]) == (1, 2, 1)
+
+
+def test_fields_that_are_not_used_are_counted_by_name(tmp_path, tokenizer):
+    tool = {"type": "function", "function": {"name": "f"}}
+    records = [
+        {"messages": [USER, ANSWER | {"reasoning_content": "hm", "id": 7}], "tools": [tool], "source": "web"},
+        {"text": "x", "source": "web", "id": 1},
+        {"prompt": "a", "completion": "b", "tools": [tool]},
+    ]
+    (tmp_path / "training.jsonl").write_bytes(lines(*records))
+    report = prepared(tmp_path, tokenizer).report
+    names = ("tools", "reasoning_content of role assistant", "id of role assistant")
+    keys = ("source", "id, source", "tools")
+    expected = {UNUSED.format(name) for name in names} | {UNUSED_KEYS.format(key) for key in keys}
+    assert {note: count for note, count in report.notes.items() if note in expected} == dict.fromkeys(expected, 1)
+    assert any(line.startswith("1 records are plain text among") for line in report.lines())
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"),
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}<|im_start|>user\n{{ m.content }}<|im_end|>"
+        "{% endif %}{% endfor %}",
+    ],
+    ids=["no generation prompt", "inside the marks"],
+)
+def test_a_header_in_the_loss_is_refused(tmp_path, tokenizer, template):
+    (tmp_path / "training.jsonl").write_bytes(chat(USER, ANSWER))
+    with refused("jsonl:1: ", "<|im_start|>assistant", "dataset.chat_template", "add_generation_prompt"):
+        prepared(tmp_path, tokenizer, chat_template=template)
 
 
 @pytest.mark.parametrize(

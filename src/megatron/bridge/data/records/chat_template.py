@@ -9,11 +9,12 @@ certain, and the record is refused: training on everything would look just as pl
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.bridge.data.records.formats import Chat
+from megatron.bridge.data.records.formats import Chat, Message
+from megatron.bridge.data.records.template_checks import unused_fields
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError, one_line
 from megatron.bridge.utils.resource_limits import limited
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TrainOn = Literal["assistant", "last", "completion", "everything"]
+PROBE = "the answer"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 
@@ -33,6 +35,8 @@ class RenderedChat:
     text: str
     spans: list[Span]
     """First character and end of each part that is in the loss, in order."""
+    unused: list[str]
+    """The fields that the template does not render, one entry for each message that has one."""
 
 
 class ChatTemplate:
@@ -56,6 +60,7 @@ class ChatTemplate:
         self._hf = hf
         self._template = template
         self._options = options or {}
+        self._known_header: str | None = None
         if template is None and not hf.chat_template:
             raise UserError(
                 f"the tokenizer {hf.name_or_path} has no chat template: set dataset.chat_template, or use prompt "
@@ -69,16 +74,70 @@ class ChatTemplate:
             UserError: the template refuses the conversation, or its answers cannot be located.
         """
         text, marked = self._text(chat, len(chat.messages), False, where)
+        unused = self._unused(chat, text, where)
         if train_on == "everything":
-            return RenderedChat(text, [(0, len(text))])
+            return RenderedChat(text, [(0, len(text))], unused)
         selected = _selected(chat, train_on)
         if GENERATION.search(self._source(chat, where)):
-            return RenderedChat(text, _choose(marked, chat, selected, train_on, where))
-        return RenderedChat(text, [self._span(chat, index, text, where) for index in selected])
+            spans = _choose(marked, chat, selected, train_on, where)
+        else:
+            spans = [self._span(chat, index, text, where) for index in selected]
+        for span in spans:
+            self._refuse_header(chat, text[slice(*span)], where)
+        return RenderedChat(text, spans, unused)
 
     def prompt(self, chat: Chat, where: str) -> str:
         """The text of the conversation, ending in the generation prompt."""
         return self._text(chat, len(chat.messages), True, where)[0]
+
+    def _unused(self, chat: Chat, text: str, where: str) -> list[str]:
+        """The names of the fields that the template does not render.
+
+        Raises:
+            UserError: one of them is all that an answer consists of.
+        """
+
+        def render(other: Chat) -> str:
+            return self._text(other, len(other.messages), False, where)[0]
+
+        found = list(unused_fields(chat, text, render))
+        for name, index in found:
+            if index in chat.answers and index not in chat.excluded and not chat.messages[index]["content"]:
+                raise UserError(
+                    f"{where}: message {index + 1} has {name} and no content, and the chat template does not "
+                    f"render {name}, so the model would learn to answer with nothing: set dataset.chat_template "
+                    f"to one that does, or give the message weight 0"
+                )
+        return [name for name, _ in found]
+
+    def _refuse_header(self, chat: Chat, answer: str, where: str) -> None:
+        """Refuse an answer that begins with what the template writes before every answer."""
+        header = self._header(chat, where)
+        if header and answer.lstrip().startswith(header):
+            raise UserError(
+                f"{where}: the loss would cover {header!r}, which the template writes before each answer, though "
+                f"inference gives it to the model: use a dataset.chat_template that also writes it for "
+                f"add_generation_prompt, and outside of {{% generation %}} marks"
+            )
+
+    def _header(self, chat: Chat, where: str) -> str:
+        """The first line that the template writes between a user's message and the answer to it."""
+        if self._known_header is None:
+            question: Message = {"role": "user", "content": "?"}
+            asked, answered = (
+                self._try(replace(chat, messages=messages), where)
+                for messages in ([question], [question, {"role": "assistant", "content": PROBE}])
+            )
+            before, found, _ = answered.removeprefix(asked).partition(PROBE)
+            self._known_header = before.strip().partition("\n")[0] if found else ""
+        return self._known_header
+
+    def _try(self, chat: Chat, where: str) -> str:
+        """The conversation as text, or nothing if the template refuses it."""
+        try:
+            return self._text(chat, len(chat.messages), False, where)[0]
+        except UserError:
+            return ""
 
     def _span(self, chat: Chat, index: int, text: str, where: str) -> Span:
         if index == 0:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
-from megatron.bridge.data.records.formats import Chat, ParsedRecord, PromptCompletion, Text, parse
+from megatron.bridge.data.records.formats import (
+    INSTEAD_OF_CONTENT,
+    Chat,
+    ParsedRecord,
+    PromptCompletion,
+    Text,
+    parse,
+    unused_keys,
+)
 from megatron.bridge.data.records.record_config import EncodingRules, ProcessExample
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
@@ -36,6 +44,8 @@ INSIDE_A_TOKEN = "answers begin or end inside a token, all of which is in the lo
 NO_END = "answers do not end with a special token: the model does not learn to stop there"
 EMPTY = "answers are empty: the model learns to stop at once"
 SYSTEMS = "conversations have several system messages"
+UNUSED = "fields that the chat template does not render: {}"
+UNUSED_KEYS = "records have keys that are not used: {}"
 CONTROL = "messages contain a special token as text: the model takes it for one of the template"
 
 
@@ -89,7 +99,7 @@ class RecordEncoder:
         """Tokenize all records at once, which is several times as fast as one by one."""
         parsed = list(self._parse(records, report))
         chats = self._chats(
-            [self._render(where, item) for where, item in parsed if isinstance(item, Chat)], report
+            [self._render(where, item, report) for where, item in parsed if isinstance(item, Chat)], report
         )
         plain = self._plain([item for _, item in parsed if not isinstance(item, Chat)])
         for where, item in parsed:
@@ -104,6 +114,9 @@ class RecordEncoder:
                 report.dropped[BY_FUNCTION] += 1
                 continue
             parsed = parse(processed, where)
+            report.formats[type(parsed).__name__] += 1
+            if unused := unused_keys(processed, parsed):
+                report.notes[UNUSED_KEYS.format(", ".join(unused))] += 1
             self._note(parsed, report)
             for item in self._turns(parsed):
                 yield where, item
@@ -143,8 +156,11 @@ class RecordEncoder:
             )
         return self._template
 
-    def _render(self, where: str, chat: Chat) -> RenderedChat:
-        return self.template.render(chat, "last" if self.rules.split_turns else self.rules.train_on, where)
+    def _render(self, where: str, chat: Chat, report: EncodingReport) -> RenderedChat:
+        train_on = "last" if self.rules.split_turns else self.rules.train_on
+        rendered = self.template.render(chat, train_on, where)
+        report.notes.update(UNUSED.format(name) for name in rendered.unused)
+        return rendered
 
     def _note(self, parsed: ParsedRecord, report: EncodingReport) -> None:
         """Count what is rarely intended."""
@@ -158,7 +174,8 @@ class RecordEncoder:
             report.notes[CONTROL] += sum(bool(pattern.search(message["content"])) for message in messages)
         trained = [messages[index] for index in parsed.answers if index not in parsed.excluded]
         report.notes[EMPTY] += sum(
-            not message["content"] and not message.keys() - {"role", "content"} for message in trained
+            not message["content"] and not any(message.get(key) for key in INSTEAD_OF_CONTENT)
+            for message in trained
         )
 
     def _chats(self, rendered: list[RenderedChat], report: EncodingReport) -> Iterator[Sample]:

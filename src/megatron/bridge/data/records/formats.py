@@ -86,6 +86,18 @@ class Text:
 
 
 ParsedRecord = Chat | PromptCompletion | Text
+CHAT_KEYS = ("tools", "chat_template_kwargs")
+USED_WITH: dict[str, tuple[str, ...]] = {"messages": CHAT_KEYS, "conversations": (*CHAT_KEYS, "system")}
+"""Further keys that each format reads."""
+
+
+def unused_keys(record: Record, parsed: ParsedRecord) -> list[str]:
+    """The keys of ``record`` that are not part of ``parsed``, sorted."""
+    present = {key for key, value in record.items() if value is not None}
+    used = {key for keys in FORMATS.values() if present.issuperset(keys) for key in keys}
+    if isinstance(parsed, Chat):
+        used.update(USED_WITH["conversations" if "conversations" in used else "messages"])
+    return sorted(present - used)
 
 
 def parse(record: Record, where: str) -> ParsedRecord:
@@ -167,8 +179,9 @@ def _message(message: Any, where: str) -> Message:
         raise UserError(f"{where}: role={role!r} is unknown: use one of {', '.join(ROLES)}{hint}")
     if cleaned.get("weight", 1) not in (0, 1):
         raise UserError(f"{where}: weight={cleaned['weight']} must be 0 (left out of the loss) or 1")
-    if "content" not in message and not any(cleaned.get(key) for key in INSTEAD_OF_CONTENT):
-        raise UserError(f'{where}: the key content is missing (keys: {_keys(cleaned)}): write "" for no content')
+    if "content" not in cleaned and not (role == "assistant" and any(map(cleaned.get, INSTEAD_OF_CONTENT))):
+        problem = "is null" if "content" in message else "is missing"
+        raise UserError(f'{where}: the key content {problem} (keys: {_keys(cleaned)}): write "" for no content')
     cleaned["content"] = _content(cleaned.get("content", ""), where)
     if "tool_calls" in cleaned:
         calls = expect(cleaned["tool_calls"], "a list", where, "tool_calls")

@@ -82,6 +82,8 @@ class EncodingReport:
     dropped: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     """What is unusual but kept, and how often it occurs."""
+    formats: Counter[str] = field(default_factory=Counter)
+    """Number of records of each format."""
 
     def add(self, other: "EncodingReport") -> None:
         for name, value in vars(other).items():
@@ -108,4 +110,7 @@ class EncodingReport:
         share = f"{self.trained / self.tokens:.0%}" if self.tokens else "none"
         yield ", ".join([f"{self.samples:,} samples", *cut, *losses])
         yield f"{self.tokens:,} tokens, {self.trained:,} of them in the loss ({share})"
+        texts = self.formats["Text"]
+        if 0 < texts < self.formats.total():
+            yield f"{texts:,} records are plain text among conversations or pairs, with all tokens in the loss"
         yield from (f"{count:,} {note}" for note, count in self.notes.items())
