@@ -12,10 +12,16 @@ from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from megatron.bridge.utils.atomic import published_file
 
 SAVED = Path("tests/fixtures/v0.1").resolve()
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + '<eos> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
 
 
 def prepared(folder):
-    config = FinetuningDatasetConfig(dataset_root=str(SAVED / "chats"), seq_length=64, prepared_dir=str(folder))
+    config = FinetuningDatasetConfig(
+        dataset_root=str(SAVED / "chats"), seq_length=64, prepared_dir=str(folder), chat_template=TEMPLATE
+    )
     return prepare_split(config, "train", HuggingFaceTokenizer(str(SAVED / "base"))).samples
 
 
