@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.bridge.data.records.formats import Chat, Message
+from megatron.bridge.data.records.formats import Chat
 from megatron.bridge.data.records.template_checks import unused_fields
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError, one_line
@@ -60,7 +60,7 @@ class ChatTemplate:
         self._hf = hf
         self._template = template
         self._options = options or {}
-        self._known_header: str | None = None
+        self._checked = False
         if template is None and not hf.chat_template:
             raise UserError(
                 f"the tokenizer {hf.name_or_path} has no chat template: set dataset.chat_template, or use prompt "
@@ -82,8 +82,7 @@ class ChatTemplate:
             spans = _choose(marked, chat, selected, train_on, where)
         else:
             spans = [self._span(chat, index, text, where) for index in selected]
-        for span in spans:
-            self._refuse_header(chat, text[slice(*span)], where)
+        self._refuse_header(chat, where)
         return RenderedChat(text, spans, unused)
 
     def prompt(self, chat: Chat, where: str) -> str:
@@ -110,34 +109,26 @@ class ChatTemplate:
                 )
         return [name for name, _ in found]
 
-    def _refuse_header(self, chat: Chat, answer: str, where: str) -> None:
-        """Refuse an answer that begins with what the template writes before every answer."""
-        header = self._header(chat, where)
-        if header and answer.lstrip().startswith(header):
+    def _refuse_header(self, chat: Chat, where: str) -> None:
+        """Refuse a template whose answers begin with what it writes before every answer, such as their role."""
+        if self._checked:
+            return
+        self._checked = True
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}
+        probe = replace(chat, messages=[question, answer])
+        try:
+            asked, prompted = (self._text(probe, 1, generate, where)[0] for generate in (False, True))
+            text, marked = self._text(probe, 2, False, where)
+        except UserError:  # the template wants other messages
+            return
+        start = marked[0][0] if marked else len(prompted)
+        header = text.removeprefix(asked).partition(PROBE)[0].strip().partition("\n")[0]
+        if header and text[start:].partition(PROBE)[0].strip().startswith(header):
             raise UserError(
                 f"{where}: the loss would cover {header!r}, which the template writes before each answer, though "
                 f"inference gives it to the model: use a dataset.chat_template that also writes it for "
                 f"add_generation_prompt, and outside of {{% generation %}} marks"
             )
-
-    def _header(self, chat: Chat, where: str) -> str:
-        """The first line that the template writes between a user's message and the answer to it."""
-        if self._known_header is None:
-            question: Message = {"role": "user", "content": "?"}
-            asked, answered = (
-                self._try(replace(chat, messages=messages), where)
-                for messages in ([question], [question, {"role": "assistant", "content": PROBE}])
-            )
-            before, found, _ = answered.removeprefix(asked).partition(PROBE)
-            self._known_header = before.strip().partition("\n")[0] if found else ""
-        return self._known_header
-
-    def _try(self, chat: Chat, where: str) -> str:
-        """The conversation as text, or nothing if the template refuses it."""
-        try:
-            return self._text(chat, len(chat.messages), False, where)[0]
-        except UserError:
-            return ""
 
     def _span(self, chat: Chat, index: int, text: str, where: str) -> Span:
         if index == 0:
