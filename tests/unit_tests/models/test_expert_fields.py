@@ -90,6 +90,7 @@ def test_groups(experts, groups, chosen, megatron):
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [*range(6)]}, "leave no layer for experts"),
         ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 7}, "decoder_sparse_step=7 .* leave no layer for experts"),
         ("Qwen3MoeForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be at least 1"),
         ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 129}, "=129 is more than num_local_experts=128"),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "is more than num_local_experts=0"),
         ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),

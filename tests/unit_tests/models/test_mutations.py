@@ -45,6 +45,16 @@ def edit(hf, name, change):
     (hf / "model.safetensors.index.json").write_text(json.dumps(where))
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
 def edit_config(hf, **changes):
     path = hf / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -119,6 +129,17 @@ MUTATIONS = {
         lambda hf: edit_config(hf, rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
         "factor",
     ),
+    "a factor of zero": (
+        lambda hf: edit_config(hf, rope_parameters={"rope_type": "linear", "factor": 0, "rope_theta": 1e4}),
+        "factor=0 must be a number above 0",
+    ),
+    "equal factors": (
+        lambda hf: edit_config(hf, rope_parameters=LLAMA3 | {"low_freq_factor": 4.0}),
+        "rope_parameters.low_freq_factor=4.0 must be below high_freq_factor=4.0",
+    ),
+    "a base that is true": (lambda hf: edit_config(hf, rope_theta=True), "rope_theta=True must be a number"),
+    "a size that is true": (lambda hf: edit_config(hf, num_hidden_layers=True), "num_hidden_layers=True must be"),
+    "no epsilon": (lambda hf: edit_config(hf, rms_norm_eps=0), "rms_norm_eps=0 must be a number above 0"),
     "more heads": (lambda hf: edit_config(hf, num_key_value_heads=6), "k_proj.weight in .* has shape"),
     "odd heads": (
         lambda hf: edit_config(hf, num_attention_heads=7),

@@ -61,6 +61,21 @@ def check_parameters(parameters: dict[str, Any]) -> None:
     for key in sorted(required):
         if parameters.get(key) is None:
             raise UserError(f"rope_parameters.{key} is missing: rope_type={kind!r} needs it")
+    _check_numbers(kind, parameters)
+
+
+def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
+    """Refuse numbers with which the rule would divide by zero, or stretch no position."""
+    for key in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "rope_theta"):
+        value = parameters.get(key)
+        if value is not None and (isinstance(value, bool) or value <= 0):
+            raise UserError(f"rope_parameters.{key}={value} must be a number above 0")
+    low, high = (parameters.get(f"{name}_freq_factor") for name in ("low", "high"))
+    if low is not None and high is not None and low >= high:
+        raise UserError(
+            f"rope_parameters.low_freq_factor={low} must be below high_freq_factor={high}: rope_type={kind!r} divides "
+            f"by their difference"
+        )
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):

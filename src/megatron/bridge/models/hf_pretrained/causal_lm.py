@@ -26,6 +26,19 @@ _SIZES = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), 1_000_000_000),
 }
 """Key of a config -> the largest value for which a model is built."""
+_ABOVE_ZERO = (
+    *("rope_theta", "rope_local_base_freq", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"),
+    *("norm_epsilon", "logits_scaling", "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier"),
+    *(
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+    ),
+)
+"""Keys of a config, or of the dicts in it, by which a model divides or multiplies."""
 
 
 class PreTrainedCausalLM:
@@ -182,13 +195,12 @@ def _constant(name: str) -> float:
     return float(name)
 
 
-def _thetas(raw: dict[str, Any]) -> Iterator[Any]:
-    """The bases of rotary positions, which may be given for each kind of layer."""
-    if raw.get("rope_theta") is not None:
-        yield raw["rope_theta"]
+def _divisors(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys of ``_ABOVE_ZERO`` with their values; rotary parameters may be given for each kind of layer."""
+    yield from ((key, raw[key]) for key in _ABOVE_ZERO if raw.get(key) is not None)
     for value in raw.values():
         if isinstance(value, dict):
-            yield from _thetas(cast(dict[str, Any], value))
+            yield from _divisors(cast(dict[str, Any], value))
 
 
 def _check(raw: dict[str, Any], path: Path) -> None:
@@ -196,10 +208,12 @@ def _check(raw: dict[str, Any], path: Path) -> None:
     names = raw.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{path}: architectures={names!r} must be a list of names, such as ['LlamaForCausalLM']")
-    for theta in _thetas(raw):
-        if not isinstance(theta, int | float) or theta <= 0:
-            raise UserError(f"{path}: rope_theta={theta!r} must be a number above 0")
+    for key, value in _divisors(raw):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise UserError(f"{path}: {key}={value!r} must be a number above 0")
     for key, most in _SIZES.items():
+        if isinstance(raw.get(key), bool):
+            raise UserError(f"{path}: {key}={raw[key]} must be a number")
         if isinstance(raw.get(key), int) and not 1 <= raw[key] <= most:
             rule = "at least 1" if raw[key] < 1 else f"at most {most}"
             raise UserError(f"{path}: {key}={raw[key]} must be {rule}")

@@ -27,7 +27,9 @@ def _top(count: Any, config: Mapping[str, Any]) -> int:
 def _enough(key: str) -> Callable[[Any, Mapping[str, Any]], int]:
     def check(count: Any, config: Mapping[str, Any]) -> int:
         top = config["num_experts_per_tok"]
-        if count < max(top, 1):
+        if top < 1:
+            raise UserError(f"num_experts_per_tok={top} must be at least 1, because the config has {key}={count}")
+        if count < top:
             raise UserError(f"num_experts_per_tok={top} is more than {key}={count}: a token needs as many experts")
         return count
 

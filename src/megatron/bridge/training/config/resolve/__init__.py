@@ -16,6 +16,7 @@ from megatron.bridge.training.config.resolve.precision import check_quantization
 from megatron.bridge.training.config.resolve.requirements import check_requirements
 from megatron.bridge.training.config.resolve.schedule import derive_folders, derive_length, derive_schedule
 from megatron.bridge.training.config.resolve.sharding import copy_param_gather, derive_sharding
+from megatron.bridge.training.config.resolve.usual_ranges import unusual_numbers
 from megatron.bridge.training.config.resolve.weights import derive_mtp_layers
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config.origins import Origins, leaf_values
@@ -84,3 +85,4 @@ def _derive(config: RunConfig, world_size: int, findings: Findings) -> None:
     derive_schedule(config, findings)
     derive_folders(config)
     derive_data(config, world_size, findings)
+    findings.notes += unusual_numbers(config)

@@ -46,11 +46,15 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
     ),
     NOT_NEGATIVE: (
         *("model.layernorm_epsilon", "model.init_method_std", "model.mtp_num_layers", "model.moe_aux_loss_coeff"),
-        *("optimizer.adam_eps", "optimizer.clip_grad", "validation.eval_iters", "train.manual_gc_interval"),
+        *("optimizer.clip_grad", "validation.eval_iters", "train.manual_gc_interval"),
         *("distill.ce_weight", "distill.kl_weight", "distill.hidden_weight", "model.wgrad_deferral_limit"),
     ),
     POSITIVE: (  # zero is no scale, no base, and no time
         *("model.rotary_base", "model.rope_scaling_factor", "model.moe_expert_capacity_factor"),
+        *(
+            "optimizer.adam_eps",
+            "model.softmax_scale",
+        ),  # 0 / 0 for a gradient of zero; blind attention
         *("optimizer.loss_scale", "optimizer.initial_loss_scale", "peft.alpha", "logger.peak_tflops"),
         *("train.exit_duration_in_mins", "dist.distributed_timeout_minutes", "dist.hang_timeout_minutes"),
         "distill.temperature",
