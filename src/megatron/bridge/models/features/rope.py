@@ -73,8 +73,8 @@ def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
     low, high = (parameters.get(f"{name}_freq_factor") for name in ("low", "high"))
     if low is not None and high is not None and low >= high:
         raise UserError(
-            f"rope_parameters.low_freq_factor={low} must be below high_freq_factor={high}: rope_type={kind!r} divides "
-            f"by their difference"
+            f"rope_parameters.low_freq_factor={low} must be below high_freq_factor={high}: rope_type={kind!r} "
+            f"divides by their difference"
         )
 
 
