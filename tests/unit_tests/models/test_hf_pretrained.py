@@ -173,10 +173,12 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path):
         AutoBridge.from_hf_pretrained("someone/absent", cache_dir=str(tmp_path))
 
 
-def test_side_files_are_all_files_but_weights(tmp_path):
+def test_side_files_are_neither_weights_nor_of_a_run(tmp_path):
     make_llama(tmp_path, num_hidden_layers=1)
-    for name in ("LICENSE", "pytorch_model.bin", "original/consolidated.00.pth", "original/params.json", ".git/x"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    weights = ("pytorch_model.bin", "original/consolidated.00.pth")
+    of_runs = ("loss.png", "run_config.yaml", "runs/a/events.out.tfevents.1", "checkpoint-5/config.json")
+    for name in ("LICENSE", "original/params.json", ".git/x", *weights, *of_runs):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     found = [str(path) for path in PreTrainedCausalLM(tmp_path).side_files()]
     assert found == [

@@ -152,12 +152,17 @@ class PreTrainedCausalLM:
         return to_dtype(self.raw_config.get("dtype") or self.raw_config.get("torch_dtype"))
 
     def side_files(self) -> Iterator[Path]:
-        """Paths, relative to ``directory``, of all files but weights: tokenizer, chat template, licence, ..."""
+        """Paths, relative to ``directory``, of what belongs to the model: tokenizer, chat template, licence, ...
+
+        Weights and the files of training runs are left out.
+        """
         for folder, folders, files in os.walk(self.directory):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
-            for name in sorted(files):
-                if name != RECORD and not any(fnmatch(name, pattern) for pattern in hub.WEIGHT_PATTERNS):
-                    yield (Path(folder) / name).relative_to(self.directory)
+            for path in (Path(folder, name).relative_to(self.directory) for name in sorted(files)):
+                is_weight = any(fnmatch(path.name, pattern) for pattern in hub.WEIGHT_PATTERNS)
+                of_a_run = any(fnmatch(str(path), pattern) for pattern in hub.RUN_PATTERNS)
+                if path.name != RECORD and not is_weight and not of_a_run:
+                    yield path
 
     @property
     def name_or_path(self) -> str:

@@ -22,6 +22,18 @@ WEIGHT_PATTERNS = (
     "*.ckpt",
     "*.ot",
 )
+# what a training run leaves beside a model: it says nothing about a model that is made of it
+RUN_PATTERNS = (
+    *("run_config.yaml", "report.md", "loss.png", "metrics.jsonl", "environment.json", "git.diff"),
+    *(
+        "trainer_state.json",
+        "all_results.json",
+        "train_results.json",
+        "eval_results.json",
+        "events.out.tfevents.*",
+    ),
+    *("runs/*", "checkpoint-*/*", "iter_*/*"),
+)
 _INDEX = ("*.safetensors.index.json",)  # small, and says which tensors there are
 _OURS = ("*.safetensors", *_INDEX)
 CONFIG = "config.json"
