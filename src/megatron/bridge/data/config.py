@@ -12,6 +12,7 @@ from megatron.bridge.data.energon.energon_config import EnergonProvider
 from megatron.bridge.data.finetuning.blended_config import BlendedDatasetConfig
 from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig
 from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig, SFTDatasetConfig
+from megatron.bridge.data.preference.preference_config import PreferenceDatasetConfig
 from megatron.bridge.data.pretraining.gpt_config import FIMConfig, GPTDatasetConfig
 from megatron.bridge.data.pretraining.mock_config import MockGPTDatasetConfig
 from megatron.bridge.data.records.record_config import PackedSequenceSpecs, RecordDatasetConfig
@@ -28,6 +29,7 @@ __all__ = [
     "HFDatasetConfig",
     "MockGPTDatasetConfig",
     "PackedSequenceSpecs",
+    "PreferenceDatasetConfig",
     "RecordDatasetConfig",
     "SFTDatasetConfig",
     "Splits",

@@ -50,11 +50,18 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
 
 
 class SameTeacher(Callback):
-    """Refuses to resume a run with another teacher."""
+    """Refuses to resume a run with another teacher, or another reference.
 
-    def __init__(self, name: str, identity: str) -> None:
+    Args:
+        name: The model.
+        identity: A hash of its weights.
+        key: The setting that names it.
+    """
+
+    def __init__(self, name: str, identity: str, key: str = "distill.teacher") -> None:
         self._name = name
         self._identity = identity
+        self._key = key
 
     def state_dict(self) -> dict[str, Any]:
         return {"name": self._name, "identity": self._identity}
@@ -67,8 +74,8 @@ class SameTeacher(Callback):
         """
         if state["identity"] != self._identity:
             raise UserError(
-                f"this run was trained with distill.teacher={state['name']}, whose weights differ from those of "
-                f"{self._name}: set the same teacher, or another checkpoint.save"
+                f"this run was trained with {self._key}={state['name']}, whose weights differ from those of "
+                f"{self._name}: set the same model, or another checkpoint.save"
             )
 
 

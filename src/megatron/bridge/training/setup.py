@@ -139,6 +139,11 @@ def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> Non
             "distill is set, but pretrain and finetune train without a teacher: use `--mode distill` or "
             "megatron.bridge.training.distill.distill, or unset distill"
         )
+    if config.dpo is not None and not getattr(step, "learns_preferences", False):
+        raise UserError(
+            "dpo is set, but pretrain and finetune train without a reference: use `--mode dpo` or "
+            "megatron.bridge.training.dpo.dpo, or unset dpo"
+        )
 
 
 def initialize(config: ConfigContainer) -> None:

@@ -44,7 +44,12 @@ class PreparedSamples(NamedTuple):
 
 
 def prepare(
-    source: RecordSource, tokenizer: Tokenizer, rules: EncodingRules, folder: Path | None = None, workers: int = 1
+    source: RecordSource,
+    tokenizer: Tokenizer,
+    rules: EncodingRules,
+    folder: Path | None = None,
+    workers: int = 1,
+    encoder: RecordEncoder | None = None,
 ) -> PreparedSamples:
     """The samples of ``source``.
 
@@ -55,11 +60,12 @@ def prepare(
         folder: where samples are kept for later runs, shared by all nodes. All ranks must then call this, and rank
             0 does the work. None keeps the samples in memory.
         workers: number of processes that tokenize.
+        encoder: tokenizes the records; None makes one of samples.
 
     Raises:
         UserError: a record is wrong, no sample is left, or the folder cannot be used.
     """
-    encoder = RecordEncoder(tokenizer, rules)
+    encoder = encoder or RecordEncoder(tokenizer, rules)
     if folder is None:
         prepared = _in_memory(source, encoder, workers)
     else:

@@ -16,6 +16,7 @@ from megatron.bridge.training.config.blocks.checkpoint import CheckpointConfig
 from megatron.bridge.training.config.blocks.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.config.blocks.distill import DistillConfig
 from megatron.bridge.training.config.blocks.distributed import DistributedDataParallelConfig, DistributedInitConfig
+from megatron.bridge.training.config.blocks.dpo import DPOConfig
 from megatron.bridge.training.config.blocks.logger import LoggerConfig
 from megatron.bridge.training.config.blocks.mixed_precision import MixedPrecisionConfig
 from megatron.bridge.training.config.blocks.optimizer import OptimizerConfig, ParameterOverride
@@ -38,6 +39,7 @@ __all__ = [
     "CheckpointConfig",
     "CommOverlapConfig",
     "ConfigContainer",
+    "DPOConfig",
     "DatasetConfig",
     "DistillConfig",
     "DistributedDataParallelConfig",

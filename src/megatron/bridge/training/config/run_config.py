@@ -11,6 +11,7 @@ from megatron.bridge.training.config.blocks.checkpoint import CheckpointConfig
 from megatron.bridge.training.config.blocks.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.config.blocks.distill import DistillConfig
 from megatron.bridge.training.config.blocks.distributed import DistributedDataParallelConfig, DistributedInitConfig
+from megatron.bridge.training.config.blocks.dpo import DPOConfig
 from megatron.bridge.training.config.blocks.logger import LoggerConfig
 from megatron.bridge.training.config.blocks.mixed_precision import MixedPrecisionConfig
 from megatron.bridge.training.config.blocks.optimizer import OptimizerConfig
@@ -58,6 +59,7 @@ class RunConfig:
     profiling: ProfilingConfig | None = None
     peft: PEFT | None = None
     distill: DistillConfig | None = None
+    dpo: DPOConfig | None = None
     comm_overlap: CommOverlapConfig | None = None
     rerun_state_machine: RerunStateMachineConfig | None = None
     inprocess_restart: InProcessRestartConfig | None = None

@@ -56,8 +56,10 @@ def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvid
     return provider
 
 
-def set_shared_settings(provider: Any, name: str, config: ConfigContainer, world_size: int) -> GPTModelProvider:
-    """Set the shared settings of ``config.model`` in ``provider``, and check it.
+def set_shared_settings(
+    provider: Any, name: str, config: ConfigContainer, world_size: int, key: str = "distill.teacher"
+) -> GPTModelProvider:
+    """Set the shared settings of ``config.model`` in ``provider``, which ``key`` names, and check it.
 
     Raises:
         UserError: Its vocabulary differs from the student's, or it does not support the parallel sizes.
@@ -71,7 +73,7 @@ def set_shared_settings(provider: Any, name: str, config: ConfigContainer, world
     if tensor > 1 and groups % tensor and tensor % groups:
         provider.make_query_groups_divisible_by = tensor
     problems = [*_unlike_the_student(provider, config), *_unfit_for_the_layout(provider, config, world_size)]
-    refuse(f"distill.teacher={name}: {problem}" for problem in problems)
+    refuse(f"{key}={name}: {problem}" for problem in problems)
     return provider
 
 

@@ -65,7 +65,7 @@ def _vary_lengths(config: RunConfig) -> list[str]:
         return []
     if getattr(config.dataset, "padding_free", False):
         why = "padding-free batches differ in length"
-    elif distill is not None and distill.cache is None:
+    elif distill is not None and distill.cache is None:  # a reference goes with padding-free batches
         why = "stages send the teacher's activations along with the student's"
     else:
         return []

@@ -13,6 +13,7 @@ from megatron.bridge.training.config.rules import (
     checkpoint,
     data,
     distill,
+    dpo,
     exclusions,
     experts,
     fields,
@@ -61,7 +62,7 @@ LOCAL_RULES: tuple[Rule, ...] = (
 )
 
 _MODULES = (
-    *(ranges, fields, layout, stages, experts, model, optimizers, schedule, peft, distill, overlap, data),
+    *(ranges, fields, layout, stages, experts, model, optimizers, schedule, peft, distill, dpo, overlap, data),
     *(profiling, sharding, checkpoint, resiliency, exclusions, unused_settings),
 )
 RULES: tuple[Rule, ...] = tuple(

@@ -58,6 +58,7 @@ def fsdp_needs_supported_model(config: RunConfig, world_size: int) -> Iterator[s
         "train.frozen": (config.train.frozen, "[]"),
         "peft": (config.peft, "null"),
         "distill": (config.distill, "null"),
+        "dpo": (config.dpo, "null"),
         "inprocess_restart": (config.inprocess_restart and config.inprocess_restart.enabled, "null"),
     }
     why = [f"{key} must be {value}" for key, (found, value) in wrong.items() if found]

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of pairs of answers."""
+
+from dataclasses import dataclass, fields
+
+from megatron.bridge.data.dataset_config import DatasetRequest, Splits
+from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig
+from megatron.bridge.data.records.chat_template import TrainOn
+from megatron.bridge.data.records.record_config import EncodingRules
+
+
+@dataclass(frozen=True)
+class PairRules(EncodingRules):
+    """How records become pairs. The field is part of the key of prepared samples."""
+
+    pairs: bool = True
+
+
+@dataclass(kw_only=True)
+class PreferenceDatasetConfig(FinetuningDatasetConfig):
+    """Pairs of answers in the files ``training``, ``validation`` and ``test`` of a folder.
+
+    A record has ``prompt``, ``chosen`` and ``rejected``, all texts or all lists of messages; or ``chosen`` and
+    ``rejected`` alone, two lists of messages that begin alike. ``seq_length`` limits each answer with its prompt.
+    A row is a pair, without padding, and a sample of the batch sizes is a pair.
+    """
+
+    train_on: TrainOn = "completion"
+    """Which part of a conversation counts: the ``completion``, which is all that the answers do not share, or only
+    the ``last`` message."""
+    padding_free: bool = True
+
+    def pair_rules(self) -> EncodingRules:
+        """How records become pairs."""
+        rules = self.encoding_rules()
+        return PairRules(**{entry.name: getattr(rules, entry.name) for entry in fields(rules)})
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.padding_free or self.packed:
+            found.append(
+                "dataset.padding_free=False: rows of pairs have no padding, leave it True, and do not pack"
+            )
+        if self.train_on not in ("completion", "last"):
+            found.append(
+                f"dataset.train_on={self.train_on}: pairs differ in their completion, use completion or last"
+            )
+        return found
+
+    def build(self, request: DatasetRequest) -> Splits:
+        """Build datasets of rows with one pair each."""
+        from megatron.bridge.data.preference.builder import build_preference_datasets  # imports torch
+
+        self.finalize()
+        return build_preference_datasets(self, request)

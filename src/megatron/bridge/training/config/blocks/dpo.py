@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model learns from pairs of answers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+PreferenceLossType = Literal["sigmoid", "ipo", "hinge"]
+
+
+@dataclass(kw_only=True)
+class DPOConfig:
+    """Direct preference optimization: the model learns to prefer one of two answers, measured against a reference.
+
+    With ``h = (log p(chosen) - log r(chosen)) - (log p(rejected) - log r(rejected))``, where p is the trained
+    model and r the reference, the loss of a pair is
+
+    * ``sigmoid``: ``-log sigmoid(beta h)`` (https://arxiv.org/abs/2305.18290),
+    * ``ipo``: ``(h - 1 / (2 beta))**2``, with means over tokens in place of sums (https://arxiv.org/abs/2310.12036),
+    * ``hinge``: ``max(0, 1 - beta h)`` (https://arxiv.org/abs/2305.10425).
+
+    Losses are averaged over pairs.
+    """
+
+    loss_type: PreferenceLossType = "sigmoid"
+    """The loss of a pair."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference: the smaller, the further the model may move away."""
+    label_smoothing: float = 0.0
+    """Assumed probability that the two answers of a pair were swapped, below 0.5 (``sigmoid`` only)."""
+    reference: str | None = None
+    """Hugging Face directory or hub id, or a Megatron checkpoint. None uses the model as it was at the start: with
+    adapters, the trained model without them, which takes no memory; else a second copy of the weights of
+    ``checkpoint.pretrained_checkpoint``."""
+    trust_remote_code: bool = False
+    """Run the reference's own Python code to read its config."""

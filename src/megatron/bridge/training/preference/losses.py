@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The losses of pairs of answers, as functions of log-probabilities."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.bridge.training.config.blocks.dpo import DPOConfig
+
+
+class LogProbs(NamedTuple):
+    """Log-probabilities of answers, each [pairs]."""
+
+    chosen: Tensor
+    rejected: Tensor
+
+
+class PairLosses(NamedTuple):
+    """What is known about each pair, each [pairs]."""
+
+    losses: Tensor
+    chosen_rewards: Tensor
+    """``beta (log p - log r)`` of the chosen answers, without gradient."""
+    rejected_rewards: Tensor
+
+
+def pair_losses(policy: LogProbs, reference: LogProbs, settings: DPOConfig) -> PairLosses:
+    """The loss of each pair; see ``DPOConfig`` for the formulas.
+
+    Args:
+        policy: Log-probabilities under the trained model: sums over tokens, means for ``ipo``.
+        reference: The same under the reference.
+        settings: Type of the loss, and its parameters.
+    """
+    chosen, rejected = (ours - theirs for ours, theirs in zip(policy, reference, strict=True))
+    return PairLosses(
+        _losses(chosen - rejected, settings), settings.beta * chosen.detach(), settings.beta * rejected.detach()
+    )
+
+
+def _losses(margin: Tensor, settings: DPOConfig) -> Tensor:
+    beta, smoothing = settings.beta, settings.label_smoothing
+    match settings.loss_type:
+        case "sigmoid":
+            return -F.logsigmoid(beta * margin) * (1 - smoothing) - F.logsigmoid(-beta * margin) * smoothing
+        case "ipo":
+            return (margin - 1 / (2 * beta)).square()
+        case "hinge":
+            return torch.relu(1 - beta * margin)

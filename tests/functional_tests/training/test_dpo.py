@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preference tuning against a plain loop over transformers' model, and any layout against one process."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from megatron.bridge.data.config import PreferenceDatasetConfig
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    DPOConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.dpo import dpo
+from tests.toy_run import SEQUENCE, VOCABULARY, save_llama, toy_config
+from tests.workers import forget_model_parallel, leave
+
+LENGTHS = [(2, 3, 9), (11, 5, 4), (1, 7, 2), (5, 5, 5)]  # of the prompts, the chosen and the rejected answers
+STEPS, RATE, EPSILON = 3, 2e-4, 1e-6
+LOSSES = {
+    "sigmoid": DPOConfig(beta=0.4),
+    "smoothed": DPOConfig(beta=0.4, label_smoothing=0.2),
+    "ipo": DPOConfig(beta=0.4, loss_type="ipo"),
+    "hinge": DPOConfig(beta=0.4, loss_type="hinge"),
+}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+LAYOUTS = {
+    "dp2": {},
+    "sp2": {**TP2, "sequence_parallel": True},
+    "pp2": PP2,
+    "vp2": {**PP2, "virtual_pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
+EOD = VOCABULARY - 1
+
+
+def numbers():
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randint(0, EOD, (length,), generator=generator).tolist() for length in lengths]
+        for lengths in LENGTHS
+    ]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """The model, its reference, and the data."""
+    root = tmp_path_factory.mktemp("preferences")
+    like_the_toy = {"rope_theta": 10000.0, "rms_norm_eps": 1e-5}
+    sizes = {"num_hidden_layers": 4, "initializer_range": 0.15, **like_the_toy}
+    save_llama(root / "model", **sizes)
+    torch.manual_seed(1)
+    save_llama(root / "other", **sizes, num_key_value_heads=4)
+    names = ("prompt", "chosen", "rejected")
+    rows = [dict(zip(names, (" ".join(map(str, part)) + " " for part in pair), strict=True)) for pair in numbers()]
+    (root / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.steps = []
+
+    def on_train_step_end(self, context):
+        self.steps.append({name: loss.item() for name, loss in context.loss_dict.items()})
+
+
+def run(root, settings, layout=None, peft=None, micro=1):
+    """The losses of each step, and the trained weights by name on one process."""
+    config = toy_config(
+        model={**(layout or {})},
+        train={"train_iters": STEPS, "global_batch_size": len(LENGTHS), "micro_batch_size": micro},
+        dataset=PreferenceDatasetConfig(dataset_root=str(root), seq_length=SEQUENCE),
+        optimizer=OptimizerConfig(lr=RATE, weight_decay=0.0, clip_grad=0.0, adam_eps=EPSILON),
+        scheduler=SchedulerConfig(lr_decay_style="constant"),
+        validation=ValidationConfig(eval_iters=0),
+        checkpoint=CheckpointConfig(pretrained_checkpoint=str(root / "model")),
+        dpo=settings,
+        peft=peft,
+    )
+    losses = Losses()
+    try:
+        dpo(config, [losses])
+    finally:
+        forget_model_parallel()
+    return losses.steps
+
+
+def alone(*arguments, **options):
+    torch.set_num_threads(1)
+    found = run(*arguments, **options)
+    leave()
+    return found
+
+
+def log_probs(model, prompt, answer):
+    """Of each token of an answer and of the end behind it."""
+    ids = torch.tensor([[*prompt, *answer, EOD]])
+    logits = model(ids).logits.log_softmax(-1)[0, :-1]
+    return logits.gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+
+
+def naive_loss(chosen, rejected, settings):
+    """The published formulas for one pair; each argument has the log-probabilities of both models."""
+    reduce = torch.mean if settings.loss_type == "ipo" else torch.sum
+    margin = sum(sign * (reduce(ours) - reduce(theirs)) for sign, (ours, theirs) in ((1, chosen), (-1, rejected)))
+    if settings.loss_type == "ipo":
+        return (margin - 0.5 / settings.beta) ** 2
+    if settings.loss_type == "hinge":
+        return F.relu(1 - settings.beta * margin)
+    share, logit = settings.label_smoothing, settings.beta * margin
+    return -(1 - share) * torch.sigmoid(logit).log() - share * torch.sigmoid(-logit).log()
+
+
+def naive_losses(root, reference, settings):
+    """Adam on all pairs, one by one."""
+    model, frozen = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("model", reference))
+    optimizer = torch.optim.Adam(model.parameters(), RATE, (0.9, 0.999), EPSILON)
+    found = []
+    for _ in range(STEPS):
+        losses = []
+        for prompt, *answers in numbers():
+            with torch.no_grad():
+                theirs = [log_probs(frozen, prompt, answer) for answer in answers]
+            ours = [log_probs(model, prompt, answer) for answer in answers]
+            losses.append(naive_loss(*zip(ours, theirs, strict=True), settings))
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_those_of_a_plain_loop(places, name):
+    settings = LOSSES[name]
+    expected = naive_losses(places, "other", settings)
+    settings = DPOConfig(**{**vars(settings), "reference": str(places / "other")})
+    found = [step["dpo loss"] for step in alone(places, settings, micro=2)]
+    assert found == pytest.approx(expected, rel=2e-5)
+    assert len(set(found)) == STEPS
+
+
+def test_without_a_reference_the_start_is_it(places):
+    settings = LOSSES["sigmoid"]
+    steps = alone(places, settings)
+    assert [step["dpo loss"] for step in steps] == pytest.approx(naive_losses(places, "model", settings), rel=2e-5)
+    assert steps[0]["reward margin"] == steps[0]["chosen reward"] == 0.0
+    assert steps[-1]["reward margin"] > 0
+    assert steps[-1]["reward accuracy"] > 0.5
+
+
+def all_layouts(root, peft, layouts):
+    settings = DPOConfig(beta=0.4, reference=None if peft else str(root / "other"))
+    return {name: run(root, settings, LAYOUTS[name], LoRA(dim=4) if peft else None) for name in layouts}
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_two_processes(places, two_workers, peft):
+    """With adapters, each chunk is its own reference."""
+    settings = DPOConfig(beta=0.4, reference=None if peft else str(places / "other"))
+    expected = alone(places, settings, peft=LoRA(dim=4) if peft else None)
+    layouts = ("sp2", "pp2", "vp2") if peft else tuple(LAYOUTS)
+    for rank in two_workers.run(all_layouts, places, peft, layouts):
+        for name, steps in rank.items():
+            for found, wanted in zip(steps, expected, strict=True):
+                assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6), name
