@@ -148,7 +148,8 @@ class TestEveryRecipe:
             return
         for scheme, kind in (("lora", "LoRA"), ("dora", "DoRA")):
             config = recipe.build(peft=scheme, pretrained_checkpoint="p")
-            assert (type(config.peft).__name__, config.optimizer.lr) == (kind, 1e-4)
+            rate = 5e-6 if recipe.stage == "dpo" else 1e-4
+            assert (type(config.peft).__name__, config.optimizer.lr) == (kind, rate)
             config = config.resolve(recipe.gpus).config
 
     def test_is_exported_and_documented(self, recipe):

@@ -95,6 +95,7 @@ def _train(job: Job, args: argparse.Namespace) -> int:
     from megatron.bridge.cli.support.summary import describe, warnings
     from megatron.bridge.training.distill import distill
     from megatron.bridge.training.distillation.cache_teacher import precompute
+    from megatron.bridge.training.dpo import dpo
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.setup import resolve_run
@@ -110,8 +111,8 @@ def _train(job: Job, args: argparse.Namespace) -> int:
     check_sticks(config, job.changes)
     for line in [*describe(config, resolved.world_size), *(f"note: {line}" for line in warnings(config))]:
         print_rank_0(line)
-    if job.mode == "distill":
-        distill(resolved)
+    if job.mode in ("distill", "dpo"):
+        (distill if job.mode == "distill" else dpo)(resolved)
     else:
         (pretrain if job.mode == "pretrain" else finetune)(resolved, step)
     return _destroy_process_groups()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The builders behind all recipes.
 
-``pretrain``, ``distill`` and ``sft`` turn a size and options into a config. ``pretrain_recipe``,
-``distill_recipe`` and ``finetune_recipe`` make recipes of them. The caller's options win over the values that the
-recipe recommends, and these win over the defaults in this file.
+``pretrain``, ``distill``, ``sft`` and ``dpo`` turn a size and options into a config. ``pretrain_recipe``,
+``distill_recipe``, ``finetune_recipe`` and ``dpo_recipe`` make recipes of them. The caller's options win over
+the values that the recipe recommends, and these win over the defaults in this file.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,12 @@ from typing import Any, Protocol, Unpack
 
 import torch
 
-from megatron.bridge.data.config import FinetuningDatasetConfig, GPTDatasetConfig, MockGPTDatasetConfig
+from megatron.bridge.data.config import (
+    FinetuningDatasetConfig,
+    GPTDatasetConfig,
+    MockGPTDatasetConfig,
+    PreferenceDatasetConfig,
+)
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider, drop_mtp_layers
 from megatron.bridge.recipes.default_peft import default_peft_config
@@ -29,6 +34,7 @@ from megatron.bridge.training.config import (
     ConfigContainer,
     DistillConfig,
     DistributedDataParallelConfig,
+    DPOConfig,
     LoggerConfig,
     OptimizerConfig,
     RNGConfig,
@@ -86,6 +92,10 @@ FINETUNE: FinetuneOptions = {
 
 # Adapters start from zero and tolerate a higher rate than pretrained weights.
 ADAPTERS: FinetuneOptions = {"lr": 1e-4}
+
+# those of Zephyr and of its recipe with adapters (https://arxiv.org/abs/2310.16944)
+DPO: FinetuneOptions = {"lr": 5e-7, "warmup_fraction": 0.1, "seq_length": 4096}
+DPO_ADAPTERS: FinetuneOptions = {"lr": 5e-6}
 
 
 def pretrain(
@@ -161,6 +171,33 @@ def sft(
     return config
 
 
+def dpo(
+    size: Size,
+    options: FinetuneOptions,
+    *shared: LayoutOptions | FinetuneOptions,
+    **recommended: Unpack[FinetuneOptions],
+) -> ConfigContainer:
+    """The config that trains ``size``, or adapters on it, to prefer one of two answers.
+
+    ``dataset_root`` is a folder of pairs, by default ``preferences`` in the current directory. The arguments are
+    those of ``pretrain``.
+
+    Raises:
+        UserError: ``options`` has a key that is not in ``FinetuneOptions``, or asks for an unknown adapter.
+    """
+    adapters: FinetuneOptions = {} if options.get("peft") is None else DPO_ADAPTERS
+    chosen: Any = _chosen(FinetuneOptions, FINETUNE, DPO, *shared, recommended, adapters, options)
+    root = chosen["dataset_root"] or "preferences"
+    chosen["dataset_root"] = root
+    config = sft(size, chosen)
+    config.dpo = DPOConfig()
+    config.model.calculate_per_token_loss = True  # pairs, here
+    config.dataset = PreferenceDatasetConfig(
+        seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"]
+    )
+    return config
+
+
 class PretrainRecipe(Protocol):
     """A recipe for training from random weights."""
 
@@ -203,6 +240,17 @@ def finetune_recipe(
 
     def recipe(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
         return sft(size, options, *shared, **recommended)
+
+    return recipe
+
+
+def dpo_recipe(
+    size: Size, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
+) -> FinetuneRecipe:
+    """A recipe that returns ``dpo(size, options, *shared, **recommended)`` for the options of its caller."""
+
+    def recipe(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
+        return dpo(size, options, *shared, **recommended)
 
     return recipe
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 Mode = Literal["pretrain", "sft"]
-Stage = Literal["pretrain", "sft", "distill"]
+Stage = Literal["pretrain", "sft", "distill", "dpo"]
 
 _SUMMARY = re.compile(
     r"^(?P<what>.+), (?P<count>\d+) x (?P<kind>[^:,]+): (?P<memory>\d+) GB(?: each)?, (?P<layout>.+)\.$"
@@ -49,11 +49,13 @@ class Recipe:
     @property
     def mode(self) -> Mode:
         """Whose options the recipe takes."""
-        return "sft" if "_finetune_config" in self.name else "pretrain"
+        return "sft" if "_finetune_config" in self.name or "_dpo_config" in self.name else "pretrain"
 
     @property
     def stage(self) -> Stage:
-        """The stage of training. A recipe that distills takes the options of pretraining."""
+        """The stage of training. Distillation takes the options of pretraining, DPO those of fine-tuning."""
+        if "_dpo_config" in self.name:
+            return "dpo"
         return "distill" if "_distill_config" in self.name else self.mode
 
     def function(self) -> "Callable[..., ConfigContainer]":

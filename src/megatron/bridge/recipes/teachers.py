@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The teacher of a distillation run, found without the network and without its weights."""
+"""The teacher of a distillation run, or the reference of preference tuning, without the network and weights."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron.bridge.training.config import ConfigContainer
 
 
 def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | None:
-    """The teacher in the layout of ``config.model``; None if there is none, or its config is not on this machine.
+    """What runs beside ``config.model``, in its layout; None if nothing does, or its config is elsewhere.
 
     Args:
         config: A config after ``validate(world_size)``.
@@ -21,11 +22,25 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
     """
     from megatron.bridge.training.distillation.teacher import set_shared_settings
 
+    if config.dpo is not None:
+        return _reference_of(config, world_size)
     distill = config.distill
     if distill is None or distill.teacher is None or distill.cache is not None:
         return None
     provider = _declared(distill.teacher, distill.trust_remote_code)
     return None if provider is None else set_shared_settings(provider, distill.teacher, config, world_size)
+
+
+def _reference_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | None:
+    """The reference of preference tuning; a model that is its own reference has none."""
+    from megatron.bridge.training.distillation.teacher import set_shared_settings
+
+    assert config.dpo is not None, "dpo is not set"
+    name = config.dpo.reference
+    if name is None:
+        return None if config.peft else copy.deepcopy(config.model)
+    provider = _declared(name, config.dpo.trust_remote_code)
+    return None if provider is None else set_shared_settings(provider, name, config, world_size, "dpo.reference")
 
 
 def _declared(name: str, trust_remote_code: bool) -> Any:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 ADAPTERS = ("lora", "dora")
 DISTILL_MODES = ("distill", "cache-teacher")
-MODES = ("pretrain", "sft", *ADAPTERS, *DISTILL_MODES)
+OWN_STEP = (*DISTILL_MODES, "dpo")
+"""Modes with a forward step of their own."""
+MODES = ("pretrain", "sft", *ADAPTERS, *OWN_STEP)
 
 
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\w+\])*=")
@@ -114,7 +116,8 @@ def prepare(args: argparse.Namespace) -> Job:
     if args.packed_sequence:
         job.changes += _pack(job)
     job.origins.record(job.config, job.changes)
-    job.mode = args.mode or ("distill" if job.config.distill else job.mode)
+    of_config = "distill" if job.config.distill else "dpo" if job.config.dpo else job.mode
+    job.mode = args.mode or of_config
     _check_mode(job, args)
     return job
 
@@ -179,10 +182,14 @@ def _is_data(word: str) -> bool:
 
 
 def _check_mode(job: Job, args: argparse.Namespace) -> None:
-    if job.mode in DISTILL_MODES and args.step_func != "gpt_step":
+    if job.mode in OWN_STEP and args.step_func != "gpt_step":
         raise UserError(
             f"--step_func {args.step_func} cannot be used with --mode {job.mode}, which has its own forward step: "
             "leave one out"
+        )
+    if job.mode == "dpo" and job.config.dpo is None:
+        raise UserError(
+            f"--mode dpo, but {job.source} has no dpo: use a recipe with dpo in its name, or leave --mode out"
         )
     peft = type(job.config.peft).__name__
     if job.mode in ADAPTERS and not peft.lower().endswith(job.mode):  # CanonicalLoRA is a LoRA

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from megatron.bridge.data.finetuning.rows import Row, SampleRows
-from megatron.bridge.data.records.encoding import BY_FUNCTION, EncodedRecords, RecordEncoder
+from megatron.bridge.data.records.encoding import BY_FUNCTION, Draft, EncodedRecords, RecordEncoder
 from megatron.bridge.data.records.formats import Record, expect
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
@@ -64,6 +64,15 @@ class PairEncoder(RecordEncoder):
         report.dropped[INCOMPLETE] += 1
         return []
 
+    def _keep(self, draft: Draft, report: EncodingReport) -> bool:
+        length, limit = len(draft.sample.tokens) - 1, self.rules.max_tokens - 1
+        if self.rules.truncation == "refuse" and length > limit:
+            raise UserError(
+                f"{draft.where}: the answer and its prompt have {length} tokens, more than {limit}, half of "
+                f"dataset.seq_length: increase it, or set dataset.truncation to drop, right, left or keep_answer"
+            )
+        return super()._keep(draft, report)
+
 
 def split_pair(record: Record, where: str) -> dict[str, dict[str, Any]]:
     """The record of each answer, with ``prompt`` and ``completion``.
@@ -79,7 +88,10 @@ def split_pair(record: Record, where: str) -> dict[str, dict[str, Any]]:
         )
     prompt, begin = _prompt(record, where)
     rest = {key: value for key, value in record.items() if key not in ("prompt", *ANSWERS)}
-    return {name: {**rest, "prompt": prompt, "completion": record[name][begin:]} for name in ANSWERS}
+    return {
+        name: {**rest, "prompt": prompt, "completion": record[name][begin:] if begin else record[name]}
+        for name in ANSWERS
+    }
 
 
 def _prompt(record: Record, where: str) -> tuple[Any, int]:

@@ -21,8 +21,9 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
     """Pairs of answers in the files ``training``, ``validation`` and ``test`` of a folder.
 
     A record has ``prompt``, ``chosen`` and ``rejected``, all texts or all lists of messages; or ``chosen`` and
-    ``rejected`` alone, two lists of messages that begin alike. ``seq_length`` limits each answer with its prompt.
-    A row is a pair, without padding, and a sample of the batch sizes is a pair.
+    ``rejected`` alone, two lists of messages that begin alike. A row is a pair, without padding, and a sample of
+    the batch sizes is a pair. ``seq_length`` limits a pair: each answer with its prompt may have half as many
+    tokens.
     """
 
     train_on: TrainOn = "completion"
@@ -32,8 +33,9 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
 
     def pair_rules(self) -> EncodingRules:
         """How records become pairs."""
-        rules = self.encoding_rules()
-        return PairRules(**{entry.name: getattr(rules, entry.name) for entry in fields(rules)})
+        rules, multiple = self.encoding_rules(), self.sequence_multiple
+        values = {entry.name: getattr(rules, entry.name) for entry in fields(rules)}
+        return PairRules(**{**values, "max_tokens": self.seq_length // 2 // multiple * multiple + 1})
 
     def problems(self) -> list[str]:
         found = super().problems()

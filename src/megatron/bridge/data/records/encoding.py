@@ -56,7 +56,7 @@ class EncodedRecords(NamedTuple):
     report: EncodingReport
 
 
-class _Draft(NamedTuple):
+class Draft(NamedTuple):
     """A sample before truncation, and where its record is."""
 
     where: str
@@ -95,7 +95,7 @@ class RecordEncoder:
         report.trained = int(samples.trained.sum())
         return EncodedRecords(samples, report)
 
-    def _drafts(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[_Draft]:
+    def _drafts(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[Draft]:
         """Tokenize all records at once, which is several times as fast as one by one."""
         parsed = list(self._parse(records, report))
         chats = self._chats(
@@ -103,7 +103,7 @@ class RecordEncoder:
         )
         plain = self._plain([item for _, item in parsed if not isinstance(item, Chat)])
         for where, item in parsed:
-            yield _Draft(where, next(chats if isinstance(item, Chat) else plain))
+            yield Draft(where, next(chats if isinstance(item, Chat) else plain))
 
     def _parse(
         self, records: Sequence[LocatedRecord], report: EncodingReport
@@ -197,7 +197,7 @@ class RecordEncoder:
             trained[:1] = False
             yield Sample(ids, trained)
 
-    def _keep(self, draft: _Draft, report: EncodingReport) -> bool:
+    def _keep(self, draft: Draft, report: EncodingReport) -> bool:
         length, limit = len(draft.sample.tokens), self.rules.max_tokens
         if length <= limit:
             return True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 3.2 and Llama 3.3, a further-trained 3.1 70B. The learning rates of Llama 3.2 are our own."""
 
-from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.builders import dpo_recipe, finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.llama.llama3 import LLAMA3
 from megatron.bridge.recipes.llama.llama31 import LLAMA31
 from megatron.bridge.recipes.options import layout
@@ -25,6 +25,8 @@ llama33_70b_pretrain_config = pretrain_recipe(
 
 llama32_1b_finetune_config = finetune_recipe(LLAMA32_1B, lr=1e-5)
 """Llama 3.2 1B full fine-tuning, 1 x H100 80GB: 32 GB, no model parallelism."""
+llama32_1b_dpo_config = dpo_recipe(LLAMA32_1B, lr=1e-6)
+"""Llama 3.2 1B DPO, 1 x H100 80GB: 38 GB, no model parallelism."""
 llama32_3b_finetune_config = finetune_recipe(LLAMA32_3B, lr=1e-5)
 """Llama 3.2 3B full fine-tuning, 8 x H100 80GB: 40 GB each, no model parallelism."""
 llama33_70b_finetune_config = finetune_recipe(LLAMA33_70B, layout(tp=8, pp=2))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen 3, dense. Learning rates are our own: none are published."""
 
-from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.builders import dpo_recipe, finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import FP8, MXFP8, layout
 from megatron.bridge.recipes.qwen.qwen2 import QWEN2
 from megatron.bridge.recipes.sizes import Generation
@@ -47,6 +47,8 @@ qwen3_1p7b_finetune_config = finetune_recipe(QWEN3_1P7B, lr=1e-5)
 """Qwen 3 1.7B full fine-tuning, 1 x H100 80GB: 45 GB, no model parallelism."""
 qwen3_4b_finetune_config = finetune_recipe(QWEN3_4B, lr=1e-5)
 """Qwen 3 4B full fine-tuning, 8 x H100 80GB: 53 GB each, no model parallelism."""
+qwen3_8b_dpo_config = dpo_recipe(QWEN3_8B, layout(tp=2))
+"""Qwen 3 8B DPO, 8 x H100 80GB: 61 GB each, TP2."""
 qwen3_8b_finetune_config = finetune_recipe(QWEN3_8B, layout(tp=2))
 """Qwen 3 8B full fine-tuning, 8 x H100 80GB: 51 GB each, TP2."""
 qwen3_14b_finetune_config = finetune_recipe(QWEN3_14B, layout(tp=4))
