@@ -19,7 +19,7 @@ FILES = Path(published.__path__[0])
 TEXTS = {"google/gemma-3-4b-pt", "google/gemma-3-12b-pt", "google/gemma-3-27b-pt"}
 SHORT = {"sliding_window_pattern"}
 VARIANT = "16k|64k|128k|fp8|fp8_blockwise|mxfp8|nvfp4|low_precision"
-STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune|distill)_config\w*$")
+STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune|distill|dpo)_config\w*$")
 
 
 def sizes():
