@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of the forward and backward passes of a pipeline stage, as Megatron-Core's three schedules run them.
+
+The rules are those of ``megatron.core.pipeline_parallel.schedules`` (version 0.19): no pipeline, 1F1B, and
+interleaved 1F1B with groups of microbatches. A test drives these functions themselves and compares the order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Kind = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of a microbatch through a chunk of layers."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What decides the order of passes.
+
+    Attributes:
+        stages: Pipeline ranks.
+        microbatches: Of a step, per data-parallel replica.
+        chunks: Virtual stages on each rank.
+        group: ``microbatch_group_size_per_vp_stage``: microbatches that run through one chunk before the next
+            chunk runs.
+        forward_only: Evaluation and inference run no backward pass.
+        overlap_experts: ``overlap_moe_expert_parallel_comm``, which runs one more forward pass ahead.
+    """
+
+    stages: int
+    microbatches: int
+    chunks: int = 1
+    group: int = 1
+    forward_only: bool = False
+    overlap_experts: bool = False
+
+    def warmup(self, stage: int) -> int:
+        """Forward passes of ``stage`` before its first backward pass follows a forward pass."""
+        total = self.microbatches * self.chunks
+        if self.forward_only:
+            return total
+        if self.stages == 1:
+            return min(int(self.overlap_experts), total)
+        ahead = self.stages - stage - 1
+        if self.chunks > 1:
+            ahead = 2 * ahead + (self.chunks - 1) * self.group + self.overlap_experts
+        return min(ahead, total)
+
+
+@lru_cache(maxsize=4096)
+def passes(pipeline: Pipeline, stage: int) -> tuple[Pass, ...]:
+    """The passes of ``stage`` in the order in which they run."""
+    order = _chunk_order(pipeline)
+    forward = [Pass("forward", microbatch, chunk) for microbatch, chunk in order]
+    if pipeline.forward_only:
+        return tuple(forward)
+    last = pipeline.chunks - 1
+    backward = [Pass("backward", microbatch, last - chunk) for microbatch, chunk in order]
+    warmup = pipeline.warmup(stage)
+    steady = [each for pair in zip(forward[warmup:], backward, strict=False) for each in pair]
+    return (*forward[:warmup], *steady, *backward[len(forward) - warmup :])
+
+
+def _chunk_order(pipeline: Pipeline) -> list[tuple[int, int]]:
+    """Microbatch and chunk of each forward pass: a group of microbatches runs through all chunks in turn."""
+    group = pipeline.group if pipeline.chunks > 1 else pipeline.microbatches
+    return [
+        (microbatch, chunk)
+        for start in range(0, pipeline.microbatches, group)
+        for chunk in range(pipeline.chunks)
+        for microbatch in range(start, min(start + group, pipeline.microbatches))
+    ]
+
+
+def held_counts(pipeline: Pipeline, stage: int) -> list[tuple[Pass, tuple[int, ...]]]:
+    """Each pass of ``stage``, and how many microbatches each chunk holds while it runs, its own included."""
+    held, found = [0] * pipeline.chunks, []
+    for each in passes(pipeline, stage):
+        held[each.chunk] += each.kind == "forward"
+        found.append((each, tuple(held)))
+        held[each.chunk] -= each.kind == "backward"
+    return found
+
+
+@lru_cache(maxsize=4096)
+def distinct_moments(pipeline: Pipeline, stage: int) -> tuple[tuple[Kind, int, tuple[int, ...]], ...]:
+    """The moments that differ in memory: kind and chunk of a pass, and what each chunk holds while it runs."""
+    return tuple(dict.fromkeys((each.kind, each.chunk, held) for each, held in held_counts(pipeline, stage)))
+
+
+def most_held(pipeline: Pipeline, stage: int, sizes: Sequence[float] | None = None) -> tuple[int, ...]:
+    """How many microbatches each chunk holds at the fullest moment.
+
+    Args:
+        pipeline: The schedule.
+        stage: Pipeline rank.
+        sizes: Bytes that each chunk keeps for one microbatch; equal if None.
+    """
+    weights = [1.0] * pipeline.chunks if sizes is None else sizes
+    mixes = [held for _, _, held in distinct_moments(pipeline, stage)]
+    return max(mixes, key=lambda held: sum(count * size for count, size in zip(held, weights, strict=True)))
