@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pipeline stage through Megatron-Core's real schedules in this process; its neighbors' tensors are made up."""
+"""One pipeline stage in Megatron-Core's real schedules, in this process; its neighbors' tensors are made up."""
 
 from types import SimpleNamespace
 

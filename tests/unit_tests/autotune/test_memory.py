@@ -120,7 +120,8 @@ def estimated(model):
     config = configured(model, "bf16_mixed" if model.bf16 else "fp32")
     config = config.resolve(1).config
     (chunk,) = meta_model.stage_chunks(model)[0]
-    return activations._chunk(model, chunk, activations._sizes(config)).kept
+    sizes = activations.sizes_of(config)
+    return activations._chunk(model, activations.chunk_counts(chunk, sizes), sizes).kept
 
 
 RECOMPUTED = [
@@ -178,5 +179,8 @@ def test_gpus():
     assert not fits(int(72.1e9), "H100 80GB")
     assert gpu("H200 141GB").memory == 141 * 10**9
     assert all(card.bf16 > 1e14 for card in GPUS.values())
-    with pytest.raises(UserError, match="there is no GPU 'H100' in the table; did you mean H100 80GB"):
-        gpu("H100")
+    assert gpu("h100") == gpu("H100 80GB")
+    with pytest.raises(UserError, match="there is no GPU 'H101 80GB' in the table; did you mean H100 80GB"):
+        gpu("H101 80GB")
+    with pytest.raises(UserError, match="'A100' is one of A100 40GB, A100 80GB: give the whole name"):
+        gpu("A100")

@@ -49,6 +49,7 @@ def test_experts_that_cannot_be_cut_are_whole_unless_a_user_cuts_them(capsys):
 
 def test_dry_run_says_what_the_config_means(capsys):
     _, out = dry_run(capsys, *RECIPE, "model.tensor_model_parallel_size=2", "--world-size", "16")
+    time, split = time_lines(out)
     assert [line for line in out.splitlines() if line.startswith("#")] == [
         "# pretrain from llama32_1b_pretrain_config",
         "# changed: model.tensor_model_parallel_size=1 -> 2",
@@ -66,11 +67,22 @@ def test_dry_run_says_what_the_config_means(capsys):
         *memory_lines(out),
         "#",
         "# compute: 3.79e+16 model FLOPs per step, 9.46e+21 in total, without recomputation",
-        "# time: 6 s per step, 17.3 days in total, if 16 x H100 80GB reach 40% of their bf16 peak of 989 TFLOP/s",
+        time,
+        split,
         "#",
         "# note: no data was given: this run trains on mock data (use --data PATH for real data)",
         "# note: checkpoint.save is not set: this run saves no checkpoint (set checkpoint.save=DIR)",
     ]
+
+
+def time_lines(out):
+    """Two lines, of which the numbers are tested where they are made."""
+    lines = out.splitlines()
+    time = next(line for line in lines if line.startswith("# time: "))
+    assert "16 x H100 80GB" in time and time.endswith("of the bf16 peak (predicted, not measured)")
+    split = lines[lines.index(time) + 1]
+    assert split.startswith("# where the time of the busiest stage goes: matrix products ")
+    return time, split
 
 
 def memory_lines(out):

@@ -30,24 +30,30 @@ gated delta net            T x (convolved + 2 x value heads x key head + values 
                            kernels of flash-linear-attention do
 =========================  ==========================================================================
 
-A chunk of layers is held once for each microbatch in flight: as many as there are stages from this one on; with v
-virtual stages, 2 x (stages - rank - 1) + (v - 1) x stages + 1 chunks in all (Narayanan et al., "Efficient
-Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021). Full recomputation keeps the input
-of each layer (with the uniform method, of each ``recompute_num_layers`` layers) and holds what one such piece
-keeps while it runs backward.
+A chunk of layers is held once for each microbatch in flight, as ``time.schedule`` lists them. Full recomputation
+keeps the input of each layer (with the uniform method, of each ``recompute_num_layers`` layers) and holds what one
+such piece keeps while it runs backward.
 
-The last stage adds T x vocabulary/t x (4 + 2e): logits, exponentials in fp32, and a gradient, for one microbatch.
-On top comes what the backward pass of one layer holds: its gathered input and the gradient of its widest output.
+The most memory is needed at one of these moments; each counts what is held then, and what works beside it:
+
+* the backward pass of a chunk: its widest layer's gathered input, the gradients of the residual
+  stream, of its widest output and, without ``gradient_accumulation_fusion``, of its weight;
+* the loss: T x vocabulary/t x bytes of a logit. The torch backend writes the gradient over the logits (4 bytes on
+  a CPU, measured 2026-11-20); Megatron-Core's own loss holds logits, and exponentials in fp32 (2 + 4).
 
 Without the kernels of mamba-ssm and flash-linear-attention, PyTorch keeps several times as much of such layers.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 
+from megatron.bridge.autotune.schedules import pipeline_of
+from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, short_pipeline
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 
@@ -57,7 +63,7 @@ _BLOCKS = ("self_attention", "mlp", "mixer")
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """The symbols of the formulas above, and what decides which of them apply."""
 
     tokens: int
@@ -70,11 +76,36 @@ class _Sizes:
     activation: int  # tensors that the activation of an MLP keeps beside its result
     weighting: int  # the same of the product with an expert's weight
     norm: int  # bytes of a number of a norm's input
-    rotated: int  # bytes of a number of a position: sines and cosines of queries and keys
+    rotated: int  # bytes of a number of a position: sines and cosines of queries and keys; 0 without
+    separate_gradients: bool  # kernels do not add weight gradients to the buffer themselves
+    logit: int  # bytes of a logit while the loss is computed
     masks: bool  # of dropout
     joined: tuple[str, ...]  # linear layers whose output is put together anew, by attention
     gathered: int  # context ranks whose keys and values are kept
     recomputed: tuple[str, ...]  # modules
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """Bytes of a layer for one microbatch.
+
+    Attributes:
+        full: Kept for the backward pass without recomputation.
+        kept: Kept with selective recomputation.
+        working: Held by the backward pass beside them.
+    """
+
+    full: int
+    kept: int
+    working: int
+
+
+@dataclass(frozen=True)
+class ChunkCounts:
+    """The layers of a chunk, and whether the loss follows them."""
+
+    layers: list[LayerCounts]
+    has_loss: bool
 
 
 def activation_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
@@ -86,12 +117,60 @@ def activation_bytes(config: ConfigContainer, chunks: list[Any], stage: int, wor
         stage: Pipeline rank.
         world_size: Number of processes.
     """
-    sizes = _sizes(config)
-    kept = [_chunk(config.model, chunk, sizes) for chunk in chunks]
-    times = microbatches_in_flight(config, stage, world_size)
-    held = sum(count * layers.kept for count, layers in zip(times, kept, strict=True))
-    ends = sum(_ends(config.model, chunk, sizes) for chunk in chunks)
-    return held + max(layers.working for layers in kept) + ends
+    return max(moment.total for moment in moments(config, chunks, stage, world_size))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a step that may need the most memory.
+
+    Attributes:
+        name: ``loss``, or ``backward of chunk N``.
+        held: Bytes that chunks keep for the microbatches in flight.
+        working: Bytes that the pass holds beside them.
+    """
+
+    name: str
+    held: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.held + self.working
+
+
+def moments(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> list[Moment]:
+    """The fullest moment of each kind on a rank of pipeline stage ``stage``; arguments as ``activation_bytes``."""
+    sizes = sizes_of(config)
+    counted = [chunk_counts(chunk, sizes) for chunk in chunks]
+    return stage_moments(config.model, counted, sizes, pipeline_of(config, world_size), stage)
+
+
+def stage_moments(
+    model: ModelProvider, chunks: list[ChunkCounts], sizes: Sizes, pipeline: Pipeline, stage: int
+) -> list[Moment]:
+    """The fullest moment of each kind on a rank of ``stage``, from the counts of its chunks."""
+    kept = [_chunk(model, chunk, sizes) for chunk in chunks]
+    losses = [_loss(model, sizes) if chunk.has_loss else 0 for chunk in chunks]
+    received = _received(model, sizes)
+    fullest: dict[str, Moment] = {}
+    for kind, index, counts in distinct_moments(short_pipeline(pipeline), stage):
+        if kind == "forward" and not losses[index]:
+            continue
+        name = "loss" if kind == "forward" else f"backward of chunk {index}"
+        working = losses[index] if kind == "forward" else kept[index].working
+        held = sum(count * layers.kept for count, layers in zip(counts, kept, strict=True))
+        found = Moment(name, held, working + received)
+        if name not in fullest or found.total > fullest[name].total:
+            fullest[name] = found
+    return list(fullest.values())
+
+
+def _received(model: ModelProvider, sizes: Sizes) -> int:
+    """The input that arrived ahead of its pass and a gradient, and outputs where they are not deallocated."""
+    if model.pipeline_model_parallel_size == 1:
+        return 0
+    return 2 * sizes.between * sizes.hidden * sizes.number
 
 
 def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
@@ -107,7 +186,7 @@ def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_
         stage: Pipeline rank.
         world_size: Number of processes.
     """
-    sizes, model = _sizes(config), config.model
+    sizes, model = sizes_of(config), config.model
     widest = max((_working_bytes(layer, sizes) for chunk in chunks for layer in _layers(chunk)), default=0)
     held = sum(microbatches_in_flight(config, stage, world_size)) if stage else 0
     total = widest + held * sizes.between * sizes.hidden * sizes.number
@@ -118,21 +197,12 @@ def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_
 
 
 def microbatches_in_flight(config: ConfigContainer, stage: int, world_size: int) -> list[int]:
-    """How many microbatches each chunk of a rank of pipeline stage ``stage`` holds at once."""
-    model, train = config.model, config.train
-    stages, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
-    microbatches = train.global_batch_size // (train.micro_batch_size * config.data_parallel_size(world_size))
-    if virtual == 1:
-        return [min(stages - stage, microbatches)]
-    group = model.microbatch_group_size_per_vp_stage or stages
-    warmup = 2 * (stages - stage - 1) + (virtual - 1) * group + 1
-    counts = [0] * virtual
-    for forward in range(min(warmup, virtual * microbatches)):  # a group of microbatches for each chunk in turn
-        counts[forward // group % virtual] += 1
-    return counts
+    """How many microbatches each chunk of a rank of ``stage`` holds at once, if chunks are equal."""
+    return list(most_held(short_pipeline(pipeline_of(config, world_size)), stage))
 
 
-def _sizes(config: ConfigContainer) -> _Sizes:
+def sizes_of(config: ConfigContainer) -> Sizes:
+    """The sizes of a resolved config."""
     model = config.model
     tensor = model.tensor_model_parallel_size
     tokens = config.train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size
@@ -140,7 +210,7 @@ def _sizes(config: ConfigContainer) -> _Sizes:
     gathers = model.backend != "transformer_engine" and model.cp_comm_type in (None, "all_gather")
     selective = model.recompute_granularity == "selective"
     number = 2 if model.bf16 or model.fp16 else _FP32
-    return _Sizes(
+    return Sizes(
         tokens=tokens,
         between=between,
         number=number,
@@ -151,7 +221,9 @@ def _sizes(config: ConfigContainer) -> _Sizes:
         activation=_of_activation(model),
         weighting=0 if _is_fused(model) else 1,
         norm=_FP32 if model.layernorm_zero_centered_gamma else number,
-        rotated=4 * number,
+        rotated=4 * number if _has_rotary(model) else 0,
+        separate_gradients=not model.gradient_accumulation_fusion,
+        logit=_logit_bytes(model),
         masks=model.hidden_dropout > 0,
         joined=_joined(model),
         gathered=model.context_parallel_size if gathers else 1,
@@ -161,6 +233,17 @@ def _sizes(config: ConfigContainer) -> _Sizes:
 
 def _is_fused(model: ModelProvider) -> bool:
     return model.bias_activation_fusion or model.use_te_activation_func
+
+
+def _has_rotary(model: Any) -> bool:
+    return model.multi_latent_attention or model.position_embedding_type in ("rope", "mrope", "yarn")
+
+
+def _logit_bytes(model: ModelProvider) -> int:
+    if model.backend != "transformer_engine":
+        return _FP32
+    fused = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "te"
+    return (2 if fused else 2 + _FP32) if model.bf16 or model.fp16 else 2 * _FP32
 
 
 def _joined(model: Any) -> tuple[str, ...]:
@@ -185,6 +268,19 @@ def _of_activation(model: ModelProvider) -> int:
 # --------------------------------------------------------------------------------------------------------- chunks
 
 
+def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
+    return ChunkCounts([counts_of_layer(layer, sizes) for layer in _layers(chunk)], bool(chunk.post_process))
+
+
+def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
+    """What ``layer``, on the meta device, keeps and holds."""
+    return LayerCounts(
+        _kept_bytes(layer, sizes, recomputed=()),
+        _kept_bytes(layer, sizes, sizes.recomputed),
+        _working_bytes(layer, sizes),
+    )
+
+
 @dataclass(frozen=True)
 class _LayerBytes:
     """Of the layers of a chunk: what they keep for one microbatch, and what one holds while it runs backward."""
@@ -193,20 +289,20 @@ class _LayerBytes:
     working: int
 
 
-def _chunk(model: ModelProvider, chunk: Any, sizes: _Sizes) -> _LayerBytes:
-    layers = list(_layers(chunk))
-    full = [_kept_bytes(layer, sizes, recomputed=()) for layer in layers]
-    kept = [_kept_bytes(layer, sizes, sizes.recomputed) for layer in layers]
-    gradients = max((_working_bytes(layer, sizes) for layer in layers), default=0)
+def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> _LayerBytes:
+    full, kept = [layer.full for layer in chunk.layers], [layer.kept for layer in chunk.layers]
+    ends = _head(sizes) * chunk.has_loss + _output(model, sizes)
+    gradients = max((layer.working for layer in chunk.layers), default=0)
     again = max((before - after for before, after in zip(full, kept, strict=True)), default=0)
     entry = sizes.between * sizes.hidden * sizes.number
     count = model.recompute_num_layers or 1
     if model.recompute_granularity != "full":
-        return _LayerBytes(sum(kept), gradients + again)
+        return _LayerBytes(ends + sum(kept), gradients + again)
     if model.recompute_method == "block":  # the first layers of a chunk
-        return _LayerBytes(len(full[:count]) * entry + sum(full[count:]), gradients + max(full[:count], default=0))
+        held = len(full[:count]) * entry + sum(full[count:])
+        return _LayerBytes(ends + held, gradients + max(full[:count], default=0))
     pieces = [full[start : start + count] for start in range(0, len(full), count)]
-    return _LayerBytes(len(pieces) * entry, gradients + max(map(sum, pieces), default=0))
+    return _LayerBytes(ends + len(pieces) * entry, gradients + max(map(sum, pieces), default=0))
 
 
 def _layers(chunk: Any) -> Iterator[nn.Module]:
@@ -215,25 +311,33 @@ def _layers(chunk: Any) -> Iterator[nn.Module]:
         yield from chunk.mtp.layers
 
 
-def _ends(model: ModelProvider, chunk: Any, sizes: _Sizes) -> int:
-    """Final norm, output layer and loss of the last stage, once for each token that is predicted ahead."""
-    if not chunk.post_process:
+def _output(model: ModelProvider, sizes: Sizes) -> int:
+    """The output of a chunk, until its backward pass, unless it is deallocated after it has been sent."""
+    if model.pipeline_model_parallel_size == 1 or model.deallocate_pipeline_outputs:
         return 0
-    losses = 1 + (getattr(model, "mtp_num_layers", None) or 0)
+    return sizes.between * sizes.hidden * sizes.number
+
+
+def _head(sizes: Sizes) -> int:
+    """Inputs of the final norm and of the output layer."""
+    return 2 * sizes.between * sizes.hidden * sizes.number
+
+
+def _loss(model: ModelProvider, sizes: Sizes) -> int:
+    """Logits while the loss is computed."""
     vocabulary: Any = model
-    logits = sizes.tokens * vocabulary.padded_vocab_size // sizes.tensor * (_FP32 + 2 * sizes.number)
-    return losses * (logits + 2 * sizes.between * sizes.hidden * sizes.number)
+    return sizes.tokens * vocabulary.padded_vocab_size // sizes.tensor * sizes.logit
 
 
 # --------------------------------------------------------------------------------------------------------- layers
 
 
-def _kept_bytes(layer: nn.Module, sizes: _Sizes, recomputed: tuple[str, ...]) -> int:
+def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
     """Bytes that ``layer`` keeps for one microbatch."""
     entry = sizes.between * sizes.hidden * sizes.number
     total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
     for name, part in layer.named_children():
-        if name in _BLOCKS:
+        if name in _BLOCKS and not isinstance(part, IdentityOp):
             total += entry * ("layernorm" not in recomputed)
             total += 0 if _is_recomputed(name, part, recomputed) else _inside(part, sizes, recomputed)
         elif name == "mtp_model_layer":
@@ -248,7 +352,7 @@ def _is_recomputed(name: str, block: nn.Module, recomputed: tuple[str, ...]) -> 
     return name == "mlp" and ("moe" if hasattr(block, "router") else "mlp") in recomputed
 
 
-def _inside(block: nn.Module, sizes: _Sizes, recomputed: tuple[str, ...]) -> int:
+def _inside(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
     total = 0
     for path, module in block.named_modules():
         name = path.rpartition(".")[2]
@@ -262,12 +366,12 @@ def _inside(block: nn.Module, sizes: _Sizes, recomputed: tuple[str, ...]) -> int
     return total
 
 
-def _of_module(path: str, module: Any, sizes: _Sizes) -> int:
+def _of_module(path: str, module: Any, sizes: Sizes) -> int:
     """Bytes that one module keeps, its children left out."""
     for mark, count in _MIXERS.items():
         if hasattr(module, mark):
             return count(module, sizes)
-    shape = _shape(module)
+    shape = weight_shape(module)
     if shape is None:
         return 0
     if len(shape) == 1:  # a norm; those of heads and latents read what is kept anyway
@@ -277,9 +381,9 @@ def _of_module(path: str, module: Any, sizes: _Sizes) -> int:
     return _linear(path, shape, sizes) * sizes.number
 
 
-def _linear(path: str, shape: tuple[int, ...], sizes: _Sizes) -> int:
+def _linear(path: str, shape: tuple[int, ...], sizes: Sizes) -> int:
     """Numbers that a linear layer keeps; its weight is [out, in]."""
-    tokens, dispatched = _tokens(path, sizes), _is_dispatched(path)
+    tokens, dispatched = _tokens(path, sizes), is_dispatched(path)
     if path.endswith("linear_fc2"):
         return tokens * shape[1] * (1 + sizes.activation + sizes.weighting * dispatched)
     if path.endswith(_INTO_RESIDUAL):
@@ -292,23 +396,23 @@ def _linear(path: str, shape: tuple[int, ...], sizes: _Sizes) -> int:
     return tokens * shape[0] + inputs
 
 
-def _is_dispatched(path: str) -> bool:
+def is_dispatched(path: str) -> bool:
     return "experts" in path and "shared_experts" not in path
 
 
-def _tokens(path: str, sizes: _Sizes) -> int:
+def _tokens(path: str, sizes: Sizes) -> int:
     if "local_experts" in path:  # one after the other
         return sizes.chosen // sizes.experts
-    return sizes.chosen if _is_dispatched(path) else sizes.tokens
+    return sizes.chosen if is_dispatched(path) else sizes.tokens
 
 
-def _shape(module: Any) -> tuple[int, ...] | None:
+def weight_shape(module: Any) -> tuple[int, ...] | None:
     """Of the weight; of grouped experts, of each one's."""
     weight = getattr(module, "weight0", getattr(module, "weight", None))
     return None if weight is None else tuple(weight.shape)
 
 
-def _attention(attention: Any, sizes: _Sizes) -> int:
+def _attention(attention: Any, sizes: Sizes) -> int:
     """What attention keeps beside the inputs and outputs of its linear layers."""
     config = attention.config
     heads = attention.num_attention_heads_per_partition
@@ -321,16 +425,19 @@ def _attention(attention: Any, sizes: _Sizes) -> int:
         numbers += 2 * heads * width if _pads_values(config) else 0
     elif config.qk_layernorm:
         numbers += heads * width
-    numbers += heads * width + groups * width * (1 if sizes.gathered == 1 else 2 * sizes.gathered)
+    if sizes.rotated:  # copies of queries and keys
+        numbers += heads * width + groups * width
+    if sizes.gathered > 1:  # keys and values of all context ranks
+        numbers += groups * width * (2 * sizes.gathered - (1 if sizes.rotated else 0))
     return sizes.tokens * (numbers * sizes.number + rotated * sizes.rotated + heads * _FP32)
 
 
-def _mamba(mixer: Any, sizes: _Sizes) -> int:
+def _mamba(mixer: Any, sizes: Sizes) -> int:
     """What the scan returns, gated; the convolution and the states are computed again."""
     return sizes.tokens * 2 * mixer.d_inner_local_tp * sizes.number
 
 
-def _delta_net(net: Any, sizes: _Sizes) -> int:
+def _delta_net(net: Any, sizes: Sizes) -> int:
     """The convolved, queries and keys for each value head, the inverse of each chunk's system, the recalled."""
     heads = net.num_v_heads_local_tp
     numbers = net.conv_dim_local_tp + heads * (2 * net.key_head_dim + 64) + net.v_dim_local_tp
@@ -341,9 +448,14 @@ _MIXERS = {"core_attention": _attention, "d_inner_local_tp": _mamba, "num_v_head
 """By an attribute that only its modules have."""
 
 
-def _working_bytes(layer: nn.Module, sizes: _Sizes) -> int:
-    """The gathered input and the gradient of the widest output of a linear layer."""
-    gathered = sizes.tokens * sizes.hidden * sizes.number
-    shapes = [(path, _shape(module)) for path, module in layer.named_modules()]
-    widths = [_tokens(path, sizes) * shape[0] for path, shape in shapes if shape is not None]
-    return gathered + max(widths, default=0) * sizes.number
+def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
+    """The gathered input, the gradient of the residual stream, and those of the widest linear layer."""
+    stream = (sizes.tokens + sizes.between) * sizes.hidden
+    shapes = [(path, weight_shape(module)) for path, module in layer.named_modules()]
+    widths = [_tokens(path, sizes) * shape[0] + _weight_gradient(shape, sizes) for path, shape in shapes if shape]
+    return (stream + max(widths, default=0)) * sizes.number
+
+
+def _weight_gradient(shape: tuple[int, ...], sizes: Sizes) -> int:
+    """Numbers of a weight's own gradient, before it is added to the buffer."""
+    return math.prod(shape) * sizes.separate_gradients

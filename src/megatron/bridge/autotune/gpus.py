@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and speed of the GPUs that recipes name, from NVIDIA's data sheets."""
+"""Memory, speed and links of the GPUs that recipes name, from NVIDIA's data sheets."""
 
 from dataclasses import dataclass
 
@@ -9,26 +9,61 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Gpu:
-    """One type of GPU.
+    """One type of GPU. Rates are per second; links count one direction.
 
     Attributes:
         memory: Bytes that the data sheet gives.
         bf16: Operations a second of dense bf16 matrix products, at most.
+        fp8: The same in FP8; 0 if the GPU has none.
+        fp4: The same in FP4; 0 if the GPU has none.
+        bandwidth: Bytes a second of its memory.
+        nvlink: Bytes a second to the other GPUs of its NVLink domain.
+        network: Bytes a second of its network adapter.
+        domain: GPUs that NVLink joins.
     """
 
     memory: int
     bf16: float
+    fp8: float
+    fp4: float
+    bandwidth: float
+    nvlink: float
+    network: float
+    domain: int = 8
 
 
-# Memory from the data sheets that ``backends.peaks`` names.
+def _gpu(
+    name: str, memory: int, fp8: float, fp4: float, bandwidth: float, nvlink: int, network: int, domain: int = 8
+) -> Gpu:
+    """A row of the table.
+
+    Args:
+        name: In ``BF16_TFLOPS``.
+        memory: GB.
+        fp8: As a multiple of bf16.
+        fp4: As a multiple of bf16.
+        bandwidth: TB/s.
+        nvlink: GB/s in one direction.
+        network: GB/s in one direction.
+        domain: GPUs.
+    """
+    peak = BF16_TFLOPS[name] * 1e12
+    rates = (bandwidth * 1e12, nvlink * 1e9, network * 1e9)
+    return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, domain)
+
+
+# Memory, bandwidth and NVLink from the data sheets that ``backends.hardware.device_flops`` names. Network adapters
+# from the guides of DGX A100 (200 Gb/s a GPU), DGX H100, H200, B200 and GB200 NVL72 (400), DGX B300 and
+# GB300 NVL72 (800). Ratios of FP8 and FP4 to bf16 are those of dense products.
 GPUS: dict[str, Gpu] = {
-    "A100 40GB": Gpu(40 * 10**9, BF16_TFLOPS["A100"] * 1e12),
-    "A100 80GB": Gpu(80 * 10**9, BF16_TFLOPS["A100"] * 1e12),
-    "H100 80GB": Gpu(80 * 10**9, BF16_TFLOPS["H100"] * 1e12),
-    "H200 141GB": Gpu(141 * 10**9, BF16_TFLOPS["H200"] * 1e12),
-    "B200 180GB": Gpu(180 * 10**9, BF16_TFLOPS["B200"] * 1e12),
-    "GB200 186GB": Gpu(186 * 10**9, BF16_TFLOPS["GB200"] * 1e12),
-    "B300 270GB": Gpu(270 * 10**9, BF16_TFLOPS["B300"] * 1e12),
+    "A100 40GB": _gpu("A100", 40, 0, 0, 1.555, 300, 25),
+    "A100 80GB": _gpu("A100", 80, 0, 0, 2.039, 300, 25),
+    "H100 80GB": _gpu("H100", 80, 2, 0, 3.35, 450, 50),
+    "H200 141GB": _gpu("H200", 141, 2, 0, 4.8, 450, 50),
+    "B200 180GB": _gpu("B200", 180, 2, 4, 8.0, 900, 50),
+    "GB200 186GB": _gpu("GB200", 186, 2, 4, 8.0, 900, 50, 72),
+    "B300 270GB": _gpu("B300", 270, 2, 6, 8.0, 900, 100),
+    "GB300 278GB": _gpu("GB300", 278, 2, 6, 8.0, 900, 100, 72),
 }
 
 # Part of the memory that is left to the CUDA context, NCCL's buffers and the allocator's fragments.
@@ -41,11 +76,28 @@ def gpu(name: str) -> Gpu:
     Raises:
         UserError: it is not in the table.
     """
-    if name not in GPUS:
-        raise UserError(
-            f"there is no GPU {name!r} in the table{did_you_mean(name, GPUS)}; known: {', '.join(GPUS)}"
-        )
-    return GPUS[name]
+    return GPUS[gpu_name(name)]
+
+
+def gpu_name(name: str) -> str:
+    """The name in the table for ``name``, which may leave out the memory or the case.
+
+    Raises:
+        UserError: no GPU or several GPUs have this name.
+
+    Example:
+        >>> gpu_name("h100"), gpu_name("A100 40GB")
+        ('H100 80GB', 'A100 40GB')
+    """
+    wanted = name.lower()
+    if found := [known for known in GPUS if known.lower() == wanted]:
+        return found[0]
+    found = [known for known in GPUS if known.lower().split()[0] == wanted]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"GPU {name!r} is one of {', '.join(found)}: give the whole name")
+    raise UserError(f"there is no GPU {name!r} in the table{did_you_mean(name, GPUS)}; known: {', '.join(GPUS)}")
 
 
 def fits(used: int, name: str) -> bool:

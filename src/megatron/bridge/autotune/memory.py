@@ -155,7 +155,7 @@ def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replic
     return (
         _FP32 * share + outside + 2 * max(layers),
         _FP32 * share,
-        share * _optimizer_bytes(config, torch.float32),
+        share * optimizer_bytes(config, torch.float32),
     )
 
 
@@ -174,7 +174,7 @@ def _megatron_fsdp(config: ConfigContainer, chunks: list[MegatronModule], replic
     return (
         (share + most.gathered if cuts_weights else whole) * element_size,
         _FP32 * (share + most.reduced if cuts_gradients else whole),
-        share * (_FP32 + _optimizer_bytes(config, torch.float32)),
+        share * (_FP32 + optimizer_bytes(config, torch.float32)),
     )
 
 
@@ -231,7 +231,7 @@ def _trained_memory(
         _TrainedMemory(
             padding=(padded[key] - lengths[key]) * key.param_dtype.itemsize,
             gradients=padded[key] * key.grad_dtype.itemsize,
-            optimizer=shares[key] * _optimizer_bytes(config, key.param_dtype),
+            optimizer=shares[key] * optimizer_bytes(config, key.param_dtype),
         )
         for key in groups
     ]
@@ -243,10 +243,10 @@ def _bucket_size(config: ConfigContainer, replicas: _Replicas) -> int | None:
     return config.ddp.bucket_size or max(40_000_000, 1_000_000 * replicas.dense)
 
 
-def _optimizer_bytes(config: ConfigContainer, dtype: torch.dtype) -> int:
+def optimizer_bytes(config: ConfigContainer, dtype: torch.dtype | None) -> int:
     """For one trained parameter: its fp32 copy, unless it is fp32 itself, and the moments."""
     optimizer = config.optimizer
-    copies = 0 if dtype == torch.float32 else 1
+    copies = 0 if dtype in (torch.float32, None) else 1
     moments = len(STATE_NAMES[optimizer.optimizer])
     if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum:
         moments = 0

@@ -66,24 +66,25 @@ def stage_chunks(model: ModelProvider) -> list[list[MegatronModule]]:
 
 def whole_model(model: ModelProvider) -> MegatronModule:
     """The model on one rank, on the meta device, without rows and heads of padding."""
-    (chunk,) = _chunks(_unsplit(model), stage=0)
+    (chunk,) = _chunks(unsplit(model), stage=0)
     return chunk
 
 
 def as_only_rank(model: ModelProvider) -> AbstractContextManager[None]:
     """Let Megatron-Core take this process for the only rank of ``model``."""
-    return as_stage(_unsplit(model), stage=0)
+    return as_stage(unsplit(model), stage=0)
 
 
-def _unsplit(model: ModelProvider) -> ModelProvider:
-    unsplit = copy.copy(model.declared)
+def unsplit(model: ModelProvider) -> ModelProvider:
+    """A copy of a provider for one rank."""
+    alone = copy.copy(model.declared)
     for name, value in _ALONE.items():
-        if hasattr(unsplit, name):
-            setattr(unsplit, name, value)
-    pattern = getattr(unsplit, "hybrid_override_pattern", None)
+        if hasattr(alone, name):
+            setattr(alone, name, value)
+    pattern = getattr(alone, "hybrid_override_pattern", None)
     if pattern:
-        unsplit.__dict__["hybrid_override_pattern"] = pattern.replace("|", "")  # borders of stages
-    return unsplit
+        alone.__dict__["hybrid_override_pattern"] = pattern.replace("|", "")  # borders of stages
+    return alone
 
 
 def parameter_count(model: ModelProvider) -> int:

@@ -25,6 +25,7 @@ from megatron.bridge.version import __version__
 SUBCOMMANDS = {
     "train": "pretrain or fine-tune a model from a recipe",
     "launch": "start a recipe on this machine or on a Slurm cluster",
+    "tune": "find the fastest parallel layout that fits, without a GPU",
     "generate": "continue prompts with any checkpoint",
     "chat": "chat with any checkpoint",
     "eval": "evaluate any checkpoint with lm-evaluation-harness",

@@ -4,6 +4,7 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from megatron.bridge.cli.support.parser import count
 from megatron.bridge.cli.support.train_job import Job, add_job_options, forward_step, prepare
@@ -27,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config with its memory and compute, and exit"
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="with --dry-run: write an HTML page with the predicted pipeline of a step",
     )
     parser.add_argument(
         "--rehearse",
@@ -61,6 +68,8 @@ def _check_options(args: argparse.Namespace) -> None:
         raise UserError(
             "--world-size is for --dry-run and --rehearse; torchrun --nproc-per-node starts that many processes"
         )
+    if args.timeline is not None and not args.dry_run:
+        raise UserError(f"--timeline {args.timeline} needs --dry-run: add it, or leave --timeline out")
     if args.dry_run and args.rehearse is not None:
         raise UserError("--dry-run and --rehearse cannot be used together: leave one out")
 
@@ -84,10 +93,13 @@ def _print(text: str) -> None:
 
 
 def _dry_run(job: Job, args: argparse.Namespace) -> int:
-    from megatron.bridge.cli.support.dry_run import report
+    from megatron.bridge.cli.support.dry_run import report, timeline_page
+    from megatron.bridge.utils.atomic import write_text
 
     forward_step(args.step_func)
     _print(report(job, args.world_size))
+    if args.timeline is not None:
+        write_text(args.timeline, timeline_page(job, args.world_size, None))
     return 0
 
 

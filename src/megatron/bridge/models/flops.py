@@ -64,7 +64,7 @@ def _operations(chunk: nn.Module, length: int, backward: bool) -> Iterator[float
         for weight in module.parameters(recurse=False):
             if weight.dim() > 1 and not name.endswith(_BY_THEMSELVES) and not name.startswith(_TOWER):
                 yield _of_weight(weight, backward) * _share(weight, name, config)
-        yield (_PASSES if backward else 1) * _between(module, length)
+        yield (_PASSES if backward else 1) * operations_between(module, length)
     output: Any = getattr(chunk, "output_layer", None)
     if output is not None:
         tied = output.weight is None  # to the embedding's, which only looked up
@@ -89,7 +89,7 @@ def _share(weight: torch.Tensor, name: str, config: Any) -> float:
     return 1.0 if getattr(weight, "tensor_model_parallel", False) else 1.0 / ranks
 
 
-def _between(module: nn.Module, length: int) -> float:
+def operations_between(module: nn.Module, length: int) -> float:
     """Forward operations of one token between the matrices of a layer, on this rank's heads."""
     if isinstance(module, Attention):
         return _of_attention(module, length)

@@ -84,6 +84,8 @@ class ModelProvider(TransformerConfig):
 
     backend: str = "auto"
     """Layer implementation: ``torch``, ``transformer_engine``, or ``auto`` for the best available."""
+    deallocate_pipeline_outputs: bool = True
+    """Free the output of a pipeline stage after it has been sent; the backward pass does not read it."""
     hf_config: Any = field(default=None, init=False, repr=False, compare=False)
     """The Hugging Face config that a bridge made this provider from; None for other providers."""
     # neither declared nor written to a file

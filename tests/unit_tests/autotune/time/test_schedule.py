@@ -56,9 +56,7 @@ def order_of_megatron_core(pipeline, stage):
         return output, lambda tensor: (tensor.sum(), {})
 
     with meta_model._default_group():
-        run_stage(
-            step, chunks, config, pipeline.stages, stage, pipeline.microbatches, 4, pipeline.forward_only
-        )
+        run_stage(step, chunks, config, pipeline.stages, stage, pipeline.microbatches, 4, pipeline.forward_only)
     return tuple(log)
 
 
@@ -84,7 +82,9 @@ def test_order_is_that_of_megatron_core(pipeline):
 @pytest.mark.parametrize("stage", range(4))
 def test_overlap_of_experts_runs_one_more_forward_pass_ahead(stage):
     pipeline = Pipeline(4, 8, 2, 4, overlap_experts=True)
-    communicator = NoNeighbors(Group(4, stage), TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1))
+    communicator = NoNeighbors(
+        Group(4, stage), TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    )
     communicator.virtual_pipeline_model_parallel_size = 2
     expected = get_pp_rank_microbatches(
         8, 2, 4, overlap_moe_expert_parallel_comm=True, p2p_communicator=communicator

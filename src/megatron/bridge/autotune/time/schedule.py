@@ -6,7 +6,7 @@ interleaved 1F1B with groups of microbatches. A test drives these functions them
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -95,6 +95,13 @@ def held_counts(pipeline: Pipeline, stage: int) -> list[tuple[Pass, tuple[int, .
 def distinct_moments(pipeline: Pipeline, stage: int) -> tuple[tuple[Kind, int, tuple[int, ...]], ...]:
     """The moments that differ in memory: kind and chunk of a pass, and what each chunk holds while it runs."""
     return tuple(dict.fromkeys((each.kind, each.chunk, held) for each, held in held_counts(pipeline, stage)))
+
+
+def short_pipeline(pipeline: Pipeline) -> Pipeline:
+    """The same schedule with fewer microbatches that runs through the same moments."""
+    group = pipeline.group if pipeline.chunks > 1 else pipeline.stages
+    enough = pipeline.warmup(0) // pipeline.chunks // group * group + 3 * group + pipeline.microbatches % group
+    return replace(pipeline, microbatches=min(pipeline.microbatches, enough))
 
 
 def most_held(pipeline: Pipeline, stage: int, sizes: Sequence[float] | None = None) -> tuple[int, ...]:

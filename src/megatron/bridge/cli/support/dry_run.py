@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.bridge.autotune import meta_model
-from megatron.bridge.autotune.gpus import GPUS, fits
+from megatron.bridge.autotune.gpus import GPUS, fits, gpu_name
 from megatron.bridge.autotune.memory import RankMemory, fullest_stage, memory_per_rank
+from megatron.bridge.autotune.predict import predict
+from megatron.bridge.autotune.report import page, time_lines
 from megatron.bridge.cli.support import rank_diagram
 from megatron.bridge.cli.support.summary import describe, warnings
 from megatron.bridge.cli.support.train_job import Job
@@ -23,9 +25,6 @@ from megatron.bridge.utils.config.origins import annotated_yaml, leaf_values
 if TYPE_CHECKING:
     from megatron.bridge.models.model_provider import ModelProvider
     from megatron.bridge.training.config import ConfigContainer
-
-ASSUMED_MFU = 0.4
-"""The assumed MFU of a run; well-tuned dense models reach 0.35 to 0.45."""
 
 
 def report(job: Job, asked: int | None) -> str:
@@ -53,6 +52,25 @@ def report(job: Job, asked: int | None) -> str:
     lines += [*_memory(config, memory, job.gpu_kind), "", *_compute(config, world_size, job.gpu_kind, teacher), ""]
     lines += [f"note: {note}" for note in [*resolved.notes, *warnings(config), *_caveats(config, teacher)]]
     return annotated_yaml(config, resolved.origins) + _comments(lines)
+
+
+def timeline_page(job: Job, asked: int | None, gpu: str | None) -> str:
+    """The HTML page of ``--timeline``: the pipeline of a step, and where its time goes.
+
+    Args:
+        job: The job.
+        asked: The number of processes that the user gave.
+        gpu: The type of GPU that the user gave; that of the recipe if None.
+
+    Raises:
+        UserError: The config cannot run, or the type of GPU is not known.
+    """
+    world_size = asked or job.world_size or 1
+    config = job.resolve(world_size).config
+    kind = gpu_name(gpu or job.gpu_kind)
+    prediction = predict(config, world_size, kind)
+    lines = list(time_lines(prediction, config.train.train_iters, f"{world_size} x {kind}"))
+    return page(f"{job.source} on {world_size} x {kind}", prediction, [("Summary", f"<p>{lines[0]}</p>")])
 
 
 def _teacher_report(job: Job, world_size: int) -> str:
@@ -130,13 +148,9 @@ def _compute(
     step = config.train.global_batch_size * length * token
     total = BatchSize(config.train).samples_after(config.train.train_iters) * length * token
     yield f"compute: {step:.3g} model FLOPs per step, {total:.3g} in total, without recomputation"
-    card = GPUS.get(kind)
-    if card is not None:
-        speed = card.bf16 * ASSUMED_MFU * world_size
-        yield (
-            f"time: {_duration(step / speed)} per step, {_duration(total / speed)} in total, if {world_size} x "
-            f"{kind} reach {ASSUMED_MFU:.0%} of their bf16 peak of {card.bf16 / 1e12:.0f} TFLOP/s"
-        )
+    if kind in GPUS:
+        steps = round(total / step)
+        yield from time_lines(predict(config, world_size, kind), steps, f"{world_size} x {kind}")
 
 
 def _model_with_adapters(config: "ConfigContainer") -> Any:
@@ -150,13 +164,6 @@ def _model_with_adapters(config: "ConfigContainer") -> Any:
     return model
 
 
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.2g} s"
-
-
 def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iterator[str]:
     symbols = getattr(config.model, "layer_kinds", "")
     package = "mamba-ssm" if "M" in symbols else None
@@ -167,5 +174,7 @@ def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iter
             f"distill.teacher={config.distill.teacher} is not on this machine: memory and compute are those of "
             "the student, without the teacher's"
         )
+    if teacher is not None:
+        yield "the predicted time leaves out the teacher's forward pass"
     if package:
         yield f"activations assume the kernels of {package}; without them PyTorch stores several times as much"

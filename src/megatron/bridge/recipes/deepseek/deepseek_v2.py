@@ -64,11 +64,11 @@ _LAYOUT = layout(tp=8, pp=4, vp=5, ep=16, etp=1)
 deepseek_v2_lite_pretrain_config = pretrain_recipe(
     DEEPSEEK_V2_LITE, _PRETRAIN, layout(ep=8), lr=4.2e-4, min_lr=4.2e-5
 )
-"""DeepSeek-V2-Lite 16B pretraining, 8 x H100 80GB: 63 GB each, EP8."""
+"""DeepSeek-V2-Lite 16B pretraining, 8 x H100 80GB: 61 GB each, EP8."""
 deepseek_v2_pretrain_config = pretrain_recipe(DEEPSEEK_V2, _PRETRAIN, _LAYOUT, lr=2.4e-4, min_lr=2.4e-5)
 """DeepSeek-V2 236B pretraining, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""
 
 deepseek_v2_lite_finetune_config = finetune_recipe(DEEPSEEK_V2_LITE, layout(ep=8))
-"""DeepSeek-V2-Lite 16B full fine-tuning, 8 x H100 80GB: 63 GB each, EP8."""
+"""DeepSeek-V2-Lite 16B full fine-tuning, 8 x H100 80GB: 61 GB each, EP8."""
 deepseek_v2_finetune_config = finetune_recipe(DEEPSEEK_V2, _LAYOUT)
 """DeepSeek-V2 236B full fine-tuning, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""

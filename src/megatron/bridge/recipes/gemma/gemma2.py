@@ -22,15 +22,15 @@ GEMMA2_9B = GEMMA2.size("google/gemma-2-9b", 3584, 14336, 42, 16, 8)
 GEMMA2_27B = GEMMA2.size("google/gemma-2-27b", 4608, 36864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144)
 
 gemma2_2b_pretrain_config = pretrain_recipe(GEMMA2_2B, seq_length=8192, lr=3e-4)
-"""Gemma 2 2B pretraining, 8 x H100 80GB: 71 GB each, no model parallelism."""
+"""Gemma 2 2B pretraining, 8 x H100 80GB: 62 GB each, no model parallelism."""
 gemma2_9b_pretrain_config = pretrain_recipe(GEMMA2_9B, layout(tp=4), seq_length=8192, lr=3e-4)
-"""Gemma 2 9B pretraining, 16 x H100 80GB: 48 GB each, TP4."""
+"""Gemma 2 9B pretraining, 16 x H100 80GB: 46 GB each, TP4."""
 gemma2_27b_pretrain_config = pretrain_recipe(GEMMA2_27B, layout(tp=8), seq_length=8192, lr=2e-4)
-"""Gemma 2 27B pretraining, 32 x H100 80GB: 57 GB each, TP8."""
+"""Gemma 2 27B pretraining, 32 x H100 80GB: 56 GB each, TP8."""
 
 gemma2_2b_finetune_config = finetune_recipe(GEMMA2_2B, lr=1e-5)
-"""Gemma 2 2B full fine-tuning, 8 x H100 80GB: 46 GB each, no model parallelism."""
+"""Gemma 2 2B full fine-tuning, 8 x H100 80GB: 41 GB each, no model parallelism."""
 gemma2_9b_finetune_config = finetune_recipe(GEMMA2_9B, layout(tp=2))
-"""Gemma 2 9B full fine-tuning, 8 x H100 80GB: 68 GB each, TP2."""
+"""Gemma 2 9B full fine-tuning, 8 x H100 80GB: 66 GB each, TP2."""
 gemma2_27b_finetune_config = finetune_recipe(GEMMA2_27B, layout(tp=8))
 """Gemma 2 27B full fine-tuning, 16 x H100 80GB: 54 GB each, TP8."""

@@ -25,11 +25,11 @@ GLM4_9B = GLM4.size("zai-org/GLM-4-9B-0414", 4096, 13696, 40, 32, 2, attention_b
 GLM4_32B = GLM4.size("zai-org/GLM-4-32B-0414", 6144, 23040, 61, 48, 2, attention_bias=False)
 
 glm4_9b_pretrain_config = pretrain_recipe(GLM4_9B, layout(tp=2), seq_length=8192, lr=3e-4)
-"""GLM-4 9B pretraining, 16 x H100 80GB: 67 GB each, TP2."""
+"""GLM-4 9B pretraining, 16 x H100 80GB: 64 GB each, TP2."""
 glm4_32b_pretrain_config = pretrain_recipe(GLM4_32B, layout(tp=8), seq_length=8192, lr=2e-4)
-"""GLM-4 32B pretraining, 32 x H100 80GB: 57 GB each, TP8."""
+"""GLM-4 32B pretraining, 32 x H100 80GB: 56 GB each, TP8."""
 
 glm4_9b_finetune_config = finetune_recipe(GLM4_9B, layout(tp=2))
-"""GLM-4 9B full fine-tuning, 8 x H100 80GB: 59 GB each, TP2."""
+"""GLM-4 9B full fine-tuning, 8 x H100 80GB: 57 GB each, TP2."""
 glm4_32b_finetune_config = finetune_recipe(GLM4_32B, layout(tp=8))
 """GLM-4 32B full fine-tuning, 16 x H100 80GB: 59 GB each, TP8."""

@@ -47,14 +47,14 @@ _PRETRAIN: PretrainOptions = {"seq_length": 4096, "lr": 2.5e-4, "min_lr": 2.5e-5
 glm45_air_106b_pretrain_config = pretrain_recipe(
     GLM45_AIR_106B, _AIR, _PRETRAIN, layout(tp=4, pp=4, vp=3, ep=8, etp=1), global_batch_size=1024
 )
-"""GLM-4.5 Air 106B-A12B pretraining, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8."""
+"""GLM-4.5 Air 106B-A12B pretraining, 64 x H100 80GB: 58 GB each, TP4 PP4 EP8."""
 glm45_355b_pretrain_config = pretrain_recipe(
     GLM45_355B, _STAGES, _PRETRAIN, layout(tp=8, pp=16, vp=2, ep=8, etp=1), global_batch_size=4096
 )
 """GLM-4.5 355B-A32B pretraining, 256 x H100 80GB: 58 GB each, TP8 PP16 EP8."""
 
 glm45_air_106b_finetune_config = finetune_recipe(GLM45_AIR_106B, _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
-"""GLM-4.5 Air 106B-A12B full fine-tuning, 64 x H100 80GB: 59 GB each, TP4 PP4 EP8."""
+"""GLM-4.5 Air 106B-A12B full fine-tuning, 64 x H100 80GB: 58 GB each, TP4 PP4 EP8."""
 glm45_355b_finetune_config = finetune_recipe(
     GLM45_355B, _STAGES, layout(tp=8, pp=8, vp=4, ep=16, etp=1), recompute=["layernorm", "moe_act"]
 )

@@ -26,7 +26,7 @@ LLAMA2_70B = LLAMA2.size("meta-llama/Llama-2-70b-hf", 8192, 28672, 80, 64, 8)
 llama2_7b_pretrain_config = pretrain_recipe(
     LLAMA2_7B, seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5
 )
-"""Llama 2 7B pretraining, 8 x H100 80GB: 72 GB each, no model parallelism."""
+"""Llama 2 7B pretraining, 8 x H100 80GB: 71 GB each, no model parallelism."""
 llama2_13b_pretrain_config = pretrain_recipe(
     LLAMA2_13B, layout(tp=2), seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5
 )
@@ -37,7 +37,7 @@ llama2_70b_pretrain_config = pretrain_recipe(
 """Llama 2 70B pretraining, 64 x H100 80GB: 52 GB each, TP8 PP2."""
 
 llama2_7b_finetune_config = finetune_recipe(LLAMA2_7B)
-"""Llama 2 7B full fine-tuning, 8 x H100 80GB: 72 GB each, no model parallelism."""
+"""Llama 2 7B full fine-tuning, 8 x H100 80GB: 71 GB each, no model parallelism."""
 llama2_13b_finetune_config = finetune_recipe(LLAMA2_13B, layout(tp=4))
 """Llama 2 13B full fine-tuning, 8 x H100 80GB: 48 GB each, TP4."""
 llama2_70b_finetune_config = finetune_recipe(LLAMA2_70B, layout(tp=8, pp=2))

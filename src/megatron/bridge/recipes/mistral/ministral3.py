@@ -49,15 +49,15 @@ MINISTRAL3_14B = MINISTRAL3.size(
 )
 
 ministral3_3b_pretrain_config = pretrain_recipe(MINISTRAL3_3B, seq_length=8192, lr=3e-4)
-"""Ministral 3 3B (text) pretraining, 8 x H100 80GB: 59 GB each, no model parallelism."""
+"""Ministral 3 3B (text) pretraining, 8 x H100 80GB: 54 GB each, no model parallelism."""
 ministral3_8b_pretrain_config = pretrain_recipe(MINISTRAL3_8B, layout(tp=2), seq_length=8192, lr=3e-4)
-"""Ministral 3 8B (text) pretraining, 8 x H100 80GB: 64 GB each, TP2."""
+"""Ministral 3 8B (text) pretraining, 8 x H100 80GB: 62 GB each, TP2."""
 ministral3_14b_pretrain_config = pretrain_recipe(MINISTRAL3_14B, layout(tp=4), seq_length=8192, lr=3e-4)
-"""Ministral 3 14B (text) pretraining, 16 x H100 80GB: 48 GB each, TP4."""
+"""Ministral 3 14B (text) pretraining, 16 x H100 80GB: 46 GB each, TP4."""
 
 ministral3_3b_finetune_config = finetune_recipe(MINISTRAL3_3B, lr=1e-5)
-"""Ministral 3 3B (text) full fine-tuning, 8 x H100 80GB: 43 GB each, no model parallelism."""
+"""Ministral 3 3B (text) full fine-tuning, 8 x H100 80GB: 40 GB each, no model parallelism."""
 ministral3_8b_finetune_config = finetune_recipe(MINISTRAL3_8B, layout(tp=2))
-"""Ministral 3 8B (text) full fine-tuning, 8 x H100 80GB: 52 GB each, TP2."""
+"""Ministral 3 8B (text) full fine-tuning, 8 x H100 80GB: 50 GB each, TP2."""
 ministral3_14b_finetune_config = finetune_recipe(MINISTRAL3_14B, layout(tp=4))
 """Ministral 3 14B (text) full fine-tuning, 8 x H100 80GB: 49 GB each, TP4."""

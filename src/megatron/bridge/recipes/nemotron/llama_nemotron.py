@@ -76,19 +76,19 @@ LLAMA_NEMOTRON_253B = NEMOTRON_NAS.size(
 )
 
 llama_nemotron_8b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_8B, layout(tp=2), seq_length=8192, lr=3e-4)
-"""Llama-Nemotron 8B pretraining, 8 x H100 80GB: 61 GB each, TP2."""
+"""Llama-Nemotron 8B pretraining, 8 x H100 80GB: 59 GB each, TP2."""
 llama_nemotron_49b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_49B, layout(tp=8), seq_length=8192, lr=2e-4)
-"""Llama-Nemotron 49B pretraining, 64 x H100 80GB: 67 GB each, TP8."""
+"""Llama-Nemotron 49B pretraining, 64 x H100 80GB: 65 GB each, TP8."""
 llama_nemotron_253b_pretrain_config = pretrain_recipe(
     LLAMA_NEMOTRON_253B, layout(tp=8, pp=6, cp=2), seq_length=8192, global_batch_size=768, lr=8e-5, min_lr=8e-7
 )
-"""Llama-Nemotron 253B pretraining, 384 x H100 80GB: 62 GB each, TP8 PP6 CP2."""
+"""Llama-Nemotron 253B pretraining, 384 x H100 80GB: 64 GB each, TP8 PP6 CP2."""
 
 llama_nemotron_8b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_8B, layout(tp=2))
-"""Llama-Nemotron 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
+"""Llama-Nemotron 8B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 llama_nemotron_49b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_49B, layout(tp=8))
 """Llama-Nemotron 49B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8."""
 llama_nemotron_253b_finetune_config = finetune_recipe(
     LLAMA_NEMOTRON_253B, layout(tp=8, pp=6, cp=2), global_batch_size=192
 )
-"""Llama-Nemotron 253B full fine-tuning, 192 x H100 80GB: 70 GB each, TP8 PP6 CP2."""
+"""Llama-Nemotron 253B full fine-tuning, 192 x H100 80GB: 73 GB each, TP8 PP6 CP2."""

@@ -42,21 +42,21 @@ NEMOTRON4_340B = NEMOTRON4.size(
 nemotron4_15b_pretrain_config = pretrain_recipe(
     NEMOTRON4_15B, layout(tp=2), seq_length=4096, global_batch_size=1152, lr=4.5e-4, min_lr=4.5e-7
 )
-"""Nemotron-4 15B pretraining, 32 x H100 80GB: 72 GB each, TP2."""
+"""Nemotron-4 15B pretraining, 32 x H100 80GB: 70 GB each, TP2."""
 nemotron4_340b_pretrain_config = pretrain_recipe(
     NEMOTRON4_340B, layout(tp=8, pp=12, vp=8), seq_length=4096, global_batch_size=2304, lr=1e-4, min_lr=1e-6
 )
 """Nemotron-4 340B pretraining, 768 x H100 80GB: 67 GB each, TP8 PP12."""
 minitron_4b_pretrain_config = pretrain_recipe(MINITRON_4B, seq_length=4096, lr=3e-4)
-"""Minitron 4B pretraining, 8 x H100 80GB: 54 GB each, no model parallelism."""
+"""Minitron 4B pretraining, 8 x H100 80GB: 49 GB each, no model parallelism."""
 minitron_8b_pretrain_config = pretrain_recipe(MINITRON_8B, layout(tp=2), seq_length=4096, lr=3e-4)
-"""Minitron 8B pretraining, 8 x H100 80GB: 53 GB each, TP2."""
+"""Minitron 8B pretraining, 8 x H100 80GB: 50 GB each, TP2."""
 
 nemotron4_15b_finetune_config = finetune_recipe(NEMOTRON4_15B, layout(tp=4))
-"""Nemotron-4 15B full fine-tuning, 16 x H100 80GB: 45 GB each, TP4."""
+"""Nemotron-4 15B full fine-tuning, 16 x H100 80GB: 44 GB each, TP4."""
 nemotron4_340b_finetune_config = finetune_recipe(NEMOTRON4_340B, layout(tp=8, pp=8, vp=6, cp=2))
 """Nemotron-4 340B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP8 CP2."""
 minitron_4b_finetune_config = finetune_recipe(MINITRON_4B, lr=1e-5)
-"""Minitron 4B full fine-tuning, 8 x H100 80GB: 54 GB each, no model parallelism."""
+"""Minitron 4B full fine-tuning, 8 x H100 80GB: 49 GB each, no model parallelism."""
 minitron_8b_finetune_config = finetune_recipe(MINITRON_8B, layout(tp=2))
-"""Minitron 8B full fine-tuning, 8 x H100 80GB: 53 GB each, TP2."""
+"""Minitron 8B full fine-tuning, 8 x H100 80GB: 50 GB each, TP2."""

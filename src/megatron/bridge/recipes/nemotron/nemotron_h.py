@@ -61,19 +61,19 @@ NEMOTRONH_56B = NEMOTRONH.size(
 _PRETRAIN: PretrainOptions = {"seq_length": 8192, "global_batch_size": 768}
 
 nemotronh_4b_pretrain_config = pretrain_recipe(NEMOTRONH_4B, _PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6)
-"""Nemotron-H 4B pretraining, 8 x H100 80GB: 41 GB each, TP2."""
+"""Nemotron-H 4B pretraining, 8 x H100 80GB: 38 GB each, TP2."""
 nemotronh_8b_pretrain_config = pretrain_recipe(NEMOTRONH_8B, _PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6)
-"""Nemotron-H 8B pretraining, 16 x H100 80GB: 58 GB each, TP2."""
+"""Nemotron-H 8B pretraining, 16 x H100 80GB: 55 GB each, TP2."""
 nemotronh_47b_pretrain_config = pretrain_recipe(NEMOTRONH_47B, _PRETRAIN, layout(tp=8), lr=4e-4, min_lr=4e-6)
-"""Nemotron-H 47B pretraining, 64 x H100 80GB: 64 GB each, TP8."""
+"""Nemotron-H 47B pretraining, 64 x H100 80GB: 62 GB each, TP8."""
 nemotronh_56b_pretrain_config = pretrain_recipe(NEMOTRONH_56B, _PRETRAIN, layout(tp=8, pp=2), lr=4e-4, min_lr=4e-6)
-"""Nemotron-H 56B pretraining, 64 x H100 80GB: 55 GB each, TP8 PP2."""
+"""Nemotron-H 56B pretraining, 64 x H100 80GB: 54 GB each, TP8 PP2."""
 
 nemotronh_4b_finetune_config = finetune_recipe(NEMOTRONH_4B, lr=1e-5)
-"""Nemotron-H 4B full fine-tuning, 8 x H100 80GB: 55 GB each, no model parallelism."""
+"""Nemotron-H 4B full fine-tuning, 8 x H100 80GB: 52 GB each, no model parallelism."""
 nemotronh_8b_finetune_config = finetune_recipe(NEMOTRONH_8B, layout(tp=2))
-"""Nemotron-H 8B full fine-tuning, 8 x H100 80GB: 51 GB each, TP2."""
+"""Nemotron-H 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
 nemotronh_47b_finetune_config = finetune_recipe(NEMOTRONH_47B, layout(tp=8))
-"""Nemotron-H 47B full fine-tuning, 32 x H100 80GB: 63 GB each, TP8."""
+"""Nemotron-H 47B full fine-tuning, 32 x H100 80GB: 62 GB each, TP8."""
 nemotronh_56b_finetune_config = finetune_recipe(NEMOTRONH_56B, layout(tp=8, pp=2))
 """Nemotron-H 56B full fine-tuning, 32 x H100 80GB: 54 GB each, TP8 PP2."""

@@ -27,7 +27,7 @@ OLMOE = Generation(
 OLMOE_7B = OLMOE.size("allenai/OLMoE-1B-7B-0924", 2048, 1024, 16, 16, 16)
 
 olmoe_7b_pretrain_config = pretrain_recipe(OLMOE_7B, seq_length=4096, global_batch_size=1024, lr=4e-4, min_lr=4e-5)
-"""OLMoE 7B pretraining, 8 x H100 80GB: 63 GB each, no model parallelism."""
+"""OLMoE 7B pretraining, 8 x H100 80GB: 62 GB each, no model parallelism."""
 
 olmoe_7b_finetune_config = finetune_recipe(OLMOE_7B)
-"""OLMoE 7B full fine-tuning, 8 x H100 80GB: 63 GB each, no model parallelism."""
+"""OLMoE 7B full fine-tuning, 8 x H100 80GB: 62 GB each, no model parallelism."""

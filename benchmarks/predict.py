@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The predicted time of published training runs against the published one.
+
+``python -m benchmarks.predict published.csv`` reads a table with the columns model, gpu, gpus, tp, pp, vp, cp, ep,
+etp, dp, mbs, gbs, seq, precision, recompute, tflops_per_gpu and step_time_s, and prints each row and the medians.
+Rows of models without a recipe are counted, not guessed. Nothing of the prediction is fitted to a row.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.autotune.gpus import GPUS
+from megatron.bridge.autotune.search.candidate import FULL_RECOMPUTE, NO_RECOMPUTE, Candidate, Recompute
+from megatron.bridge.autotune.search.price import Pricer
+from megatron.bridge.autotune.time.simulate import makespan
+from megatron.bridge.recipes.catalog import find
+
+RECIPES = {
+    "llama31405b": "llama31_405b",
+    "llama38b": "llama3_8b",
+    "llama370b": "llama3_70b",
+    "llama27b": "llama2_7b",
+    "llama270b": "llama2_70b",
+    "deepseekv3": "deepseek_v3",
+    "gptoss120b": "gpt_oss_120b",
+    "gptoss20b": "gpt_oss_20b",
+    "qwen330ba3b": "qwen3_30b_a3b",
+    "qwen3235ba22b": "qwen3_235b_a22b",
+    "nemotron340b": "nemotron4_340b",
+    "nemotron415b": "nemotron4_15b",
+    "gpt3175b": "gpt3_175b",
+    "mixtral8x7b": "mixtral_8x7b",
+    "mixtral8x22b": "mixtral_8x22b",
+}
+"""Models as published tables spell them, letters and digits only -> the start of a recipe's name."""
+
+GPT_SIZES = {"gpt70b": (80, 8192, 64), "gpt177b": (96, 12288, 96), "gpt314b": (96, 16384, 128)}
+"""Layers, hidden size and heads of the models in Megatron-LM's table."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published step and the predicted one, in seconds."""
+
+    name: str
+    is_moe: bool
+    measured: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Predicted against published step times.")
+    parser.add_argument("tables", nargs="+", type=Path, help="CSV files")
+    parser.add_argument("--verbose", action="store_true", help="also print where the time goes")
+    args = parser.parse_args()
+    skipped: list[str] = []
+    rows = [row for path in args.tables for row in _rows(path, skipped, args.verbose)]
+    for row in rows:
+        print(f"{row.error:+7.1%}  measured {row.measured:8.3f} s  predicted {row.predicted:8.3f} s  {row.name}")
+    for title, is_moe in (("dense", False), ("mixtures of experts", True)):
+        _summary(title, [row for row in rows if row.is_moe == is_moe])
+    print(f"{len(skipped)} rows without a recipe: {', '.join(sorted(set(skipped)))}")
+
+
+def _summary(title: str, rows: list[Row]) -> None:
+    if not rows:
+        return
+    errors = sorted(abs(row.error) for row in rows)
+    ninth = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+    covered = sum(row.low <= row.measured <= row.high for row in rows) / len(rows)
+    print(
+        f"{title}: {len(rows)} rows, error {statistics.median(errors):.1%} in the median, {ninth:.1%} at the 90th "
+        f"percentile; the interval covers {covered:.0%}"
+    )
+
+
+def _rows(path: Path, skipped: list[str], verbose: bool) -> Iterator[Row]:
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            config = _config(line)
+            card = next((name for name in GPUS if name.split()[0] == line["gpu"].split()[0]), None)
+            if config is None or card is None or not line["seq"]:
+                skipped.append(f"{line['model']} on {line['gpu']}")
+                continue
+            yield _predict(line, config, "A100 80GB" if card.startswith("A100") else card, verbose)
+
+
+def _config(line: dict[str, str]) -> Any:
+    key = "".join(filter(str.isalnum, line["model"].lower()))
+    if key in GPT_SIZES:
+        config = _resolved("gpt3_175b")
+        config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = GPT_SIZES[key]
+        config.model.ffn_hidden_size, config.model.kv_channels = 4 * config.model.hidden_size, None
+        config.model.num_query_groups = None
+        return config
+    return _resolved(RECIPES[key]) if key in RECIPES else None
+
+
+def _resolved(start: str) -> Any:
+    recipe = find(f"{start}_pretrain_config")
+    return recipe.build().resolve(recipe.gpus).config
+
+
+def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row:
+    gpus, length = int(line["gpus"]), int(line["seq"])
+    candidate = _candidate(line, config)
+    ranks = candidate.tensor * candidate.context * candidate.pipeline
+    replicas = int(line["dp"] or gpus // ranks)
+    config.train.global_batch_size = int(line["gbs"] or 4 * replicas * candidate.micro_batch)
+    config.dataset.seq_length = config.model.seq_length = length
+    quantized = "FP8" in line["precision"]
+    config.model.fp8 = "hybrid" if quantized else None
+    config.model.fp4 = "e2m1" if "FP4" in line["precision"] else None
+    config.model.tp_comm_overlap = candidate.tensor > 1
+    config.model.cp_comm_type = "p2p"
+    price = Pricer(config, gpus, card).price(candidate, makespan)
+    assert price is not None, line
+    step = price.prediction
+    measured = float(line["step_time_s"] or 0) or step.operations / gpus / float(line["tflops_per_gpu"]) / 1e12
+    name = f"{line['model']} {gpus} x {card} {candidate.label()} {line['precision']} {length}"
+    if verbose:
+        split = ", ".join(f"{kind} {part / step.seconds:.0%}" for kind, part in step.split.items() if part)
+        print(f"{name}: MFU {step.mfu:.1%}, {split}")
+    return Row(name, bool(config.model.num_moe_experts), measured, step.seconds, step.low, step.high)
+
+
+def _candidate(line: dict[str, str], config: Any) -> Candidate:
+    return Candidate(
+        tensor=int(line["tp"] or 1),
+        context=int(line["cp"] or 1),
+        pipeline=int(line["pp"] or 1),
+        virtual=int(line["vp"] or 1),
+        expert=int(line["ep"] or 1),
+        expert_tensor=int(line["etp"] or 1) if config.model.num_moe_experts else None,
+        micro_batch=int(line["mbs"] or 1),
+        recompute=_recompute(line["recompute"]),
+    )
+
+
+def _recompute(text: str) -> Recompute:
+    if text.startswith("full"):
+        return FULL_RECOMPUTE
+    known = [module for module in ("mla_up_proj", "moe_act", "layernorm", "mlp", "core_attn") if module in text]
+    return ("selective", None, None, tuple(known)) if known else NO_RECOMPUTE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the modules of a rank on the meta device to plain numbers that can be priced in microseconds."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from megatron.bridge.autotune.activations import is_dispatched, weight_shape
+from megatron.bridge.autotune.time.work import LayerShape, Matrix
+from megatron.bridge.models.flops import operations_between
+
+_INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
+
+
+def layers_of(chunk: Any) -> list[nn.Module]:
+    """The decoder layers of a chunk, those of multi-token prediction last."""
+    ahead = getattr(chunk, "mtp", None)
+    return [*chunk.decoder.layers, *(ahead.layers if ahead is not None else ())]
+
+
+def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
+    """The work of ``layer`` on one rank.
+
+    Args:
+        layer: A decoder layer on the meta device.
+        hidden: Size of the residual stream.
+        length: Tokens of a sequence, for attention.
+    """
+    matrices = list(_matrices(layer))
+    dense = [matrix for path, matrix in matrices if not is_dispatched(path) and not _is_router(path)]
+    experts = [matrix for path, matrix in matrices if is_dispatched(path)]
+    attention = next((each for each in layer.modules() if hasattr(each, "core_attention")), None)
+    numbers = [(path, parameter.numel(), parameter.requires_grad) for path, parameter in layer.named_parameters()]
+    whole = sum(count for _, count, _ in numbers)
+    dispatched = sum(count for path, count, _ in numbers if is_dispatched(path))
+    return LayerShape(
+        matrices=tuple(dense),
+        router=tuple(matrix for path, matrix in matrices if _is_router(path)),
+        experts=tuple(experts),
+        between=sum(operations_between(module, length) for module in layer.modules()),
+        quadratic=attention is not None,
+        norms=sum(weight_shape(module) == (hidden,) for module in layer.modules()),
+        inner=sum(each.columns if each.name in _INTO_RESIDUAL else each.rows for each in dense),
+        blocks=sum(each.name in _INTO_RESIDUAL for each in dense),
+        keys=_keys(attention),
+        weights=whole - dispatched,
+        expert_weights=dispatched // _local_experts(layer),
+        trained=sum(count for _, count, trained in numbers if trained) / max(whole, 1),
+    )
+
+
+def _matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
+    """All weights of two dimensions; of experts, those of the first."""
+    for path, module in layer.named_modules():
+        shape = weight_shape(module)
+        if shape is None or len(shape) != 2 or ("local_experts." in path and "local_experts.0." not in path):
+            continue
+        weight: Any = getattr(module, "weight0", getattr(module, "weight", None))
+        yield path, Matrix(path.rpartition(".")[2], *shape, trained=weight.requires_grad)
+
+
+def _is_router(path: str) -> bool:
+    return path.endswith("router")
+
+
+def _local_experts(layer: nn.Module) -> int:
+    return next((int(count) for each in layer.modules() if (count := getattr(each, "num_local_experts", None))), 1)
+
+
+def _keys(attention: Any) -> int:
+    if attention is None:
+        return 0
+    config = attention.config
+    if config.multi_latent_attention:
+        width = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
+        return attention.num_attention_heads_per_partition * width
+    return 2 * attention.num_query_groups_per_partition * attention.hidden_size_per_attention_head

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of a step of a config: its layers, counted on the meta device, priced by ``time.step``."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.bridge.autotune import meta_model
+from megatron.bridge.autotune.gpus import gpu
+from megatron.bridge.autotune.layers import layer_shape, layers_of
+from megatron.bridge.autotune.schedules import pipeline_of
+from megatron.bridge.autotune.time.kernels import Precision, Roofline
+from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, Setting, operations_per_token, predict_step
+from megatron.bridge.autotune.time.work import LayerShape, Run
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.resolve.precision import without_quantization
+
+# Part of a layer's forward time in norms and in the activations of experts, by which selective recomputation
+# lengthens the backward pass; both are bound by memory bandwidth.
+_SMALL = {"layernorm": 0.03, "moe_act": 0.03}
+_MODULES = {
+    "mlp": ("linear_fc1", "linear_fc2"),
+    "mla_up_proj": ("linear_q_up_proj", "linear_kv_up_proj"),
+    "shared_experts": ("linear_fc1", "linear_fc2"),
+}
+
+
+def predict(
+    config: ConfigContainer, world_size: int, card: str, stages: Sequence[Sequence[MegatronModule]] | None = None
+) -> Prediction:
+    """The time of a training step.
+
+    Args:
+        config: A resolved config.
+        world_size: Number of GPUs.
+        card: Their name in ``gpus.GPUS``.
+        stages: The chunks of all stages, if they have been built.
+    """
+    model = without_quantization(config.model)
+    plan = plan_of(config, meta_model.stage_chunks(model) if stages is None else stages)
+    return predict_step(plan, setting_of(config, world_size), roofline_of(config, card))
+
+
+def plan_of(config: ConfigContainer, stages: Sequence[Sequence[MegatronModule]]) -> Plan:
+    """The layers of all stages as numbers."""
+    hidden, length = config.model.hidden_size, config.dataset.seq_length
+    losses = 1 + (getattr(config.model, "mtp_num_layers", None) or 0)
+
+    def chunk_of(chunk: Any) -> Chunk:
+        layers = tuple(layer_shape(layer, hidden, length) for layer in layers_of(chunk))
+        return Chunk(layers, bool(chunk.pre_process), losses if chunk.post_process else 0)
+
+    return tuple(tuple(chunk_of(chunk) for chunk in chunks) for chunks in stages)
+
+
+def roofline_of(config: ConfigContainer, card: str) -> Roofline:
+    """The kernels of GPU ``card`` in the precision of the config's matrix products."""
+    model = config.model
+    precision: Precision = "fp8" if model.fp8 else "fp4" if model.fp4 else "bf16"
+    found = gpu(card)
+    if not {"bf16": found.bf16, "fp8": found.fp8, "fp4": found.fp4}[precision]:
+        precision = "bf16"
+    return Roofline(found, precision)
+
+
+def setting_of(config: ConfigContainer, world_size: int) -> Setting:
+    """What a step of a resolved config does."""
+    model: Any = config.model
+    train, ddp = config.train, config.ddp
+    rows = model.padded_vocab_size // model.tensor_model_parallel_size
+    stages = model.pipeline_model_parallel_size
+    experts = model.expert_tensor_ranks * model.expert_model_parallel_size
+    return Setting(
+        pipeline=pipeline_of(config, world_size),
+        run=run_of(config),
+        recompute=recompute_of(config),
+        vocabulary=rows,
+        embedding_weights=rows * model.hidden_size,
+        tied=model.share_embeddings_and_output_weights,
+        world_size=world_size,
+        replicas=world_size // (model.tensor_model_parallel_size * stages),
+        expert_replicas=max(1, world_size // (experts * stages)),
+        sharded=bool(ddp.use_distributed_optimizer),
+        gradient=4 if ddp.grad_reduce_in_fp32 else 2,
+        parameter=1 if ddp.fp8_param_gather else 2,
+        overlap_gradients=bool(ddp.overlap_grad_reduce),
+        overlap_parameters=bool(ddp.overlap_param_gather),
+        overlap_messages=bool(model.overlap_p2p_comm),
+        tokens=train.global_batch_size * config.dataset.seq_length,
+    )
+
+
+def run_of(config: ConfigContainer) -> Run:
+    """Sizes of a layer's work."""
+    model, train = config.model, config.train
+    experts = model.num_moe_experts or 0
+    return Run(
+        tokens=train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size,
+        hidden=model.hidden_size,
+        tensor=model.tensor_model_parallel_size,
+        context=model.context_parallel_size,
+        expert=model.expert_model_parallel_size,
+        expert_tensor=model.expert_tensor_ranks,
+        local_experts=max(1, experts // model.expert_model_parallel_size),
+        top_k=model.moe_router_topk or 0,
+        sequence_parallel=model.sequence_parallel,
+        tensor_overlap=bool(model.tp_comm_overlap),
+        expert_overlap=bool(model.overlap_moe_expert_parallel_comm),
+        context_kind=_kind_of_context(model.cp_comm_type),
+        number=2 if model.bf16 or model.fp16 else 4,
+    )
+
+
+def _kind_of_context(kind: Any) -> Any:
+    return kind[0] if isinstance(kind, list) and kind else kind
+
+
+def recompute_of(config: ConfigContainer) -> Callable[[LayerShape, int], float]:
+    """Part of a layer's forward pass that the backward pass repeats, by the layer and its index in its chunk."""
+    model = config.model
+    if model.recompute_granularity == "selective":
+        modules = tuple(model.recompute_modules or ("core_attn",))
+        run = run_of(config)
+        return lambda layer, index: _selected(layer, modules, run)
+    if model.recompute_granularity != "full":
+        return lambda layer, index: 0.0
+    if model.recompute_method == "block":
+        count = model.recompute_num_layers or 0
+        return lambda layer, index: float(index < count)
+    return lambda layer, index: 1.0
+
+
+@lru_cache(maxsize=4096)
+def _selected(layer: LayerShape, modules: tuple[str, ...], run: Run) -> float:
+    whole = operations_per_token(layer, run)
+    again = 0.0
+    for module in modules:
+        names = _MODULES.get(module, ())
+        again += sum(2 * each.rows * each.columns for each in layer.matrices if each.name in names)
+        if module == "core_attn" and layer.quadratic:
+            again += layer.between
+        if module == "moe":
+            again += sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k / run.tensor
+        again += _SMALL.get(module, 0.0) * whole
+    return min(1.0, again / whole)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts to compare, as values of config keys."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+TENSOR, PIPELINE = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
+VIRTUAL, CONTEXT = "model.virtual_pipeline_model_parallel_size", "model.context_parallel_size"
+EXPERT, EXPERT_TENSOR = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
+MICRO_BATCH, LAYOUT = "train.micro_batch_size", "model.pipeline_model_parallel_layout"
+
+NAMES = ("tensor", "context", "pipeline", "virtual", "expert", "expert_tensor", "micro_batch")
+"""Dimensions that a user can fix."""
+
+Recompute = tuple[str | None, str | None, int | None, tuple[str, ...] | None]
+"""Granularity, method, number of layers, modules."""
+
+NO_RECOMPUTE: Recompute = (None, None, None, None)
+FULL_RECOMPUTE: Recompute = ("full", "uniform", 1, None)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout.
+
+    Attributes:
+        tensor: Tensor ranks; with two or more, sequence parallelism is on.
+        context: Context ranks.
+        pipeline: Pipeline stages.
+        virtual: Chunks on each stage.
+        expert: Expert ranks.
+        expert_tensor: Ranks that share an expert; None for a dense model.
+        micro_batch: Samples of a microbatch.
+        recompute: What the backward pass repeats.
+        layout: Layers of each chunk as Megatron-Core spells them; None splits them evenly.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    micro_batch: int = 1
+    recompute: Recompute = NO_RECOMPUTE
+    layout: str | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """The values of all keys that a candidate decides."""
+        granularity, method, layers, modules = self.recompute
+        return {
+            TENSOR: self.tensor,
+            "model.sequence_parallel": self.tensor > 1,
+            CONTEXT: self.context,
+            PIPELINE: self.pipeline,
+            VIRTUAL: self.virtual if self.virtual > 1 else None,
+            LAYOUT: self.layout,
+            "model.num_layers_in_first_pipeline_stage": None,
+            "model.num_layers_in_last_pipeline_stage": None,
+            "model.account_for_embedding_in_pipeline_split": False,
+            "model.account_for_loss_in_pipeline_split": False,
+            EXPERT: self.expert,
+            EXPERT_TENSOR: self.expert_tensor,
+            MICRO_BATCH: self.micro_batch,
+            "model.recompute_granularity": granularity,
+            "model.recompute_method": method,
+            "model.recompute_num_layers": layers,
+            "model.recompute_modules": None if modules is None else list(modules),
+        }
+
+    def label(self) -> str:
+        """The layout in a few words: ``TP8 PP4 VP5 DP..``, sizes of 1 left out."""
+        sizes = {
+            "TP": self.tensor,
+            "CP": self.context,
+            "PP": self.pipeline,
+            "VP": self.virtual,
+            "EP": self.expert,
+            "ETP": self.expert_tensor or 1,
+        }
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        words.append(f"MBS{self.micro_batch}")
+        granularity, _, _, modules = self.recompute
+        if granularity:
+            words.append("recompute " + (granularity if modules is None else "+".join(modules)))
+        return " ".join(words)
+
+    def changes(self, other: "Candidate") -> list[tuple[str, Any]]:
+        """Fields in which this candidate differs from ``other``, with this one's values."""
+        names = [field.name for field in fields(self) if field.name != "layout"]
+        return [(name, getattr(self, name)) for name in names if getattr(self, name) != getattr(other, name)]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values that a search may choose from; a list of one is fixed.
+
+    Attributes:
+        sizes: Values of the fields of ``Candidate`` by name.
+    """
+
+    sizes: Mapping[str, tuple[Any, ...]]
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All combinations."""
+        names = list(self.sizes)
+        for values in itertools.product(*self.sizes.values()):
+            yield Candidate(**dict(zip(names, values, strict=True)))
+
+    def fixed(self, **values: Any) -> "Space":
+        """The same space with some fields fixed."""
+        return replace(self, sizes={**self.sizes, **{name: (value,) for name, value in values.items()}})
+
+
+def powers_of_two(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to ``most``."""
+    return tuple(1 << bits for bits in range(max(most, 1).bit_length()))
+
+
+def divisors(number: int, most: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, most + 1) if number % size == 0)
+
+
+def as_overrides(config: Any, settings: Mapping[str, Any]) -> list[str]:
+    """``key=value`` for each setting that differs from the value in ``config``."""
+    changed: list[str] = []
+    for key, value in settings.items():
+        block, _, name = key.partition(".")
+        if getattr(getattr(config, block), name) != value:
+            changed.append(f"{key}={_as_yaml(value)}")
+    return changed
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
+    return {None: "null", True: "true", False: "false"}.get(value, str(value))

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why other layouts lose, and the shortest way from a layout that does not fit to one that does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron.bridge.autotune.search.candidate import Candidate
+from megatron.bridge.autotune.search.price import Price
+from megatron.bridge.autotune.search.search import Search
+
+_GB = 1e9
+_WORDS = {
+    "matrix": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "recompute": "recomputation",
+    "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication",
+    "expert": "expert all-to-all",
+    "bubble": "the pipeline bubble",
+    "gradients": "reducing gradients",
+    "parameters": "gathering weights",
+    "optimizer": "the optimizer step",
+    "other": "other work",
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a candidate is not the best.
+
+    Attributes:
+        candidate: The alternative.
+        seconds: Its step; None if it is not allowed.
+        memory: Bytes of its fullest rank; None if it is not allowed.
+        text: A sentence.
+    """
+
+    candidate: Candidate
+    seconds: float | None
+    memory: int | None
+    text: str
+
+
+def alternatives(search: Search, best: Price) -> Iterator[Reason]:
+    """What each other value of one field would cost."""
+    plain = replace(best.candidate, layout=None)
+    values = {**search.space.sizes, "recompute": search.recomputes}
+    for name, choices in values.items():
+        for value in choices:
+            if value != getattr(plain, name):
+                yield reason(search, best, replace(plain, **{name: value}))
+
+
+def reason(search: Search, best: Price, candidate: Candidate) -> Reason:
+    """Why ``candidate`` loses against ``best``."""
+    if problems := search.problems(candidate):
+        return Reason(candidate, None, None, problems[0])
+    price = search.price(candidate)
+    if price is None:
+        return Reason(candidate, None, None, "the layers do not fill so many stages")
+    over = price.fullest - search.budget
+    if over > 0:
+        stage = price.memory.index(price.fullest)
+        text = f"stage {stage} needs {over / _GB:.1f} GB more than the budget of {search.budget / _GB:.1f} GB"
+        return Reason(candidate, price.seconds, price.fullest, text)
+    return Reason(candidate, price.seconds, price.fullest, _slower(best, price))
+
+
+def _slower(best: Price, price: Price) -> str:
+    change = price.seconds / best.seconds - 1
+    if change <= 0:
+        return f"{-change:.1%} faster"
+    grown = {
+        name: price.prediction.split.get(name, 0.0) - seconds for name, seconds in best.prediction.split.items()
+    }
+    cause = max(grown, key=grown.__getitem__)
+    return f"{change:.1%} slower: {_WORDS[cause]} takes {grown[cause]:.3g} s more"
+
+
+def pareto(prices: list[Price]) -> list[Price]:
+    """The candidates that no other one beats in both time and memory, fastest first."""
+    front: list[Price] = []
+    for price in sorted(prices, key=lambda price: (price.seconds, price.fullest)):
+        if not front or price.fullest < front[-1].fullest:
+            front.append(price)
+    return front
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change on the way to a layout that fits.
+
+    Attributes:
+        name: Field of ``Candidate``.
+        value: Its new value.
+        saved: Bytes of the fullest rank that it saves; None between layouts that the rules refuse.
+        lost: Seconds of a step that it costs; None likewise.
+    """
+
+    name: str
+    value: object
+    saved: int | None
+    lost: float | None
+
+
+def nearest_fit(search: Search) -> Price | None:
+    """The layout that fits with the fewest changes of the config's own, and of those the fastest."""
+    start = search.current
+    ranked: dict[int, list[Candidate]] = {}
+    for candidate in search.space.candidates():
+        for recompute in dict.fromkeys((start.recompute, *search.recomputes)):
+            each = replace(candidate, recompute=recompute)
+            ranked.setdefault(len(each.changes(start)), []).append(each)
+    for changes in sorted(ranked):
+        if fitting := [price for price in _priced(search, ranked[changes]) if price.fullest <= search.budget]:
+            return min(fitting, key=lambda price: price.seconds)
+    return None
+
+
+def _priced(search: Search, candidates: list[Candidate]) -> Iterator[Price]:
+    for candidate in candidates:
+        if search.problems(candidate):
+            continue
+        states = search.pricer.states(candidate, search.pricer.configured(candidate))
+        if states <= search.budget and (price := search.pricer.price(candidate)) is not None:
+            yield price
+
+
+def steps_to(search: Search, goal: Price) -> list[Step]:
+    """The changes from the config's own layout to ``goal``, one by one, with what each saves and costs."""
+    at = search.current
+    before = None if search.problems(at) else search.pricer.price(at)
+    found: list[Step] = []
+    for name, value in replace(goal.candidate, layout=None).changes(at):
+        at = replace(at, **{name: value})
+        price = None if search.problems(at) else search.pricer.price(at)
+        known = price is not None and before is not None
+        saved = before.fullest - price.fullest if known else None  # pyright: ignore
+        lost = price.seconds - before.seconds if known else None  # pyright: ignore
+        found.append(Step(name, value, saved, lost))
+        before = price or before
+    return found

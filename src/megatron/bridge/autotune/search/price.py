@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The price of a candidate: memory and time from layers that were counted once for each split of their weights."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megatron.bridge.autotune import meta_model
+from megatron.bridge.autotune.activations import ChunkCounts, LayerCounts, counts_of_layer, sizes_of, stage_moments
+from megatron.bridge.autotune.layers import layer_shape, layers_of
+from megatron.bridge.autotune.memory import optimizer_bytes
+from megatron.bridge.autotune.predict import roofline_of, setting_of
+from megatron.bridge.autotune.schedules import pipeline_of
+from megatron.bridge.autotune.search.candidate import NO_RECOMPUTE, Candidate
+from megatron.bridge.autotune.search.stages import balanced, spelled
+from megatron.bridge.autotune.time.layer import layer_time
+from megatron.bridge.autotune.time.schedule import Pipeline
+from megatron.bridge.autotune.time.simulate import PassTimes, bound
+from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, predict_step, stage_weights
+from megatron.bridge.autotune.time.work import LayerShape
+from megatron.bridge.models import model_provider
+from megatron.bridge.models.model_provider import silenced
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.resolve.precision import without_quantization
+
+# Layers of a chunk from which on the output layer and the loss weigh too little to divide layers unevenly.
+_MANY = 4
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a candidate costs.
+
+    Attributes:
+        candidate: The layout, with its layers divided among stages.
+        memory: Bytes on the fullest rank of each stage.
+        prediction: Its step.
+    """
+
+    candidate: Candidate
+    memory: tuple[int, ...]
+    prediction: Prediction
+
+    @property
+    def fullest(self) -> int:
+        return max(self.memory)
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The layers of a model, split over tensor and expert tensor ranks, with one expert each."""
+
+    decoder: tuple[tuple[LayerShape, Any], ...]
+    ahead: tuple[tuple[LayerShape, Any], ...]
+
+
+class Pricer:
+    """Prices candidates of one config on one type of GPU.
+
+    Args:
+        config: A resolved config; a candidate's values replace its own.
+        world_size: GPUs.
+        card: Their name in ``gpus.GPUS``.
+    """
+
+    def __init__(self, config: ConfigContainer, world_size: int, card: str) -> None:
+        self.config, self.world_size, self.card = config, world_size, card
+        self._layers: dict[tuple[int, int], _Layers] = {}
+        self._counted: dict[Any, LayerCounts] = {}
+        self._divided: dict[Candidate, list[int] | None] = {}
+        self._shapes: dict[LayerShape, LayerShape] = {}
+
+    @cached_property
+    def kernels(self) -> Any:
+        return roofline_of(self.config, self.card)
+
+    def configured(self, candidate: Candidate) -> ConfigContainer:
+        """The config with the values of ``candidate``; what is not a layout is shared with the original."""
+        config = copy.copy(self.config)
+        for block in ("model", "train", "ddp"):
+            setattr(config, block, copy.copy(getattr(config, block)))
+        for key, value in candidate.settings().items():
+            block, _, name = key.partition(".")
+            setattr(getattr(config, block), name, value)
+        model: Any = config.model
+        model.microbatch_group_size_per_vp_stage = candidate.pipeline
+        model.overlap_p2p_comm = candidate.virtual > 1
+        replicas = self.world_size // (candidate.tensor * candidate.pipeline)
+        sharded = config.ddp.use_distributed_optimizer or replicas > 1
+        config.ddp.use_distributed_optimizer = sharded and replicas > 1
+        return config
+
+    def states(self, candidate: Candidate, config: ConfigContainer) -> float:
+        """Bytes of weights, gradients and optimizer state of the fullest stage, at least: a quick lower bound."""
+        layers = self._of(candidate)
+        dense = sum(shape.weights for shape, _ in layers.decoder) / candidate.pipeline
+        experts = sum(shape.expert_weights for shape, _ in layers.decoder) / candidate.pipeline
+        experts *= (config.model.num_moe_experts or 0) / candidate.expert
+        return self._state_bytes(dense, experts, candidate, config)
+
+    def price(self, candidate: Candidate, span: Callable[[Pipeline, PassTimes], float] = bound) -> Price | None:
+        """Memory and time of a candidate; None if its stages cannot be filled with layers."""
+        divided = self.divide(candidate)
+        if divided is None:
+            return None
+        candidate, counts = divided
+        config = self.configured(candidate)
+        setting = setting_of(config, self.world_size)
+        plan, modules = self._plan(candidate, counts)
+        return Price(
+            candidate,
+            self._memory(candidate, config, plan, modules),
+            predict_step(plan, setting, self.kernels, span),
+        )
+
+    def divide(self, candidate: Candidate) -> tuple[Candidate, list[int]] | None:
+        """The candidate with its pipeline layout, and the layers of each chunk; None if layers are too few."""
+        parts, layers = candidate.pipeline * candidate.virtual, self._of(candidate)
+        count, ahead = len(layers.decoder), len(layers.ahead)
+        if parts == 1 or (count % parts == 0 and not ahead and count // parts >= _MANY):
+            return candidate, [count // parts] * parts
+        if count < parts - 1 or getattr(self.config.model, "has_own_stages", False):
+            return None
+        key = replace(candidate, pipeline=parts, virtual=1, recompute=NO_RECOMPUTE, layout=None)
+        if key not in self._divided:
+            self._divided[key] = self._balanced(candidate, layers, parts)
+        found = self._divided[key]
+        if found is None or (len(set(found)) == 1 and not ahead):
+            return None if found is None else (candidate, found)
+        return replace(candidate, layout=spelled(found, ahead)), found
+
+    def _balanced(self, candidate: Candidate, layers: "_Layers", parts: int) -> list[int] | None:
+        setting = setting_of(self.configured(candidate), self.world_size)
+        run, kernels = setting.run, self.kernels
+        times = [_both(layer_time(shape, run, kernels)) for shape, _ in layers.decoder]
+        head = 3 * kernels.matrix(run.tokens, setting.vocabulary, run.hidden, quantized=False)
+        end = head + sum(_both(layer_time(shape, run, kernels)) + head for shape, _ in layers.ahead)
+        return balanced(times, parts, end)
+
+    def _plan(self, candidate: Candidate, counts: list[int]) -> tuple[Plan, list[list[list[Any]]]]:
+        """Shapes and modules of all chunks, by stage."""
+        layers = self._of(candidate)
+        plan: list[list[Chunk]] = [[] for _ in range(candidate.pipeline)]
+        modules: list[list[list[Any]]] = [[] for _ in range(candidate.pipeline)]
+        start = 0
+        for position, count in enumerate(counts):
+            inside, last = layers.decoder[start : start + count], position == len(counts) - 1
+            inside = (*inside, *(layers.ahead if last else ()))
+            start += count
+            stage = position % candidate.pipeline
+            shapes = tuple(shape for shape, _ in inside)
+            plan[stage].append(Chunk(shapes, position == 0, (1 + len(layers.ahead)) if last else 0))
+            modules[stage].append([module for _, module in inside])
+        return tuple(map(tuple, plan)), modules
+
+    def _memory(
+        self, candidate: Candidate, config: ConfigContainer, plan: Plan, modules: list[list[list[Any]]]
+    ) -> tuple[int, ...]:
+        setting, sizes = setting_of(config, self.world_size), replace(sizes_of(config), experts=1)
+        pipeline = pipeline_of(config, self.world_size)
+        found = []
+        for stage, chunks in enumerate(plan):
+            counted = [
+                ChunkCounts([self._count(module, sizes) for module in inside], chunk.losses > 0)
+                for chunk, inside in zip(chunks, modules[stage], strict=True)
+            ]
+            most = max(moment.total for moment in stage_moments(config.model, counted, sizes, pipeline, stage))
+            dense, experts = stage_weights(chunks, setting)
+            found.append(int(self._state_bytes(dense, experts, candidate, config) + most))
+        return tuple(found)
+
+    def _count(self, module: Any, sizes: Any) -> LayerCounts:
+        key = (id(module), sizes)
+        if key not in self._counted:
+            self._counted[key] = counts_of_layer(module, sizes)
+        return self._counted[key]
+
+    def _state_bytes(self, dense: float, experts: float, candidate: Candidate, config: ConfigContainer) -> float:
+        model, ddp = config.model, config.ddp
+        number = 2 if model.bf16 or model.fp16 else 4
+        copies = 2 if model.fp8 else 1 if model.fp4 else 0
+        gradient = 4 if ddp.grad_reduce_in_fp32 or number == 4 else 2
+        replicas = self.world_size // (candidate.tensor * candidate.pipeline)
+        expert_ranks = (candidate.expert_tensor or candidate.tensor) * candidate.expert * candidate.pipeline
+        expert_replicas = max(1, self.world_size // expert_ranks)
+        moments = optimizer_bytes(config, model.params_dtype if number == 2 else None)
+        if not ddp.use_distributed_optimizer:
+            replicas = expert_replicas = 1
+        kept = (dense + experts) * (number + copies + gradient)
+        return kept + moments * (dense / replicas + experts / expert_replicas)
+
+    def _of(self, candidate: Candidate) -> _Layers:
+        key = (candidate.tensor, candidate.expert_tensor or candidate.tensor)
+        if key not in self._layers:
+            self._layers[key] = self._build(*key)
+        return self._layers[key]
+
+    def _build(self, tensor: int, expert_tensor: int) -> _Layers:
+        """The whole model on the meta device with one expert; equal layers become one module and one shape."""
+        model = meta_model.unsplit(without_quantization(self.config.model))
+        for name in ("should_pad_vocab", "make_query_groups_divisible_by"):
+            setattr(model, name, getattr(self.config.model, name))
+        model.tensor_model_parallel_size, model.sequence_parallel = tensor, tensor > 1
+        if model.num_moe_experts:
+            model.expert_model_parallel_size, model.expert_tensor_parallel_size = (
+                model.num_moe_experts,
+                expert_tensor,
+            )
+        with silenced(model_provider):  # it says for each split which kernels this machine lacks
+            (chunk,) = meta_model.stage_chunks(model)[0]
+        first: dict[LayerShape, Any] = {}
+        decoder, ahead = [], []
+        count = len(chunk.decoder.layers)
+        for index, layer in enumerate(layers_of(chunk)):
+            shape = layer_shape(layer, model.hidden_size, self.config.dataset.seq_length)
+            shape = self._shapes.setdefault(shape, shape)
+            (decoder if index < count else ahead).append((shape, first.setdefault(shape, layer)))
+        return _Layers(tuple(decoder), tuple(ahead))
+
+
+def _both(found: Any) -> float:
+    return found.forward.total + found.backward.total

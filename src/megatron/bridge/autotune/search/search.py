@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fastest layouts that fit: enumerate, ask the rules, bound, price, and simulate the best."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megatron.bridge.autotune.gpus import RESERVED, gpu
+from megatron.bridge.autotune.search.candidate import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    Candidate,
+    Recompute,
+    Space,
+    divisors,
+    powers_of_two,
+)
+from megatron.bridge.autotune.search.price import Price, Pricer
+from megatron.bridge.autotune.time.simulate import makespan
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.rules import RULES, SIZE_RULES, experts, layout, stages, violations
+
+# Rules that read nothing but the layout; the others are asked of the finalists, by ``resolve``.
+_LAYOUT_RULES = [rule for rule in RULES if rule.__module__ in {experts.__name__, layout.__name__, stages.__name__}]
+
+# Those of them that must hold before the model can be built.
+_EARLY_RULES = [
+    *(layout.tp_divides_heads, layout.tp_fits_query_groups, layout.tp_divides_ffn, layout.tp_divides_vocabulary),
+    *(rule for rule in _LAYOUT_RULES if rule.__module__ == experts.__name__),
+]
+_NUMBER = re.compile(r"=?\b\d+\b")
+
+# Candidates that are simulated: the order by the quick estimate differs from the simulated one by less than this.
+FINALISTS = 40
+
+# Tokens of a sequence that a context rank has at least: shorter parts leave attention too little work.
+LONG = 2048
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        best: Prices of the fastest candidates that fit, fastest first.
+        tried: Candidates that the rules allow.
+        refused: Sentences of rules, numbers left out, and how many candidates each one refused.
+        too_large: Allowed candidates that need more memory than there is.
+        smallest: The candidate that needs least memory, where it was priced.
+    """
+
+    best: list[Price]
+    tried: int
+    refused: Counter[str]
+    too_large: int
+    smallest: Price | None
+
+
+class Search:
+    """Finds the fastest layouts of a config.
+
+    Args:
+        config: A resolved config.
+        world_size: GPUs.
+        card: Their name in ``gpus.GPUS``.
+        budget: Bytes that a rank may use; nine tenths of the card if None.
+        fixed: Fields of ``Candidate`` with the only values that they may have.
+    """
+
+    def __init__(
+        self,
+        config: ConfigContainer,
+        world_size: int,
+        card: str,
+        budget: int | None = None,
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config, self.world_size = config, world_size
+        self.budget = int((1 - RESERVED) * gpu(card).memory) if budget is None else budget
+        self.pricer = Pricer(config, world_size, card)
+        self.recomputes: tuple[Recompute, ...] = _recomputes(config)
+        self.space = _space(config, world_size).fixed(**(fixed or {}))
+
+    def run(self, top: int = 10) -> Found:
+        """Search the whole space.
+
+        Args:
+            top: How many candidates to return.
+        """
+        refused: Counter[str] = Counter()
+        prices: list[Price] = []
+        tried = too_large = 0
+        smallest: Price | None = None
+        for candidate in self.space.candidates():
+            if problems := self.problems(candidate):
+                refused.update({_NUMBER.sub("", problem).split(":")[0] for problem in problems})
+                continue
+            tried += 1
+            price, least = self._first_that_fits(candidate)
+            if least is not None and (smallest is None or least.fullest < smallest.fullest):
+                smallest = least
+            if price is None:
+                too_large += 1
+            else:
+                prices.append(price)
+        return Found(self._simulated(prices)[:top], tried, refused, too_large, smallest)
+
+    def problems(self, candidate: Candidate) -> list[str]:
+        """What the rules of training say about a candidate; nothing if it is allowed."""
+        config = self.pricer.configured(candidate)
+        if found := violations(SIZE_RULES, config, self.world_size) or [*self._batch_problems(candidate)]:
+            return found
+        if found := violations(_EARLY_RULES, config, self.world_size):
+            return found
+        divided = self.pricer.divide(candidate)
+        if divided is None:
+            return [f"{candidate.pipeline} x {candidate.virtual} stages: there are too few layers to fill them"]
+        return violations(_LAYOUT_RULES, self.pricer.configured(divided[0]), self.world_size)
+
+    def price(self, candidate: Candidate) -> Price | None:
+        """The simulated price of one candidate."""
+        return self.pricer.price(candidate, makespan)
+
+    def _batch_problems(self, candidate: Candidate) -> Iterable[str]:
+        batch = self.config.train.global_batch_size
+        ranks = candidate.tensor * candidate.pipeline * candidate.context
+        samples = candidate.micro_batch * (self.world_size // ranks)
+        if not samples or batch % samples:
+            yield f"micro batch x data-parallel size={samples} does not divide train.global_batch_size={batch}"
+        elif candidate.virtual > 1 and batch // samples % candidate.pipeline:
+            yield "interleaved stages need a number of microbatches that the pipeline stages divide"
+        elif candidate.virtual > 1 and candidate.pipeline == 1:
+            yield "virtual stages need a pipeline"
+
+    def _first_that_fits(self, candidate: Candidate) -> tuple[Price | None, Price | None]:
+        """The price with as little recomputation as fits, and the last price in any case."""
+        config = self.pricer.configured(candidate)
+        if self.pricer.states(candidate, config) > self.budget:
+            return None, None
+        price = None
+        for recompute in (candidate.recompute,) if candidate.recompute != NO_RECOMPUTE else self.recomputes:
+            price = self.pricer.price(replace(candidate, recompute=recompute))
+            if price is None or price.fullest <= self.budget:
+                return price, price
+        return None, price
+
+    def _simulated(self, prices: list[Price]) -> list[Price]:
+        prices.sort(key=lambda price: price.seconds)
+        plain = [replace(each.candidate, layout=None) for each in prices[:FINALISTS]]
+        finalists = [price for candidate in plain if (price := self.price(candidate))]
+        return sorted(finalists, key=lambda price: price.seconds)
+
+    @cached_property
+    def current(self) -> Candidate:
+        """The layout of the config itself."""
+        return candidate_of(self.config)
+
+
+def candidate_of(config: ConfigContainer) -> Candidate:
+    """The layout that a config has."""
+    model: Any = config.model
+    modules = model.recompute_modules
+    recompute: Recompute = NO_RECOMPUTE
+    if model.recompute_granularity == "full":
+        recompute = ("full", model.recompute_method, model.recompute_num_layers, None)
+    elif model.recompute_granularity == "selective":
+        recompute = ("selective", None, None, tuple(modules or ("core_attn",)))
+    return Candidate(
+        tensor=model.tensor_model_parallel_size,
+        context=model.context_parallel_size,
+        pipeline=model.pipeline_model_parallel_size,
+        virtual=model.virtual_pipeline_model_parallel_size or 1,
+        expert=model.expert_model_parallel_size,
+        expert_tensor=model.expert_tensor_ranks if model.num_moe_experts else None,
+        micro_batch=config.train.micro_batch_size,
+        recompute=recompute,
+    )
+
+
+def _space(config: ConfigContainer, world_size: int) -> Space:
+    model: Any = config.model
+    experts, replicas = model.num_moe_experts or 0, config.train.global_batch_size
+    length = config.dataset.seq_length
+    expert = tuple(size for size in powers_of_two(min(experts, world_size)) if experts % size == 0)
+    tensor = tuple(size for size in powers_of_two(min(8, world_size)) if model.num_attention_heads % size == 0)
+    stages = powers_of_two(min(world_size, model.num_layers, 64))
+    return Space(
+        {
+            "tensor": tensor,
+            "context": powers_of_two(max(1, min(world_size, length // LONG))),
+            "pipeline": (1,) if getattr(model, "has_own_stages", False) else stages,
+            "virtual": (1, 2, 3, 4, 5, 6, 8, 10, 12),
+            "expert": expert if experts else (1,),
+            "expert_tensor": (1, 2, 4, 8) if experts else (None,),
+            "micro_batch": tuple(size for size in divisors(replicas, 8) if size in (1, 2, 4, 8)),
+        }
+    )
+
+
+def _recomputes(config: ConfigContainer) -> tuple[Recompute, ...]:
+    """From none to all, in the order of their cost."""
+    model: Any = config.model
+    if model.num_moe_experts:
+        parts = [("layernorm", "moe_act"), ("layernorm", "moe_act", "mla_up_proj")]
+        parts = parts[: 1 + bool(model.multi_latent_attention)]
+    else:
+        parts = [("layernorm",), ("layernorm", "mlp")]
+    selective: list[Recompute] = [("selective", None, None, modules) for modules in parts]
+    return (NO_RECOMPUTE, *selective, FULL_RECOMPUTE)

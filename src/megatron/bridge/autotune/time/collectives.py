@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of collectives: latency and bandwidth of the slowest link that a group crosses (alpha-beta)."""
+
+from dataclasses import dataclass
+
+from megatron.bridge.autotune.gpus import Gpu
+
+# Reachable part of a link's rate in NCCL's ring collectives, as nccl-tests report for DGX H100: 360 of 450 GB/s
+# within a node, 45 of 50 GB/s a GPU between nodes; set on 2026-11-22.
+NVLINK_EFFICIENCY = 0.8
+NETWORK_EFFICIENCY = 0.9
+
+# All-to-all sends many small messages: DeepEP reports 153 of 160 GB/s on NVLink and 43 to 58 of 50 GB/s between
+# nodes, NCCL about 0.7 of a ring.
+ALL_TO_ALL_EFFICIENCY = 0.7
+
+# Seconds that a collective takes for no bytes: measured by nccl-tests at 8 bytes, within a node and between nodes.
+NVLINK_LATENCY = 12e-6
+NETWORK_LATENCY = 25e-6
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of a collective in Megatron-Core's rank order.
+
+    Attributes:
+        size: Ranks.
+        stride: Distance of two neighbors in the numbering of ranks.
+    """
+
+    size: int
+    stride: int = 1
+
+    def inside(self, domain: int) -> int:
+        """Ranks of this group within one NVLink domain."""
+        return max(1, min(self.size, domain // self.stride))
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """Times of collectives on one type of GPU, in seconds; ``size`` is in bytes."""
+
+    card: Gpu
+
+    def all_gather(self, size: float, group: Group) -> float:
+        """``size`` is that of the result; a reduce-scatter takes as long for an input of that size."""
+        if group.size == 1 or not size:
+            return 0.0
+        return self._ring(size, group) + self._latency(group)
+
+    def all_reduce(self, size: float, group: Group) -> float:
+        return 2 * self.all_gather(size, group)
+
+    def all_to_all(self, size: float, group: Group) -> float:
+        """``size`` is what one rank holds; a share of it goes to each rank."""
+        if group.size == 1 or not size:
+            return 0.0
+        inside = group.inside(self.card.domain)
+        near = size * (inside - 1) / group.size / (self.card.nvlink * NVLINK_EFFICIENCY)
+        far = size * (group.size - inside) / group.size / (self.card.network * NETWORK_EFFICIENCY)
+        return max(near, far) / ALL_TO_ALL_EFFICIENCY + self._latency(group)
+
+    def send(self, size: float, distance: int) -> float:
+        """A message to the rank ``distance`` away."""
+        if distance < self.card.domain:
+            return size / (self.card.nvlink * NVLINK_EFFICIENCY) + NVLINK_LATENCY
+        return size / (self.card.network * NETWORK_EFFICIENCY) + NETWORK_LATENCY
+
+    def _ring(self, size: float, group: Group) -> float:
+        """Rings through all GPUs of a node use all its adapters, so each GPU's share crosses its own."""
+        inside = group.inside(self.card.domain)
+        near = size * (group.size - 1) / group.size / (self.card.nvlink * NVLINK_EFFICIENCY)
+        if inside >= group.size:
+            return near
+        return max(near, size * (1 - inside / group.size) / (inside * self.card.network * NETWORK_EFFICIENCY))
+
+    def _latency(self, group: Group) -> float:
+        inside = group.inside(self.card.domain)
+        return NVLINK_LATENCY if inside >= group.size else NETWORK_LATENCY

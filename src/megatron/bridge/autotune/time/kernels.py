@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of kernels by the roofline: operations at a reachable rate, or bytes at a reachable bandwidth."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.bridge.autotune.gpus import Gpu
+
+Precision = Literal["bf16", "fp8", "fp4"]
+
+# Part of the data sheet's rate that large matrix products sustain in training, by precision; set on 2026-11-22.
+# Alone, cuBLAS reaches 270 of 312 TFLOP/s on A100, 740 of 989 on H100, 1,700 of 2,250 on B200, in FP8 1,400 of
+# 1,979 and 3,200 of 4,500; the power limit and the gaps between kernels take another 7 to 12 % over a whole step.
+MATRIX_EFFICIENCY: dict[Precision, float] = {"bf16": 0.70, "fp8": 0.62, "fp4": 0.55}
+A100_MATRIX_EFFICIENCY = 0.80
+
+# Part of that rate in grouped products of experts, whose tokens differ in number: DeepGEMM reports 0.65 to 0.8 of
+# its dense rate for groups of a few hundred tokens.
+GROUPED_EFFICIENCY = 0.7
+
+# Reachable part of the bf16 rate in fused causal attention. FlashAttention-2 (Dao, 2023) on A100: 190 of 312
+# forward, 170 backward; FlashAttention-3 (Shah et al., 2024) on H100 at 16k tokens: 650 of 989 forward, 550
+# backward.
+ATTENTION_EFFICIENCY = {"forward": 0.66, "backward": 0.56}
+
+# Reachable part of the memory bandwidth of the data sheet, as copies in BabelStream reach on A100 and H100.
+BANDWIDTH_EFFICIENCY = 0.85
+
+# Seconds from the end of a short kernel to the start of the next: launches of CUDA take 3 to 5 us.
+LAUNCH = 4e-6
+
+# Numbers of a tile of the output that one multiprocessor computes at a time in cuBLAS's large kernels.
+_TILE = (128, 256)
+_MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Times of kernels on one GPU, in seconds.
+
+    Attributes:
+        card: The GPU.
+        precision: Of the matrix products of layers.
+    """
+
+    card: Gpu
+    precision: Precision = "bf16"
+
+    def matrix(self, tokens: float, rows: int, columns: int, count: int = 1, quantized: bool = True) -> float:
+        """``count`` products of ``tokens`` x ``columns`` with ``columns`` x ``rows``.
+
+        Args:
+            tokens: Rows of the input.
+            rows: Rows of the weight: features of the output.
+            columns: Features of the input.
+            count: Products of this size, in one grouped kernel.
+            quantized: Computed in ``precision``; False computes in bf16.
+        """
+        precision: Precision = self.precision if quantized else "bf16"
+        operations = 2.0 * tokens * rows * columns * count
+        moved = 2.0 * count * (tokens * (rows + columns) + rows * columns)
+        rate = self._rate(precision) * _filled(tokens, rows, count) * (GROUPED_EFFICIENCY if count > 1 else 1.0)
+        return max(operations / rate, moved / self.bandwidth) + LAUNCH
+
+    def attention(self, operations: float, direction: Literal["forward", "backward"]) -> float:
+        """Fused attention of so many operations."""
+        return operations / (self.card.bf16 * ATTENTION_EFFICIENCY[direction]) + LAUNCH
+
+    def moved(self, size: float, kernels: int = 1) -> float:
+        """Kernels that do nothing but read and write ``size`` bytes together."""
+        return size / self.bandwidth + kernels * LAUNCH
+
+    @property
+    def bandwidth(self) -> float:
+        return self.card.bandwidth * BANDWIDTH_EFFICIENCY
+
+    def _rate(self, precision: Precision) -> float:
+        peak = {"bf16": self.card.bf16, "fp8": self.card.fp8, "fp4": self.card.fp4}[precision]
+        before_hopper = not self.card.fp8
+        return peak * (A100_MATRIX_EFFICIENCY if before_hopper else MATRIX_EFFICIENCY[precision])
+
+
+def _filled(tokens: float, rows: int, count: int) -> float:
+    """Part of the multiprocessors that compute, on average over the waves of tiles."""
+    tiles = count * max(tokens / _TILE[0], 1.0) * max(rows / _TILE[1], 1.0)
+    waves = tiles / _MULTIPROCESSORS
+    # persistent kernels split the last wave, which costs about half of its idle time
+    return waves / (waves + 0.5 * (-(-waves // 1) - waves))

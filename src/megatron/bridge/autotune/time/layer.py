@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of a layer's forward and backward pass on one rank."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
+from megatron.bridge.autotune.time.kernels import Roofline
+from megatron.bridge.autotune.time.work import Cost, LayerShape, Matrix, Run
+
+# Scans of Mamba-2 and gated delta nets reach less of the matrix rate than attention does; assumed until measured.
+SCAN_EFFICIENCY = 0.25
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of a layer's two passes."""
+
+    forward: Cost
+    backward: Cost
+
+
+@lru_cache(maxsize=65536)
+def layer_time(shape: LayerShape, run: Run, kernels: Roofline) -> LayerTime:
+    """The time of one layer for one microbatch."""
+    links = AlphaBeta(kernels.card)
+    forward = _compute(shape, run, kernels) + _forward_exchange(shape, run, links, kernels)
+    backward = _backward(shape, run, kernels) + _backward_exchange(shape, run, links, kernels)
+    again = replace(forward, tensor=0.0, context=0.0, expert=0.0).total * run.recompute
+    repeated = Cost(recompute=again, tensor=forward.tensor * run.recompute, expert=forward.expert * run.recompute)
+    return LayerTime(forward, backward + repeated)
+
+
+def _compute(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
+    matrix = sum(kernels.matrix(run.tokens, each.rows, each.columns) for each in shape.matrices)
+    matrix += sum(kernels.matrix(run.between, each.rows, each.columns, quantized=False) for each in shape.router)
+    matrix += sum(_grouped(each, run, kernels) for each in shape.experts)
+    return Cost(
+        matrix=matrix, attention=_between(shape, run, kernels, "forward"), memory=_moved(shape, run, kernels)
+    )
+
+
+def _backward(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
+    matrix = sum(_twice(each, kernels.matrix(run.tokens, each.columns, each.rows)) for each in shape.matrices)
+    matrix += 2 * sum(
+        kernels.matrix(run.between, each.columns, each.rows, quantized=False) for each in shape.router
+    )
+    matrix += sum(_twice(each, _grouped(each, run, kernels)) for each in shape.experts)
+    attention = _between(shape, run, kernels, "backward")
+    return Cost(matrix=matrix, attention=attention, memory=2 * _moved(shape, run, kernels))
+
+
+def _twice(matrix: Matrix, seconds: float) -> float:
+    """Gradients of the input and, if it is trained, of the weight."""
+    return seconds * (1 + matrix.trained)
+
+
+def _grouped(matrix: Matrix, run: Run, kernels: Roofline) -> float:
+    each = run.chosen / run.local_experts
+    return kernels.matrix(each, matrix.rows, matrix.columns, count=run.local_experts)
+
+
+def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: str) -> float:
+    operations = shape.between * run.tokens
+    if not operations:
+        return 0.0
+    if shape.quadratic:
+        # the backward kernel computes the scores again: five products where the forward pass has two
+        return (
+            kernels.attention(operations, "forward")
+            if direction == "forward"
+            else kernels.attention(2.5 * operations, "backward")
+        )
+    factor = 1 if direction == "forward" else 2
+    return factor * operations / (kernels.card.bf16 * SCAN_EFFICIENCY)
+
+
+def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
+    """Bytes of kernels beside the products.
+
+    Norms read and write; each block's output is added to the residual stream. Tokens of experts are permuted,
+    copied into the buffers of the all-to-all, and back: four reads and four writes.
+    """
+    stream = (2 * shape.norms + 3 * 2) * run.between * run.hidden
+    inner = 1.5 * shape.inner * run.tokens
+    experts = 8 * run.chosen * run.hidden if shape.experts else 0.0
+    experts += sum(1.5 * each.rows * run.chosen for each in shape.experts)
+    casts = 0.0 if kernels.precision == "bf16" else 1.5 * sum(each.columns for each in shape.matrices) * run.tokens
+    return kernels.moved((stream + inner + experts + casts) * run.number, kernels=8 + 40 * bool(shape.experts))
+
+
+def _forward_exchange(shape: LayerShape, run: Run, links: AlphaBeta, kernels: Roofline) -> Cost:
+    gather = links.all_gather(run.tokens * run.hidden * run.number, Group(run.tensor))
+    tensor = shape.blocks * 2 * gather  # a gather before a block and a scatter behind it, or one all-reduce
+    if run.tensor_overlap:
+        tensor /= run.tensor  # all parts but the first arrive while others are multiplied
+    attention = _between(shape, run, kernels, "forward")
+    return Cost(tensor=tensor, context=_context(shape, run, links, attention), expert=_expert(shape, run, links))
+
+
+def _backward_exchange(shape: LayerShape, run: Run, links: AlphaBeta, kernels: Roofline) -> Cost:
+    gather = links.all_gather(run.tokens * run.hidden * run.number, Group(run.tensor))
+    # the gradient of a block's output is gathered first; the other messages overlap with products
+    tensor = shape.blocks * gather * (1 / run.tensor if run.tensor_overlap else 1.0)
+    attention = _between(shape, run, kernels, "backward")
+    return Cost(
+        tensor=tensor, context=_context(shape, run, links, attention, 2.0), expert=_expert(shape, run, links)
+    )
+
+
+def _context(shape: LayerShape, run: Run, links: AlphaBeta, attention: float, factor: float = 1.0) -> float:
+    if run.context == 1 or not shape.keys:
+        return 0.0
+    group = Group(run.context, run.tensor)
+    size = factor * run.tokens * shape.keys * run.number
+    if run.context_kind in (None, "all_gather"):
+        return links.all_gather(size * run.context, group)
+    if str(run.context_kind).startswith("a2a"):
+        return links.all_to_all(3 * size, group)
+    steps = run.context - 1
+    message = links.send(size, run.tensor * (run.context - 1))
+    return max(0.0, steps * message - attention * steps / run.context)
+
+
+def _expert(shape: LayerShape, run: Run, links: AlphaBeta) -> float:
+    """Tokens go to their experts and come back."""
+    if not shape.experts:
+        return 0.0
+    group = Group(run.expert, run.expert_tensor)
+    there = links.all_to_all(run.chosen / run.expert_tensor * run.hidden * run.number, group)
+    there += links.all_gather(run.chosen * run.hidden * run.number, Group(run.expert_tensor))
+    return 2 * there * (0.2 if run.expert_overlap else 1.0)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of a training step: layers, pipeline, data-parallel communication and the optimizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
+from megatron.bridge.autotune.time.kernels import Roofline
+from megatron.bridge.autotune.time.layer import layer_time
+from megatron.bridge.autotune.time.schedule import Pipeline
+from megatron.bridge.autotune.time.simulate import PassTimes, Span, makespan, simulate
+from megatron.bridge.autotune.time.work import Cost, LayerShape, Run
+
+# Half of the interval that holds the measured step in about 80 of 100 cases, as a part of the step: the spread of
+# published results of one configuration between releases is 6 % in the median and 76 % at most; dense models and
+# mixtures of experts, 2026-11-22.
+SPREAD = {False: 0.20, True: 0.35}
+
+# Bytes that AdamW reads and writes for each parameter that a rank owns: gradient, fp32 weight and two moments
+# (16 read, 12 written), the weight in bf16 (2), and the gradient twice more, for its norm and its scale (8).
+OPTIMIZER_BYTES = 38
+
+# Seconds of a step outside of kernels: reading the loss and the gradient norm, logging, the next batch.
+FIXED = 5e-3
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Layers of one virtual stage.
+
+    Attributes:
+        layers: In order.
+        embedding: Whether the tokens are looked up here.
+        losses: How many times the output layer and the loss run: 0, or 1 and one for each token predicted ahead.
+    """
+
+    layers: tuple[LayerShape, ...]
+    embedding: bool = False
+    losses: int = 0
+
+
+Plan = tuple[tuple[Chunk, ...], ...]
+"""The chunks of each pipeline stage."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step does, beside its layers.
+
+    Attributes:
+        pipeline: The schedule.
+        run: Sizes of a layer's work, without recomputation.
+        recompute: Part of each layer's forward pass that is repeated, by its shape and its index in its chunk.
+        vocabulary: Rows of the output layer on a rank.
+        embedding_weights: Parameters of the embedding on a rank, as many as of the output layer.
+        tied: The embedding is the output layer's weight.
+        world_size: GPUs.
+        replicas: Ranks that hold the same weights, experts left out.
+        expert_replicas: Ranks that hold the same experts.
+        sharded: The optimizer's state is sharded over replicas.
+        gradient: Bytes of a gradient in messages.
+        parameter: Bytes of a weight in messages.
+        overlap_gradients: Reduced during the backward pass.
+        overlap_parameters: Gathered during the forward pass.
+        overlap_messages: Messages between stages overlap with passes.
+        tokens: Of all GPUs in a step.
+    """
+
+    pipeline: Pipeline
+    run: Run
+    recompute: Callable[[LayerShape, int], float]
+    vocabulary: int
+    embedding_weights: int
+    tied: bool
+    world_size: int
+    replicas: int
+    expert_replicas: int
+    sharded: bool
+    gradient: int
+    parameter: int
+    overlap_gradients: bool
+    overlap_parameters: bool
+    overlap_messages: bool
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted step.
+
+    Attributes:
+        seconds: Of a step.
+        low: The measured step is longer in about nine of ten cases.
+        high: It is shorter in about nine of ten cases.
+        split: Seconds by kind on the busiest stage; they add up to ``seconds``.
+        busy: Seconds of each stage in forward and backward passes.
+        tokens_per_second: Of all GPUs.
+        operations: Of the model in a step on all GPUs, without recomputation.
+        mfu: Part of the bf16 peak that ``operations`` reach.
+        times: Of the passes, to draw them.
+        pipeline: Their schedule.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    split: dict[str, float]
+    busy: tuple[float, ...]
+    tokens_per_second: float
+    operations: float
+    mfu: float
+    times: PassTimes
+    pipeline: Pipeline
+
+    @property
+    def bubble(self) -> float:
+        """Part of the step in which the busiest stage waits."""
+        return self.split["bubble"] / self.seconds
+
+    def timeline(self) -> list[Span]:
+        """All passes of all stages."""
+        return simulate(self.pipeline, self.times)
+
+
+def predict_step(
+    plan: Plan,
+    setting: Setting,
+    kernels: Roofline,
+    span: Callable[[Pipeline, PassTimes], float] = makespan,
+) -> Prediction:
+    """The time of a step.
+
+    Args:
+        plan: Layers of all stages.
+        setting: What runs.
+        kernels: The GPU.
+        span: Seconds of the pipeline: ``makespan`` simulates, ``bound`` estimates.
+    """
+    costs = [[_chunk_cost(chunk, setting, kernels) for chunk in chunks] for chunks in plan]
+    times = PassTimes(
+        forward=tuple(tuple(forward.total for forward, _ in chunks) for chunks in costs),
+        backward=tuple(tuple(backward.total for _, backward in chunks) for chunks in costs),
+        message=_message(setting, kernels),
+        blocking=not setting.overlap_messages and setting.pipeline.stages > 1,
+    )
+    stages = setting.pipeline.stages
+    busy = tuple(times.busy(stage) * setting.pipeline.microbatches for stage in range(stages))
+    slowest = max(range(stages), key=busy.__getitem__)
+    passes = sum((forward + backward for forward, backward in costs[slowest]), Cost())
+    pipeline_seconds = max(span(setting.pipeline, times), busy[slowest])
+    split = (passes * setting.pipeline.microbatches).parts()
+    split["bubble"] = pipeline_seconds - busy[slowest]
+    split |= _after(plan, setting, kernels, times)
+    return _prediction(plan, setting, kernels, times, busy, split)
+
+
+def _prediction(
+    plan: Plan,
+    setting: Setting,
+    kernels: Roofline,
+    times: PassTimes,
+    busy: tuple[float, ...],
+    split: dict[str, float],
+) -> Prediction:
+    seconds = sum(split.values())
+    half = SPREAD[any(layer.experts for chunks in plan for chunk in chunks for layer in chunk.layers)]
+    operations = model_operations(plan, setting)
+    return Prediction(
+        seconds=seconds,
+        low=seconds * (1 - half),
+        high=seconds * (1 + half),
+        split=split,
+        busy=busy,
+        tokens_per_second=setting.tokens / seconds,
+        operations=operations,
+        mfu=operations / seconds / (kernels.card.bf16 * setting.world_size),
+        times=times,
+        pipeline=setting.pipeline,
+    )
+
+
+def model_operations(plan: Plan, setting: Setting) -> float:
+    """Operations of a step on all GPUs: three times those of the forward pass."""
+    run = setting.run
+    each = 0.0
+    for chunks in plan:
+        for chunk in chunks:
+            each += sum(operations_per_token(layer, run) for layer in chunk.layers) * run.tensor
+            each += chunk.losses * 2 * setting.vocabulary * run.hidden * run.tensor
+    return 3 * each * setting.tokens
+
+
+def operations_per_token(layer: LayerShape, run: Run) -> float:
+    """Forward operations of a token in ``layer`` on one tensor rank."""
+    dense = sum(2 * each.rows * each.columns for each in layer.matrices)
+    router = sum(2 * each.rows * each.columns for each in layer.router) / run.tensor
+    experts = sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k
+    return dense + router + experts * run.expert_tensor / run.tensor + layer.between
+
+
+def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, Cost]:
+    forward, backward = _end_cost(chunk, setting, kernels)
+    runs: dict[tuple[LayerShape, float], int] = {}
+    for index, layer in enumerate(chunk.layers):
+        key = (layer, setting.recompute(layer, index))
+        runs[key] = runs.get(key, 0) + 1
+    for (layer, again), count in runs.items():
+        found = layer_time(layer, _with_recompute(setting.run, again), kernels)
+        forward, backward = forward + found.forward * count, backward + found.backward * count
+    return forward, backward
+
+
+def _with_recompute(run: Run, part: float) -> Run:
+    return Run(**{**run.__dict__, "recompute": part}) if part else run
+
+
+def _end_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, Cost]:
+    """Looking up tokens, and the output layer with the loss, which runs in bf16."""
+    run, forward, backward = setting.run, Cost(), Cost()
+    if chunk.embedding:
+        moved = kernels.moved(3 * run.tokens * run.hidden * run.number, kernels=3)
+        forward, backward = forward + Cost(memory=moved), backward + Cost(memory=2 * moved)
+    if chunk.losses:
+        product = kernels.matrix(run.tokens, setting.vocabulary, run.hidden, quantized=False)
+        logits = kernels.moved(12 * run.tokens * setting.vocabulary, kernels=8)
+        forward = forward + Cost(matrix=product, memory=logits) * chunk.losses
+        backward = backward + Cost(matrix=2 * product, memory=logits / 2) * chunk.losses
+    return forward, backward
+
+
+def _message(setting: Setting, kernels: Roofline) -> float:
+    if setting.pipeline.stages == 1:
+        return 0.0
+    run = setting.run
+    size = run.between * run.hidden * run.number
+    return AlphaBeta(kernels.card).send(size, setting.world_size // setting.pipeline.stages)
+
+
+def stage_weights(chunks: tuple[Chunk, ...], setting: Setting) -> tuple[float, float]:
+    """Trained parameters of a rank: those of experts second."""
+    layers = [layer for chunk in chunks for layer in chunk.layers]
+    dense = sum(layer.weights * layer.trained for layer in layers)
+    experts = sum(layer.expert_weights * layer.trained for layer in layers) * setting.run.local_experts
+    trained = layers[0].trained if layers else 1.0
+    ends = sum(chunk.embedding for chunk in chunks) + sum(chunk.losses > 0 for chunk in chunks)
+    if setting.tied and setting.pipeline.stages == 1:
+        ends = 1
+    return dense + (ends * setting.embedding_weights if trained == 1.0 else 0.0), experts
+
+
+def _after(plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes) -> dict[str, float]:
+    """What follows the last pass, on the stage where it takes longest."""
+    found = [_after_stage(stage, chunks, setting, kernels, times) for stage, chunks in enumerate(plan)]
+    longest = max(found, key=lambda split: sum(split.values()))
+    return longest | {"other": FIXED}
+
+
+def _after_stage(
+    stage: int, chunks: tuple[Chunk, ...], setting: Setting, kernels: Roofline, times: PassTimes
+) -> dict[str, float]:
+    links, run = AlphaBeta(kernels.card), setting.run
+    dense, experts = stage_weights(chunks, setting)
+    group = Group(setting.replicas, run.tensor)
+    expert_group = Group(setting.expert_replicas, run.expert_tensor * run.expert)
+    gather = links.all_gather if setting.sharded else links.all_reduce
+    reduce = gather(dense * setting.gradient, group) + gather(experts * setting.gradient, expert_group)
+    spread = 0.0
+    if setting.sharded:
+        spread = links.all_gather(dense * setting.parameter, group)
+        spread += links.all_gather(experts * setting.parameter, expert_group)
+    owned = dense / (setting.replicas if setting.sharded else 1)
+    owned += experts / (setting.expert_replicas if setting.sharded else 1)
+    return {
+        "gradients": _exposed(reduce, sum(times.backward[stage]), setting.overlap_gradients),
+        "parameters": _exposed(spread, sum(times.forward[stage]), setting.overlap_parameters),
+        "optimizer": kernels.moved(OPTIMIZER_BYTES * owned, kernels=20),
+    }
+
+
+def _exposed(seconds: float, beside: float, overlap: bool) -> float:
+    """Of communication that runs beside passes of one microbatch; its last tenth has nothing left beside it."""
+    return max(seconds - beside, seconds / 10) if overlap else seconds

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge tune``: the fastest parallel layout that fits, predicted without a GPU."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.train_job import Job, add_job_options, prepare
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.autotune.search.explain import Reason, Step
+    from megatron.bridge.autotune.search.price import Price
+    from megatron.bridge.autotune.search.search import Found, Search
+
+DESCRIPTION = (
+    "Search the parallel layouts of a run for the fastest ones that fit, without a GPU. The global batch, the "
+    "sequence length, the precision and the data stay as they are."
+)
+EXAMPLES = """examples:
+  megatron-bridge tune --recipe llama3_70b_pretrain_config --gpus 64 --gpu h100
+  megatron-bridge tune --recipe deepseek_v3_pretrain_config --gpus 1024 --gpu h100 --output tuned.yaml
+  megatron-bridge tune --recipe llama3_8b_pretrain_config --explain tensor=4 pipeline=2
+  megatron-bridge tune --recipe llama3_8b_pretrain_config --fix-oom train.micro_batch_size=8
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job_options(parser)
+    parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs (default: that of the recipe)")
+    parser.add_argument("--gpu", metavar="NAME", help="their type, such as h100 (default: that of the recipe)")
+    parser.add_argument("--budget", metavar="memory=SIZE", help="memory of a GPU to use, such as memory=72GB")
+    parser.add_argument(
+        "--fixed",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="dimensions that keep a value, such as tensor=8",
+    )
+    parser.add_argument("--top", type=count, default=10, metavar="N", help="layouts to list (default: 10)")
+    parser.add_argument(
+        "--explain",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="say why other layouts lose: all that differ in one dimension, or the one with these values",
+    )
+    parser.add_argument(
+        "--fix-oom", action="store_true", help="change a layout that does not fit as little as possible"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the config with the best layout as YAML"
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page with timeline and tables")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatron.bridge.utils.startup import without_gc
+
+    if args.fix_oom and args.explain is not None:
+        raise UserError("--fix-oom and --explain cannot be used together: leave one out")
+    with without_gc():
+        job = prepare(args)
+        search = _search(job, args)
+        sys.stdout.write(_text(job, search, args))
+    return 0
+
+
+def _search(job: Job, args: argparse.Namespace) -> "Search":
+    from megatron.bridge.autotune.gpus import gpu_name
+    from megatron.bridge.autotune.search.search import Search
+
+    gpus = args.gpus or job.world_size
+    name = args.gpu or job.gpu_kind
+    if not gpus or not name:
+        raise UserError(f"{job.source} names no GPUs: give --gpus N and --gpu NAME")
+    config = _resolved(job, gpus)
+    kind = gpu_name(name)
+    return Search(config, gpus, kind, _budget(args.budget, kind), _values(args.fixed, "--fixed"))
+
+
+def _resolved(job: Job, gpus: int) -> Any:
+    """The config as it is, or on as many GPUs as its recipe was made for: a search replaces its layout."""
+    try:
+        return job.resolve(gpus).config
+    except UserError:
+        if job.world_size in (None, gpus):
+            raise
+        return job.resolve(job.world_size).config
+
+
+def _budget(text: str | None, kind: str) -> int | None:
+    from megatron.bridge.autotune.gpus import gpu
+
+    if text is None:
+        return None
+    key, _, size = text.partition("=")
+    digits = size.upper().removesuffix("GB")
+    if key != "memory" or not digits.replace(".", "", 1).isdecimal():
+        raise UserError(f"--budget {text}: write memory=SIZE in GB, such as memory=72GB")
+    found = int(float(digits) * 1e9)
+    if not 0 < found <= gpu(kind).memory:
+        raise UserError(f"--budget {text}: {kind} has {gpu(kind).memory / 1e9:.0f} GB, give at most that")
+    return found
+
+
+def _values(words: Iterable[str], option: str) -> dict[str, Any]:
+    """``tensor=8`` as a dict of candidate fields."""
+    from megatron.bridge.autotune.search.candidate import NAMES
+    from megatron.bridge.utils.errors import did_you_mean
+
+    found: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in NAMES:
+            raise UserError(
+                f"{option} {word}: there is no dimension {name}{did_you_mean(name, NAMES)}; known: "
+                f"{', '.join(NAMES)}"
+            )
+        if not value.isdecimal() or not int(value):
+            raise UserError(f"{option} {word}: {name} is a number of at least 1, such as {name}=2")
+        if found.get(name, int(value)) != int(value):
+            raise UserError(f"{option} {word}: {name} was already fixed at {found[name]}: give one value")
+        found[name] = int(value)
+    return found
+
+
+def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
+    if args.fix_oom:
+        return _fix(job, search, args)
+    found = search.run(args.top)
+    found = replace(found, best=[price for price in found.best if _is_valid(job, search, price)])
+    if not found.best:
+        raise UserError(_nothing_fits(search, found))
+    _write(job, search, found, args)
+    if args.explain is not None:
+        return _explained(search, found, args)
+    if args.json:
+        return json.dumps(_as_json(job, search, found), indent=2) + "\n"
+    return "\n".join([*_ranking(search, found), "", *_advice(job, search, found.best[0])]) + "\n"
+
+
+def _nothing_fits(search: "Search", found: "Found") -> str:
+    budget = f"{search.budget / 1e9:.1f} GB on each of {search.world_size} GPUs"
+    if found.smallest is not None:
+        need = f"{found.smallest.fullest / 1e9:.1f} GB ({found.smallest.candidate.label()})"
+        return f"no layout fits into {budget}: the smallest needs {need}; give more GPUs or a larger --budget"
+    if found.tried:
+        return f"no layout fits into {budget}: weights and optimizer state alone need more; give more GPUs"
+    rule, times = found.refused.most_common(1)[0]
+    return f"the rules refuse all layouts on {search.world_size} GPUs, {times} of them: {rule}"
+
+
+def _ranking(search: "Search", found: "Found") -> Iterator[str]:
+    from megatron.bridge.cli.support.text_format import columns
+
+    refused = sum(found.refused.values())
+    yield (
+        f"{found.tried:,} layouts are allowed, {found.too_large:,} of them do not fit into "
+        f"{search.budget / 1e9:.1f} GB; rules refused others {refused:,} times. Predicted, not measured:"
+    )
+    rows = [("", "step", "interval", "tokens/s", "MFU", "GB", "bubble", "layout")]
+    for place, price in enumerate(found.best, 1):
+        step = price.prediction
+        rows.append(
+            (
+                str(place),
+                f"{step.seconds:.3f} s",
+                f"{step.low:.3f}-{step.high:.3f}",
+                f"{step.tokens_per_second:,.0f}",
+                f"{step.mfu:.1%}",
+                f"{price.fullest / 1e9:.1f}",
+                f"{step.bubble:.1%}",
+                price.candidate.label(),
+            )
+        )
+    yield from columns(rows)
+
+
+def overrides(search: "Search", price: "Price") -> list[str]:
+    """The settings of a layout that differ from the config's, as ``key=value``."""
+    from megatron.bridge.autotune.search.candidate import as_overrides
+
+    return as_overrides(search.config, price.candidate.settings())
+
+
+def _advice(job: Job, search: "Search", best: "Price") -> Iterator[str]:
+    current = None if search.problems(search.current) else search.price(search.current)
+    if current is not None:
+        state = "fits" if current.fullest <= search.budget else "does not fit"
+        yield (
+            f"the layout of {job.source} ({search.current.label()}) {state}: {current.seconds:.3f} s, "
+            f"{current.fullest / 1e9:.1f} GB; the best one takes {best.seconds / current.seconds - 1:+.1%} time"
+        )
+    yield f"run the best one with --world-size {search.world_size} in a dry run, and these settings:"
+    yield " ".join(overrides(search, best)) or "(none: it is the layout of the config)"
+
+
+def _explained(search: "Search", found: "Found", args: argparse.Namespace) -> str:
+    from megatron.bridge.autotune.search.explain import alternatives, reason
+
+    best = found.best[0]
+    lines = [f"best: {best.candidate.label()}, {best.seconds:.3f} s, {best.fullest / 1e9:.1f} GB"]
+    values = _values(args.explain, "--explain")
+    if values:
+        candidate = replace(best.candidate, layout=None, **values)
+        lines.append(_line(reason(search, best, candidate)))
+    else:
+        lines += [_line(each) for each in alternatives(search, best)]
+        lines += ["", "no other layout is both faster and smaller than one of these:", *_front(found)]
+    lines += ["", "rules that refused layouts:"]
+    lines += [f"{times:7,} x {rule}" for rule, times in found.refused.most_common(8)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(each: "Reason") -> str:
+    return f"  {each.candidate.label()}: {each.text}"
+
+
+def _front(found: "Found") -> Iterator[str]:
+    from megatron.bridge.autotune.search.explain import pareto
+
+    for price in pareto(found.best):
+        yield f"  {price.seconds:.3f} s, {price.fullest / 1e9:.1f} GB: {price.candidate.label()}"
+
+
+def _fix(job: Job, search: "Search", args: argparse.Namespace) -> str:
+    from megatron.bridge.autotune.search.explain import nearest_fit, steps_to
+
+    goal = nearest_fit(search)
+    if goal is None:
+        raise UserError(_nothing_fits(search, search.run(1)))
+    lines = [f"{goal.candidate.label()}: {goal.seconds:.3f} s, {goal.fullest / 1e9:.1f} GB"]
+    lines += [_change(step) for step in steps_to(search, goal)] or ["the layout of the config fits"]
+    lines += [" ".join(overrides(search, goal))]
+    if args.output is not None:
+        _write_yaml(job, search, goal, args.output)
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def _change(step: "Step") -> str:
+    value = "+".join(step.value[3] or (str(step.value[0]),)) if isinstance(step.value, tuple) else step.value
+    if step.saved is None or step.lost is None:
+        return f"  {step.name}={value}"
+    return f"  {step.name}={value}: saves {step.saved / 1e9:.1f} GB, costs {step.lost:+.3f} s per step"
+
+
+def _as_json(job: Job, search: "Search", found: "Found") -> dict[str, Any]:
+    return {
+        "source": job.source,
+        "gpus": search.world_size,
+        "allowed": found.tried,
+        "too_large": found.too_large,
+        "refused": dict(found.refused),
+        "layouts": [
+            {
+                "layout": price.candidate.label(),
+                "overrides": overrides(search, price),
+                "step_seconds": price.seconds,
+                "interval": [price.prediction.low, price.prediction.high],
+                "tokens_per_second": price.prediction.tokens_per_second,
+                "mfu": price.prediction.mfu,
+                "bytes": list(price.memory),
+                "split": price.prediction.split,
+            }
+            for price in found.best
+        ],
+    }
+
+
+def _write(job: Job, search: "Search", found: "Found", args: argparse.Namespace) -> None:
+    if args.output is not None:
+        _write_yaml(job, search, found.best[0], args.output)
+    if args.report is not None:
+        from megatron.bridge.utils.atomic import write_text
+
+        write_text(args.report, _page(job, search, found))
+
+
+def _with_layout(job: Job, search: "Search", price: "Price") -> Any:
+    """The user's config with a layout."""
+    from megatron.bridge.utils.config.overrides import Layer, apply_layers
+    from megatron.bridge.utils.config.serialize import copy_config
+
+    config = copy_config(job.config)
+    apply_layers(config, [Layer("tune", overrides=overrides(search, price))])
+    return config
+
+
+def _is_valid(job: Job, search: "Search", price: "Price") -> bool:
+    """Whether all rules of a run allow a layout; the search asks those on layouts only."""
+    try:
+        _with_layout(job, search, price).resolve(search.world_size)
+    except UserError:
+        return False
+    return True
+
+
+def _write_yaml(job: Job, search: "Search", price: "Price", path: Path) -> None:
+    """The whole config with the layout."""
+    from megatron.bridge.utils.atomic import write_text
+    from megatron.bridge.utils.config.serialize import dump_yaml
+
+    write_text(path, dump_yaml(_with_layout(job, search, price)))
+
+
+def _page(job: Job, search: "Search", found: "Found") -> str:
+    from megatron.bridge.autotune.report import page, table
+
+    best = found.best[0]
+    rows = [
+        (
+            price.candidate.label(),
+            f"{price.seconds:.3f}",
+            f"{price.fullest / 1e9:.1f}",
+            f"{price.prediction.mfu:.1%}",
+        )
+        for price in found.best
+    ]
+    memory = [(f"stage {stage}", f"{size / 1e9:.1f}") for stage, size in enumerate(best.memory)]
+    sections = [
+        ("Best layouts", table(("layout", "seconds", "GB", "MFU"), rows)),
+        ("Memory of the best layout", table(("", "GB"), memory)),
+        ("Settings", f"<pre>{' '.join(overrides(search, best))}</pre>"),
+    ]
+    return page(f"{job.source} on {search.world_size} x {search.pricer.card}", best.prediction, sections)

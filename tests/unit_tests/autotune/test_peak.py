@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimated activations against the live storages of a real pipeline stage in Megatron-Core's schedule."""
+
+import pytest
+
+from megatron.bridge.autotune import activations, meta_model
+from tests.unit_tests.autotune.measured import peak
+from tests.unit_tests.autotune.models import provider
+from tests.unit_tests.autotune.test_memory import configured
+
+PP, VP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def stage_config(family, layers, **values):
+    model = provider(family, layers, bf16=True, **values)
+    model.bias_activation_fusion = model.resolved().bias_activation_fusion  # as this machine can
+    config = configured(model)
+    config.train.global_batch_size = 8
+    return config.resolve(values.get(PP, 1)).config
+
+
+CASES = [
+    ("llama", 4, {}, 0),
+    ("llama", 4, {PP: 2}, 0),
+    ("llama", 4, {PP: 2}, 1),
+    ("llama", 8, {PP: 2, VP: 2}, 0),
+    ("llama", 8, {PP: 2, VP: 2, **FULL}, 0),
+    ("deepseek_v3", 4, {}, 0),
+]
+
+
+@pytest.mark.parametrize(("family", "layers", "values", "stage"), CASES)
+def test_peak_is_that_of_a_real_stage(family, layers, values, stage):
+    config = stage_config(family, layers, **values)
+    stages = values.get(PP, 1)
+    chunks = meta_model.stage_chunks(config.model)[stage]
+    estimate = activations.activation_bytes(config, chunks, stage, stages)
+    assert estimate == pytest.approx(peak(config, stage, 8), rel=0.08)
+
+
+def test_outputs_of_stages_are_deallocated():
+    """Each microbatch in flight would keep its output: Megatron-LM frees it after sending."""
+    freed = stage_config("llama", 8, **{PP: 2, VP: 4})
+    kept = stage_config("llama", 8, **{PP: 2, VP: 4}, deallocate_pipeline_outputs=False)
+    assert freed.model.resolved().deallocate_pipeline_outputs
+    chunks = meta_model.stage_chunks(freed.model)[0]
+    in_flight = sum(activations.microbatches_in_flight(freed, 0, 2))
+    held = [activations.activation_bytes(config, chunks, 0, 2) for config in (freed, kept)]
+    output = config_output_bytes(freed)
+    assert held[1] - held[0] == in_flight * output
+
+
+def config_output_bytes(config):
+    return config.dataset.seq_length * config.train.micro_batch_size * config.model.hidden_size * 2
+
+
+def test_loss_does_not_add_to_the_backward_pass():
+    config = stage_config("llama", 4)
+    (chunks,) = meta_model.stage_chunks(config.model)
+    found = {moment.name: moment for moment in activations.moments(config, chunks, 0, 1)}
+    assert set(found) == {"loss", "backward of chunk 0"}
+    assert activations.activation_bytes(config, chunks, 0, 1) == max(moment.total for moment in found.values())

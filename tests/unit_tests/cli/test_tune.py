@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge tune``: its layouts pass the rules of a run, its output is taken unchanged, mistakes are named."""
+
+import json
+
+import pytest
+
+from megatron.bridge.cli.main import main
+
+RECIPE = ["--recipe", "llama32_1b_pretrain_config", "--gpus", "8", "--gpu", "h100"]
+
+
+def tune(capsys, *arguments):
+    code = main(["tune", *RECIPE, *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tune")
+    return folder / "tuned.yaml", folder / "report.html"
+
+
+def test_output_is_a_config_that_a_run_takes(capsys, ranked):
+    tuned, report = ranked
+    code, out, _ = tune(capsys, "--json", "--top", "3", "--output", str(tuned), "--report", str(report))
+    assert code == 0
+    found = json.loads(out)
+    seconds = [layout["step_seconds"] for layout in found["layouts"]]
+    assert seconds == sorted(seconds) and len(seconds) == 3
+    for layout in found["layouts"]:
+        assert sum(layout["split"].values()) == pytest.approx(layout["step_seconds"])
+        assert max(layout["bytes"]) <= 72e9
+        assert layout["interval"][0] < layout["step_seconds"] < layout["interval"][1]
+    assert main(["train", "--config", str(tuned), "--dry-run", "--world-size", "8"]) == 0
+    assert "<svg" in report.read_text()
+
+
+def test_fixed_dimensions_stay(capsys):
+    code, out, _ = tune(capsys, "--json", "--top", "2", "--fixed", "tensor=2", "pipeline=2", "context=1")
+    assert code == 0
+    assert all("TP2 PP2" in layout["layout"] for layout in json.loads(out)["layouts"])
+
+
+def test_explain_says_why_a_layout_loses(capsys):
+    code, out, _ = tune(capsys, "--fixed", "pipeline=1", "context=1", "--explain", "tensor=8")
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if line.startswith("  TP8")]
+    assert "slower" in line or "GB more than the budget" in line
+
+
+def test_fix_oom_changes_little(capsys):
+    code, out, _ = tune(capsys, "--fix-oom", "train.micro_batch_size=8", "--budget", "memory=40GB")
+    assert code == 0
+    assert "saves" in out and "GB" in out
+
+
+MISTAKES = [
+    (["--gpu", "h101"], ["h101", "H100 80GB"]),
+    (["--gpu", "a100"], ["A100 40GB", "A100 80GB"]),
+    (["--fixed", "tensr=8"], ["--fixed tensr=8", "tensor"]),
+    (["--fixed", "tensor=x"], ["--fixed tensor=x", "tensor=2"]),
+    (["--fixed", "tensor=2", "tensor=4"], ["--fixed tensor=4", "2"]),
+    (["--budget", "72"], ["--budget 72", "memory=72GB"]),
+    (["--budget", "memory=500GB"], ["--budget memory=500GB", "80 GB"]),
+    (["--budget", "memory=1GB"], ["1.0 GB", "8 GPUs"]),
+    (["--gpus", "7", "--fixed", "tensor=8"], ["7"]),
+    (["--explain", "--fix-oom"], ["--fix-oom", "--explain"]),
+    (["--explain", "speed=2"], ["--explain speed=2", "micro_batch"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=lambda value: " ".join(value)[:30])
+def test_mistakes_name_the_value_and_the_way_out(capsys, arguments, words):
+    code, _, err = tune(capsys, *arguments)
+    assert code == 1
+    assert all(word in err for word in words), err
+    assert "Traceback" not in err
