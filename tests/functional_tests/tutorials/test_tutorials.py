@@ -83,6 +83,15 @@ def test_every_script_is_run_here():
     assert [name for name in names if name not in readme] == []
 
 
+@pytest.mark.slow
+def test_the_reward_rises(tmp_path):
+    output = started(sys.executable, str(ROOT / "tutorials/rl/policy_gradient.py"), folder=tmp_path)
+    rewards = [float(found) for found in re.findall(r"reward (\S+),", output)]
+    assert rewards[0] < 0.2 < 0.6 < rewards[-1]
+    assert all(float(found) < 1e-4 for found in re.findall(r"differ by (\S+),", output))
+    assert (tmp_path / "runs/tutorials/rl/reward.png").stat().st_size
+
+
 # ---- tutorials/recipes/llama ------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,8 @@ class DecodingState:
         self._vocabulary: int = config.padded_vocab_size // config.tensor_model_parallel_size
         self._step: Step | None = None
         self._rows: Tensor | None = None
+        self._packing = _Changes()
+        self._is_attached = False
 
     @property
     def step(self) -> Step:
@@ -101,8 +103,9 @@ class DecodingState:
                 changes.set(module, "forward", self._angles_of(self._rotary[id(module)]))
             for module in _modules(self.bare, GroupedLinear):
                 changes.set(module, "row_multiple", ROW_MULTIPLE)
+            self._is_attached = True
             if self._pack:
-                self._pack_weights(changes)
+                self._pack_weights(self._packing)
             for module in _modules(self.bare, SharedExpertMLP):
                 plain = module.use_shared_expert_gate and not isinstance(module.gate_weight, DTensor)
                 if plain and not module.config.moe_shared_expert_overlap:
@@ -116,7 +119,19 @@ class DecodingState:
                     changes.set(chunk.output_layer, "sequence_parallel", False)  # the hook has gathered
             yield
         finally:
+            self._is_attached = False
+            self._packing.undo()
             changes.undo()
+
+    @contextmanager
+    def plain_weights(self) -> Iterator[None]:
+        """The parameters hold their numbers inside the context, and may be changed."""
+        self._packing.undo()
+        try:
+            yield
+        finally:
+            if self._pack and self._is_attached:
+                self._pack_weights(self._packing)
 
     def _pack_weights(self, changes: "_Changes") -> None:
         kept = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}

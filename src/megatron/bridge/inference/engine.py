@@ -7,9 +7,9 @@ own, and every rank keeps the books of all lanes.
 
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,10 @@ from megatron.bridge.inference.sampler import Output, read_logprob, width_of
 from megatron.bridge.inference.scheduler import Limits, Plan, Scheduler, Text
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
+
+Running = Literal["abort", "finish", "keep"]
+"""What becomes of texts that run when the weights change: they end as they are, go on to their end first, or go on
+with the new weights, and with caches that the old ones have filled."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._lane = parallel_state.get_data_parallel_rank()
         self._jobs: dict[int, Job] = {}
         self._attached = self._state.attached()
+        self.weight_version = 0
 
     def __enter__(self) -> Self:
         self._attached.__enter__()
@@ -168,6 +173,36 @@ class Engine(AbstractContextManager["Engine"]):
         if not job.is_over:
             self._finish(job, "cancelled")
 
+    def plain_weights(self) -> AbstractContextManager[None]:
+        """The parameters hold their numbers inside the context, to be read; see ``EngineConfig.pack``."""
+        return self._state.plain_weights()
+
+    @contextmanager
+    def new_weights(self, running: Running = "abort") -> Iterator[None]:
+        """Change the parameters inside the context, on all ranks; nothing else may happen meanwhile.
+
+        Texts that wait and have not begun stay. Caches are not reused across the change.
+
+        Args:
+            running: what becomes of texts that run.
+
+        Raises:
+            UserError: ``running`` is none of the three.
+        """
+        if running not in get_args(Running):
+            raise UserError(f"running={running!r} must be one of {', '.join(get_args(Running))}")
+        if running == "finish":
+            while any(lane.running for lane in self.lanes):
+                self.step()
+        if running == "abort":
+            for job in [job for job in self._jobs.values() if job.completion.tokens or job.text.computed]:
+                self.cancel(job)
+        for lane in self.lanes:
+            lane.forget_caches()
+        with self._state.plain_weights():
+            yield
+        self.weight_version += 1
+
     # ---- steps --------------------------------------------------------------------------------------------------
 
     @property
@@ -226,6 +261,7 @@ class Engine(AbstractContextManager["Engine"]):
         token = int(row[0])
         job.text.tokens.append(token)
         job.completion.tokens.append(token)
+        job.completion.weight_versions.append(self.weight_version)
         if output.top is not None:
             job.completion.logprobs.append(read_logprob(row, output.top, width))
         self._end_or_go_on(job, token)

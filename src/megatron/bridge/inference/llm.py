@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 from megatron.bridge.inference.prompts import Messages, Prompt, as_list, chat_tokens, prompt_tokens
+from megatron.bridge.inference.refit.steps import WeightStep
 from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
@@ -65,6 +66,7 @@ class LLM:
         options = {key: value for key, value in locals().items() if key not in ("self", "path")}
         self._cleanup = ExitStack()
         self._workers: Any = None
+        self._replacement: Any = None
         wanted = _check(tp, pp, ep, etp, max_requests, chunk, rows)
         if wanted > 1 and "RANK" not in os.environ:
             from megatron.bridge.inference.workers import Workers
@@ -96,6 +98,7 @@ class LLM:
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
         self.hf, self.max_context, self.declared_ends = model.hf, context, declared_ends(model.folder)
         self.engine = self._cleanup.enter_context(Engine(model.chunks, config, model.hf))
+        self._bridge, self._chunks = model.bridge, model.chunks
 
     def facts(self) -> Iterator[tuple[Any, int, set[int]]]:
         """Tokenizer, longest text and end tokens, for a process that has not loaded the model."""
@@ -212,6 +215,34 @@ class LLM:
         scoring = Sampling(max_new_tokens=0, prompt_logprobs=top)
         return [completions[0].prompt_logprobs for completions in self.generate(texts, scoring)]
 
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def replace_weights(self, step: WeightStep) -> None:
+        """One step of new weights; ``refit.sender.Refit`` takes all of them.
+
+        Raises:
+            UserError: the weights are not those of the model.
+        """
+        if self._workers is None:
+            for _ in self.weight_step(step):
+                pass
+            return
+        for _ in self._workers.iterate("weight_step", (step,)):
+            pass
+
+    def weight_step(self, step: WeightStep) -> Iterator[None]:
+        """``replace_weights`` on each rank."""
+        from megatron.bridge.inference.refit.replacement import Replacement
+
+        if self._bridge is None:
+            raise UserError(
+                "this engine was loaded from a Megatron checkpoint: load a Hugging Face model to refit it"
+            )
+        if self._replacement is None:
+            self._replacement = Replacement(self.engine, self._bridge, self._chunks)
+        self._replacement.take(step)
+        yield from ()
+
     def _tokens(self, prompt: Prompt | Messages, where: str, sampling: Sampling) -> list[int]:
         """The tokens of a prompt or a conversation, checked."""
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
@@ -234,6 +265,16 @@ class LLM:
         finally:
             for job in (job for choices in jobs for job in choices):
                 self.engine.cancel(job)
+
+
+def ranks_of(options: dict[str, Any]) -> int:
+    """How many processes an ``LLM`` with these options takes.
+
+    Raises:
+        UserError: a size below 1.
+    """
+    defaults = {"tp": 1, "pp": 1, "ep": 1, "etp": None, "max_requests": 32, "chunk": 256, "rows": 1024}
+    return _check(*(options.get(name, value) for name, value in defaults.items()))
 
 
 def _check(tp: int, pp: int, ep: int, etp: int | None, *sizes: int) -> int:

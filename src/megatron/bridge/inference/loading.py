@@ -31,6 +31,7 @@ class LoadedModel:
         folder: where the tokenizer and ``generation_config.json`` are.
         vocabulary: tokens without padding.
         max_context: tokens that the model was made for.
+        bridge: of the architecture; None for a Megatron checkpoint.
     """
 
     chunks: list[Any]
@@ -38,6 +39,7 @@ class LoadedModel:
     folder: Path | None
     vocabulary: int
     max_context: int
+    bridge: AutoBridge | None = None
 
 
 def load(
@@ -83,7 +85,7 @@ def load(
     for chunk in chunks:
         chunk.eval()
     hf = _tokenizer(folder, tokenizer, trust_remote_code)
-    return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider))
+    return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider), bridge)
 
 
 def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:

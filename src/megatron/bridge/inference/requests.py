@@ -23,7 +23,7 @@ class Sampling:
     max_new_tokens: int = 256
     """Tokens to generate at most; 0 only computes log-probabilities of the prompt."""
     temperature: float = 0.0
-    """Divides the logits; 0 takes the most likely token."""
+    """Divides the logits; 0, and what is below 1e-6, takes the most likely token."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -81,7 +81,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < 1e-6
 
     @property
     def changes_logits(self) -> bool:
@@ -159,3 +159,5 @@ class Completion:
     """Of ``tokens``, if asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of the prompt's tokens from the second on, if asked for."""
+    weight_versions: list[int] = field(default_factory=list)
+    """Of ``tokens``: how many times the weights had been replaced when each was generated."""

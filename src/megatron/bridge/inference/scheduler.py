@@ -31,6 +31,7 @@ class Text:
         computed: tokens that the caches hold.
         extent: first token in the caches; None without memory.
         slot: index of recurrent states; None without memory.
+        shares: whether its caches may serve other texts.
     """
 
     tokens: list[int]
@@ -44,6 +45,7 @@ class Text:
     computed: int = 0
     extent: int | None = None
     slot: int | None = None
+    shares: bool = True
 
     def __post_init__(self) -> None:
         # the last token of a text that is only scored has no successor
@@ -164,7 +166,7 @@ class Scheduler:
         assert text.extent is not None
         self._slots.append(text.slot)
         text.slot = None
-        if self.limits.reuses and text.computed >= self.limits.chunk:
+        if self.limits.reuses and text.shares and text.computed >= self.limits.chunk:
             self._over[text.extent] = text
         else:
             self._release(text)
@@ -172,6 +174,11 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.running)
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of the caches that running texts hold."""
+        return sum(self.arena.length(text.extent) for text in self.running if text.extent is not None)
 
     def plan(self) -> Plan:
         """The next step; empty only when nothing waits or runs."""
@@ -193,7 +200,7 @@ class Scheduler:
             text = work.text
             text.scored = work.scored.stop if work.scored else text.scored
             text.computed = work.start + work.count
-            if self.limits.reuses and text.computed <= text.prompt_length:
+            if self.limits.reuses and text.shares and text.computed <= text.prompt_length:
                 self._index(text, work.start, text.computed)
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -291,6 +298,14 @@ class Scheduler:
         self._forget(text)
         self.arena.give_back(text.extent)
         text.extent = None
+
+    def forget_caches(self) -> None:
+        """Reuse nothing that was computed so far: the weights change."""
+        for text in list(self._over.values()):
+            self._release(text)
+        self._chunks.clear()
+        for text in self.running:
+            text.shares = False
 
     # ---- texts that begin alike ---------------------------------------------------------------------------------
 

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that an engine has the weights it was sent: log-probabilities of fixed texts must be the trainer's.
+
+Engines were seen to report success and to go on with their old weights.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.inference.engine import Engine, EngineConfig
+from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.utils.errors import UserError
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+"""Largest difference of a log-probability by the dtype that computes it: two layouts round differently."""
+SCORING = Sampling(max_new_tokens=0, prompt_logprobs=0)
+
+
+class Canary:
+    """Texts whose log-probabilities the trainer and the engine must agree on.
+
+    Args:
+        prompts: token ids of each text, at least two tokens.
+        tolerance: largest difference; by the dtype of the model when None.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], tolerance: float | None = None) -> None:
+        if not prompts or any(len(prompt) < 2 for prompt in prompts):
+            raise UserError("a canary needs texts of at least two tokens, of which the first is not scored")
+        self.prompts = [list(prompt) for prompt in prompts]
+        self._tolerance = tolerance
+        self._old: list[float] | None = None
+
+    def trainer_logprobs(self, chunks: Sequence[Any]) -> list[float]:
+        """Those of the live model, on all of its ranks; whatever mode the model is in, it is in it again after."""
+        config: Any = unwrap(chunks[0]).config
+        longest = max(32, *map(len, self.prompts))
+        limits = EngineConfig(longest, config.vocab_size, kv_memory=1 << 30, max_requests=len(self.prompts))
+        training = [chunk.training for chunk in chunks]
+        for chunk in chunks:
+            chunk.eval()
+        try:
+            with Engine(chunks, limits) as engine:
+                jobs = [engine.submit(prompt, SCORING)[0] for prompt in self.prompts]
+                list(engine.run())
+        finally:
+            for chunk, mode in zip(chunks, training, strict=True):
+                chunk.train(mode)
+        self._dtype = config.params_dtype
+        return [one.logprob for job in jobs for one in job.completion.prompt_logprobs]
+
+    def check(self, expected: Sequence[float], found: Sequence[float]) -> float:
+        """Compare, and remember the trainer's numbers for the next time.
+
+        Args:
+            expected: of the trainer.
+            found: of the engine.
+
+        Returns:
+            The largest difference.
+
+        Raises:
+            UserError: the engine has other weights, or still those of the last time.
+        """
+        limit = TOLERANCE[self._dtype] if self._tolerance is None else self._tolerance
+        worst = _distance(expected, found)
+        old, self._old = self._old, list(expected)
+        if not worst <= limit:
+            raise UserError(
+                f"the engine's log-probabilities of the canary differ from the trainer's by {worst:.2g}, and the "
+                f"limit is {limit:.2g}: it does not have the weights that were sent, so start it again"
+            )
+        if old is not None and _distance(old, expected) > 0 and _mean(old, found) < _mean(expected, found):
+            raise UserError(
+                "the engine's log-probabilities of the canary are nearer to those before the trainer's last step "
+                "than to the present ones: it kept its old weights, so start it again from an export"
+            )
+        return worst
+
+
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Largest difference; NaN if there is one."""
+    return float((torch.tensor(one).double() - torch.tensor(other).double()).abs().max())
+
+
+def _mean(one: Sequence[float], other: Sequence[float]) -> float:
+    return float((torch.tensor(one).double() - torch.tensor(other).double()).abs().mean())

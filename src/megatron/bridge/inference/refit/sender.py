@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sending side: a live Megatron model's weights to engines on this machine, through shared memory."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.bridge.inference.engine import Running
+from megatron.bridge.inference.refit import packing
+from megatron.bridge.inference.refit.canary import SCORING, Canary
+from megatron.bridge.inference.refit.shared_buffer import SharedBuffer
+from megatron.bridge.inference.refit.steps import Begin, Bucket, Finish, WeightStep
+from megatron.bridge.inference.refit.stream import WeightStream
+from megatron.bridge.utils.distributed import rank
+
+BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """What was sent.
+
+    Attributes:
+        tensors: how many.
+        bytes: of them.
+        seconds: that it took, without the canary.
+        difference: largest difference of the canary's log-probabilities; None without a canary.
+    """
+
+    tensors: int
+    bytes: int
+    seconds: float
+    difference: float | None = None
+
+
+def send_weights(
+    stream: WeightStream,
+    take: Callable[[WeightStep], object] | None,
+    bucket_bytes: int = BUCKET_BYTES,
+    changed_only: bool = False,
+    running: Running = "abort",
+) -> RefitReport:
+    """Send weights once; every rank of the trainer calls this.
+
+    Args:
+        stream: of the model.
+        take: hands a step to the receiver and returns when it is done; None on ranks that only take part in the
+            exchange.
+        bucket_bytes: of shared memory; a larger tensor takes what it needs.
+        changed_only: leave out what is as it was at the last call.
+        running: what becomes of texts that run.
+    """
+    start = time.perf_counter()
+    tasks = stream.changed() if changed_only else None
+    infos = stream.metadata(tasks)
+    buckets = packing.layout(infos, bucket_bytes)
+    if take is None or not infos:
+        for _ in stream.send(tasks):
+            pass
+    else:
+        _send(stream.send(tasks), buckets, take, lambda size, path: Begin(
+            infos, bucket_bytes, path, size, changed_only, running
+        ))  # fmt: skip
+    if changed_only:
+        stream.mark_sent()
+    return RefitReport(len(infos), sum(info.bytes for info in infos), time.perf_counter() - start)
+
+
+def _send(
+    named: Any, buckets: Sequence[Sequence[packing.Slot]], take: Callable[[WeightStep], object], begin: Any
+) -> None:
+    buffer = SharedBuffer(packing.buffer_bytes(buckets))
+    try:
+        take(begin(buffer.size, buffer.path))
+    finally:
+        buffer.unlink()
+    for index, bucket in enumerate(buckets):
+        for slot in bucket:
+            _, weight = next(named)
+            slot.view(buffer.bytes).copy_(weight.detach())
+        take(Bucket(index))
+    for _ in named:  # the last exchange ends
+        pass
+    take(Finish())
+
+
+class Refit:
+    """Keeps an engine at the weights of a model that trains, and proves it each time.
+
+    Args:
+        llm: the engine, an ``LLM``; None on the ranks of the trainer that do not own it.
+        stream: of the model; on every rank of the trainer.
+        chunks: of this rank of the trainer, for the canary.
+        canary: texts to compare on.
+        bucket_bytes: of shared memory.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        stream: WeightStream,
+        chunks: Sequence[Any],
+        canary: Canary,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._llm, self._stream, self._chunks, self._canary = llm, stream, chunks, canary
+        self._bucket_bytes = bucket_bytes
+
+    def __call__(self, changed_only: bool = False, running: Running = "abort") -> RefitReport:
+        """Send the weights as they are now; every rank of the trainer calls this.
+
+        Args:
+            changed_only: leave out what is as it was at the last call with ``changed_only``.
+            running: what becomes of texts that run.
+
+        Raises:
+            UserError: the engine cannot take the weights, or the canary says that it has not.
+        """
+        expected = self._canary.trainer_logprobs(self._chunks)
+        take = None if self._llm is None else self._llm.replace_weights
+        report = send_weights(self._stream, take, self._bucket_bytes, changed_only, running)
+        if self._llm is None:
+            return report
+        assert rank() == 0, "rank 0 owns the engine"
+        found = self._llm.generate(self._canary.prompts, SCORING)
+        logprobs = [one.logprob for completions in found for one in completions[0].prompt_logprobs]
+        difference = self._canary.check(expected, logprobs)
+        return RefitReport(report.tensors, report.bytes, report.seconds, difference)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sender says to a receiver, in this order: ``Begin``, a ``Bucket`` for each, ``Finish``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Begin:
+    """New weights are coming.
+
+    Attributes:
+        infos: ``WeightInfo`` of each tensor, in order.
+        bucket_bytes: as ``packing.layout`` takes it, so that both sides know what a bucket holds.
+        path: of the shared buffer.
+        size: of the shared buffer.
+        partial: only tensors that changed are coming.
+        running: what becomes of texts that run, as ``Engine.new_weights`` takes it.
+    """
+
+    infos: list[Any]
+    bucket_bytes: int
+    path: Path
+    size: int
+    partial: bool
+    running: Any = "abort"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The buffer holds the tensors of bucket ``index``; it may be filled again after the answer."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Everything has come."""
+
+
+WeightStep = Begin | Bucket | Finish

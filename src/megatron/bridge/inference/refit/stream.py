@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer sends: names, shapes and dtypes known without moving a byte, then the tensors in that order."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megatron.bridge.backends.fsdp import sharded_rows
+from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedModule
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.models.conversion.engine.buckets import BUCKET_BYTES
+from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
+from megatron.bridge.utils.distributed import reduce_numbers
+from megatron.bridge.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class WeightInfo:
+    """A tensor that is going to come."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class WeightStream:
+    """The Hugging Face tensors of a live Megatron model, as often as they are wanted.
+
+    A tensor that is tied to another one comes once, under the first name.
+
+    The ranks of the model make one each. Nothing but the first call of the constructor and the iteration
+    communicates.
+
+    Args:
+        bridge: of the model's architecture.
+        model: this rank's chunks.
+        dtype: convert floating-point tensors to this dtype; None leaves them as they are.
+        bucket_bytes: what ranks exchange at a time.
+    """
+
+    def __init__(
+        self, bridge: AutoBridge, model: Any, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._bridge, self._model, self._dtype, self._bucket_bytes = bridge, model, dtype, bucket_bytes
+        self._plan = bridge.plan(model)
+        self._hashes: dict[str, str] = {}
+        self._new: dict[str, str] = {}
+
+    def metadata(self, tasks: Sequence[WeightConversionTask] | None = None) -> list[WeightInfo]:
+        """What iterating yields, in its order; nothing is read and nothing is sent.
+
+        Args:
+            tasks: those that will be sent; all when None.
+        """
+        chosen = self._plan.tasks if tasks is None else tasks
+        return [info for task, names in _completed(chosen) for info in self._infos(task, names)]
+
+    def _infos(self, task: WeightConversionTask, names: Sequence[str]) -> Iterator[WeightInfo]:
+        shapes = task.hf_shapes
+        dtype = self._dtype if self._dtype is not None and task.dtype.is_floating_point else task.dtype
+        for name in names:
+            yield WeightInfo(name, shapes[name], dtype)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.send()
+
+    def send(self, tasks: Sequence[WeightConversionTask] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) as ``metadata`` announces, on every rank; all ranks must iterate.
+
+        Args:
+            tasks: those of ``changed``; all when None.
+
+        Raises:
+            UserError: a tensor is not as announced, because its mapping computes another shape.
+        """
+        infos = self.metadata(tasks)
+        named: Any = self._bridge.export_hf_weights(
+            self._model,
+            show_progress=False,
+            conversion_tasks=self._plan.tasks if tasks is None else tasks,
+            bucket_bytes=self._bucket_bytes,
+            weight_dtype=self._dtype,
+        )
+        for info, (name, weight) in zip(infos, named, strict=True):
+            if (name, tuple(weight.shape), weight.dtype) != (info.name, info.shape, info.dtype):
+                raise UserError(
+                    f"tensor {name} came as {list(weight.shape)} {weight.dtype} where {info.name} "
+                    f"{list(info.shape)} {info.dtype} was announced: export the model to files instead"
+                )
+            yield name, weight
+
+    # ---- what changed -------------------------------------------------------------------------------------------
+
+    def changed(self) -> list[WeightConversionTask]:
+        """The tasks whose parameter, on any rank, is not the one of the last ``mark_sent``.
+
+        Parameters are hashed where they are, before anything is exchanged. One that an adapter is put into always
+        counts as changed. All ranks must call it.
+        """
+        tasks = self._plan.tasks
+        self._new = {task.global_param_name: _hash(task) for task in tasks if task.param_weight is not None}
+        flags = [self._differs(task) for task in tasks]
+        anywhere = [bool(flag) for flag in reduce_numbers(flags, "MAX")]
+        names = {
+            name for task, flag in zip(tasks, anywhere, strict=True) if flag for name in task.mapping.hf_names
+        }
+        return [task for task in tasks if names.intersection(task.mapping.hf_names)]
+
+    def _differs(self, task: WeightConversionTask) -> bool:
+        if isinstance(task.megatron_module, AdaptedModule):
+            return True
+        name = task.global_param_name
+        return name in self._new and self._new[name] != self._hashes.get(name)
+
+    def mark_sent(self) -> None:
+        """What the last ``changed`` saw has arrived."""
+        self._hashes |= self._new
+
+
+def _completed(tasks: Sequence[WeightConversionTask]) -> Iterator[tuple[WeightConversionTask, list[str]]]:
+    """Each task that is exported, with the tensors that are whole after it."""
+    missing: dict[str, int] = {}
+    for task in tasks:
+        if task.is_copy:
+            continue
+        if not task.mapping.is_stacked:
+            yield task, list(task.mapping.hf_slice_shapes(task.shard))
+            continue
+        whole: list[str] = []
+        experts: int = task.shard.config.num_moe_experts
+        for name in task.mapping.hf_slice_shapes(task.shard):
+            missing[name] = missing.get(name, experts) - 1
+            whole += [] if missing[name] else [name]
+        yield task, whole
+
+
+@torch.no_grad()
+def _hash(task: WeightConversionTask) -> str:
+    """Of this rank's part of a parameter."""
+    assert task.param_weight is not None
+    local = sharded_rows.local_rows(task.param_weight).detach().contiguous().cpu()
+    return xxhash.xxh3_128_hexdigest(local.flatten().view(torch.uint8).numpy())

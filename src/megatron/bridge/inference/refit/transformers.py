@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that arrive, into a model of transformers, in place."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.inference.refit.stream import WeightInfo
+from megatron.bridge.utils.errors import UserError, first_few
+
+# transformers keeps the experts of a layer in one parameter, checkpoints keep each for itself
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class TransformersReceiver:
+    """Fills the parameters of ``model``, which stays where it is, so that whoever generates with it sees them.
+
+    Args:
+        model: a causal language model of transformers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._state: dict[str, Tensor] = parameters | dict(model.named_buffers())
+        self._needed = {name: id(parameter) for name, parameter in parameters.items()}
+
+    def begin(self, infos: Sequence[WeightInfo], partial: bool = False) -> None:
+        """Prepare for tensors.
+
+        Args:
+            infos: those that will come.
+            partial: only what changed comes; the rest stays as it is.
+
+        Raises:
+            UserError: they are not those of the model; nothing has changed.
+        """
+        filled: set[int] = set()
+        problems: list[str] = []
+        self._expected = {info.name for info in infos}
+        for info in infos:
+            target = self._target(info.name)
+            if target is None or tuple(target.shape) != info.shape:
+                problems.append(f"{info.name} {list(info.shape)}")
+            filled |= {id(tensor) for tensor in self._parameters_of(info.name)}
+        missing = [name for name, identity in self._needed.items() if identity not in filled and not partial]
+        if problems or missing:
+            what = f"hold {first_few(problems)} besides" if problems else f"lack {first_few(missing)}"
+            raise UserError(
+                f"the weights of the trainer {what}: transformers stores this model otherwise, so load an export"
+            )
+
+    @torch.no_grad()
+    def receive(self, name: str, weight: Tensor) -> None:
+        """Take a tensor, which may be overwritten after the call."""
+        target = self._target(name)
+        assert target is not None
+        target.copy_(weight)
+        self._expected.discard(name)
+
+    def finish(self) -> None:
+        """Check that everything has come.
+
+        Raises:
+            UserError: a tensor that was announced has not come.
+        """
+        if self._expected:
+            raise UserError(
+                f"the weights ended before {first_few(sorted(self._expected))}: send all that was announced"
+            )
+
+    def _target(self, name: str) -> Tensor | None:
+        """Where a tensor goes, or None."""
+        if name in self._state:
+            return self._state[name]
+        found = _EXPERT.fullmatch(name)
+        (stack, *_) = [*self._parameters_of(name), None]
+        if found is None or stack is None:
+            return None
+        expert = stack.detach()[int(found[2])]
+        if found[3] == "down":
+            return expert
+        return expert.chunk(2)[0 if found[3] == "gate" else 1]
+
+    def _parameters_of(self, name: str) -> Iterator[Tensor]:
+        if name in self._state:
+            yield self._state[name]
+        elif found := _EXPERT.fullmatch(name):
+            kind = "down_proj" if found[3] == "down" else "gate_up_proj"
+            if f"{found[1]}.{kind}" in self._state:
+                yield self._state[f"{found[1]}.{kind}"]
