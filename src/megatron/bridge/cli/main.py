@@ -28,6 +28,7 @@ SUBCOMMANDS = {
     "tune": "find the fastest parallel layout that fits, without a GPU",
     "generate": "continue prompts with any checkpoint",
     "chat": "chat with any checkpoint",
+    "serve": "serve any checkpoint with OpenAI's endpoints",
     "eval": "evaluate any checkpoint with lm-evaluation-harness",
     "convert": "convert a Hugging Face model to a Megatron checkpoint",
     "export": "convert a Megatron checkpoint to a Hugging Face model",

@@ -4,6 +4,8 @@
 import os
 import signal
 import socket
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -13,6 +15,11 @@ from typing import Any
 
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.processes import die_with_parent
+
+BEAT_SECONDS = 2.0
+"""How often a rank in a conversation says that it is alive, whatever it computes."""
+SILENT_SECONDS = 25.0
+"""After this time without a sign of life, a rank is given up."""
 
 
 class Workers(AbstractContextManager["Workers"]):
@@ -72,6 +79,56 @@ class Workers(AbstractContextManager["Workers"]):
             kind, value = self._receive(0)
         self._answers(first=(kind, value))
 
+    def start(self, function: Callable[..., Iterator[Any]], *args: Any) -> None:
+        """Have all ranks begin a conversation: ``function(llm, receive, *args)`` of a module.
+
+        ``receive(seconds)`` gives rank 0 the messages of ``send``, for the first of which it waits; other ranks
+        get none. What rank 0 yields comes out of ``messages``.
+        """
+        for rank in range(len(self._pipes)):
+            self._send(rank, (function, args, False))
+
+    def send(self, message: Any) -> None:
+        """Give rank 0 a message; blocks while its pipe is full."""
+        self._send(0, message)
+
+    def messages(self, silence: float = SILENT_SECONDS) -> Iterator[Any]:
+        """What rank 0 yields in a conversation, until all ranks are done.
+
+        Raises:
+            UserError: a rank has ended, or gave no sign of life for ``silence`` seconds.
+            RuntimeError: a rank failed; the message is its traceback.
+        """
+        heard = dict.fromkeys(range(len(self._pipes)), time.monotonic())
+        while heard:
+            ready = connection.wait([*self._pipes, *(it.sentinel for it in self._processes)], timeout=1.0)
+            for rank in [rank for rank in heard if self._pipes[rank] in ready]:
+                kind, value = self._next(rank)
+                heard[rank] = time.monotonic()
+                if kind == "piece":
+                    yield value
+                elif kind == "done":
+                    del heard[rank]
+                elif kind != "beat":
+                    raise RuntimeError(value)
+            self._refuse_silent(heard, silence)
+
+    def _next(self, rank: int) -> tuple[str, Any]:
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, OSError):
+            self._processes[rank].join(timeout=1.0)
+            self._refuse_ended()
+            raise
+
+    def _refuse_silent(self, heard: dict[int, float], silence: float) -> None:
+        for rank, last in heard.items():
+            if time.monotonic() - last > silence:
+                self.__exit__()
+                raise UserError(
+                    f"rank {rank} of {len(self._processes)} gave no sign of life for {silence:.0f} s: start again"
+                )
+
     def _drain(self) -> None:
         """End what the caller does not want to hear any more."""
         self._send(0, "stop")
@@ -104,13 +161,16 @@ class Workers(AbstractContextManager["Workers"]):
                     return pipe.recv()
                 except EOFError:
                     pass
-            for number, process in enumerate(self._processes):
-                if process.exitcode is not None:
-                    self.__exit__()
-                    raise UserError(
-                        f"rank {number} of {len(self._processes)} ended with exit code {process.exitcode}: start "
-                        "again, with less kv_memory if the machine ran out of memory"
-                    )
+            self._refuse_ended()
+
+    def _refuse_ended(self) -> None:
+        for number, process in enumerate(self._processes):
+            if process.exitcode is not None:
+                self.__exit__()
+                raise UserError(
+                    f"rank {number} of {len(self._processes)} ended with exit code {process.exitcode}: start "
+                    "again, with less kv_memory if the machine ran out of memory"
+                )
 
 
 def _free_port() -> int:
@@ -149,8 +209,11 @@ def _answer(pipe: Any, function: Callable[[], Any]) -> None:
         pipe.send(("failed", traceback.format_exc()))
 
 
-def _iterate(llm: Any, pipe: Any, rank: int, method: str, args: tuple[Any, ...], may_stop: bool) -> None:
-    """Send what the method yields; all ranks agree when to stop."""
+def _iterate(llm: Any, pipe: Any, rank: int, method: Any, args: tuple[Any, ...], may_stop: bool) -> None:
+    """Send what the method or function yields; all ranks agree when to stop."""
+    if callable(method):
+        _converse(llm, pipe, rank, method, args)
+        return
 
     def stopped() -> bool:
         return rank == 0 and pipe.poll() and pipe.recv() == "stop"
@@ -159,3 +222,32 @@ def _iterate(llm: Any, pipe: Any, rank: int, method: str, args: tuple[Any, ...],
     for piece in found:
         if rank == 0:
             pipe.send(("piece", piece))
+
+
+def _converse(llm: Any, pipe: Any, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    lock, over = threading.Lock(), threading.Event()
+
+    def send(kind: str, value: Any = None) -> None:
+        with lock:
+            pipe.send((kind, value))
+
+    def receive(seconds: float) -> list[Any]:
+        messages: list[Any] = []
+        while rank == 0 and pipe.poll(0 if messages else seconds):
+            messages.append(pipe.recv())
+        return messages
+
+    def beat() -> None:
+        while not over.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                send("beat")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        for piece in function(llm, receive, *args):
+            if rank == 0:
+                send("piece", piece)
+    finally:
+        over.set()
+        thread.join()

@@ -75,18 +75,20 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
+_SAME = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context", "max_requests", "kv_memory")
+
+
 def load(args: argparse.Namespace) -> Any:
     """The ``LLM`` of the arguments."""
     from megatron.bridge.inference.llm import LLM
 
-    same = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context", "max_requests", "kv_memory")
-    return LLM(
-        args.model,
-        template=_template(args.template),
-        trust_remote_code=args.trust_remote_code,
-        trust_checkpoint=args.trust_checkpoint,
-        **{name: getattr(args, name) for name in same},
-    )
+    return LLM(args.model, **llm_options(args))
+
+
+def llm_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``LLM`` takes beside the path, of the arguments of ``add_model_options``."""
+    names = (*_SAME, "trust_remote_code", "trust_checkpoint")
+    return {"template": _template(args.template), **{name: getattr(args, name) for name in names}}
 
 
 def add_script_options(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge serve``: a server with OpenAI's endpoints, for any checkpoint, under any layout."""
+
+import argparse
+import os
+from pathlib import Path
+
+from megatron.bridge.cli.support import inference_options
+from megatron.bridge.cli.support.parser import count
+from megatron.bridge.utils.atomic import read_text
+from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.optional_imports import import_optional
+
+DESCRIPTION = (
+    "Serve a model with OpenAI's endpoints and a chat page (the extra serve). Without a key, only this machine "
+    "can reach it."
+)
+EXAMPLES = """examples:
+  megatron-bridge serve HuggingFaceTB/SmolLM2-135M-Instruct
+  megatron-bridge serve runs/sft --tp 2 --host 0.0.0.0 --api-key-file key.txt
+
+The key can also be in the variable MEGATRON_BRIDGE_API_KEY. SIGTERM finishes what runs.
+"""
+KEY_VARIABLE = "MEGATRON_BRIDGE_API_KEY"
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+_SHORTEST_KEY = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    inference_options.add_model_options(parser)
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need a key")
+    server.add_argument("--port", type=int, default=8000, help="port to listen on (8000); 0 takes a free one")
+    server.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key of every request")
+    server.add_argument("--name", help="of the model in requests (default: the last part of PATH)")
+    server.add_argument("--max-queue", type=count, default=256, metavar="N", help="texts that may wait (256)")
+    server.add_argument(
+        "--request-timeout", type=count, default=600, metavar="S", help="seconds until a request is given up (600)"
+    )
+    server.add_argument(
+        "--drain-timeout", type=count, default=600, metavar="S", help="seconds to finish after SIGTERM (600)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    for package in PACKAGES:
+        import_optional(package, "serve", "serve")
+    from megatron.bridge.inference.server.run import ServeConfig, serve
+
+    if "RANK" in os.environ:
+        raise UserError("serve starts its own processes: start it without torchrun, with --tp, --pp and --ep")
+    if not 0 <= args.port < 1 << 16:
+        raise UserError(f"--port {args.port} must be from 0 to 65535: 0 takes a free one")
+    config = ServeConfig(
+        name=args.name or Path(args.model).resolve().name,
+        host=args.host,
+        port=args.port,
+        api_key=read_key(args.api_key_file),
+        max_queue=args.max_queue,
+        request_seconds=args.request_timeout,
+        drain_seconds=args.drain_timeout,
+    )
+    serve(args.model, inference_options.llm_options(args), config)
+    return 0
+
+
+def read_key(path: Path | None) -> str | None:
+    """The key, from the file or the environment; None without one.
+
+    Raises:
+        UserError: it is too short, or the file cannot be read.
+    """
+    where = KEY_VARIABLE if path is None else f"--api-key-file {path}"
+    text = os.environ.get(KEY_VARIABLE) if path is None else read_text(path, where)
+    if text is None:
+        return None
+    key = text.strip()
+    if len(key) < _SHORTEST_KEY or not key.isascii() or any(letter.isspace() for letter in key):
+        raise UserError(
+            f"{where} must hold one key of at least {_SHORTEST_KEY} ASCII characters without spaces: make one "
+            "with `openssl rand -hex 32`"
+        )
+    return key

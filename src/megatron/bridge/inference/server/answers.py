@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects that OpenAI's endpoints answer with, whole or in pieces; the pieces join to the whole."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from megatron.bridge.inference.requests import TokenLogprob
+from megatron.bridge.inference.server.engine_loop import Progress
+
+Json = dict[str, Any]
+
+
+class TokenTexts:
+    """Texts of single tokens.
+
+    Args:
+        hf: tokenizer of transformers.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self.of = lru_cache(maxsize=65536)(lambda token: str(hf.decode([token], skip_special_tokens=False)))
+
+
+@dataclass
+class Choice:
+    """One choice, as far as it is known.
+
+    Attributes:
+        index: in the answer.
+        prompt: token ids of its prompt.
+        echoed: text of the prompt if the answer begins with it.
+    """
+
+    index: int
+    prompt: list[int]
+    echoed: str | None = None
+    text: str = ""
+    tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, progress: Progress) -> None:
+        """Take note of a step."""
+        self.text += progress.piece
+        self.tokens += len(progress.tokens)
+        self.logprobs += progress.logprobs
+        self.prompt_logprobs += progress.prompt_logprobs
+        self.finish_reason = progress.finish_reason
+
+
+def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
+    """Tokens of all prompts, and of all completions."""
+    prompt, completion = sum(map(len, prompts)), sum(choice.tokens for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+# ---- /v1/completions --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CompletionFormat:
+    """How ``/v1/completions`` writes choices.
+
+    Attributes:
+        texts: of tokens.
+        top: how many most likely tokens are named; None for no log-probabilities.
+    """
+
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    texts: TokenTexts
+    top: int | None = None
+    _offsets: dict[int, int] = field(default_factory=dict)
+
+    def whole(self, choice: Choice) -> Json:
+        """A finished choice."""
+        text = (choice.echoed or "") + choice.text
+        return self._choice(choice, text, choice.logprobs, choice.echoed is not None)
+
+    def first_pieces(self, choice: Choice) -> list[Json]:
+        """What a stream of the choice begins with."""
+        return [] if choice.echoed is None else [self._choice(choice, choice.echoed, [], True, over=False)]
+
+    def piece(self, choice: Choice, progress: Progress) -> Json:
+        """What a step added."""
+        return self._choice(choice, progress.piece, progress.logprobs, False)
+
+    def _choice(
+        self, choice: Choice, text: str, logprobs: Sequence[TokenLogprob], echo: bool, over: bool = True
+    ) -> Json:
+        found = None if self.top is None else self._logprobs(choice, logprobs, echo)
+        reason = choice.finish_reason if over else None
+        return {"index": choice.index, "text": text, "logprobs": found, "finish_reason": reason}
+
+    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob], echo: bool) -> Json:
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if echo:
+            self._append(found, choice, choice.prompt[0], None)
+            for one in choice.prompt_logprobs:
+                self._append(found, choice, one.token, one)
+        for one in logprobs:
+            self._append(found, choice, one.token, one)
+        return found
+
+    def _append(self, found: Json, choice: Choice, token: int, one: TokenLogprob | None) -> None:
+        text = self.texts.of(token)
+        start = self._offsets.get(choice.index, 0)
+        self._offsets[choice.index] = start + len(text)
+        found["tokens"].append(text)
+        found["text_offset"].append(start)
+        found["token_logprobs"].append(None if one is None else one.logprob)
+        found["top_logprobs"].append(None if one is None or not self.top else self._top(one))
+
+    def _top(self, one: TokenLogprob) -> Json:
+        """By text; of tokens with one text the likelier counts."""
+        ranked = {**one.top, **({one.token: one.logprob} if one.token not in one.top else {})}
+        named: Json = {}
+        for token, logprob in ranked.items():
+            named.setdefault(self.texts.of(token), logprob)
+        return named
+
+
+# ---- /v1/chat/completions ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class ChatFormat:
+    """How ``/v1/chat/completions`` writes choices; the attributes are those of ``CompletionFormat``."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    texts: TokenTexts
+    top: int | None = None
+
+    def whole(self, choice: Choice) -> Json:
+        """A finished choice."""
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return self._choice(choice, "message", message, choice.logprobs)
+
+    def first_pieces(self, choice: Choice) -> list[Json]:
+        """What a stream of the choice begins with."""
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def piece(self, choice: Choice, progress: Progress) -> Json:
+        """What a step added."""
+        delta = {"content": progress.piece} if progress.piece else {}
+        return self._choice(choice, "delta", delta, progress.logprobs)
+
+    def _choice(self, choice: Choice, name: str, value: Json, logprobs: Sequence[TokenLogprob]) -> Json:
+        content = None if self.top is None else {"content": [self._logprob(one) for one in logprobs]}
+        return {
+            "index": choice.index,
+            name: value,
+            "logprobs": content,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _logprob(self, one: TokenLogprob) -> Json:
+        top = [self._token(token, logprob) for token, logprob in list(one.top.items())[: self.top]]
+        return {**self._token(one.token, one.logprob), "top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> Json:
+        text = self.texts.of(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+Format = CompletionFormat | ChatFormat

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportMissingImports=false
+"""The endpoints."""
+
+import asyncio
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from megatron.bridge.inference.prompts import chat_tokens, prompt_tokens
+from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.inference.server import schemas
+from megatron.bridge.inference.server.answers import ChatFormat, CompletionFormat, Format, TokenTexts
+from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
+from megatron.bridge.inference.server.errors import ApiError, to_json
+from megatron.bridge.inference.server.generation import Generation
+from megatron.bridge.inference.server.metrics import CONTENT_TYPE, Metrics
+from megatron.bridge.inference.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+_PAGE = Path(__file__).parent / "page.html"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+
+
+@dataclass
+class Server:
+    """What the endpoints need.
+
+    Attributes:
+        name: of the model.
+        hf: its tokenizer.
+        max_context: tokens of a prompt and its completion.
+        template: chat template instead of the tokenizer's.
+        seconds: that a request may take.
+        created: when the server started, in seconds since 1970.
+    """
+
+    name: str
+    hf: Any
+    max_context: int
+    template: str | None
+    seconds: float
+    created: int
+    client: EngineClient | None = None
+    metrics: Metrics | None = None
+    is_ready: bool = False
+    texts: TokenTexts = field(init=False)
+    _tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def __post_init__(self) -> None:
+        self.texts = TokenTexts(self.hf)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse the name of another model."""
+        if name is not None and name != self.name:
+            message = f"model {name!r:.100} is not served here{did_you_mean(name, [self.name])}: use {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    async def tokenize(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the tokenizer beside the event loop, one call at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+
+    def check_length(self, tokens: int) -> int:
+        """How many tokens may follow a prompt."""
+        room = self.max_context - tokens
+        if room < 1:
+            message = f"the prompt has {tokens} tokens, and the context {self.max_context}: shorten it"
+            raise ApiError(400, message, "prompt", "context_length_exceeded")
+        return room
+
+    def generation(
+        self, format: Format, prompts: list[list[int]], sampling: Sampling, usage: bool, echoed: Any = None
+    ) -> Generation:
+        assert self.client is not None
+        assert self.metrics is not None
+        return Generation(
+            self.client, self.metrics, self.name, format, prompts, sampling, self.seconds, echoed, usage
+        )
+
+
+class AsciiJSONResponse(Response):
+    """JSON in ASCII."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+def make_app(server: Server) -> FastAPI:
+    """The application; ``server`` gets its client when the event loop runs."""
+    app = FastAPI(title="Megatron Bridge", docs_url=None, redoc_url=None, default_response_class=AsciiJSONResponse)
+    _add_errors(app)
+    _add_facts(app, server)
+    _add_tokenizer(app, server)
+    _add_generation(app, server)
+    return app
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------
+
+
+def _error(error: ApiError) -> Response:
+    return AsciiJSONResponse(error.body, error.status, error.headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineGoneError):
+        return ApiError(503, f"the engine has ended: {str(error).splitlines()[-1]}", code="engine_ended")
+    sys.stderr.write("".join(traceback.format_exception(error)))
+    return ApiError(500, "the server has failed: its log says why")
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def known(_: Request, error: Exception) -> Response:
+        return _error(as_api_error(error))
+
+    for kind in (ApiError, UserError, EngineGoneError, Exception):
+        app.add_exception_handler(kind, known)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        names = list(_FIELDS.get(request.url.path, ()))
+        deepest = max(error.errors(), key=lambda one: len(one["loc"]))  # of the variants of a union
+        message, param = schemas.describe(deepest, names)
+        return _error(ApiError(400, message, param))
+
+    @app.exception_handler(HTTPException)
+    async def plain(request: Request, error: HTTPException) -> Response:
+        message = (
+            f"{request.method} {request.url.path}: {error.detail}" if error.status_code != 400 else error.detail
+        )
+        return _error(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+_FIELDS = {
+    "/v1/completions": CompletionRequest.model_fields,
+    "/v1/chat/completions": ChatRequest.model_fields,
+    "/tokenize": TokenizeRequest.model_fields,
+    "/detokenize": DetokenizeRequest.model_fields,
+}
+
+
+# ---- about the server -------------------------------------------------------------------------------------------
+
+
+def _add_facts(app: FastAPI, server: Server) -> None:
+    page = _PAGE.read_text(encoding="utf-8")
+    headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
+    model = {
+        "id": server.name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "megatron-bridge",
+        "max_model_len": server.max_context,
+    }
+
+    @app.get("/", response_class=HTMLResponse)
+    async def chat_page() -> HTMLResponse:
+        return HTMLResponse(page, headers=headers)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        if not server.is_ready:
+            raise ApiError(503, "the model has not generated its first token yet: try again", code="not_ready")
+        return {"status": "ready"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.metrics.text() if server.metrics else b"", media_type=CONTENT_TYPE)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        server.check_model(name)
+        return model
+
+
+# ---- tokenizer --------------------------------------------------------------------------------------------------
+
+
+def _add_tokenizer(app: FastAPI, server: Server) -> None:
+    hf = server.hf
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        server.check_model(body.model)
+        tokens = await server.tokenize(_tokens, server, body)
+        names = hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": server.max_context, "tokens": tokens, "token_strs": names}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        server.check_model(body.model)
+        wrong = [token for token in body.tokens if not 0 <= token < len(hf)]
+        if wrong:
+            raise ApiError(400, f"tokens: {wrong[0]} is not in the vocabulary of {len(hf)}", "tokens")
+        return {"prompt": await server.tokenize(hf.decode, body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "padding_side", "model_max_length")
+        found = {name: getattr(hf, name, None) for name in names}
+        template = server.template or hf.chat_template
+        return {"tokenizer_class": type(hf).__name__, "chat_template": template, **found}
+
+
+def _tokens(server: Server, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        records = [message.as_record() for message in body.messages]
+        return chat_tokens(server.hf, records, server.template, "messages")
+    return server.hf.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+
+
+# ---- generation -------------------------------------------------------------------------------------------------
+
+
+def _add_generation(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        server.check_model(body.model)
+        hf = server.hf
+        _check_ids(body.prompts)
+        prompts = [await server.tokenize(prompt_tokens, hf, prompt, "prompt") for prompt in body.prompts]
+        count = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        more = {"max_new_tokens": count, "logprobs": body.logprobs}
+        echoed = None
+        if body.echo:
+            echoed = [it if isinstance(it, str) else await server.tokenize(hf.decode, it) for it in body.prompts]
+            more["prompt_logprobs"] = body.logprobs
+        format = CompletionFormat(server.texts, body.logprobs)
+        generation = server.generation(format, prompts, body.sampling(**more), body.include_usage, echoed)
+        return await _answer(generation, request, bool(body.stream))
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        server.check_model(body.model)
+        records = [message.as_record() for message in body.messages]
+        prompt = await server.tokenize(chat_tokens, server.hf, records, server.template, "messages")
+        room = server.check_length(len(prompt))
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = body.sampling(max_new_tokens=room if limit is None else limit, logprobs=top)
+        generation = server.generation(ChatFormat(server.texts, top), [prompt], sampling, body.include_usage)
+        return await _answer(generation, request, bool(body.stream))
+
+
+def _check_ids(prompts: Sequence[str | list[int]]) -> None:
+    """Refuse numbers that no tokenizer can read; the engine knows the vocabulary."""
+    for token in (token for prompt in prompts if isinstance(prompt, list) for token in prompt):
+        if not 0 <= token < 1 << 31:
+            raise ApiError(
+                400, f"prompt: token {token} is not in the vocabulary: use the model's tokenizer", "prompt"
+            )
+
+
+async def _answer(generation: Generation, request: Request, stream: bool) -> Response:
+    if stream:
+        await generation.start()
+        return StreamingResponse(_events(generation), media_type="text/event-stream", headers=_NO_BUFFERS)
+    return AsciiJSONResponse(await _unless_gone(generation, request))
+
+
+_NO_BUFFERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def _events(generation: Generation) -> AsyncIterator[bytes]:
+    """Server-sent events; an error is the last one, and there is no [DONE] after it."""
+    try:
+        async for piece in generation.pieces():
+            yield b"data: " + to_json(piece) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+    except Exception as error:  # the status has been sent
+        yield b"data: " + to_json(as_api_error(error).body) + b"\n\n"
+    finally:
+        generation.close()
+
+
+async def _unless_gone(generation: Generation, request: Request) -> dict[str, Any]:
+    """The whole answer; it is cancelled when the client leaves."""
+
+    async def compute() -> dict[str, Any]:
+        await generation.start()
+        return await generation.whole()
+
+    work = asyncio.create_task(compute())
+    gone = asyncio.create_task(_left(request.receive))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ApiError(499, "the client has left")
+        return work.result()
+    finally:
+        work.cancel()
+        gone.cancel()
+        generation.close()
+
+
+async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

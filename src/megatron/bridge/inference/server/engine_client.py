@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's side of the engine: requests go to the ranks through a thread, events come back through another."""
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.inference.server import engine_loop
+from megatron.bridge.inference.server.engine_loop import Cancel, Event, Load, Progress, Refused, Submit
+from megatron.bridge.inference.workers import Workers
+from megatron.bridge.utils.errors import UserError
+
+
+class QueueFullError(Exception):
+    """More choices are waiting than the server allows."""
+
+
+class EngineGoneError(Exception):
+    """The engine has ended; the message says why."""
+
+
+class EngineClient:
+    """Talks with the ranks of ``workers``; to be made and used in an event loop.
+
+    Args:
+        workers: their models are loaded.
+        capacity: choices that run or wait at the same time.
+        failed: called with the reason when the engine has ended.
+    """
+
+    def __init__(self, workers: Workers, capacity: int, failed: Callable[[str], object]) -> None:
+        self._workers = workers
+        self._capacity = capacity
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._streams: dict[int, RequestStream] = {}
+        self._outbox: queue.SimpleQueue[Submit | Cancel] = queue.SimpleQueue()
+        self.load = Load(0, 0, 0.0)
+        self.failure: str | None = None
+        workers.start(engine_loop.run)
+        for target in (self._read, self._write):
+            threading.Thread(target=target, daemon=True).start()
+
+    @property
+    def outstanding(self) -> int:
+        """Choices that run or wait."""
+        return sum(stream.open_choices for stream in self._streams.values())
+
+    def submit(self, prompt: list[int], sampling: Sampling) -> "RequestStream":
+        """Ask for the continuation of a prompt.
+
+        Raises:
+            QueueFullError: too much is waiting.
+            EngineGoneError: the engine has ended.
+        """
+        if self.failure is not None:
+            raise EngineGoneError(self.failure)
+        if self.outstanding + sampling.n > self._capacity:
+            raise QueueFullError
+        stream = RequestStream(self, next(self._numbers), sampling.n)
+        self._streams[stream.id] = stream
+        self._outbox.put(Submit(stream.id, prompt, sampling))
+        return stream
+
+    def forget(self, stream: "RequestStream") -> None:
+        """Let go of a request; the engine stops to compute it."""
+        if self._streams.pop(stream.id, None) is not None and stream.open_choices:
+            self._outbox.put(Cancel(stream.id))
+
+    # ---- threads ------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        while True:
+            self._workers.send(self._outbox.get())
+
+    def _read(self) -> None:
+        reason = "the engine has ended"
+        try:
+            for events, load in self._workers.messages():
+                self._call(self._dispatch, events, load)
+        except (UserError, RuntimeError, EOFError, OSError) as error:
+            reason = str(error) or type(error).__name__
+        self._call(self._fail, reason)
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _dispatch(self, events: list[Event], load: Load) -> None:
+        self.load = load
+        for event in events:
+            stream = self._streams.get(event.id)
+            if stream is not None:
+                stream.put(event)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        for stream in self._streams.values():
+            stream.put(EngineGoneError(reason))
+        self._failed(reason)
+
+
+class RequestStream:
+    """The events of one request, in order.
+
+    Attributes:
+        id: of the request.
+        open_choices: how many of its choices are not over.
+    """
+
+    def __init__(self, client: EngineClient, number: int, choices: int) -> None:
+        self.id = number
+        self.open_choices = choices
+        self._client = client
+        self._events: asyncio.Queue[Event | EngineGoneError] = asyncio.Queue()
+
+    def put(self, event: Event | EngineGoneError) -> None:
+        """Note an event."""
+        if isinstance(event, Refused):
+            self.open_choices = 0
+        elif isinstance(event, Progress) and event.finish_reason is not None:
+            self.open_choices -= 1
+        self._events.put_nowait(event)
+
+    async def accepted(self) -> None:
+        """Wait until the engine has taken the request.
+
+        Raises:
+            UserError: it refuses.
+            EngineGoneError: it has ended.
+        """
+        event = await self._next()
+        if isinstance(event, Refused):
+            raise UserError(event.message)
+
+    async def progress(self) -> AsyncIterator[Progress]:
+        """What comes after that, until all choices are over.
+
+        Raises:
+            EngineGoneError: the engine has ended.
+        """
+        while self.open_choices or not self._events.empty():
+            event = await self._next()
+            assert isinstance(event, Progress)
+            yield event
+
+    async def _next(self) -> Event:
+        event = await self._events.get()
+        if isinstance(event, EngineGoneError):
+            raise event
+        return event
+
+    def close(self) -> None:
+        """Cancel what is not over."""
+        self._client.forget(self)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's side of a server: takes requests between two steps, and reports what each step gave."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.bridge.inference.engine import Engine, Job
+from megatron.bridge.inference.requests import FinishReason, Sampling, TokenLogprob
+from megatron.bridge.utils.distributed import broadcast_object
+from megatron.bridge.utils.errors import UserError
+
+IDLE_SECONDS = 1.0
+"""How long rank 0 waits for a request while the other ranks wait for rank 0."""
+
+
+@dataclass(frozen=True)
+class Submit:
+    """A prompt to continue."""
+
+    id: int
+    prompt: list[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """A request that nobody wants any more."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The engine has taken a request."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The engine cannot compute a request."""
+
+    id: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step added to one choice of a request."""
+
+    id: int
+    choice: int
+    piece: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+Event = Accepted | Refused | Progress
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the engine is: texts that run and wait, and the used part of the caches, from 0 to 1."""
+
+    running: int
+    waiting: int
+    caches: float
+
+
+@dataclass
+class _Sent:
+    """How much of a job was reported."""
+
+    job: Job
+    text: int = 0
+    tokens: int = 0
+    logprobs: int = 0
+    prompt_logprobs: int = 0
+
+
+def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator[tuple[list[Event], Load]]:
+    """Serve until the process ends; runs on every rank, as ``Workers.start`` explains.
+
+    Args:
+        llm: the ``LLM`` of this rank.
+        receive: gives rank 0 what has arrived.
+
+    Yields:
+        The events of each step, and the load after it.
+    """
+    loop = EngineLoop(llm.engine)
+    while True:
+        commands = broadcast_object(receive(0.0 if loop.is_busy else IDLE_SECONDS))
+        yield [*loop.apply(commands), *loop.step()], loop.load()
+
+
+class EngineLoop:
+    """The jobs of an engine by request.
+
+    Args:
+        engine: entered; nobody else submits to it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._sent: dict[int, list[_Sent]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        return not self._engine.is_idle
+
+    def apply(self, commands: list[Submit | Cancel]) -> Iterator[Event]:
+        """Take requests up, and let go of those that are not wanted."""
+        for command in commands:
+            if isinstance(command, Cancel):
+                for sent in self._sent.pop(command.id, ()):
+                    self._engine.cancel(sent.job)
+            else:
+                yield self._submit(command)
+
+    def _submit(self, command: Submit) -> Event:
+        try:
+            jobs = self._engine.submit(command.prompt, command.sampling)
+        except UserError as error:
+            return Refused(command.id, str(error))
+        self._sent[command.id] = [_Sent(job) for job in jobs]
+        return Accepted(command.id)
+
+    def step(self) -> Iterator[Progress]:
+        """Compute a step if there is something to compute."""
+        if not self.is_busy:
+            return
+        self._engine.step()
+        for request, jobs in list(self._sent.items()):
+            for sent in list(jobs):
+                progress = _news(request, sent)
+                if progress is not None:
+                    yield progress
+                if sent.job.is_over:
+                    jobs.remove(sent)
+            if not jobs:
+                del self._sent[request]
+
+    def load(self) -> Load:
+        lanes = self._engine.lanes
+        size = sum(lane.arena.size for lane in lanes)
+        held = sum(lane.held_tokens for lane in lanes)
+        running, waiting = (sum(len(getattr(lane, name)) for lane in lanes) for name in ("running", "waiting"))
+        return Load(running, waiting, held / size if size else 0.0)
+
+
+def _news(request: int, sent: _Sent) -> Progress | None:
+    """What a job has that was not reported."""
+    job, completion = sent.job, sent.job.completion
+    if job.is_over or len(completion.tokens) > sent.tokens:
+        text = job.detokenizer.text if job.detokenizer is not None else ""
+        found = Progress(
+            request,
+            completion.choice,
+            text[sent.text :],
+            completion.tokens[sent.tokens :],
+            completion.logprobs[sent.logprobs :],
+            completion.prompt_logprobs[sent.prompt_logprobs :],
+            completion.finish_reason,
+        )
+        sent.text, sent.tokens, sent.logprobs = len(text), len(completion.tokens), len(completion.logprobs)
+        sent.prompt_logprobs = len(completion.prompt_logprobs)
+        return found
+    return None

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors as OpenAI's clients know them."""
+
+import json
+from typing import Any
+
+
+class ApiError(Exception):
+    """A request that is not answered.
+
+    Args:
+        status: of HTTP.
+        message: one sentence for a person.
+        param: the field that is wrong.
+        code: for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def to_json(value: Any) -> bytes:
+    """JSON in ASCII, which can hold whatever a request contained."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request for completions, from its prompts to the objects of its answer."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.inference.server.answers import Choice, Format, Json, usage
+from megatron.bridge.inference.server.engine_client import EngineClient, QueueFullError, RequestStream
+from megatron.bridge.inference.server.engine_loop import Progress
+from megatron.bridge.inference.server.errors import ApiError
+from megatron.bridge.inference.server.metrics import Metrics
+
+RETRY_SECONDS = 1
+
+
+@dataclass
+class Generation:
+    """Completions of one or several prompts, as one answer.
+
+    Attributes:
+        client: computes them.
+        metrics: counts them.
+        model: its name.
+        format: how choices are written.
+        prompts: token ids.
+        sampling: how to continue each of them.
+        seconds: until the answer is given up.
+        echoed: texts of the prompts if the answer is to begin with them.
+    """
+
+    client: EngineClient
+    metrics: Metrics
+    model: str
+    format: Format
+    prompts: list[list[int]]
+    sampling: Sampling
+    seconds: float
+    echoed: list[str] | None = None
+    include_usage: bool = False
+    _streams: list[RequestStream] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        prefix = "chatcmpl" if self.format.kind.startswith("chat") else "cmpl"
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.model}
+        each = self.sampling.n
+        self._choices = [
+            Choice(index, self.prompts[index // each], self.echoed[index // each] if self.echoed else None)
+            for index in range(each * len(self.prompts))
+        ]
+
+    async def start(self) -> None:
+        """Hand the prompts to the engine, and wait until it has taken all.
+
+        Raises:
+            ApiError: the queue is full.
+            UserError: the engine refuses a prompt.
+            EngineGoneError: the engine has ended.
+        """
+        self._deadline = asyncio.get_running_loop().time() + self.seconds
+        try:
+            for number, prompt in enumerate(self.prompts):
+                self._streams.append(self.client.submit(prompt, self._sampling_of(number)))
+            async with self._in_time():
+                for stream in self._streams:
+                    await stream.accepted()
+        except QueueFullError as error:
+            self.close()
+            headers = {"Retry-After": str(RETRY_SECONDS)}
+            raise ApiError(429, "too many requests wait: try again later", headers=headers) from error
+        except BaseException:
+            self.close()
+            raise
+        self._times = self.metrics.watch(sum(map(len, self.prompts)))
+
+    def _sampling_of(self, number: int) -> Sampling:
+        """With a seed, the prompts of one request have random numbers of their own."""
+        if self.sampling.seed is None or number == 0:
+            return self.sampling
+        return replace(self.sampling, seed=self.sampling.seed + number)
+
+    def _in_time(self) -> "_Deadline":
+        return _Deadline(self._deadline, self.seconds)
+
+    async def _progress(self) -> AsyncIterator[tuple[Choice, Progress]]:
+        """The steps of all choices as they come."""
+        merged: asyncio.Queue[Any] = asyncio.Queue()
+        tasks = [asyncio.create_task(_pour(index, it, merged)) for index, it in enumerate(self._streams)]
+        try:
+            left = len(tasks)
+            while left:
+                async with self._in_time():
+                    number, found = await merged.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    left -= 1
+                    continue
+                yield self._noted(number, found), found
+            self._times.over()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _noted(self, number: int, progress: Progress) -> Choice:
+        choice = self._choices[number * self.sampling.n + progress.choice]
+        choice.add(progress)
+        if progress.tokens:
+            self._times.tokens(choice.index, len(progress.tokens))
+        if progress.finish_reason is not None:
+            self.metrics.ended(progress.finish_reason)
+        return choice
+
+    # ---- answers ------------------------------------------------------------------------------------------------
+
+    async def whole(self) -> Json:
+        """The answer in one piece."""
+        async for _ in self._progress():
+            pass
+        for choice in self._choices:  # the first choice has scored the prompt for all
+            choice.prompt_logprobs = self._choices[choice.index - choice.index % self.sampling.n].prompt_logprobs
+        choices = [self.format.whole(choice) for choice in self._choices]
+        return self._answer(self.format.kind, choices) | {"usage": usage(self.prompts, self._choices)}
+
+    async def pieces(self) -> AsyncIterator[Json]:
+        """The answer in pieces, as they come."""
+        begun: set[int] = set()
+        async for choice, progress in self._progress():
+            if choice.index not in begun:
+                begun.add(choice.index)
+                for first in self.format.first_pieces(choice):
+                    yield self._answer(self.format.chunk_kind, [first])
+            if progress.piece or progress.logprobs or progress.finish_reason is not None:
+                yield self._answer(self.format.chunk_kind, [self.format.piece(choice, progress)])
+        if self.include_usage:
+            yield self._answer(self.format.chunk_kind, []) | {"usage": usage(self.prompts, self._choices)}
+
+    def _answer(self, kind: str, choices: list[Json]) -> Json:
+        return {**self._head, "object": kind, "choices": choices}
+
+    def close(self) -> None:
+        """Cancel what is not over."""
+        for stream in self._streams:
+            stream.close()
+
+
+async def _pour(number: int, stream: RequestStream, merged: "asyncio.Queue[Any]") -> None:
+    """Events of one prompt into the queue of all; None at the end, or the error."""
+    try:
+        async for progress in stream.progress():
+            merged.put_nowait((number, progress))
+        merged.put_nowait((number, None))
+    except Exception as error:  # raised where the queue is read
+        merged.put_nowait((number, error))
+
+
+class _Deadline:
+    """``asyncio.timeout_at`` whose error is an answer."""
+
+    def __init__(self, when: float, seconds: float) -> None:
+        self._timeout = asyncio.timeout_at(when)
+        self._seconds = seconds
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        try:
+            await self._timeout.__aexit__(*error)
+        except TimeoutError as late:
+            message = f"the request took more than {self._seconds:.0f} s: ask for fewer tokens, or try again"
+            raise ApiError(504, message, code="timeout") from late
