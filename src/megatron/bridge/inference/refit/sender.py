@@ -11,10 +11,8 @@ from megatron.bridge.inference.refit import packing
 from megatron.bridge.inference.refit.canary import SCORING, Canary
 from megatron.bridge.inference.refit.shared_buffer import SharedBuffer
 from megatron.bridge.inference.refit.steps import Begin, Bucket, Finish, WeightStep
-from megatron.bridge.inference.refit.stream import WeightStream
+from megatron.bridge.inference.refit.stream import BUCKET_BYTES, WeightStream
 from megatron.bridge.utils.distributed import rank
-
-BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

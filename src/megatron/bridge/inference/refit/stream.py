@@ -12,10 +12,12 @@ from torch import Tensor
 from megatron.bridge.backends.fsdp import sharded_rows
 from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedModule
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-from megatron.bridge.models.conversion.engine.buckets import BUCKET_BYTES
 from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
 from megatron.bridge.utils.distributed import reduce_numbers
 from megatron.bridge.utils.errors import UserError
+
+BUCKET_BYTES = 64 << 20
+"""What ranks exchange at a time."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refit against a plain copy of the same bytes, in one process, interleaved.
+
+``python -m benchmarks.refit`` trains nothing: it sends the random weights of SmolLM2-135M's shape to a model of
+transformers and to an engine of this project, all of them and only what changed, and copies them once into memory
+that other processes can see and once out of it, which is the floor of any channel with a buffer.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.inference import make_model
+from benchmarks.measure import interleaved, median, table
+
+
+def floor(weights: list[torch.Tensor], size: int) -> Any:
+    """Copy the weights into a shared buffer and out of it, a bucket at a time."""
+    from megatron.bridge.inference.refit.shared_buffer import SharedBuffer
+
+    flat = torch.cat([weight.flatten().view(torch.uint8) for weight in weights])
+    target = torch.empty_like(flat)
+
+    def copy() -> None:
+        buffer = SharedBuffer(size)
+        for start in range(0, flat.numel(), size):
+            part = flat[start : start + size]
+            buffer.bytes[: part.numel()].copy_(part)
+            target[start : start + size].copy_(buffer.bytes[: part.numel()])
+        buffer.unlink()
+
+    return copy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bucket-mb", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    size = args.bucket_mb << 20
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), "float32")
+        measure(folder, model, size, args.rounds)
+
+
+def measure(folder: str, model: Any, size: int, rounds: int) -> None:
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.inference.llm import LLM
+    from megatron.bridge.inference.refit.replacement import BucketReader
+    from megatron.bridge.inference.refit.sender import send_weights
+    from megatron.bridge.inference.refit.stream import WeightStream
+    from megatron.bridge.inference.refit.transformers import TransformersReceiver
+
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    chunks = bridge.to_megatron_model(wrap_with_ddp=False)
+    stream = WeightStream(bridge, chunks)
+    everything = sum(info.bytes for info in stream.metadata())
+    reader = BucketReader(TransformersReceiver(model))
+    with LLM(folder, dtype="float32", kv_memory=1 << 28) as llm:
+        cases = {
+            "floor": floor([weight for _, weight in stream], size),
+            "transformers": lambda: send_weights(stream, reader.take, size),
+            "engine": lambda: send_weights(stream, llm.replace_weights, size),
+            "nothing changed": lambda: send_weights(stream, llm.replace_weights, size, changed_only=True),
+        }
+        for case in cases.values():
+            case()
+        found = interleaved(cases, rounds)
+    seconds = {name: median(timings).wall for name, timings in found.items()}
+    memory = {name: median(timings).peak_anonymous for name, timings in found.items()}
+    rows = [
+        [name, f"{seconds[name]:.3f}", f"{seconds['floor'] / seconds[name]:.2f}", f"{memory[name] >> 20}"]
+        for name in cases
+    ]
+    print(f"{everything / 1e9:.2f} GB in buckets of {size >> 20} MB")
+    print(table(["case", "s", "speed / floor", "memory MB"], rows))
+
+
+if __name__ == "__main__":
+    main()
