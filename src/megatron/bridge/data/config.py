@@ -16,6 +16,11 @@ from megatron.bridge.data.preference.preference_config import PreferenceDatasetC
 from megatron.bridge.data.pretraining.gpt_config import FIMConfig, GPTDatasetConfig
 from megatron.bridge.data.pretraining.mock_config import MockGPTDatasetConfig
 from megatron.bridge.data.records.record_config import PackedSequenceSpecs, RecordDatasetConfig
+from megatron.bridge.data.vlm_datasets import (
+    HFDatasetConversationProvider,
+    MockVLMConversationProvider,
+    PreloadedVLMConversationProvider,
+)
 
 __all__ = [
     "SPLITS",
@@ -27,9 +32,12 @@ __all__ = [
     "FinetuningDatasetConfig",
     "GPTDatasetConfig",
     "HFDatasetConfig",
+    "HFDatasetConversationProvider",
     "MockGPTDatasetConfig",
+    "MockVLMConversationProvider",
     "PackedSequenceSpecs",
     "PreferenceDatasetConfig",
+    "PreloadedVLMConversationProvider",
     "RecordDatasetConfig",
     "SFTDatasetConfig",
     "Splits",

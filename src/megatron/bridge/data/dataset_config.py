@@ -30,6 +30,8 @@ class DatasetRequest:
     sizes: tuple[int, int, int]
     """Number of samples for training, for all validation runs together, and for testing. 0 builds no dataset."""
     tokenizer: "Tokenizer"
+    decodes_images: bool = True
+    """Whether batches have the pixels of images; only the first pipeline stage needs them."""
 
 
 class Splits(NamedTuple):

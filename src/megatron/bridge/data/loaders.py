@@ -41,6 +41,10 @@ class DataIterator(Protocol):
     [micro_batch_size, 1, seq_length, seq_length], True where attention is masked. If rows hold several samples,
     the rows of a microbatch are concatenated to [1, length], and there are two more keys: ``cu_seqlens`` (int32,
     the start of each sample and the end of the last) and ``max_seqlen`` (int, the length of the longest).
+
+    Of a vision-language model, ``media`` holds the tensors of all images in the order of their tokens (empty
+    without images, absent where no pixels are asked for), and ``position_ids`` may be [3, micro_batch_size,
+    seq_length].
     """
 
     sample_ids: list[int]
@@ -131,11 +135,20 @@ def collate(samples: list[LocatedSample]) -> tuple[list[int], Batch]:
     """The indices of the samples, and one batch. Other keys, such as ``dataset_id`` of a blend, are dropped."""
     ids, rows = [index for index, _ in samples], [row for _, row in samples]
     if "cu_seqlens" in rows[0]:
-        return ids, _concatenate(rows)
-    batch: Batch = {key: torch.stack([row[key] for row in rows]) for key in BATCH_KEYS}
+        return ids, _concatenate(rows) | _media(rows)
+    # before the sequence: positions may have three axes in front
+    batch: Batch = {key: torch.stack([row[key] for row in rows], dim=rows[0][key].dim() - 1) for key in BATCH_KEYS}
     masks = [row.get("attention_mask") for row in rows]
     batch["attention_mask"] = None if masks[0] is None else default_collate(masks)
-    return ids, batch
+    return ids, batch | _media(rows)
+
+
+def _media(rows: list[Batch]) -> Batch:
+    """The tensors of the images, which are decoded here: in a worker or a thread, ahead of the step."""
+    found = [row["images"] for row in rows if "images" in row]
+    if not found or not found[0].media.decodes:
+        return {}
+    return {"media": found[0].media.pixels([image for images in found for image in images.references])}
 
 
 def _pinned(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
@@ -143,11 +156,17 @@ def _pinned(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
     if not torch.cuda.is_available():
         return drawn
     ids, batch = drawn
-    return ids, {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    return ids, {key: _pin(value) for key, value in batch.items()}
+
+
+def _pin(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _pin(part) for key, part in value.items()}
+    return value.pin_memory() if isinstance(value, torch.Tensor) else value
 
 
 def _concatenate(rows: list[Batch]) -> Batch:
-    batch: Batch = {key: torch.cat([row[key] for row in rows])[None] for key in BATCH_KEYS}
+    batch: Batch = {key: torch.cat([row[key] for row in rows], dim=-1).unsqueeze(-2) for key in BATCH_KEYS}
     lengths = np.concatenate([np.diff(row["cu_seqlens"].numpy()) for row in rows])
     bounds = np.concatenate((np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)))
     return batch | {
@@ -177,6 +196,7 @@ def build_iterators(
     dp_size: int = 1,
     consumed_train: int = 0,
     consumed_valid: int = 0,
+    decodes_images: bool = True,
 ) -> Iterators:
     """Build the iterators of one data-parallel rank. All ranks must call this.
 
@@ -193,12 +213,13 @@ def build_iterators(
         dp_size: number of data-parallel ranks.
         consumed_train: training samples that all ranks together have already drawn.
         consumed_valid: the same for validation.
+        decodes_images: whether batches have the pixels of images.
 
     Raises:
         UserError: the data is missing, damaged or too small.
     """
     assert global_batch_size % (micro_batch_size * dp_size) == 0, (global_batch_size, micro_batch_size, dp_size)
-    request = DatasetRequest(sizes, tokenizer)
+    request = DatasetRequest(sizes, tokenizer, decodes_images)
     shard = BatchShard(micro_batch_size, global_batch_size, dp_rank, dp_size)
     if isinstance(dataset_config, StreamingDatasetConfig):
         return dataset_config.iterators(request, shard, (consumed_train, consumed_valid))

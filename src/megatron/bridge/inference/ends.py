@@ -69,4 +69,6 @@ def parse_chat(messages: Any, where: str) -> Chat:
     """
     parsed = parse({"messages": messages}, where)
     assert isinstance(parsed, Chat), "messages are a chat"
+    if parsed.images:
+        raise UserError(f"{where}: an image in a prompt is not supported: remove it")
     return parsed

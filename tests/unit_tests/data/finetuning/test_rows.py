@@ -21,7 +21,7 @@ def make_samples(lengths):
 def test_a_row_is_a_sample_and_padding():
     samples = make_samples([4, 6])
     row = PaddedRows(samples, seq_length=7, padding=1)[1]
-    tokens, trained = samples[1]
+    tokens, trained, _ = samples[1]
     assert row["tokens"].tolist() == [*tokens[:-1], 1, 1]
     assert row["labels"].tolist() == [*tokens[1:], 1, 1]
     assert row["loss_mask"].tolist() == [*trained[1:].astype(float), 0, 0]

@@ -81,7 +81,7 @@ def test_conversational_prompt_and_completion():
         ({"messages": [USER, 3]}, ("message 2: ", "role and content", "int")),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            ("message 1: ", "type image", "vision-language"),
+            ("message 1: ", "one image for each"),
         ),
         ({"messages": [BOT | {"weight": 0.5}]}, ("message 1: weight=0.5", "0 ", "1")),
         (

@@ -54,6 +54,11 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
     def problems(self) -> list[str]:
         counts = ("readers", "shuffle_buffer_size", "max_samples_per_sequence", "packing_buffer_size")
         found = [*super().problems(), *too_small(self, *counts)]
+        if self.hf_processor_path is not None:
+            found.append(
+                f"dataset.hf_processor_path={self.hf_processor_path}: images of a WebDataset are not supported: "
+                "leave it unset, or use another dataset"
+            )
         if self.dataloader_type != "single":
             found.append(
                 f"dataset.dataloader_type={self.dataloader_type!r} has no effect on a stream: remove it, and set "

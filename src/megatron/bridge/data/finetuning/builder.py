@@ -15,6 +15,8 @@ from megatron.bridge.data.finetuning.rows import (
     PaddingFreeRows,
     Row,
 )
+from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.records.encoding import media_processor
 from megatron.bridge.data.records.preparation import PreparedSamples, prepare
 from megatron.bridge.data.records.samples import Samples
 from megatron.bridge.data.tokenizer import Tokenizer
@@ -32,12 +34,15 @@ def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetReques
         UserError: a source is missing or has a wrong record, or no sample is left.
     """
     datasets: list[Dataset[Row] | None] = []
+    media = media_processor(request.tokenizer, config.encoding_rules())
+    if media is not None:
+        media.decodes = request.decodes_images
     for split, size in zip(SPLITS, request.sizes, strict=True):
         prepared = prepare_split(config, split, request.tokenizer) if size else None
         if prepared is None:
             datasets.append(None)
             continue
-        rows = _rows(config, prepared.samples, request.tokenizer)
+        rows = _rows(config, prepared.samples, request.tokenizer, media)
         seed = config.seed if split == "train" else None
         datasets.append(EpochRows(rows, size, seed, prepared.report))
     return Splits(*datasets)
@@ -63,13 +68,15 @@ def prepare_split(config: "SFTDatasetConfig", split: Split, tokenizer: Tokenizer
     return prepare(source, tokenizer, config.encoding_rules(), folder, config.workers)
 
 
-def _rows(config: "SFTDatasetConfig", samples: Samples, tokenizer: Tokenizer) -> Dataset[Row]:
+def _rows(
+    config: "SFTDatasetConfig", samples: Samples, tokenizer: Tokenizer, media: MediaProcessor | None
+) -> Dataset[Row]:
     """The samples as rows of the kind that the config asks for."""
     multiple, padding = config.sequence_multiple, tokenizer.eod
     if config.padding_free:
-        return PaddingFreeRows(samples, padding, multiple)
+        return PaddingFreeRows(samples, padding, multiple, media)
     if not config.packed:
-        return PaddedRows(samples, config.seq_length, padding)
-    rows = PackedRows(samples, config.seq_length, padding, multiple)
+        return PaddedRows(samples, config.seq_length, padding, media=media)
+    rows = PackedRows(samples, config.seq_length, padding, multiple, media)
     console().print(f"packed {len(samples):,} samples into {len(rows):,} rows, {rows.fill:.2%} full")
     return rows

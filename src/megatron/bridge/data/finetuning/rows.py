@@ -2,16 +2,26 @@
 """Rows of a batch: one padded sample, one sample without padding, or several packed samples."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from megatron.bridge.data.finetuning.packing import pack, rounded_up
+from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.media.references import ImageReference
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 
 Row = dict[str, Any]
+
+
+class RowImages(NamedTuple):
+    """The images of a row; they are decoded when a batch is made."""
+
+    media: MediaProcessor
+    references: list[ImageReference]
 
 
 class SampleRows(Dataset[Row]):
@@ -22,12 +32,22 @@ class SampleRows(Dataset[Row]):
         seq_length: length of a row; None: that of its sample.
         padding: the padding token, which is never in the loss.
         multiple: in rows with ``cu_seqlens``, pad each sample to a multiple of this, for context parallelism.
+        media: the image processor; rows then have their ``images``, and positions of three axes where the model
+            has them.
     """
 
     has_cu_seqlens: ClassVar[bool] = True
     """Whether rows hold the boundaries of their samples, so that several can share a row."""
 
-    def __init__(self, samples: Samples, seq_length: int | None, padding: int, multiple: int = 1) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        seq_length: int | None,
+        padding: int,
+        multiple: int = 1,
+        media: MediaProcessor | None = None,
+    ) -> None:
+        self.media = media
         self.samples = samples
         self.seq_length = seq_length
         self.padding = padding
@@ -41,7 +61,8 @@ class SampleRows(Dataset[Row]):
 
     def _row(self, places: Sequence[int]) -> Row:
         samples = [self.samples[place] for place in places]
-        return make_row(samples, self.padding, self.multiple, self.seq_length, self.has_cu_seqlens)
+        row = make_row(samples, self.padding, self.multiple, self.seq_length, self.has_cu_seqlens)
+        return row if self.media is None else with_images(row, samples, self.media)
 
     @property
     def fill(self) -> float | None:
@@ -60,8 +81,10 @@ class PaddedRows(SampleRows):
 class PaddingFreeRows(SampleRows):
     """One sample in each row, without padding. The rows of a microbatch are concatenated."""
 
-    def __init__(self, samples: Samples, padding: int, multiple: int = 1) -> None:
-        super().__init__(samples, None, padding, multiple)
+    def __init__(
+        self, samples: Samples, padding: int, multiple: int = 1, media: MediaProcessor | None = None
+    ) -> None:
+        super().__init__(samples, None, padding, multiple, media)
 
 
 class PackedRows(SampleRows):
@@ -70,9 +93,16 @@ class PackedRows(SampleRows):
     Attention and positions restart at each sample. ``multiple`` must divide ``seq_length``.
     """
 
-    def __init__(self, samples: Samples, seq_length: int, padding: int, multiple: int = 1) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        seq_length: int,
+        padding: int,
+        multiple: int = 1,
+        media: MediaProcessor | None = None,
+    ) -> None:
         assert seq_length % multiple == 0, (seq_length, multiple)
-        super().__init__(samples, seq_length, padding, multiple)
+        super().__init__(samples, seq_length, padding, multiple, media)
         self.plan = pack(rounded_up(samples.lengths - 1, multiple), seq_length)
 
     def __len__(self) -> int:
@@ -93,6 +123,21 @@ def make_row(
         return row
     lengths = rounded_up(np.array([len(sample.tokens) - 1 for sample in samples]), multiple).tolist()
     return _concatenate(samples, lengths, padding, seq_length)
+
+
+def with_images(row: Row, samples: Sequence[Sample], media: MediaProcessor) -> Row:
+    """``row`` with the images of its samples, and with positions [3, length] where the model has three axes."""
+    row["images"] = RowImages(media, [image for sample in samples for image in sample.images])
+    if media.has_grids:
+        tokens = row["tokens"].numpy()
+        bounds = row["cu_seqlens"].tolist() if "cu_seqlens" in row else [0, len(tokens)]
+        images = [sample.images for sample in samples] + [()] * len(bounds)
+        parts = [
+            media.positions(tokens[start:stop], found)
+            for (start, stop), found in zip(pairwise(bounds), images, strict=False)
+        ]
+        row["position_ids"] = torch.from_numpy(np.concatenate(parts, axis=1))
+    return row
 
 
 def _concatenate(samples: Sequence[Sample], lengths: Sequence[int], padding: int, total: int | None = None) -> Row:

@@ -69,6 +69,10 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
     dataset_root: str
     """The folder."""
 
+    @property
+    def media_folder(self) -> str:
+        return self.media_root or self.dataset_root
+
     def check_sources(self) -> None:
         if not Path(self.dataset_root).is_dir():
             raise UserError(f"dataset.dataset_root={self.dataset_root} is not a directory: check the path")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What images and videos add to a sample of text."""
+"""What images and videos add to a sample of text: tokens, pixels and positions."""

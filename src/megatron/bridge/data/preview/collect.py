@@ -11,6 +11,8 @@ import numpy as np
 from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig
 from megatron.bridge.data.finetuning.rows import BlendedRows, EpochRows
 from megatron.bridge.data.loaders import Batch, BatchIterator, BatchShard, DataIterator, Iterators, make_iterator
+from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.media.references import ImageReference
 from megatron.bridge.data.preview.corpora import CorpusPreview, preview_corpora
 from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.streams import StreamingBatchIterator
@@ -28,6 +30,8 @@ class TextSegment:
     text: str
     tokens: int
     trained: bool
+    image: ImageReference | None = None
+    """The image that the tokens belong to."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,9 @@ def _preview_split(name: str, dataset: EpochRows, tokenizer: Tokenizer, samples:
         histogram=histogram(lengths),
         rows=len(rows),
         fill=rows.fill,
-        samples=[segments(rows.samples[place], tokenizer) for place in range(min(samples, len(lengths)))],
+        samples=[
+            segments(rows.samples[place], tokenizer, rows.media) for place in range(min(samples, len(lengths)))
+        ],
     )
 
 
@@ -163,13 +169,40 @@ def histogram(lengths: np.ndarray, bins: int = BINS) -> list[tuple[int, int]]:
     return [((place + 1) * width, int(count)) for place, count in enumerate(counts)]
 
 
-def segments(sample: Sample, tokenizer: Tokenizer) -> list[TextSegment]:
-    """The text of a sample, split where the loss begins and ends."""
-    edges = np.flatnonzero(np.diff(sample.trained)) + 1
+def segments(sample: Sample, tokenizer: Tokenizer, media: MediaProcessor | None = None) -> list[TextSegment]:
+    """The text of a sample, split where the loss or an image begins and ends."""
+    images = _image_places(sample, media)
+    edges = {
+        *(np.flatnonzero(np.diff(sample.trained)) + 1).tolist(),
+        *(place for part in images for place in part),
+    }
+    bounds = [0, *sorted(edges - {0, len(sample.tokens)}), len(sample.tokens)]
     return [
-        TextSegment(tokenizer.detokenize(tokens.tolist()), len(tokens), bool(trained[0]))
-        for tokens, trained in zip(np.split(sample.tokens, edges), np.split(sample.trained, edges), strict=True)
+        _segment(sample, start, stop, images.get((start, stop)), tokenizer) for start, stop in pairwise(bounds)
     ]
+
+
+def _segment(
+    sample: Sample, start: int, stop: int, image: ImageReference | None, tokenizer: Tokenizer
+) -> TextSegment:
+    trained = bool(sample.trained[start])
+    if image is None:
+        return TextSegment(tokenizer.detokenize(sample.tokens[start:stop].tolist()), stop - start, trained)
+    label = f"[image {image.width}x{image.height} -> {stop - start} tokens]"
+    return TextSegment(label, stop - start, trained, image)
+
+
+def _image_places(sample: Sample, media: MediaProcessor | None) -> dict[tuple[int, int], ImageReference]:
+    """From the first token of each image to its last one, with tokens for the ends of rows between them."""
+    if media is None or not sample.images:
+        return {}
+    places = np.flatnonzero(sample.tokens == media.token_id).tolist()
+    found, first = {}, 0
+    for image in sample.images:
+        count = media.tokens(image)
+        found[places[first], places[first + count - 1] + 1] = image
+        first += count
+    return found
 
 
 def _beginning(batch: Batch, row: int) -> Sample:

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A preview on the console, in color, and the same as an HTML page."""
 
+import base64
 import io
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 
+from megatron.bridge.data.media.references import ImageReference, decode
 from megatron.bridge.data.preview.collect import Preview, RankBatch, SplitPreview, TextSegment
 
-TRAINED, CONTEXT = "bold green", "dim"
+TRAINED, CONTEXT, IMAGE = "bold green", "dim", "bold cyan"
 BAR = 40  # characters of the longest bar
+PICTURE_WIDTH = 240  # pixels
+PICTURE = "\ue001"  # of a private area: stands for a picture until the page is written
 PAGE_WIDTH = 120  # characters
 PAGE = """<!doctype html>
 <html><head><meta charset="utf-8"><title>Data preview</title>
@@ -34,8 +40,28 @@ def to_console(console: Console, preview: Preview) -> None:
 def to_html(preview: Preview) -> str:
     """The preview as a page that needs no other file."""
     console = Console(record=True, width=PAGE_WIDTH, file=io.StringIO(), highlight=False)
-    to_console(console, preview)
-    return console.export_html(code_format=PAGE, inline_styles=True)
+    to_console(console, replace(preview, splits=[_with_pictures(split) for split in preview.splits]))
+    page = console.export_html(code_format=PAGE, inline_styles=True)
+    shown = (part.image for split in preview.splits for sample in split.samples for part in sample if part.image)
+    return re.sub(PICTURE, lambda _: _picture(next(shown)), page)
+
+
+def _with_pictures(split: SplitPreview) -> SplitPreview:
+    """The split with a mark for the picture in front of each image."""
+    samples = [
+        [replace(part, text=PICTURE + part.text) if part.image else part for part in sample]
+        for sample in split.samples
+    ]
+    return replace(split, samples=samples)
+
+
+def _picture(image: ImageReference) -> str:
+    """The image as HTML, small enough for a page."""
+    picture, buffer = decode(image), io.BytesIO()
+    picture.thumbnail((PICTURE_WIDTH, PICTURE_WIDTH))
+    picture.save(buffer, format="PNG")
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return f'<img alt="" style="vertical-align: middle" src="data:image/png;base64,{data}">'
 
 
 def _split(split: SplitPreview) -> ConsoleRenderable:
@@ -67,7 +93,9 @@ def _text(segments: list[TextSegment]) -> Text:
     """The text of a sample. The part in the loss has a color, and brackets for consoles without colors."""
     shown = Text()
     for segment in segments:
-        if segment.trained:
+        if segment.image is not None:
+            shown.append(segment.text, IMAGE)
+        elif segment.trained:
             shown.append(f"\u27e6{segment.text}\u27e7", TRAINED)
         else:
             shown.append(segment.text, CONTEXT)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron.bridge.data.media.references import ImageReference
 from megatron.bridge.data.records.formats import Chat
+from megatron.bridge.data.records.media_parts import as_parts
 from megatron.bridge.data.records.template_checks import unused_fields
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError, one_line
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["assistant", "last", "completion", "everything"]
 PROBE = "the answer"
+_STRINGS = re.compile(r"\bis (not )?string\b")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 
@@ -37,6 +40,8 @@ class RenderedChat:
     """First character and end of each part that is in the loss, in order."""
     unused: list[str]
     """The fields that the template does not render, one entry for each message that has one."""
+    images: tuple[ImageReference, ...] = ()
+    """The images whose placeholders are expanded, in order."""
 
 
 class ChatTemplate:
@@ -46,6 +51,8 @@ class ChatTemplate:
         hf: tokenizer of transformers.
         template: a template instead of the tokenizer's own.
         options: variables for the template, such as ``enable_thinking``.
+        parts: the template is that of a vision-language model: one that never asks whether content is a string
+            (Llava's, SmolVLM's) is given lists of parts for text, too.
 
     Raises:
         UserError: there is no template.
@@ -56,8 +63,10 @@ class ChatTemplate:
         hf: "PreTrainedTokenizerBase",
         template: str | None = None,
         options: dict[str, Any] | None = None,
+        parts: bool = False,
     ) -> None:
         self._hf = hf
+        self._parts = parts
         self._template = template
         self._options = options or {}
         self._checked = False
@@ -150,11 +159,14 @@ class ChatTemplate:
 
         render: Any = render_jinja_template  # its type hints promise one string
         template = self._source(chat, where)
+        messages = chat.messages[:count]
+        if self._parts and not _STRINGS.search(template):
+            messages = [{**message, "content": as_parts(message["content"])} for message in messages]
         values = {**self._hf.special_tokens_map, **self._options, **chat.template_options}
         try:
             with limited():
                 texts, spans = render(
-                    [chat.messages[:count]],
+                    [messages],
                     tools=list(chat.tools) if chat.tools else None,
                     chat_template=template,
                     return_assistant_tokens_mask=bool(GENERATION.search(template)),

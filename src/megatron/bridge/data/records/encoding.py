@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from megatron.bridge.data.media.processing import MediaProcessor
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
 from megatron.bridge.data.records.formats import (
     INSTEAD_OF_CONTENT,
@@ -19,6 +20,8 @@ from megatron.bridge.data.records.formats import (
     parse,
     unused_keys,
 )
+from megatron.bridge.data.records.media_parts import MARK, text_of
+from megatron.bridge.data.records.placeholders import expand
 from megatron.bridge.data.records.record_config import EncodingRules, ProcessExample
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
@@ -47,6 +50,8 @@ SYSTEMS = "conversations have several system messages"
 UNUSED = "fields that the chat template does not render: {}"
 UNUSED_KEYS = "records have keys that are not used: {}"
 CONTROL = "messages contain a special token as text: the model takes it for one of the template"
+NO_IMAGE = f"messages contain {MARK} as text, in records without images: the model sees no image there"
+MOSTLY_IMAGES = "samples consist of images by more than half: dataset.max_pixels makes images smaller"
 
 
 class EncodedRecords(NamedTuple):
@@ -75,6 +80,7 @@ class RecordEncoder:
         self.rules = rules
         self._process = _with_tokenizer(rules.process_example_fn, tokenizer)
         self._template: ChatTemplate | None = None
+        self.media = media_processor(tokenizer, rules)
         self._opening = bos_token(tokenizer)
         self._special_tokens = _special_tokens(tokenizer)
 
@@ -86,13 +92,14 @@ class RecordEncoder:
         """
         report = EncodingReport(records=len(records))
         kept = [draft for draft in self._drafts(records, report) if self._keep(draft, report)]
-        cut = [self._truncate(draft.sample, report) for draft in kept]
+        cut = [self._truncate(draft.sample, report, draft.where) for draft in kept]
         found = [sample for sample in cut if sample.trained.any()]
         report.dropped[NO_TARGET] += len(cut) - len(found)
         report.dropped, report.notes = +report.dropped, +report.notes  # + removes counts of 0
         samples = Samples.of(found)
         report.samples, report.tokens = len(found), len(samples.tokens)
         report.trained = int(samples.trained.sum())
+        self._count_images(found, report)
         return EncodedRecords(samples, report)
 
     def _drafts(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[Draft]:
@@ -128,7 +135,8 @@ class RecordEncoder:
             return
         for index in parsed.answers:
             if index not in parsed.excluded:
-                yield replace(parsed, messages=parsed.messages[: index + 1], completion=None)
+                kept = tuple(image for image in parsed.images if image.message <= index)
+                yield replace(parsed, messages=parsed.messages[: index + 1], completion=None, images=kept)
 
     def _plain(self, parsed: Sequence[PromptCompletion | Text]) -> Iterator[Sample]:
         """Prompt and completion are tokenized separately, so that a prompt has the same tokens at inference."""
@@ -151,16 +159,25 @@ class RecordEncoder:
                     "conversations need a tokenizer that maps tokens to characters (a fast Hugging Face "
                     "tokenizer): convert the tokenizer, or use prompt and completion"
                 )
+            template = self.rules.chat_template or (self.media.chat_template if self.media else None)
             self._template = ChatTemplate(
-                self.tokenizer.hf, self.rules.chat_template, self.rules.chat_template_options
+                self.tokenizer.hf, template, self.rules.chat_template_options, self.media is not None
             )
         return self._template
 
     def _render(self, where: str, chat: Chat, report: EncodingReport) -> RenderedChat:
+        if self.media is None and chat.images:
+            raise UserError(
+                f"{where}: the record has images, and the model has no image processor: train a vision-language "
+                f"model, or set dataset.hf_processor_path to the directory of one"
+            )
         train_on = "last" if self.rules.split_turns else self.rules.train_on
         rendered = self.template.render(chat, train_on, where)
         report.notes.update(UNUSED.format(name) for name in rendered.unused)
-        return rendered
+        if self.media is None:
+            return rendered
+        images = self.media.references((image.raw for image in chat.images), where)
+        return expand(rendered, images, self.media, where)
 
     def _note(self, parsed: ParsedRecord, report: EncodingReport) -> None:
         """Count what is rarely intended."""
@@ -171,10 +188,12 @@ class RecordEncoder:
         messages = parsed.messages
         report.notes[SYSTEMS] += sum(message["role"] in ("system", "developer") for message in messages) > 1
         if (pattern := self._special_tokens) is not None:
-            report.notes[CONTROL] += sum(bool(pattern.search(message["content"])) for message in messages)
+            report.notes[CONTROL] += sum(bool(pattern.search(text_of(message["content"]))) for message in messages)
+        if not parsed.images:
+            report.notes[NO_IMAGE] += sum(MARK in text_of(message["content"]) for message in messages)
         trained = [messages[index] for index in parsed.answers if index not in parsed.excluded]
         report.notes[EMPTY] += sum(
-            not message["content"] and not any(message.get(key) for key in INSTEAD_OF_CONTENT)
+            not text_of(message["content"]) and not any(message.get(key) for key in INSTEAD_OF_CONTENT)
             for message in trained
         )
 
@@ -195,7 +214,10 @@ class RecordEncoder:
                 report.notes[INSIDE_A_TOKEN] += int(straddling.any())
                 report.notes[NO_END] += not endings.special(ids[inside])
             trained[:1] = False
-            yield Sample(ids, trained)
+            if self.media is not None:
+                trained &= ids != self.media.token_id  # a placeholder is no text to learn
+                self._check_count(ids, chat)
+            yield Sample(ids, trained, chat.images)
 
     def _keep(self, draft: Draft, report: EncodingReport) -> bool:
         length, limit = len(draft.sample.tokens), self.rules.max_tokens
@@ -210,11 +232,55 @@ class RecordEncoder:
         report.dropped[TOO_LONG] += dropped
         return not dropped
 
-    def _truncate(self, sample: Sample, report: EncodingReport) -> Sample:
+    def _check_count(self, ids: np.ndarray, chat: RenderedChat) -> None:
+        """Refuse a tokenizer that splits placeholders, or text that contains them."""
+        assert self.media is not None
+        found, wanted = int((ids == self.media.token_id).sum()), sum(map(self.media.tokens, chat.images))
+        if found != wanted:
+            where = chat.images[0].where if chat.images else "a record without images"
+            raise UserError(
+                f"{where}: the sample has {found} placeholders {self.media.expansion.token} for {wanted} tokens "
+                "of images: remove the placeholder from the text, or use the model's own tokenizer"
+            )
+
+    def _count_images(self, samples: list[Sample], report: EncodingReport) -> None:
+        if self.media is None:
+            return
+        for sample in samples:
+            tokens = sum(map(self.media.tokens, sample.images))
+            report.images += len(sample.images)
+            report.image_tokens += tokens
+            report.notes[MOSTLY_IMAGES] += 2 * tokens > len(sample.tokens)
+        report.notes = +report.notes
+
+    def _truncate(self, sample: Sample, report: EncodingReport, where: str) -> Sample:
         if len(sample.tokens) <= self.rules.max_tokens:
             return sample
+        if sample.images:
+            raise UserError(
+                f"{where}: the sample has images and {len(sample.tokens) - 1} tokens, more than "
+                f"dataset.seq_length={self.rules.max_tokens - 1}, and an image cannot be cut: set "
+                "dataset.truncation to drop, dataset.max_pixels to a smaller value, or dataset.seq_length to a "
+                "larger one"
+            )
         report.cut += 1
         return shorten(sample, self.rules.max_tokens, self.rules.truncation, self._opening)
+
+
+def media_processor(tokenizer: Tokenizer, rules: EncodingRules) -> MediaProcessor | None:
+    """The image processor that ``rules`` ask for; None if they ask for none.
+
+    Raises:
+        UserError: it cannot be loaded, or the tokenizer has no placeholders.
+    """
+    if rules.media is None:
+        return None
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise UserError(
+            f"dataset.hf_processor_path={rules.media.processor_path} needs the tokenizer of that model: set "
+            "tokenizer.tokenizer_type=HuggingFaceTokenizer"
+        )
+    return MediaProcessor(rules.media, tokenizer.hf)
 
 
 def coverage(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

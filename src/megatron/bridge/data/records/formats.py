@@ -2,14 +2,15 @@
 """The known record formats: one record becomes a conversation, a pair of texts, or a text.
 
 The formats are ``messages`` (OpenAI), ``conversations`` (ShareGPT), ``prompt`` and ``completion`` (texts or lists
-of messages), ``input`` and ``output``, and ``text``. Other keys are metadata. A record of two formats, or of none,
-is refused.
+of messages), ``input`` and ``output``, and ``text``. Conversations may have images (``media_parts``). Other keys
+are metadata. A record of two formats, or of none, is refused.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.bridge.data.records.media_parts import MEDIA_KEYS, PlacedImage, content_part, place_images
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -56,6 +57,8 @@ class Chat:
     """Index of the first message of the completion; None: the first after the last user message."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as ``enable_thinking``."""
+    images: tuple[PlacedImage, ...] = ()
+    """In the order in which they are rendered. With images, all content is a list of parts."""
 
     @property
     def answers(self) -> list[int]:
@@ -86,7 +89,7 @@ class Text:
 
 
 ParsedRecord = Chat | PromptCompletion | Text
-CHAT_KEYS = ("tools", "chat_template_kwargs")
+CHAT_KEYS = ("tools", "chat_template_kwargs", "image", "images")
 USED_WITH: dict[str, tuple[str, ...]] = {"messages": CHAT_KEYS, "conversations": (*CHAT_KEYS, "system")}
 """Further keys that each format reads."""
 
@@ -111,12 +114,20 @@ def parse(record: Record, where: str) -> ParsedRecord:
         return _chat(record, record["messages"], where)
     if name == "conversations":
         return _sharegpt(record, where)
+    if not isinstance(record[FORMATS[name][0]], list):
+        _refuse_images(record, name, where)
     if name == "text":
         return Text(expect(record["text"], "a string", where, "text"))
     prompt, completion = FORMATS[name]
     if isinstance(record[prompt], list):
         return _conversational_pair(record, where)
     return PromptCompletion(*(expect(record[key], "a string", where, key) for key in (prompt, completion)))
+
+
+def _refuse_images(record: Record, name: str, where: str) -> None:
+    """Plain text has no place for an image; a key with another meaning holds no list, bytes or path of one."""
+    if found := next((key for key in MEDIA_KEYS if isinstance(record.get(key), list | Mapping | bytes)), None):
+        raise UserError(f"{where}: {name} with {found} has no place for an image: write messages with image parts")
 
 
 def _format(record: Record, where: str) -> str:
@@ -159,7 +170,8 @@ def _chat(record: Record, messages: Any, where: str, completion: int | None = No
     excluded = frozenset(index for index, message in enumerate(cleaned) if message.pop("weight", 1) == 0)
     options = record.get("chat_template_kwargs") or {}
     expect(options, "an object", where, "chat_template_kwargs")
-    return Chat(cleaned, _tools(record.get("tools"), where), excluded, completion, dict(options))
+    images = tuple(place_images(record, cleaned, where))
+    return Chat(cleaned, _tools(record.get("tools"), where), excluded, completion, dict(options), images)
 
 
 def _conversational_pair(record: Record, where: str) -> Chat:
@@ -189,18 +201,14 @@ def _message(message: Any, where: str) -> Message:
     return cleaned
 
 
-def _content(content: Any, where: str) -> str:
-    """The content as a string; a list of text parts is joined, other parts are refused."""
+def _content(content: Any, where: str) -> Any:
+    """The content as a string, to which parts of text are joined; with images, a list of parts."""
     if not isinstance(content, list):
         return expect(content, "a string", where, "content")
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise UserError(f"{where}: a content part of type {kind} is not text: use a vision-language dataset")
-        texts.append(text)
-    return "".join(texts)
+    parts = [content_part(part, where) for part in content]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSONL: one JSON object in each line."""
+"""JSONL: one JSON object in each line; and a file that is one JSON list of objects."""
 
 import json
 from collections.abc import Iterator
@@ -22,6 +22,25 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if line.strip():
                 where = f"{path}:{number}"
                 yield where, parse_record(line, where)
+
+
+def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a ``.json`` file: of one list, as LLaVA's, or one in each line.
+
+    Raises:
+        UserError: the file cannot be read, or an entry is not a JSON object.
+    """
+    with open_data(path) as file:
+        is_list = file.read(4096).lstrip()[:1] == b"["
+    if not is_list:
+        yield from read_jsonl(path)
+        return
+    records = strict_json.read(path)
+    for number, record in enumerate(records, start=1):
+        where = f"{path}: record {number}"
+        if not isinstance(record, dict):
+            raise UserError(f"{where} must be a JSON object, not {type(record).__name__}: write a list of objects")
+        yield where, record
 
 
 def open_data(path: Path) -> BufferedReader:

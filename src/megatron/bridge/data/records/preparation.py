@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed
 
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.data.records.encoding import EncodedRecords, RecordEncoder
+from megatron.bridge.data.records.encoding import EncodedRecords, RecordEncoder, media_processor
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import EncodingReport, Samples
 from megatron.bridge.data.records.sources import LocatedRecord, RecordSource
@@ -81,13 +81,14 @@ def prepare(
 
 def content_key(source: RecordSource, tokenizer: Tokenizer, rules: EncodingRules) -> str:
     """A hash of everything that the samples depend on: the name of their folder."""
-    function = rules.process_example_fn
-    values = {entry.name: getattr(rules, entry.name) for entry in fields(rules)}
+    function, media = rules.process_example_fn, media_processor(tokenizer, rules)
+    values = {entry.name: getattr(rules, entry.name) for entry in fields(rules) if entry.name != "media"}
     parts = [
         VERSION,
         source.fingerprint(),
         tokenizer_key(tokenizer),
         values | {"process_example_fn": None if function is None else _function_key(function)},
+        *([] if media is None else [media.key()]),
     ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -164,6 +165,8 @@ def _write_part(path: Path, part: EncodedRecords) -> None:
             tokens=samples.tokens,
             trained=samples.trained,
             bounds=samples.bounds,
+            images=samples.images,
+            image_bounds=samples.image_bounds,
             report=np.array(json.dumps(part.report.to_dict())),
         )
 
@@ -179,18 +182,25 @@ def _join_parts(parts: Path, final: Path) -> None:
 
 
 def _write_arrays(folder: Path, parts: list[Path], report: EncodingReport) -> None:
-    all_tokens = _create(folder / "tokens.npy", np.int32, report.tokens)
-    all_trained = _create(folder / "trained.npy", np.bool_, report.tokens)
-    bounds = np.zeros(report.samples + 1, dtype=np.int64)
-    token, sample = 0, 0
+    _write_pieces(folder, parts, "bounds", {"tokens": np.int32, "trained": np.bool_}, report.samples)
+    if report.images:
+        _write_pieces(folder, parts, "image_bounds", {"images": np.uint8}, report.samples)
+
+
+def _write_pieces(folder: Path, parts: list[Path], bounds_name: str, kinds: dict[str, Any], samples: int) -> None:
+    """Join arrays that are cut into samples by the array ``bounds_name``."""
+    bounds, sample = np.zeros(samples + 1, dtype=np.int64), 0
     for path in parts:
-        part = np.load(path)
-        count, number = len(part["tokens"]), len(part["bounds"]) - 1
-        all_tokens[token : token + count] = part["tokens"]
-        all_trained[token : token + count] = part["trained"]
-        bounds[sample + 1 : sample + number + 1] = part["bounds"][1:] + token
-        token, sample = token + count, sample + number
-    np.save(folder / "bounds.npy", bounds)
+        part = np.load(path)[bounds_name]
+        bounds[sample + 1 : sample + len(part)] = part[1:] + bounds[sample]
+        sample += len(part) - 1
+    np.save(folder / f"{bounds_name}.npy", bounds)
+    for name, dtype in kinds.items():
+        whole, start = _create(folder / f"{name}.npy", dtype, int(bounds[-1])), 0
+        for path in parts:
+            part = np.load(path)[name]
+            whole[start : start + len(part)] = part
+            start += len(part)
 
 
 def _create(path: Path, dtype: Any, length: int) -> np.ndarray:
@@ -204,11 +214,19 @@ def _create(path: Path, dtype: Any, length: int) -> np.ndarray:
 def _load(folder: Path) -> PreparedSamples:
     try:
         bounds = np.load(folder / "bounds.npy")
-        mode = "r" if bounds[-1] else None
-        tokens, trained = (np.load(folder / f"{name}.npy", mmap_mode=mode) for name in ("tokens", "trained"))
+        tokens, trained = (_mapped(folder / f"{name}.npy", bounds) for name in ("tokens", "trained"))
         report = EncodingReport.from_dict(json.loads((folder / "report.json").read_text()))
-        return PreparedSamples(Samples(tokens, trained, bounds), report)
+        images: list[np.ndarray] = []
+        if report.images:
+            image_bounds = np.load(folder / "image_bounds.npy")
+            images = [_mapped(folder / "images.npy", image_bounds), image_bounds]
+        return PreparedSamples(Samples(tokens, trained, bounds, *images), report)
     except (OSError, ValueError, AssertionError) as error:
         raise UserError(
             f"the prepared samples in {folder} cannot be read ({error}): remove that folder"
         ) from error
+
+
+def _mapped(path: Path, bounds: np.ndarray) -> np.ndarray:
+    """The array, memory-mapped unless it is empty."""
+    return np.load(path, mmap_mode="r" if bounds[-1] else None)

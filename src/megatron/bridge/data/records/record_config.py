@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
-from megatron.bridge.data.dataset_config import DatasetConfig, unknown
+from megatron.bridge.data.dataset_config import DatasetConfig, too_small, unknown
+from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.records.chat_template import TrainOn, template_text
 
 Truncation = Literal["refuse", "drop", "right", "left", "keep_answer"]
@@ -25,6 +26,8 @@ class EncodingRules:
     """A template instead of the tokenizer's own."""
     chat_template_options: dict[str, Any] = field(default_factory=dict)
     process_example_fn: ProcessExample | None = None
+    media: MediaRules | None = None
+    """How images are processed; None refuses them."""
 
 
 @dataclass(kw_only=True)
@@ -74,6 +77,17 @@ class RecordDatasetConfig(DatasetConfig):
     """Pack several samples into a row; each has its own attention and positions."""
     padding_free: bool = False
     """Concatenate the samples of a microbatch into one row without padding."""
+    hf_processor_path: str | None = None
+    """Directory or hub id of the vision-language model whose image processor is used. None stands for
+    ``tokenizer.tokenizer_model`` if the model has a vision tower."""
+    media_root: str | None = None
+    """Folder that holds all images: their paths start from it, and may not leave it. None stands for the folder of
+    the data."""
+    min_pixels: int | None = None
+    """Enlarge images with fewer pixels than this. None leaves it to the image processor."""
+    max_pixels: int | None = None
+    """Shrink images with more pixels than this, so that they have fewer tokens. None leaves it to the image
+    processor."""
 
     @property
     def masks_tokens(self) -> bool:
@@ -113,14 +127,32 @@ class RecordDatasetConfig(DatasetConfig):
             chat_template=template_text(self.chat_template),
             chat_template_options=self.chat_template_options,
             process_example_fn=self.process_example_fn,
+            media=self.media_rules(),
         )
+
+    @property
+    def media_folder(self) -> str:
+        """The folder that the paths of images start from."""
+        return self.media_root or "."
+
+    def media_rules(self) -> MediaRules | None:
+        """How images are processed; None if there are none."""
+        if self.hf_processor_path is None:
+            return None
+        return MediaRules(self.hf_processor_path, self.media_folder, self.min_pixels, self.max_pixels)
 
     def problems(self) -> list[str]:
         found = [
             *super().problems(),
             *unknown(self, "truncation", get_args(Truncation)),
             *unknown(self, "train_on", get_args(TrainOn)),
+            *too_small(self, "min_pixels", "max_pixels"),
         ]
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            found.append(
+                f"dataset.min_pixels={self.min_pixels} is more than dataset.max_pixels={self.max_pixels}: change "
+                "one of them"
+            )
         if self.split_turns and self.train_on != "assistant":
             found.append(
                 f"dataset.split_turns=True trains on one answer of each sample, so "

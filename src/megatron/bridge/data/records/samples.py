@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenized samples: the tokens, and which of them are in the loss."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from megatron.bridge.data.media.references import ImageReference
 
 
 class Sample(NamedTuple):
@@ -16,41 +19,61 @@ class Sample(NamedTuple):
     """All tokens, int32."""
     trained: np.ndarray
     """Whether each token is in the loss, bool. The first one never is, because nothing predicts it."""
+    images: tuple[ImageReference, ...] = ()
+    """In the order of their tokens."""
 
 
 class Samples(Sequence[Sample]):
-    """Samples concatenated in two arrays, in memory or memory-mapped.
+    """Samples concatenated in arrays, in memory or memory-mapped.
 
     Args:
         tokens: int32, the tokens of all samples.
         trained: bool, of the same length.
         bounds: int64, the start of each sample, and the end of the last one.
+        images: uint8, the references to the images of all samples as JSON; None without images.
+        image_bounds: int64, where those of each sample start, and the end of the last one.
     """
 
-    def __init__(self, tokens: np.ndarray, trained: np.ndarray, bounds: np.ndarray) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        trained: np.ndarray,
+        bounds: np.ndarray,
+        images: np.ndarray | None = None,
+        image_bounds: np.ndarray | None = None,
+    ) -> None:
         assert len(tokens) == len(trained) == bounds[-1], (len(tokens), len(trained), bounds[-1])
         self.tokens = tokens
         self.trained = trained
         self.bounds = bounds
+        self.images = np.empty(0, np.uint8) if images is None else images
+        self.image_bounds = np.zeros_like(bounds) if image_bounds is None else image_bounds
+        assert len(self.images) == self.image_bounds[-1], (len(self.images), self.image_bounds[-1])
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> "Samples":
         kept = list(samples)
-        bounds = np.concatenate(([0], np.cumsum([len(sample.tokens) for sample in kept], dtype=np.int64)))
         tokens = [sample.tokens for sample in kept] or [np.empty(0, np.int32)]
         trained = [sample.trained for sample in kept] or [np.empty(0, np.bool_)]
-        return cls(np.concatenate(tokens), np.concatenate(trained), bounds)
+        images = [json.dumps(sample.images).encode() if sample.images else b"" for sample in kept]
+        return cls(
+            np.concatenate(tokens),
+            np.concatenate(trained),
+            _bounds(map(len, (sample.tokens for sample in kept))),
+            np.frombuffer(b"".join(images), np.uint8),
+            _bounds(map(len, images)),
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence["Samples"]) -> "Samples":
         if not parts:
             return cls.of([])
-        starts = np.cumsum([0, *(part.bounds[-1] for part in parts[:-1])])
-        bounds = [part.bounds[1:] + start for part, start in zip(parts, starts, strict=True)]
         return cls(
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.trained for part in parts]),
-            np.concatenate([np.zeros(1, np.int64), *bounds]),
+            _bounds(length for part in parts for length in part.lengths),
+            np.concatenate([part.images for part in parts]),
+            _bounds(length for part in parts for length in np.diff(part.image_bounds)),
         )
 
     def __len__(self) -> int:
@@ -60,12 +83,23 @@ class Samples(Sequence[Sample]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
-        return Sample(self.tokens[part], self.trained[part])
+        return Sample(self.tokens[part], self.trained[part], self.images_of(index))
+
+    def images_of(self, index: int) -> tuple[ImageReference, ...]:
+        """The images of a sample."""
+        start, end = int(self.image_bounds[index]), int(self.image_bounds[index + 1])
+        if start == end:
+            return ()
+        return tuple(ImageReference(*values) for values in json.loads(self.images[start:end].tobytes()))
 
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each sample."""
         return np.diff(self.bounds)
+
+
+def _bounds(lengths: Iterable[int]) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(list(lengths), dtype=np.int64)))
 
 
 @dataclass
@@ -77,6 +111,9 @@ class EncodingReport:
     tokens: int = 0
     trained: int = 0
     """Tokens in the loss."""
+    images: int = 0
+    image_tokens: int = 0
+    """Tokens that images are made of."""
     cut: int = 0
     """Samples that were shortened."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -113,4 +150,9 @@ class EncodingReport:
         texts = self.formats["Text"]
         if 0 < texts < self.formats.total():
             yield f"{texts:,} records are plain text among conversations or pairs, with all tokens in the loss"
+        if self.images:
+            yield (
+                f"{self.images:,} images, {self.image_tokens / self.images:,.0f} tokens each, "
+                f"{self.image_tokens / self.tokens:.0%} of all tokens"
+            )
         yield from (f"{count:,} {note}" for note, count in self.notes.items())

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.bridge.data.records.jsonl import open_data, read_jsonl
+from megatron.bridge.data.records.jsonl import open_data, read_json, read_jsonl
 from megatron.bridge.utils.errors import UserError, one_line
 
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -48,9 +48,9 @@ class FileSource:
         return str(self.path)
 
     def records(self) -> Iterator[LocatedRecord]:
-        """Lines of JSON or rows of a table, both numbered from 1."""
+        """Lines of JSON, entries of a JSON list, or rows of a table, all numbered from 1."""
         if self.path.suffix in JSON_SUFFIXES:
-            yield from read_jsonl(self.path)
+            yield from (read_json if self.path.suffix == ".json" else read_jsonl)(self.path)
             return
         if self.path.suffix not in TABLES:
             raise UserError(f"{self.path}: the ending is unknown: use one of {', '.join(SUFFIXES)}")

@@ -40,6 +40,11 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SFTDatasetConfig",
     ),
     "megatron.bridge.data.builders.hf_dataset": ("HFDatasetConfig",),
+    "megatron.bridge.data.vlm_datasets": (
+        "HFDatasetConversationProvider",
+        "MockVLMConversationProvider",
+        "PreloadedVLMConversationProvider",
+    ),
     "megatron.bridge.data.energon": ("EnergonProvider",),
     "megatron.bridge.data.tokenizer": ("TokenizerConfig",),
     "megatron.bridge.models.gpt_provider": ("GPTModelProvider",),

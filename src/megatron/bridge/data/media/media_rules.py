@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How images are read and processed. This module imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files of a checkpoint that say how images are processed; one of them is there."""
+
+
+def has_processor(path: str) -> bool:
+    """Whether a directory has the files of an image processor; of a hub id it is assumed."""
+    folder = Path(path).expanduser()
+    return not folder.exists() or any((folder / name).is_file() for name in FILES)
+
+
+@dataclass(frozen=True)
+class MediaRules:
+    """How images are read and processed."""
+
+    processor_path: str
+    """Directory or hub id of the checkpoint whose processor is used."""
+    root: str
+    """Folder that the paths of images start from and stay in."""
+    min_pixels: int | None = None
+    """Images with fewer pixels are enlarged; None: as the checkpoint says."""
+    max_pixels: int | None = None
+    """Images with more pixels are shrunk; None: as the checkpoint says."""

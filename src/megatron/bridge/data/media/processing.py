@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images as a model takes them: expanded placeholders before tokenizing, pixels when a batch is made.
+
+Pixels are computed by transformers' image processor of the checkpoint. Its composite processor is not used: it
+would decode images in order to count tokens, and would lose which characters belong to an answer.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
+from megatron.bridge.data.media.media_rules import MediaRules
+from megatron.bridge.data.media.positions import IMAGE, TEXT, Positions, mrope_positions
+from megatron.bridge.data.media.references import ImageReference, decode, refer, shown
+from megatron.bridge.utils.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TENSORS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+
+
+class MediaProcessor:
+    """The images of a run.
+
+    Args:
+        rules: which processor, and how it is set.
+        hf: tokenizer of transformers, whose special tokens are the placeholders.
+
+    Raises:
+        UserError: the processor cannot be loaded, its family is unknown, or it has no such setting.
+    """
+
+    def __init__(self, rules: MediaRules, hf: "PreTrainedTokenizerBase") -> None:
+        self.root = Path(rules.root)
+        self.decodes = True
+        """Whether batches have pixels; only the first pipeline stage needs them."""
+        path = rules.processor_path
+        config = _config(path)
+        kind = config.get("model_type", "")
+        if kind not in EXPANSIONS:
+            raise UserError(
+                f"dataset.hf_processor_path={path} is a {kind or 'model without model_type'}: images are "
+                f"supported for {', '.join(EXPANSIONS)}"
+            )
+        self.hf_processor = _image_processor(path, rules)
+        own = _json(path, "processor_config.json")
+        values = {**config, **{key: value for key, value in own.items() if value is not None}}
+        self.expansion = EXPANSIONS[kind](self.hf_processor, values, hf)
+        self.chat_template = _chat_template(path)
+        self.kind = kind
+
+    @property
+    def placeholder(self) -> str:
+        """What a chat template writes for an image."""
+        return self.expansion.placeholder
+
+    @property
+    def token_id(self) -> int:
+        """The token whose embedding a feature of the tower replaces."""
+        return self.expansion.token_id
+
+    def key(self) -> str:
+        """A hash of everything that the tokens of an image depend on."""
+        values = [self.kind, type(self.hf_processor).__name__, self.hf_processor.to_dict(), str(self.root)]
+        values += [self.expansion.values.get(name) for name in ("image_seq_length", "image_seq_len", "patch_size")]
+        text = json.dumps([*values, self.chat_template], sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+    def references(self, images: Iterable[Any], where: str) -> list[ImageReference]:
+        """The images of a record.
+
+        Raises:
+            UserError: one of them cannot be read, or there are more than the family supports.
+        """
+        found = [refer(image, self.root, where) for image in images]
+        limit = self.expansion.images_in_sample
+        if limit is not None and len(found) > limit:
+            raise UserError(
+                f"{where}: the record has {len(found)} images, and {self.kind} is supported with {limit} in a "
+                "sample: split the record"
+            )
+        return found
+
+    def text(self, image: ImageReference) -> str:
+        """What replaces the placeholder of ``image``."""
+        return self._measured(self.expansion.text, image)
+
+    def tokens(self, image: ImageReference) -> int:
+        """Tokens of ``image`` that features replace."""
+        return self._measured(self.expansion.count, image)
+
+    def grid(self, image: ImageReference) -> Grid | None:
+        """Frames, height and width in patches; None where positions have one axis."""
+        return self._measured(self.expansion.grid, image)
+
+    def _measured(self, rule: Any, image: ImageReference) -> Any:
+        try:
+            return rule(image.height, image.width)
+        except (ValueError, ZeroDivisionError) as error:
+            raise _unusable(image, error) from error
+
+    @property
+    def has_grids(self) -> bool:
+        """Whether positions have three axes."""
+        return self.expansion.grid(64, 64) is not None
+
+    def positions(self, tokens: np.ndarray, images: Sequence[ImageReference]) -> Positions:
+        """Positions [3, sequence] of the tokens of one sample."""
+        types = np.where(tokens == self.token_id, IMAGE, TEXT)
+        grids: list[Any] = [self.grid(image) for image in images]
+        return mrope_positions(types, grids, merge=self.hf_processor.merge_size)
+
+    def pixels(self, images: Sequence[ImageReference]) -> dict[str, Tensor]:
+        """The tensors of all ``images``, in their order, under the names of transformers' ``get_image_features``.
+
+        Raises:
+            UserError: a file is damaged or has changed.
+        """
+        parts = [self._pixels(image) for image in images]
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+    def _pixels(self, image: ImageReference) -> dict[str, Tensor]:
+        decoded = decode(image)
+        try:
+            found = self.hf_processor(decoded, return_tensors="pt", **self.expansion.arguments)
+        except (ValueError, RuntimeError) as error:
+            raise _unusable(image, error) from error
+        tensors = {name: torch.as_tensor(found[name]) for name in _TENSORS if name in found}
+        if self.kind in ("idefics3", "smolvlm"):  # [samples, tiles, ...], of one sample
+            tensors = {name: value[0] for name, value in tensors.items()}
+        return tensors
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One after another; images that differ in size are padded with zeros, as transformers pads them."""
+    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    return torch.cat([part if list(part.shape[1:]) == shape else _padded(part, shape) for part in parts])
+
+
+def _padded(part: Tensor, shape: list[int]) -> Tensor:
+    whole = part.new_zeros(len(part), *shape)
+    whole[tuple(slice(size) for size in part.shape)] = part
+    return whole
+
+
+def _unusable(image: ImageReference, error: Exception) -> UserError:
+    return UserError(
+        f"{image.where}: the image {shown(image.source)} with {image.width}x{image.height} pixels cannot be used "
+        f"({one_line(error)}): change its size, or remove the record"
+    )
+
+
+def _config(path: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"dataset.hf_processor_path={path} has no config.json that can be read ({one_line(error)}): give the "
+            "directory or hub id of a vision-language model"
+        ) from error
+
+
+def _image_processor(path: str, rules: MediaRules) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        processor: Any = AutoImageProcessor.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        raise UserError(
+            f"dataset.hf_processor_path={path} has no image processor that can be loaded ({one_line(error)}): "
+            "give the directory or hub id of a vision-language model"
+        ) from error
+    _limit(processor, "shortest_edge", rules.min_pixels, "min_pixels")
+    _limit(processor, "longest_edge", rules.max_pixels, "max_pixels")
+    return processor
+
+
+def _limit(processor: Any, edge: str, value: int | None, name: str) -> None:
+    """Set how many pixels an image has at least or at most, which Qwen's and GLM's processors call an edge."""
+    if value is None:
+        return
+    if not hasattr(processor, "merge_size"):
+        raise UserError(
+            f"dataset.{name}={value}: {type(processor).__name__} has no such limit, its images have fixed sizes: "
+            "leave it unset"
+        )
+    from transformers.image_utils import SizeDict
+
+    processor.size = SizeDict(**{**dict(processor.size), edge: value})
+    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+    if least > most:
+        raise UserError(
+            f"dataset.{name}={value} contradicts the other limit: images would have {least} pixels at least and "
+            f"{most} at most: set dataset.min_pixels and dataset.max_pixels"
+        )
+
+
+def _chat_template(path: str) -> str | None:
+    """The template of the processor, which goes before the tokenizer's; None if it has none of its own."""
+    text = _text(path, "chat_template.jinja")
+    if text is not None:
+        return text
+    found = _json(path, "chat_template.json").get("chat_template")
+    return found if isinstance(found, str) else None
+
+
+def _json(path: str, name: str) -> Mapping[str, Any]:
+    text = _text(path, name)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path}/{name} is not valid JSON ({error}): download it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}/{name} is not a JSON object: download it again")
+    return found
+
+
+def _text(path: str, name: str) -> str | None:
+    """The content of a file of a checkpoint; None if there is no such file."""
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        path,
+        name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(found).read_text(encoding="utf-8") if found else None

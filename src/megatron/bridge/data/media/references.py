@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an image is, how large it is, and its pixels.
+
+A record names an image by a path, or holds its bytes. Its size is read from the header of the file, so samples are
+tokenized and packed without decoding a pixel.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.bridge.utils.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MAX_PIXELS = 100_000_000
+"""An image with more pixels is refused: it would take more than 300 MB to decode."""
+_DATA, _FILE = "data:", "file://"
+_URLS = ("http://", "https://", "ftp://", "s3://", "gs://")
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF; these swap height and width
+_KEYS = ("image", "path", "url", "bytes")
+
+
+class ImageReference(NamedTuple):
+    """An image of a sample."""
+
+    source: str
+    """A path, or a ``data:`` URL that holds the file."""
+    height: int
+    width: int
+    where: str
+    """The record that it belongs to, for messages."""
+
+
+def refer(raw: Any, root: Path, where: str) -> ImageReference:
+    """The reference to an image that a record names, once its size is read.
+
+    Args:
+        raw: a path, a ``data:`` URL, bytes, a PIL image, or an object with one of them under ``image``, ``path``,
+            ``url`` or ``bytes``.
+        root: the folder that relative paths start from; images outside of it are refused.
+        where: the record, for messages.
+
+    Raises:
+        UserError: the image is missing, is not an image, is too large, or lies outside of ``root``.
+    """
+    source = _source(raw, root, where)
+    height, width = _measure(source, where)
+    return ImageReference(source, height, width, where)
+
+
+def decode(reference: ImageReference) -> "Image.Image":
+    """The pixels, in RGB and turned as the camera says.
+
+    Raises:
+        UserError: the file is damaged, or no longer has the size that the sample was made for.
+    """
+    from PIL import ImageOps
+
+    where = reference.where
+    try:
+        with _open(reference.source, where) as file:
+            image = ImageOps.exif_transpose(file).convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _unreadable(reference.source, where, error) from error
+    if image.size != (reference.width, reference.height):
+        raise UserError(
+            f"{where}: the image {shown(reference.source)} is {image.width}x{image.height} and was "
+            f"{reference.width}x{reference.height} when the sample was made: restore it, or remove the prepared "
+            "samples"
+        )
+    return image
+
+
+def shown(source: str) -> str:
+    """A source as messages name it."""
+    return "in the record" if source.startswith(_DATA) else source
+
+
+def _source(raw: Any, root: Path, where: str) -> str:
+    if isinstance(raw, Mapping):
+        raw = _named(raw, where)
+    if isinstance(raw, bytes | bytearray):
+        return f"{_DATA};base64,{base64.b64encode(raw).decode()}"
+    if hasattr(raw, "save") and hasattr(raw, "getexif"):  # an image of PIL
+        return _source(_png(raw), root, where)
+    if not isinstance(raw, str) or not raw:
+        raise UserError(
+            f"{where}: an image is {type(raw).__name__}: give a path, a data: URL, or the bytes of a file"
+        )
+    if raw.startswith(_DATA):
+        return raw
+    if raw.startswith(_URLS):
+        raise UserError(f"{where}: the image {raw} is on the network: download it, and give its path")
+    return str(_inside(raw.removeprefix(_FILE), root, where))
+
+
+def _named(raw: Mapping[str, Any], where: str) -> Any:
+    """The value of the first key that says where an image is; tables have both ``bytes`` and ``path``."""
+    found = {key: raw[key] for key in ("bytes", *_KEYS) if raw.get(key) is not None}
+    if not found:
+        raise UserError(f"{where}: an image has none of {', '.join(_KEYS)} (keys: {', '.join(raw) or 'none'})")
+    return next(iter(found.values()))
+
+
+def _png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _inside(name: str, root: Path, where: str) -> Path:
+    try:
+        path, folder = (root / name).resolve(), root.resolve()
+    except (OSError, ValueError) as error:  # too long, or with a null byte
+        raise UserError(f"{where}: the image path {name!r} cannot be used: {error}") from error
+    if not path.is_relative_to(folder):
+        raise UserError(
+            f"{where}: the image {name} is outside of dataset.media_root={root}: set dataset.media_root to a "
+            "folder that holds all images"
+        )
+    if not path.is_file():
+        raise UserError(
+            f"{where}: the image {name} is not a file in dataset.media_root={root}: add it, or correct one of both"
+        )
+    return path
+
+
+def _measure(source: str, where: str) -> tuple[int, int]:
+    """Height and width, as they are after turning."""
+    try:
+        with _open(source, where) as image:
+            width, height = image.size
+            # a PNG is decoded as a whole to look for EXIF behind its pixels
+            has_exif = image.format != "PNG" or "exif" in image.info
+            turned = has_exif and image.getexif().get(_ORIENTATION) in _TURNED
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _unreadable(source, where, error) from error
+    if width * height > MAX_PIXELS:
+        raise UserError(
+            f"{where}: the image {shown(source)} has {width}x{height} pixels, more than {MAX_PIXELS:,}: make it "
+            "smaller"
+        )
+    return (width, height) if turned else (height, width)
+
+
+def _open(source: str, where: str) -> "Image.Image":
+    """The image, its pixels not read yet. PIL's own limit is not needed: ``_measure`` has one."""
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None
+    return Image.open(io.BytesIO(_bytes(source, where)) if source.startswith(_DATA) else source)
+
+
+def _bytes(source: str, where: str) -> bytes:
+    head, _, text = source.partition(",")
+    if not head.endswith(";base64"):
+        raise UserError(
+            f"{where}: an image is a data: URL without ;base64, which is not read: encode it in base64"
+        )
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise UserError(
+            f"{where}: an image is a data: URL with damaged base64 ({error}): encode it again"
+        ) from error
+
+
+def _unreadable(source: str, where: str, error: Exception) -> UserError:
+    if isinstance(error, UserError):
+        return error
+    reason = one_line(error).split(": <")[0]  # an address of a buffer helps nobody
+    return UserError(
+        f"{where}: the image {shown(source)} cannot be read ({reason}): repair it, or remove the record"
+    )

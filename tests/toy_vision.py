@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny vision-language models with all their files: config, weights, tokenizer, image processor, template."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.families.vision.rows import ROWS
+
+SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
+    *(
+        "<|video_pad|>",
+        "<|begin_of_image|>",
+        "<|end_of_image|>",
+        "<|image|>",
+        "<start_of_image>",
+        "<end_of_image>",
+    ),
+    *("<image_soft_token>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<image>", "<video>", "<img>", "</img>"),
+    *("<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>", "<|video|>", "<|begin_of_video|>"),
+    *("<|end_of_video|>", "<end_of_utterance>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
+)
+VOCABULARY = 320
+
+TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
+{% if part['type'] == 'image' %}MARK{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}\
+{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LISTS = """{%- for message in messages %}<|im_start|>{{ message['role'] }}
+{% for part in message['content'] %}{% if part['type'] == 'image' %}MARK{% else %}{{ part['text'] }}{% endif %}\
+{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@dataclass(frozen=True)
+class Toy:
+    """How a family processes images.
+
+    Attributes:
+        row: the row of ``tests.families.vision`` with the model.
+        image: what the model calls an image token.
+        mark: what the template writes for an image.
+        images: class of the image processor, and its arguments.
+        processor: class of the composite processor, and its arguments.
+        videos: class of the video processor; none if empty.
+        named: special tokens that the tokenizer has under a name.
+    """
+
+    row: str
+    image: str
+    mark: str
+    images: tuple[str, dict[str, Any]]
+    processor: tuple[str, dict[str, Any]]
+    videos: str = ""
+    named: dict[str, str] = field(default_factory=dict)
+    template: str = TEMPLATE
+
+
+def _qwen(row: str, processor: str) -> Toy:
+    size = {"shortest_edge": 8 * 8, "longest_edge": 8 * 8 * 12}
+    images = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": size}
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    videos = "Qwen3VLVideoProcessor" if row.startswith("qwen3") else "Qwen2VLVideoProcessor"
+    return Toy(row, "<|image_pad|>", mark, ("Qwen2VLImageProcessor", images), (processor, {}), videos)
+
+
+def _glm(row: str) -> Toy:
+    size = {"shortest_edge": 2 * 8 * 8, "longest_edge": 2 * 8 * 8 * 12}
+    images = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": size}
+    mark = "<|begin_of_image|><|image|><|end_of_image|>"
+    return Toy(
+        row, "<|image|>", mark, ("Glm4vImageProcessor", images), ("Glm4vProcessor", {}), "Glm4vVideoProcessor"
+    )
+
+
+def _square(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
+
+
+_TILES = {"image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]], "crop_size": _square(8)}
+_IDEFICS = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+_INTERN = {"size": _square(16), "max_patches": 4, "min_patches": 1, "crop_to_patches": True}
+
+TOYS: dict[str, Toy] = {
+    toy.row: toy
+    for toy in (
+        _qwen("qwen2_vl", "Qwen2VLProcessor"),
+        _qwen("qwen2_5_vl", "Qwen2_5_VLProcessor"),
+        _qwen("qwen3_vl", "Qwen3VLProcessor"),
+        _qwen("qwen3_vl_moe", "Qwen3VLProcessor"),
+        _glm("glm4v"),
+        _glm("glm4v_moe"),
+        Toy(
+            *("gemma3_vl", "<image_soft_token>", "<start_of_image>"),
+            ("Gemma3ImageProcessor", {"size": _square(16)}),
+            ("Gemma3Processor", {"image_seq_length": 4}),
+            named={
+                "boi_token": "<start_of_image>",
+                "eoi_token": "<end_of_image>",
+                "image_token": "<image_soft_token>",
+            },
+        ),
+        Toy(
+            *("mistral3", "[IMG]", "[IMG]"),
+            ("PixtralImageProcessor", {"size": {"longest_edge": 32}, "patch_size": _square(4)}),
+            ("PixtralProcessor", {"patch_size": 4, "spatial_merge_size": 2}),
+        ),
+        Toy(
+            *("llava", "<image>", "<image>"),
+            ("CLIPImageProcessor", {"size": {"shortest_edge": 16}, "crop_size": _square(16)}),
+            (
+                "LlavaProcessor",
+                {
+                    "patch_size": 4,
+                    "vision_feature_select_strategy": "default",
+                    "num_additional_image_tokens": 1,
+                },
+            ),
+            template=LISTS,
+        ),
+        Toy(
+            *("llava_next", "<image>", "<image>"),
+            ("LlavaNextImageProcessor", {"size": {"shortest_edge": 8}, **_TILES}),
+            (
+                "LlavaNextProcessor",
+                {
+                    "patch_size": 4,
+                    "vision_feature_select_strategy": "default",
+                    "num_additional_image_tokens": 1,
+                },
+            ),
+        ),
+        Toy(
+            *("llava_onevision", "<image>", "<image>"),
+            (
+                "LlavaOnevisionImageProcessor",
+                {"size": _square(8), "image_grid_pinpoints": _TILES["image_grid_pinpoints"]},
+            ),
+            (
+                "LlavaOnevisionProcessor",
+                {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
+            ),
+            "LlavaOnevisionVideoProcessor",
+        ),
+        Toy(
+            *("internvl", "<IMG_CONTEXT>", "<IMG_CONTEXT>\n"),
+            ("GotOcr2ImageProcessor", _INTERN),
+            ("InternVLProcessor", {"image_seq_length": 4}),
+            "InternVLVideoProcessor",
+            named={
+                "start_image_token": "<img>",
+                "end_image_token": "</img>",
+                "context_image_token": "<IMG_CONTEXT>",
+                "video_token": "<video>",
+            },
+        ),
+        Toy(
+            *("smolvlm", "<image>", "<image>"),
+            ("SmolVLMImageProcessor", _IDEFICS),
+            ("SmolVLMProcessor", {"image_seq_len": 4}),
+            "SmolVLMVideoProcessor",
+            template=LISTS,
+        ),
+        Toy(
+            *("idefics3", "<image>", "<image>"),
+            ("Idefics3ImageProcessor", _IDEFICS),
+            ("Idefics3Processor", {"image_seq_len": 4}),
+            template=LISTS,
+        ),
+    )
+}
+
+
+def make_tokenizer(toy: Toy) -> Any:
+    """Bytes and special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=toy.template.replace("MARK", toy.mark),
+        **({"extra_special_tokens": toy.named} if toy.named else {}),
+    )
+
+
+def image_processor(toy: Toy) -> Any:
+    """The image processor, of the backend that is installed."""
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    name, options = toy.images
+    return getattr(transformers, name if is_torchvision_available() else f"{name}Pil")(**options)
+
+
+def hf_config(toy: Toy, tokenizer: Any, **changes: Any) -> Any:
+    """The config of the row's model with the ids of ``tokenizer``."""
+    row = ROWS[toy.row]
+    config = json.loads(json.dumps(row.config))
+    key = "image_token_id" if "image_token_id" in config else "image_token_index"
+    config[key] = tokenizer.convert_tokens_to_ids(toy.image)
+    for other in ("video_token_id", "video_token_index"):
+        if other in config:
+            config[other] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    config["text_config"] |= {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    config |= changes
+    import transformers
+
+    model = getattr(transformers, row.model)
+    found = model.config_class(**config)
+    found.architectures = [row.model]
+    return found
+
+
+def save(name: str, folder: Path, weights: bool = False, **changes: Any) -> Path:
+    """Write the toy ``name``; returns ``folder``."""
+    import transformers
+
+    toy = TOYS[name]
+    tokenizer, config = make_tokenizer(toy), None
+    config = hf_config(toy, tokenizer, **changes)
+    if weights:
+        torch.manual_seed(0)
+        getattr(transformers, ROWS[name].model)(config).save_pretrained(folder)
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    image_processor(toy).save_pretrained(folder)
+    values = {"processor_class": toy.processor[0], **toy.processor[1]}
+    path = folder / "processor_config.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, **values}))
+    return folder
+
+
+def composite(name: str, folder: Path) -> Any:
+    """Transformers' own processor of the toy in ``folder``."""
+    import importlib
+
+    import transformers
+
+    toy = TOYS[name]
+    images = transformers.AutoImageProcessor.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    parts = [images, tokenizer]
+    if toy.videos:
+        parts.append(getattr(transformers, toy.videos)())
+    module = importlib.import_module(getattr(transformers, toy.processor[0]).__module__)
+    return getattr(module, toy.processor[0])(*parts, **toy.processor[1])
+
+
+def picture(folder: Path, name: str, width: int, height: int, seed: int = 0) -> str:
+    """Write a smooth picture, which resizing changes little; returns its name."""
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (3, 3, 3), dtype=np.uint8))
+    coarse.resize((width, height), Image.Resampling.BICUBIC).save(folder / name)
+    return name

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records with images: every way to write one gives the same sample; mistakes are named with their record."""
+
+import base64
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron.bridge.data.media.media_rules import MediaRules
+from megatron.bridge.data.media.references import decode
+from megatron.bridge.data.records.encoding import NO_IMAGE, TOO_LONG, RecordEncoder
+from megatron.bridge.data.records.preparation import prepare
+from megatron.bridge.data.records.record_config import EncodingRules
+from megatron.bridge.data.records.sources import FileSource
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+from tests import toy_vision
+from tests.refusals import refused
+
+ANSWER = {"role": "assistant", "content": "Blue."}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The toy Qwen2-VL and two pictures."""
+    found = toy_vision.save("qwen2_vl", tmp_path_factory.mktemp("qwen"))
+    toy_vision.picture(found, "a.png", 20, 12)
+    toy_vision.picture(found, "b.png", 9, 30, 1)
+    (found / "broken.png").write_bytes((found / "a.png").read_bytes()[:-60])
+    (found / "text.png").write_text("no image")
+    toy_vision.picture(found.parent, "outside.png", 9, 9)
+    return found
+
+
+@pytest.fixture(scope="module")
+def rules(folder):
+    return EncodingRules(1000, media=MediaRules(str(folder), str(folder)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return HuggingFaceTokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def encode(tokenizer, rules):
+    encoder = RecordEncoder(tokenizer, rules)
+    return lambda record: encoder([("file:3", record)])
+
+
+def refuses(call, *words):
+    with refused(*words):
+        call()
+
+
+def chat(*parts, **keys):
+    return {"messages": [{"role": "user", "content": list(parts)}, ANSWER], **keys}
+
+
+def image(value, key="image"):
+    return {"type": "image", key: value}
+
+
+TEXT = {"type": "text", "text": "What color?"}
+
+
+def png(folder):
+    return (folder / "a.png").read_bytes()
+
+
+def spellings(folder):
+    data = f"data:image/png;base64,{base64.b64encode(png(folder)).decode()}"
+    turns = [{"from": "human", "value": "<image>What color?"}, {"from": "gpt", "value": "Blue."}]
+    nulls = {"type": "text", "text": "What color?", "image": None}
+    return {
+        "path": chat(image("a.png"), TEXT),
+        "under path": chat(image("a.png", "path"), TEXT),
+        "file url": chat(image(f"file://{folder}/a.png", "url"), TEXT),
+        "bytes": chat(image({"bytes": png(folder), "path": None}), TEXT),
+        "openai": chat({"type": "image_url", "image_url": {"url": data}}, TEXT),
+        "openai string": chat({"type": "image_url", "image_url": data}, TEXT),
+        "table": chat({"type": "image", "text": None, "image": "a.png"}, nulls),
+        "bare part": chat({"type": "image"}, TEXT, images=["a.png"]),
+        "mark": {"messages": [{"role": "user", "content": "<image>What color?"}, ANSWER], "images": ["a.png"]},
+        "llava": {"conversations": turns, "image": "a.png"},
+        "llava list": {"conversations": turns, "images": [{"bytes": png(folder)}]},
+    }
+
+
+def test_every_way_to_write_an_image_gives_the_same_sample(folder, encode):
+    samples = {name: encode(record).samples[0] for name, record in spellings(folder).items()}
+    first = samples["path"]
+    for name, sample in samples.items():
+        assert sample.tokens.tolist() == first.tokens.tolist(), name
+        assert sample.trained.tolist() == first.trained.tolist(), name
+        assert sample.images[0][1:] == (12, 20, "file:3"), name
+        assert np.array_equal(np.asarray(decode(sample.images[0])), np.asarray(decode(first.images[0]))), name
+
+
+def test_a_pil_image_is_read(folder, encode):
+    from PIL import Image
+
+    with Image.open(folder / "a.png") as opened:
+        sample = encode(chat(image(opened), TEXT)).samples[0]
+    assert sample.tokens.tolist() == encode(chat(image("a.png"), TEXT)).samples[0].tokens.tolist()
+
+
+def test_a_turned_photograph_has_the_size_that_people_see(folder, encode):
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    Image.new("RGB", (24, 8)).save(folder / "turned.jpg", exif=exif)
+    sample = encode(chat(image("turned.jpg"), TEXT)).samples[0]
+    assert sample.images[0][1:3] == (24, 8)
+    assert decode(sample.images[0]).size == (8, 24)
+
+
+def test_images_are_never_targets_and_are_counted(tokenizer, rules):
+    found = RecordEncoder(tokenizer, replace(rules, train_on="everything"))([("x", chat(image("a.png"), TEXT))])
+    sample = found.samples[0]
+    token = tokenizer.hf.convert_tokens_to_ids("<|image_pad|>")
+    assert not sample.trained[sample.tokens == token].any()
+    assert sample.trained[sample.tokens != token][1:].all()
+    assert (found.report.images, found.report.image_tokens) == (1, int((sample.tokens == token).sum()))
+
+
+def test_images_of_split_turns_are_those_of_earlier_messages(tokenizer, rules):
+    record = {
+        "messages": [
+            {"role": "user", "content": [image("a.png"), TEXT]},
+            ANSWER,
+            {"role": "user", "content": [image("b.png")]},
+            ANSWER,
+        ]
+    }
+    found = RecordEncoder(tokenizer, replace(rules, split_turns=True))([("x", record)])
+    assert [len(sample.images) for sample in found.samples] == [1, 2]
+
+
+def test_samples_with_images_are_kept_on_disk(folder, tokenizer, rules, tmp_path):
+    records = [chat(image("a.png"), TEXT), chat(TEXT), chat(image("b.png"), image("a.png"), TEXT)]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    in_memory = prepare(FileSource(path), tokenizer, rules)
+    for _ in range(2):  # made, then loaded
+        kept = prepare(FileSource(path), tokenizer, rules, tmp_path / "kept")
+        assert kept.report == in_memory.report
+        for ours, theirs in zip(kept.samples, in_memory.samples, strict=True):
+            assert ours.images == theirs.images
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+    smaller = replace(rules, media=replace(rules.media, max_pixels=64))
+    prepare(FileSource(path), tokenizer, smaller, tmp_path / "kept")
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_max_pixels_makes_images_smaller(folder, tokenizer, rules):
+    small = replace(rules, media=replace(rules.media, max_pixels=64))
+    lengths = [
+        len(RecordEncoder(tokenizer, each)([("x", chat(image("a.png"), TEXT))]).samples[0].tokens)
+        for each in (rules, small)
+    ]
+    assert lengths[0] - lengths[1] == 3  # 2 x 2 tokens become one
+
+
+MISTAKES = {
+    "missing": (chat(image("c.png"), TEXT), ("c.png", "media_root")),
+    "truncated header": (chat(image("text.png"), TEXT), ("text.png", "cannot be read")),
+    "outside": (chat(image("../outside.png"), TEXT), ("../outside.png", "dataset.media_root")),
+    "absolute outside": (chat(image("/etc/hostname"), TEXT), ("/etc/hostname", "dataset.media_root")),
+    "network": (chat(image("https://example.com/a.png", "url"), TEXT), ("https://example.com/a.png", "download")),
+    "a folder": (chat(image("."), TEXT), ("media_root",)),
+    "a number": (chat(image(3), TEXT), ("int",)),
+    "an empty object": (chat(image({}), TEXT), ("bytes",)),
+    "null byte": (chat(image("a\0.png"), TEXT), ("path",)),
+    "damaged base64": (chat(image("data:image/png;base64,@@@")), ("base64",)),
+    "no base64": (chat(image("data:image/svg+xml,<svg/>")), ("base64",)),
+    "bytes of text": (chat(image({"bytes": b"no image"})), ("cannot be read",)),
+    "more marks than images": (
+        {"messages": [{"role": "user", "content": "<image><image>?"}, ANSWER], "images": ["a.png"]},
+        ("<image>", "one image for each"),
+    ),
+    "more images than marks": (
+        {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": ["a.png", "b.png"]},
+        ("2 images", "<image>"),
+    ),
+    "images without marks": (
+        {"messages": [{"role": "user", "content": "?"}, ANSWER], "images": ["a.png"]},
+        ("1 images", "<image>"),
+    ),
+    "a bare part without images": (chat({"type": "image"}, TEXT), ("one image for each",)),
+    "both keys": (chat(TEXT, image="a.png", images=["a.png"]), ("both image and images",)),
+    "a video part": (chat({"type": "video", "video": "a.mp4"}), ("video", "remove")),
+    "a video key": (chat(TEXT, videos=["a.mp4"]), ("videos", "remove")),
+    "audio": (chat({"type": "input_audio", "input_audio": {}}), ("audio", "remove")),
+    "an unknown part": (chat({"type": "file", "file": {}}), ("file", "remove")),
+    "a part that is a string": (chat("What?"), ("str",)),
+    "an image of the assistant": (
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": [image("a.png")]}]},
+        ("role=assistant", "user"),
+    ),
+    "the placeholder as text": (
+        chat(image("a.png"), {"type": "text", "text": "<|image_pad|>"}),
+        ("2 placeholders", "1 images"),
+    ),
+    "the placeholder without images": (chat({"type": "text", "text": "<|image_pad|>"}), ("1 placeholders",)),
+    "plain text with images": ({"prompt": "?", "completion": "!", "images": ["a.png"]}, ("images", "messages")),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named_with_their_record(name, encode):
+    record, words = MISTAKES[name]
+    refuses(lambda: encode(record), "file:3", *words)
+
+
+def test_extreme_sizes_are_named(folder, encode):
+    from PIL import Image
+
+    Image.new("RGB", (2000, 2)).save(folder / "line.png")
+    refuses(lambda: encode(chat(image("line.png"), TEXT)), "file:3", "line.png", "2000x2")
+    Image.new("1", (20_000, 6_000)).save(folder / "huge.png")
+    refuses(lambda: encode(chat(image("huge.png"), TEXT)), "file:3", "huge.png", "100,000,000")
+
+
+def test_damaged_pixels_are_named_when_they_are_decoded(folder, encode):
+    sample = encode(chat(image("broken.png"), TEXT)).samples[0]
+    refuses(lambda: decode(sample.images[0]), "file:3", "broken.png")
+
+
+def test_an_image_that_changed_since_is_named(folder, encode):
+    toy_vision.picture(folder, "changing.png", 16, 16)
+    sample = encode(chat(image("changing.png"), TEXT)).samples[0]
+    toy_vision.picture(folder, "changing.png", 24, 16)
+    refuses(lambda: decode(sample.images[0]), "file:3", "24x16", "16x16")
+
+
+def test_a_sample_with_images_is_never_cut(tokenizer, rules):
+    record = chat(image("a.png"), TEXT)
+    cut = RecordEncoder(tokenizer, replace(rules, max_tokens=20, truncation="right"))
+    refuses(lambda: cut([("file:3", record)]), "file:3", "dataset.truncation", "dataset.max_pixels")
+    dropped = RecordEncoder(tokenizer, replace(rules, max_tokens=20, truncation="drop"))([("x", record)])
+    assert dropped.report.dropped[TOO_LONG] == 1
+
+
+def test_a_model_without_images_refuses_them(tokenizer):
+    encoder = RecordEncoder(tokenizer, EncodingRules(1000))
+    refuses(lambda: encoder([("file:3", chat(image("a.png"), TEXT))]), "file:3", "dataset.hf_processor_path")
+
+
+def test_a_mark_without_images_is_counted(encode):
+    assert encode(chat({"type": "text", "text": "<image> What color?"})).report.notes[NO_IMAGE] == 1
+
+
+def test_limits_that_do_not_exist_are_refused(tmp_path):
+    folder = toy_vision.save("llava", tmp_path)
+    rules = EncodingRules(1000, media=MediaRules(str(folder), str(folder), max_pixels=64))
+    refuses(lambda: RecordEncoder(HuggingFaceTokenizer(str(folder)), rules), "dataset.max_pixels=64")
+
+
+def test_folders_without_a_processor_are_refused(tmp_path, tokenizer):
+    for path in (tmp_path, tmp_path / "missing"):
+        rules = EncodingRules(1000, media=MediaRules(str(path), "."))
+        refuses(lambda: RecordEncoder(tokenizer, rules), "dataset.hf_processor_path", str(path))  # noqa: B023
