@@ -79,7 +79,8 @@ def time_lines(out):
     """Two lines, of which the numbers are tested where they are made."""
     lines = out.splitlines()
     time = next(line for line in lines if line.startswith("# time: "))
-    assert "16 x H100 80GB" in time and time.endswith("of the bf16 peak (predicted, not measured)")
+    assert "16 x H100 80GB" in time
+    assert time.endswith("of the bf16 peak (predicted, not measured)")
     split = lines[lines.index(time) + 1]
     assert split.startswith("# where the time of the busiest stage goes: matrix products ")
     return time, split

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge tune``: its layouts pass the rules of a run, its output is taken unchanged, mistakes are named."""
+"""``megatron-bridge tune``: its layouts pass the rules of a run, which takes its output; mistakes are named."""
 
 import json
 
@@ -28,7 +28,8 @@ def test_output_is_a_config_that_a_run_takes(capsys, ranked):
     assert code == 0
     found = json.loads(out)
     seconds = [layout["step_seconds"] for layout in found["layouts"]]
-    assert seconds == sorted(seconds) and len(seconds) == 3
+    assert seconds == sorted(seconds)
+    assert len(seconds) == 3
     for layout in found["layouts"]:
         assert sum(layout["split"].values()) == pytest.approx(layout["step_seconds"])
         assert max(layout["bytes"]) <= 72e9
@@ -53,7 +54,8 @@ def test_explain_says_why_a_layout_loses(capsys):
 def test_fix_oom_changes_little(capsys):
     code, out, _ = tune(capsys, "--fix-oom", "train.micro_batch_size=8", "--budget", "memory=40GB")
     assert code == 0
-    assert "saves" in out and "GB" in out
+    assert "saves" in out
+    assert "GB" in out
 
 
 MISTAKES = [

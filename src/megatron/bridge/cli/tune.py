@@ -148,7 +148,8 @@ def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
 def _nothing_fits(search: "Search", found: "Found") -> str:
     budget = f"{search.budget / 1e9:.1f} GB on each of {search.world_size} GPUs"
     if found.smallest is not None:
-        need = f"{found.smallest.fullest / 1e9:.1f} GB ({found.smallest.candidate.label()})"
+        size, candidate = found.smallest
+        need = f"{size / 1e9:.1f} GB ({candidate.label()})"
         return f"no layout fits into {budget}: the smallest needs {need}; give more GPUs or a larger --budget"
     if found.tried:
         return f"no layout fits into {budget}: weights and optimizer state alone need more; give more GPUs"

@@ -31,7 +31,7 @@ class Candidate:
         pipeline: Pipeline stages.
         virtual: Chunks on each stage.
         expert: Expert ranks.
-        expert_tensor: Ranks that share an expert; None for a dense model.
+        expert_tensor: Ranks that share an expert; None for as many as ``tensor``, and for a dense model.
         micro_batch: Samples of a microbatch.
         recompute: What the backward pass repeats.
         layout: Layers of each chunk as Megatron-Core spells them; None splits them evenly.
@@ -107,7 +107,10 @@ class Space:
         """All combinations."""
         names = list(self.sizes)
         for values in itertools.product(*self.sizes.values()):
-            yield Candidate(**dict(zip(names, values, strict=True)))
+            candidate = Candidate(**dict(zip(names, values, strict=True)))
+            twice = candidate.tensor == 1 and len(self.sizes["expert_tensor"]) > 1
+            if candidate.expert_tensor is not None or not twice:
+                yield candidate
 
     def fixed(self, **values: Any) -> "Space":
         """The same space with some fields fixed."""

@@ -104,6 +104,13 @@ class Pricer:
         experts *= (config.model.num_moe_experts or 0) / candidate.expert
         return self._state_bytes(dense, experts, candidate, config)
 
+    def memory(self, candidate: Candidate) -> tuple[int, ...] | None:
+        """Bytes of the fullest rank of each stage; None if its stages cannot be filled with layers."""
+        divided = self.divide(candidate)
+        if divided is None:
+            return None
+        return self._memory(divided[0], self.configured(divided[0]), *self._plan(*divided))
+
     def price(self, candidate: Candidate, span: Callable[[Pipeline, PassTimes], float] = bound) -> Price | None:
         """Memory and time of a candidate; None if its stages cannot be filled with layers."""
         divided = self.divide(candidate)
@@ -216,7 +223,8 @@ class Pricer:
             (chunk,) = meta_model.stage_chunks(model)[0]
         first: dict[LayerShape, Any] = {}
         decoder, ahead = [], []
-        count = len(chunk.decoder.layers)
+        decoder_layers: Any = chunk.decoder
+        count = len(decoder_layers.layers)
         for index, layer in enumerate(layers_of(chunk)):
             shape = layer_shape(layer, model.hidden_size, self.config.dataset.seq_length)
             shape = self._shapes.setdefault(shape, shape)

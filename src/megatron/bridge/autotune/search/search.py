@@ -49,14 +49,14 @@ class Found:
         tried: Candidates that the rules allow.
         refused: Sentences of rules, numbers left out, and how many candidates each one refused.
         too_large: Allowed candidates that need more memory than there is.
-        smallest: The candidate that needs least memory, where it was priced.
+        smallest: Bytes and layout of the candidate that needs least memory, where it was counted.
     """
 
     best: list[Price]
     tried: int
     refused: Counter[str]
     too_large: int
-    smallest: Price | None
+    smallest: tuple[int, Candidate] | None
 
 
 class Search:
@@ -93,14 +93,14 @@ class Search:
         refused: Counter[str] = Counter()
         prices: list[Price] = []
         tried = too_large = 0
-        smallest: Price | None = None
+        smallest: tuple[int, Candidate] | None = None
         for candidate in self.space.candidates():
             if problems := self.problems(candidate):
                 refused.update({_NUMBER.sub("", problem).split(":")[0] for problem in problems})
                 continue
             tried += 1
             price, least = self._first_that_fits(candidate)
-            if least is not None and (smallest is None or least.fullest < smallest.fullest):
+            if least is not None and (smallest is None or least[0] < smallest[0]):
                 smallest = least
             if price is None:
                 too_large += 1
@@ -135,17 +135,20 @@ class Search:
         elif candidate.virtual > 1 and candidate.pipeline == 1:
             yield "virtual stages need a pipeline"
 
-    def _first_that_fits(self, candidate: Candidate) -> tuple[Price | None, Price | None]:
-        """The price with as little recomputation as fits, and the last price in any case."""
-        config = self.pricer.configured(candidate)
-        if self.pricer.states(candidate, config) > self.budget:
+    def _first_that_fits(self, candidate: Candidate) -> tuple[Price | None, tuple[int, Candidate] | None]:
+        """The price with as little recomputation as fits, and the least memory in any case."""
+        if self.pricer.states(candidate, self.pricer.configured(candidate)) > self.budget:
             return None, None
-        price = None
+        least = None
         for recompute in (candidate.recompute,) if candidate.recompute != NO_RECOMPUTE else self.recomputes:
-            price = self.pricer.price(replace(candidate, recompute=recompute))
-            if price is None or price.fullest <= self.budget:
-                return price, price
-        return None, price
+            each = replace(candidate, recompute=recompute)
+            memory = self.pricer.memory(each)
+            if memory is None:
+                break
+            least = max(memory), each
+            if least[0] <= self.budget:
+                return self.pricer.price(each), least
+        return None, least
 
     def _simulated(self, prices: list[Price]) -> list[Price]:
         prices.sort(key=lambda price: price.seconds)
@@ -174,10 +177,17 @@ def candidate_of(config: ConfigContainer) -> Candidate:
         pipeline=model.pipeline_model_parallel_size,
         virtual=model.virtual_pipeline_model_parallel_size or 1,
         expert=model.expert_model_parallel_size,
-        expert_tensor=model.expert_tensor_ranks if model.num_moe_experts else None,
+        expert_tensor=_expert_tensor(model),
         micro_batch=config.train.micro_batch_size,
         recompute=recompute,
     )
+
+
+def _expert_tensor(model: Any) -> int | None:
+    """As ``Candidate`` spells it: None where experts are split like other layers."""
+    ranks = model.expert_tensor_ranks
+    same = ranks > 1 and ranks == model.tensor_model_parallel_size
+    return None if same or not model.num_moe_experts else ranks
 
 
 def _space(config: ConfigContainer, world_size: int) -> Space:
@@ -192,9 +202,9 @@ def _space(config: ConfigContainer, world_size: int) -> Space:
             "tensor": tensor,
             "context": powers_of_two(max(1, min(world_size, length // LONG))),
             "pipeline": (1,) if getattr(model, "has_own_stages", False) else stages,
-            "virtual": (1, 2, 3, 4, 5, 6, 8, 10, 12),
+            "virtual": tuple(size for size in range(1, 13) if size in (1, 2, 4) or model.num_layers % size == 0),
             "expert": expert if experts else (1,),
-            "expert_tensor": (1, 2, 4, 8) if experts else (None,),
+            "expert_tensor": ((1,) if model.add_bias_linear else (1, None)) if experts else (None,),
             "micro_batch": tuple(size for size in divisors(replicas, 8) if size in (1, 2, 4, 8)),
         }
     )
