@@ -243,10 +243,10 @@ def _bucket_size(config: ConfigContainer, replicas: _Replicas) -> int | None:
     return config.ddp.bucket_size or max(40_000_000, 1_000_000 * replicas.dense)
 
 
-def optimizer_bytes(config: ConfigContainer, dtype: torch.dtype | None) -> int:
+def optimizer_bytes(config: ConfigContainer, dtype: torch.dtype) -> int:
     """For one trained parameter: its fp32 copy, unless it is fp32 itself, and the moments."""
     optimizer = config.optimizer
-    copies = 0 if dtype in (torch.float32, None) else 1
+    copies = 0 if dtype == torch.float32 else 1
     moments = len(STATE_NAMES[optimizer.optimizer])
     if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum:
         moments = 0

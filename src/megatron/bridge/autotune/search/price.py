@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.activations import ChunkCounts, LayerCounts, counts_of_layer, sizes_of, stage_moments
 from megatron.bridge.autotune.layers import layer_shape, layers_of
@@ -196,7 +198,7 @@ class Pricer:
         replicas = self.world_size // (candidate.tensor * candidate.pipeline)
         expert_ranks = (candidate.expert_tensor or candidate.tensor) * candidate.expert * candidate.pipeline
         expert_replicas = max(1, self.world_size // expert_ranks)
-        moments = optimizer_bytes(config, model.params_dtype if number == 2 else None)
+        moments = optimizer_bytes(config, torch.bfloat16 if number == 2 else torch.float32)
         if not ddp.use_distributed_optimizer:
             replicas = expert_replicas = 1
         kept = (dense + experts) * (number + copies + gradient)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quick memory of a layout against the exact count on the sharded model."""
+
+import pytest
+
+from megatron.bridge.autotune.memory import memory_per_rank
+from megatron.bridge.autotune.search.price import Pricer
+from megatron.bridge.autotune.search.search import candidate_of
+from tests.unit_tests.autotune.models import provider
+from tests.unit_tests.autotune.test_memory import configured
+
+TP, PP, VP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline"))
+EP, SP = "expert_model_parallel_size", "sequence_parallel"
+CASES = [
+    ("llama", {}, 2),
+    ("llama", {TP: 2, SP: True, PP: 2}, 8),
+    ("llama", {PP: 2, VP: 2}, 4),
+    ("qwen3_moe", {EP: 2, PP: 2}, 8),
+    ("deepseek_v3", {EP: 4}, 4),
+]
+
+
+@pytest.mark.parametrize(("family", "values", "world_size"), CASES)
+def test_quick_memory_is_the_exact_one(family, values, world_size):
+    config = configured(provider(family, 16, **values)).resolve(world_size).config
+    exact = [rank.total for rank in memory_per_rank(config, world_size)]
+    quick = Pricer(config, world_size, "H100 80GB").memory(candidate_of(config))
+    assert quick == pytest.approx(exact, rel=0.02)
