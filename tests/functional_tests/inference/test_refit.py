@@ -23,6 +23,27 @@ from tests.unit_tests.inference.test_llm import model_dir  # noqa: F401 - a fixt
 from tests.unit_tests.inference.test_refit import PROMPTS, Trainer, answers, fresh_answers
 
 
+def send_to_one_who_refuses(case, layout):
+    """The error of rank 0 does not leave the other rank alone."""
+    bridge, chunks = harness.build(case, layout)
+    stream = WeightStream(bridge, chunks)
+
+    def refuse(_):
+        raise UserError("no")
+
+    if torch.distributed.get_rank() == 0:
+        with pytest.raises(UserError, match="no"):
+            send_weights(stream, refuse)
+    else:
+        send_weights(stream, None)
+    return len(list(stream))
+
+
+def test_ranks_stay_together_after_an_error(two_workers, family_case):
+    counts = two_workers.run(send_to_one_who_refuses, family_case("llama_tied"), "tp2", timeout=200)
+    assert counts[0] == counts[1] > 0
+
+
 def send(case, layout, address):
     """On each rank of a trainer; rank 0 talks with the receiver. What was sent, and what a plain export says."""
     bridge, chunks = harness.build(case, layout)

@@ -53,24 +53,31 @@ def send_weights(
     tasks = stream.changed() if changed_only else None
     infos = stream.metadata(tasks)
     buckets = packing.layout(infos, bucket_bytes)
-    if take is None or not infos:
-        for _ in stream.send(tasks):
+    named = stream.send(tasks)
+    try:
+        if take is not None and infos:
+            buffer = SharedBuffer(packing.buffer_bytes(buckets))
+            begin = Begin(infos, bucket_bytes, buffer.path, buffer.size, changed_only, running)
+            _send(named, buckets, take, buffer, begin)
+    finally:  # the other ranks wait for this one, also after an error
+        for _ in named:
             pass
-    else:
-        _send(stream.send(tasks), buckets, take, lambda size, path: Begin(
-            infos, bucket_bytes, path, size, changed_only, running
-        ))  # fmt: skip
+    if take is not None and infos:
+        take(Finish())
     if changed_only:
         stream.mark_sent()
     return RefitReport(len(infos), sum(info.bytes for info in infos), time.perf_counter() - start)
 
 
 def _send(
-    named: Any, buckets: Sequence[Sequence[packing.Slot]], take: Callable[[WeightStep], object], begin: Any
+    named: Any,
+    buckets: Sequence[Sequence[packing.Slot]],
+    take: Callable[[WeightStep], object],
+    buffer: SharedBuffer,
+    begin: Begin,
 ) -> None:
-    buffer = SharedBuffer(packing.buffer_bytes(buckets))
     try:
-        take(begin(buffer.size, buffer.path))
+        take(begin)
     finally:
         buffer.unlink()
     for index, bucket in enumerate(buckets):
@@ -78,9 +85,6 @@ def _send(
             _, weight = next(named)
             slot.view(buffer.bytes).copy_(weight.detach())
         take(Bucket(index))
-    for _ in named:  # the last exchange ends
-        pass
-    take(Finish())
 
 
 class Refit:
