@@ -96,7 +96,7 @@ def _dry_run(job: Job, args: argparse.Namespace) -> int:
     from megatron.bridge.cli.support.dry_run import report, timeline_page
     from megatron.bridge.utils.atomic import write_text
 
-    forward_step(args.step_func)
+    forward_step(args.step_func, job.config)
     _print(report(job, args.world_size))
     if args.timeline is not None:
         write_text(args.timeline, timeline_page(job, args.world_size, None))
@@ -117,7 +117,7 @@ def _train(job: Job, args: argparse.Namespace) -> int:
     if job.mode == "cache-teacher":
         precompute(job.config)
         return _destroy_process_groups()
-    step = forward_step(args.step_func)
+    step = forward_step(args.step_func, job.config)
     resolved = resolve_run(job.config, job.origins)
     config = resolved.config
     check_sticks(config, job.changes)

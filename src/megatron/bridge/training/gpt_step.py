@@ -13,6 +13,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
 from megatron.bridge.data.finetuning.packing import cut_for_rank
 from megatron.bridge.training.state import BatchIterator, LossFunction
+from megatron.bridge.utils.errors import UserError
 
 LOSS_NAME = "lm loss"
 
@@ -28,6 +29,11 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
         context-parallel rank]) and the function that computes the loss from it.
     """
     batch = next_batch(data_iterator)
+    if batch.get("media"):
+        raise UserError(
+            "gpt_step trains on text, and the batch has images: use --step_func vlm_step, or "
+            "megatron.bridge.training.vlm_step.forward_step"
+        )
     extra: dict[str, Any] = {"loss_mask": batch["loss_mask"]} if get_model_config(model).mtp_num_layers else {}
     if "cu_seqlens" in batch:
         extra["packed_seq_params"] = packed_parameters(batch)
@@ -39,11 +45,20 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
 
 def next_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
     """The next microbatch on this rank's device; with context parallelism, this rank's part of each sequence."""
+    return cut_sequences(on_device(next(data_iterator)))
+
+
+def on_device(batch: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of ``batch`` on this rank's device."""
     device = torch.cuda.current_device()
-    batch = {
+    return {
         key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in next(data_iterator).items()
+        for key, value in batch.items()
     }
+
+
+def cut_sequences(batch: dict[str, Any]) -> dict[str, Any]:
+    """With context parallelism, this rank's part of each sequence, which is the second dimension."""
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return batch

@@ -219,6 +219,12 @@ def build_data(
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     held_out = config.validation.eval_iters * batch
     sizes = (samples_of(config.train), held_out, held_out)
+    first = True
     if place is None:
         place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    return build_iterators(config.dataset, tokenizer, sizes, micro, batch, *place, consumed_train=consumed)
+        first = parallel_state.get_pipeline_model_parallel_rank() == 0
+    return build_iterators(
+        *(config.dataset, tokenizer, sizes, micro, batch, *place),
+        consumed_train=consumed,
+        decodes_images=first,  # the vision tower is there
+    )

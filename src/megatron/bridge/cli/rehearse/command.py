@@ -24,7 +24,7 @@ from megatron.bridge.utils.errors import UserError
 PLAN_FILE, CONFIG_FILE = "plan.json", "toy.yaml"
 
 
-def rehearse(job: Job, steps: int, step_func: str, asked: int | None) -> int:
+def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> int:
     """Run the rehearsal, print its results, and remove its files.
 
     Args:
@@ -38,7 +38,7 @@ def rehearse(job: Job, steps: int, step_func: str, asked: int | None) -> int:
     """
     from megatron.bridge.utils.console import print_rank_0
 
-    forward_step(step_func)
+    forward_step(step_func, job.config)
     if getattr(job.config, "distill", None) is not None:
         raise UserError(f"--rehearse does not support --mode {job.mode}: rehearse the same recipe without it")
     world_size = asked or job.world_size or 1
@@ -94,7 +94,7 @@ def _process_count(count: int, dimensions: Any) -> str:
     return "one process" if count == 1 else f"{count} processes = {dimensions}"
 
 
-def _write_plan(folder: Path, job: Job, small: toy_config.Toy, steps: int, step_func: str) -> bool:
+def _write_plan(folder: Path, job: Job, small: toy_config.Toy, steps: int, step_func: str | None) -> bool:
     """Write the plan for the worker process; return whether it ends with an export."""
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 

@@ -102,7 +102,7 @@ class Rehearsal:
         config.checkpoint.save_interval = self.plan["steps"]
         config.checkpoint.most_recent_k = -1
         run = pretrain if self.plan["mode"] == "pretrain" else finetune
-        run(config, forward_step(self.plan["step_func"]))
+        run(config, forward_step(self.plan["step_func"], config))
 
     def _make_base(self) -> None:
         import torch

@@ -86,7 +86,10 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mode", choices=MODES, help="stage of training (default: the one of the recipe)")
     parser.add_argument(
-        "--step_func", default="gpt_step", metavar="NAME", help="gpt_step, or package.module.function of your own"
+        "--step_func",
+        metavar="NAME",
+        help="gpt_step, vlm_step, or package.module.function of your own (default: vlm_step for a model with a "
+        "vision tower, gpt_step for others)",
     )
     parser.add_argument("--seq_length", type=int, metavar="N", help="tokens per sample, for data and model")
     parser.add_argument("--peft_scheme", metavar="NAME", help="adapter to train, lora or dora; the same as --mode")
@@ -182,7 +185,7 @@ def _is_data(word: str) -> bool:
 
 
 def _check_mode(job: Job, args: argparse.Namespace) -> None:
-    if job.mode in OWN_STEP and args.step_func != "gpt_step":
+    if job.mode in OWN_STEP and args.step_func not in (None, "gpt_step"):
         raise UserError(
             f"--step_func {args.step_func} cannot be used with --mode {job.mode}, which has its own forward step: "
             "leave one out"
@@ -285,18 +288,28 @@ def _data_option(recipe: "Recipe", paths: list[str] | None) -> dict[str, Any]:
     return {"dataset_root": paths[0]}
 
 
-def forward_step(name: str) -> Any:
-    """The function that ``--step_func`` names.
+STEPS = ("gpt_step", "vlm_step")
+
+
+def forward_step(name: str | None, config: "ConfigContainer") -> Any:
+    """The function that ``--step_func`` names; None stands for the one that the model needs.
 
     Raises:
         UserError: The function does not exist.
     """
     from megatron.bridge.utils.config.names import importing, locate
 
+    has_tower = getattr(config.model, "vision", None) is not None
+    if name is None:
+        name = STEPS[has_tower]
+    if name == "vlm_step" and not has_tower:
+        raise UserError("--step_func vlm_step, and the model has no vision tower: leave it out")
     if "." not in name:
-        if name != "gpt_step":
-            raise UserError(f"--step_func {name} does not exist: use gpt_step or package.module.function")
-        name = "megatron.bridge.training.gpt_step.forward_step"
+        if name not in STEPS:
+            raise UserError(
+                f"--step_func {name} does not exist: use {', '.join(STEPS)} or package.module.function"
+            )
+        name = f"megatron.bridge.training.{name}.forward_step"
     sys.path.insert(0, str(Path.cwd()))  # also find modules in the current directory
     try:
         with importing():

@@ -10,6 +10,7 @@ from megatron.bridge.data.config import (
     RecordDatasetConfig,
 )
 from megatron.bridge.data.energon import EnergonProvider
+from megatron.bridge.data.media.media_rules import has_processor
 from megatron.bridge.training.config.resolve.findings import Findings
 from megatron.bridge.training.config.run_config import RunConfig
 
@@ -21,6 +22,7 @@ def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
     parts = tuning_parts(config.dataset)
     for part in parts:
         _pad_for_layout(part, config)
+        _process_images(part, config)
     findings.notes += [*_count_tokens(config, parts), *_vary_lengths(config)]
 
 
@@ -46,6 +48,18 @@ def _pad_for_layout(part: RecordDatasetConfig, config: RunConfig) -> None:
         part.packed_sequence_specs = PackedSequenceSpecs()
     if part.packed_sequence_specs.pad_seq_to_mult is None:
         part.packed_sequence_specs.pad_seq_to_mult = sequence_multiple(config, part.padding_free)
+
+
+def has_tower(config: RunConfig) -> bool:
+    """Whether the model has a vision tower."""
+    return getattr(config.model, "vision", None) is not None
+
+
+def _process_images(part: RecordDatasetConfig, config: RunConfig) -> None:
+    """Images are processed as the model's own processor does it, which is beside its tokenizer."""
+    path = None if isinstance(part, EnergonProvider) else config.tokenizer.tokenizer_model
+    if part.hf_processor_path is None and has_tower(config) and path and has_processor(path):
+        part.hf_processor_path = path
 
 
 def _count_tokens(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> list[str]:

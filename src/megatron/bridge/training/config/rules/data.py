@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from megatron.bridge.data.energon import EnergonProvider
-from megatron.bridge.training.config.resolve.data import sequence_multiple, tuning_parts
+from megatron.bridge.training.config.resolve.data import has_tower, sequence_multiple, tuning_parts
 from megatron.bridge.training.config.run_config import RunConfig
 
 
@@ -27,6 +27,22 @@ def packed_samples_fit_context_parallel(config: RunConfig, world_size: int) -> I
                 f"dataset.packed_sequence_specs.pad_seq_to_mult={part.sequence_multiple} is no multiple of "
                 f"{needed}, which the context and sequence parallel layout needs: leave it unset, or use {needed}"
             )
+
+
+def images_need_a_vision_tower(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Only a model with a vision tower learns from images."""
+    for part in tuning_parts(config.dataset):
+        if part.hf_processor_path is not None and not has_tower(config):
+            yield (
+                f"dataset.hf_processor_path={part.hf_processor_path}, but the model has no vision tower: train a "
+                "vision-language model, or leave it unset"
+            )
+        for name in ("media_root", "min_pixels", "max_pixels"):
+            if part.hf_processor_path is None and (value := getattr(part, name)) is not None:
+                yield (
+                    f"dataset.{name}={value} has no effect, because no image processor is used: leave it unset, "
+                    "or train a vision-language model whose folder has a preprocessor_config.json"
+                )
 
 
 def energon_readers_fit_batch(config: RunConfig, world_size: int) -> Iterator[str]:

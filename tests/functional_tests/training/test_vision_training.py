@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning on images: parallel runs give the numbers of one process, however samples share rows."""
+
+import pytest
+
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.training import gpt_step
+from megatron.bridge.training.config import CheckpointConfig
+from tests import vision_run
+from tests.refusals import refused
+from tests.toy_run import whole_weights
+from tests.workers import leave
+
+LAYOUTS = {
+    "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "PP2": {"pipeline_model_parallel_size": 2},
+    "CP2": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
+    "DP2": {},
+}
+CELLS = [
+    *(("qwen2_5_vl", layout, "padded") for layout in LAYOUTS),
+    *(("qwen2_5_vl", layout, "packed") for layout in ("CP2", "PP2")),
+    ("qwen2_5_vl", "TP2+SP", "padding-free"),
+    ("gemma3_vl", "CP2", "packed"),
+    ("gemma3_vl", "PP2", "padded"),
+    ("qwen3_vl", "CP2", "padded"),
+    ("mistral3", "TP2+SP", "packed"),
+    ("smolvlm", "DP2", "padded"),
+]
+IN_CI = CELLS[:5] + CELLS[7:8]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = vision_run.write(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def singles(folders):
+    made = {}
+
+    def single(name, kind):
+        if (name, kind) not in made:
+            made[name, kind] = vision_run.run(folders(name), kind=kind)
+        return made[name, kind]
+
+    yield single
+    leave()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "kind"),
+    [pytest.param(*cell, marks=() if cell in IN_CI else pytest.mark.slow) for cell in CELLS],
+)
+def test_equals_the_single_process(two_workers, folders, singles, name, layout, kind):
+    expected = singles(name, kind)
+    records = two_workers.run(run_cell, folders(name), layout, kind)
+    first = records[0]
+    assert all(record.numbers == first.numbers for record in records)
+    assert first.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert first.held_out == pytest.approx(expected.held_out, rel=1e-5)
+    assert first.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
+    weights, single = whole_weights(records), whole_weights([expected])
+    assert weights.keys() == single.keys()
+    assert any(key.startswith("vision.") for key in weights)
+
+
+def run_cell(folder, layout, kind):
+    return vision_run.run(folder, model=LAYOUTS[layout], kind=kind)
+
+
+def test_losses_of_packed_and_padded_samples_are_equal(singles):
+    """One step over all samples: how they share rows changes nothing."""
+    padded, free = (singles("qwen2_5_vl", kind) for kind in ("padded", "padding-free"))
+    assert free.losses == pytest.approx(padded.losses, rel=1e-5)
+    assert free.grad_norms == pytest.approx(padded.grad_norms, rel=1e-4)
+
+
+def test_a_resumed_run_goes_on_bitwise(folders, tmp_path):
+    folder = folders("qwen2_5_vl")
+
+    def run(name, load=None, **train):
+        saved = {"save": str(tmp_path / name), "save_interval": 2, "load": load}
+        checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), **saved)
+        return vision_run.run(folder, checkpoint=checkpoint, train={"train_iters": 4, **train})
+
+    whole, half = run("whole"), run("half", exit_interval=2)
+    rest = run("rest", load=str(tmp_path / "half"))
+    assert half.losses + rest.losses == whole.losses
+    found, expected = whole_weights([rest]), whole_weights([whole])
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "frozen"),
+    [
+        ({"freeze_vision_model": True}, "tower"),
+        ({"freeze_vision_projection": True}, "projector"),
+        ({"freeze_language_model": True}, "decoder"),
+    ],
+)
+def test_frozen_parts_stay_bitwise(folders, model, frozen):
+    record = vision_run.run(folders("qwen2_5_vl"), model=model)
+    start = vision_run.first_weights(folders("qwen2_5_vl"), model)
+    final = whole_weights([record])
+    changed = {part_of(name) for name, weight in final.items() if not weight.equal(start[name])}
+    assert changed == {"tower", "projector", "decoder"} - {frozen}
+
+
+def part_of(name):
+    if not name.startswith("vision."):
+        return "decoder"
+    return "projector" if "merger" in name else "tower"
+
+
+def test_adapters_train_on_both_parts(folders):
+    targets = ["linear_qkv", "vision.visual.blocks.*.attn.qkv"]
+    record = vision_run.run(folders("qwen2_5_vl"), peft=LoRA(dim=2, target_modules=targets))
+    adapters = [name for name in whole_weights([record]) if "adapter" in name]
+    assert {part_of(name) for name in adapters} == {"tower", "decoder"}
+    assert record.losses[-1] < record.losses[0]
+
+
+def test_the_text_step_refuses_images(folders):
+    with refused("gpt_step", "vlm_step"):
+        vision_run.run(folders("qwen2_5_vl"), step=gpt_step.forward_step)
