@@ -65,8 +65,8 @@ def validate(args, processes=None):
     from megatron.bridge.cli.support.train_job import forward_step, prepare
     from megatron.bridge.utils.config.overrides import check_sticks
 
-    forward_step(args.step_func)
     job = prepare(args)
+    forward_step(args.step_func, job.config)
     if job.mode == "cache-teacher":  # the layout is the teacher's, which is not at hand
         assert None not in (job.config.distill.teacher, job.config.distill.cache)
         return

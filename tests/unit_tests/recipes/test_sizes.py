@@ -10,13 +10,17 @@ import pytest
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.autotune.meta_model import parameter_count
+from megatron.bridge.models.conversion.declare import vision
 from megatron.bridge.recipes.catalog import catalog
-from megatron.bridge.recipes.sizes import ProviderSize, Size, hf_config
-from tests.families import configs, published
+from megatron.bridge.recipes.sizes import ProviderSize, Size, VisionSize, hf_config
+from tests.families import configs, published, published_vision
 
 FILES = Path(published.__path__[0])
 # parts of a published config that are models of their own here
 TEXTS = {"google/gemma-3-4b-pt", "google/gemma-3-12b-pt", "google/gemma-3-27b-pt"}
+PARTS = {"text_config", "vision_config"}
+# said twice, or of the language model alone
+OF_PARTS = dict.fromkeys(("dtype", "image_token_id", "image_start_token_id", "image_end_token_id"))
 SHORT = {"sliding_window_pattern"}
 VARIANT = "16k|64k|128k|fp8|fp8_blockwise|mxfp8|nvfp4|low_precision"
 STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune|distill|dpo)_config\w*$")
@@ -34,6 +38,8 @@ FROM_HUB = {name: size for name, size in SIZES.items() if size.published}
 
 
 def published_file(size):
+    if isinstance(size, VisionSize):
+        return Path(published_vision.__path__[0]) / f"{size.hub_id.replace('/', '--')}.json"
     name = re.sub(r"^(mistralai/Ministral-3-\d+B)-Base-2512$", r"\1-text", size.hub_id)
     return FILES / f"{name.replace('/', '--')}{'-text' if size.hub_id in TEXTS else ''}.json"
 
@@ -47,9 +53,16 @@ def test_numbers_are_the_published_ones(name, tmp_path):
     numbers = {**size.numbers, "dtype": bridge.hf_config.dtype}  # of the files; a run has its own
     ignored = {**configs.harmless(bridge), "model_type": ("kimi_k2",)}
     said, known = (trimmed(config.to_dict()) for config in (bridge.hf_config, hf_config(numbers)))
+    if isinstance(size, VisionSize):
+        ignored |= {**vision._HARMLESS, **vision._HARMLESS_IN_VISION, **OF_PARTS}
+    for part in PARTS & said.keys():
+        assert configs.different_keys(said.pop(part), known.pop(part), ignored) == []
     assert configs.different_keys(said, known, ignored) == []
     reference = bridge.to_megatron_provider(load_weights=False)
     own = replace(size, numbers=numbers, training={}).provider()
+    if isinstance(size, VisionSize):
+        reference.vision = own.vision = None  # compared above
+        own.bf16, own.params_dtype = reference.bf16, reference.params_dtype  # of the files; a run has its own
     for provider in (reference, own):
         provider.__dict__.update(trimmed(vars(provider)))
     assert configs.different_providers(reference, own) == []

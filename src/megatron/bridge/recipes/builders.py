@@ -12,9 +12,11 @@ from typing import Any, Protocol, Unpack
 import torch
 
 from megatron.bridge.data.config import (
+    DatasetConfig,
     FinetuningDatasetConfig,
     GPTDatasetConfig,
     MockGPTDatasetConfig,
+    MockVLMConversationProvider,
     PreferenceDatasetConfig,
 )
 from megatron.bridge.data.tokenizer import TokenizerConfig
@@ -28,7 +30,7 @@ from megatron.bridge.recipes.options import (
     ScheduleOptions,
     layout,
 )
-from megatron.bridge.recipes.sizes import CheckpointSize, Size
+from megatron.bridge.recipes.sizes import CheckpointSize, Size, VisionSize
 from megatron.bridge.training.config import (
     CheckpointConfig,
     ConfigContainer,
@@ -157,14 +159,9 @@ def sft(
     """
     adapters: FinetuneOptions = {} if options.get("peft") is None else ADAPTERS
     chosen = _chosen(FinetuneOptions, FINETUNE, *shared, recommended, adapters, options)
-    root = chosen["dataset_root"]
-    if root is None:
-        dataset = _mock_data(chosen)
-    else:
-        dataset = FinetuningDatasetConfig(
-            seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"], truncation="right"
-        )
-    config = _assemble(size, chosen, dataset, weight_decay=0.01, mock=root is None)
+    with_images = isinstance(size, VisionSize)
+    mock = chosen["dataset_root"] is None and not with_images  # images need the model's own tokenizer
+    config = _assemble(size, chosen, _tuning_data(chosen, with_images), weight_decay=0.01, mock=mock)
     config.checkpoint.pretrained_checkpoint = chosen["pretrained_checkpoint"] or chosen["hf_model"]
     if chosen["peft"] is not None:
         config.peft = default_peft_config(chosen["peft"], config.model)
@@ -262,6 +259,17 @@ def _chosen(kind: Any, *layers: Mapping[str, Any]) -> dict[str, Any]:
         if key not in kind.__annotations__:
             raise UserError(f"there is no recipe option {key}{did_you_mean(key, kind.__annotations__)}")
     return chosen
+
+
+def _tuning_data(chosen: dict[str, Any], with_images: bool) -> DatasetConfig:
+    root, length, seed = chosen["dataset_root"], chosen["seq_length"], chosen["seed"]
+    if root is not None:
+        # a sample with images cannot be cut
+        truncation = "drop" if with_images else "right"
+        return FinetuningDatasetConfig(seq_length=length, dataset_root=root, seed=seed, truncation=truncation)
+    if with_images:
+        return MockVLMConversationProvider(seq_length=length, seed=seed, random_seed=seed)
+    return _mock_data(chosen)
 
 
 def _mock_data(chosen: dict[str, Any]) -> MockGPTDatasetConfig:

@@ -75,6 +75,16 @@ class Size:
 
 
 @dataclass(frozen=True)
+class VisionSize(Size):
+    """A size of a vision-language model, whose numbers transformers' config class completes."""
+
+    def provider(self) -> GPTModelProvider:
+        from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+
+        return AutoBridge.from_hf_config(hf_config(self.numbers)).to_megatron_provider(load_weights=False)
+
+
+@dataclass(frozen=True)
 class ProviderSize(Size):
     """A size that no bridge reads because it was never on the hub: the numbers are the provider's fields."""
 

@@ -108,6 +108,8 @@ def _differences(job: Job) -> Iterator[str]:
 
 def _memory(config: "ConfigContainer", memory: list[RankMemory], kind: str) -> Iterator[str]:
     yield "memory per rank: states counted on the sharded model, activations estimated"
+    if getattr(config.model, "vision", None) is not None:
+        yield "not counted: activations and compute of the vision tower, which depend on the images"
     yield from rank_diagram.memory_table(memory, _stage_contents(config))
     most = fullest_stage(memory)
     if kind not in GPUS:

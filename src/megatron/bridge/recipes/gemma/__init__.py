@@ -5,5 +5,6 @@ from megatron.bridge.recipes.catalog import name_functions
 from megatron.bridge.recipes.gemma.gemma import *
 from megatron.bridge.recipes.gemma.gemma2 import *
 from megatron.bridge.recipes.gemma.gemma3 import *
+from megatron.bridge.recipes.gemma.gemma3_vl import *
 
 name_functions(__name__)
