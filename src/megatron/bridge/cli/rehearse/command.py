@@ -41,6 +41,11 @@ def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> 
     forward_step(step_func, job.config)
     if getattr(job.config, "distill", None) is not None:
         raise UserError(f"--rehearse does not support --mode {job.mode}: rehearse the same recipe without it")
+    if getattr(job.config.model, "vision", None) is not None:
+        raise UserError(
+            f"--rehearse does not support the vision tower of {job.source}: use --dry-run, or train a small model "
+            "with --hf-model DIR"
+        )
     world_size = asked or job.world_size or 1
     small = _toy_of(job, world_size, steps)
     folder = Path(tempfile.mkdtemp(prefix="megatron-bridge-rehearsal-"))
