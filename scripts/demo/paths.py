@@ -39,6 +39,11 @@ class Paths:
         """The model with the LoRA adapter merged in."""
         return self.out / "SmolLM2-135M-Robot"
 
+    @property
+    def shapes_model(self) -> Path:
+        """The vision-language model that learned to name shapes, exported."""
+        return self.out / "Shapes-VL"
+
 
 def script(name: str) -> Path:
     """A helper script of the demo."""

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron.bridge.utils.errors import UserError
-from scripts.demo import chat, shakespeare
+from scripts.demo import chat, shakespeare, vision
 from scripts.demo.paths import Paths, clear
 from scripts.demo.runner import Runner, as_typed, megatron_bridge, torchrun
 
@@ -46,6 +46,31 @@ def write_report(paths, **changed):
     paths.out.mkdir(exist_ok=True)
     (paths.out / "report.json").write_text(json.dumps(GOOD | changed))
     (paths.out / "answers.json").write_text(json.dumps(CHATS))
+
+
+def write_answers(paths, correct):
+    paths.out.mkdir(exist_ok=True)
+    said = {"answers": ["red circle"] * 10}
+    report = {
+        "expected": ["red circle"] * 10,
+        "before": {**said, "correct": 0},
+        "after": {**said, "correct": correct},
+    }
+    (paths.out / "shapes.json").write_text(json.dumps(report))
+
+
+def test_a_model_that_sees_is_a_success(paths):
+    write_answers(paths, 9)
+    vision.verify(paths)
+    text = vision.summary(paths)
+    for told in ("10 pictures", "0 before", "9 after", "shapes.html", "preview.html"):
+        assert told in text
+
+
+def test_a_model_that_does_not_see_is_a_failure(paths):
+    write_answers(paths, 7)
+    with pytest.raises(UserError, match="7 of 10"):
+        vision.verify(paths)
 
 
 def test_a_proof_is_a_success(paths):
