@@ -66,6 +66,9 @@ MEMBERS = {
     "training.pretrain": "pretrain",
     "training.finetune": "finetune",
     "training.gpt_step": "forward_step",
+    "training.vlm_step": "forward_step",
+    "data.vlm_datasets": "HFDatasetConversationProvider MockVLMConversationProvider"
+    " PreloadedVLMConversationProvider",
     "training.config": "ConfigContainer TrainingConfig ValidationConfig OptimizerConfig SchedulerConfig"
     " DistributedDataParallelConfig GPTDatasetConfig MockGPTDatasetConfig FinetuningDatasetConfig CheckpointConfig"
     " LoggerConfig RNGConfig DistributedInitConfig RerunStateMachineConfig StragglerDetectionConfig",

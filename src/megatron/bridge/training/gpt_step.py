@@ -29,11 +29,6 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
         context-parallel rank]) and the function that computes the loss from it.
     """
     batch = next_batch(data_iterator)
-    if batch.get("media"):
-        raise UserError(
-            "gpt_step trains on text, and the batch has images: use --step_func vlm_step, or "
-            "megatron.bridge.training.vlm_step.forward_step"
-        )
     extra: dict[str, Any] = {"loss_mask": batch["loss_mask"]} if get_model_config(model).mtp_num_layers else {}
     if "cu_seqlens" in batch:
         extra["packed_seq_params"] = packed_parameters(batch)
@@ -44,8 +39,18 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
 
 
 def next_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """The next microbatch on this rank's device; with context parallelism, this rank's part of each sequence."""
-    return cut_sequences(on_device(next(data_iterator)))
+    """The next microbatch on this rank's device; with context parallelism, this rank's part of each sequence.
+
+    Raises:
+        UserError: The batch has images.
+    """
+    batch = dict(next(data_iterator))
+    if batch.pop("media", None):
+        raise UserError(
+            "gpt_step and distillation train on text, and the batch has images: use --step_func vlm_step or "
+            "megatron.bridge.training.vlm_step.forward_step, or remove the images"
+        )
+    return cut_sequences(on_device(batch))
 
 
 def on_device(batch: dict[str, Any]) -> dict[str, Any]:
