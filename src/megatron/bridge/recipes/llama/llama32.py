@@ -26,7 +26,7 @@ llama33_70b_pretrain_config = pretrain_recipe(
 llama32_1b_finetune_config = finetune_recipe(LLAMA32_1B, lr=1e-5)
 """Llama 3.2 1B full fine-tuning, 1 x H100 80GB: 30 GB, no model parallelism."""
 llama32_1b_dpo_config = dpo_recipe(LLAMA32_1B, lr=1e-6)
-"""Llama 3.2 1B DPO, 1 x H100 80GB: 38 GB, no model parallelism."""
+"""Llama 3.2 1B DPO, 1 x H100 80GB: 36 GB, no model parallelism."""
 llama32_3b_finetune_config = finetune_recipe(LLAMA32_3B, lr=1e-5)
 """Llama 3.2 3B full fine-tuning, 8 x H100 80GB: 38 GB each, no model parallelism."""
 llama33_70b_finetune_config = finetune_recipe(LLAMA33_70B, layout(tp=8, pp=2))

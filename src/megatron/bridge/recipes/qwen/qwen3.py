@@ -48,7 +48,7 @@ qwen3_1p7b_finetune_config = finetune_recipe(QWEN3_1P7B, lr=1e-5)
 qwen3_4b_finetune_config = finetune_recipe(QWEN3_4B, lr=1e-5)
 """Qwen 3 4B full fine-tuning, 8 x H100 80GB: 51 GB each, no model parallelism."""
 qwen3_8b_dpo_config = dpo_recipe(QWEN3_8B, layout(tp=2))
-"""Qwen 3 8B DPO, 8 x H100 80GB: 61 GB each, TP2."""
+"""Qwen 3 8B DPO, 8 x H100 80GB: 60 GB each, TP2."""
 qwen3_8b_finetune_config = finetune_recipe(QWEN3_8B, layout(tp=2))
 """Qwen 3 8B full fine-tuning, 8 x H100 80GB: 50 GB each, TP2."""
 qwen3_14b_finetune_config = finetune_recipe(QWEN3_14B, layout(tp=4))
