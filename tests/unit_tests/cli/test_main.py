@@ -54,7 +54,7 @@ def test_version(capsys):
         (["checkpoint", "verify", "--fas", "x"], "unrecognized arguments: --fas; did you mean --fast"),
         (["plot", "run", "--smoth", "3"], "--smoth 3; did you mean --smooth"),
         (["convert", "--hf-model", "x", "--megatron-path", ""], "--megatron-path/--output-dir: the path is empty"),
-        (["train", "--mode", "dpo"], "invalid choice: 'dpo'"),
+        (["train", "--mode", "ppo"], "invalid choice: 'ppo'"),
         (["--bogus"], "unrecognized arguments: --bogus"),
     ],
 )

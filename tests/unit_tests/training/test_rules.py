@@ -20,6 +20,7 @@ from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.config import (
     CommOverlapConfig,
     DistillConfig,
+    DPOConfig,
     FaultToleranceConfig,
     InProcessRestartConfig,
     NVRxStragglerDetectionConfig,
@@ -142,6 +143,26 @@ CASES = {
         {"ft": FaultToleranceConfig(simulated_fault_rank=2)},
         2,
         ["ft.simulated_fault_rank=2", "between 0 and 1"],
+    ),
+    "dpo_settings_are_valid": (
+        {"dpo": DPOConfig(loss_type="kto", label_smoothing=0.5)},
+        1,
+        ["dpo.loss_type=kto", "sigmoid, ipo, hinge", "dpo.label_smoothing=0.5"],
+    ),
+    "preference_data_goes_with_dpo": (
+        {"dpo": DPOConfig()},
+        1,
+        ["dataset is a MockGPTDatasetConfig", "PreferenceDatasetConfig"],
+    ),
+    "adapters_can_be_switched_off": (
+        {"dpo": DPOConfig(), "peft": LoRA(modules_to_save=["embedding"])},
+        1,
+        ["dpo.reference is not set", "peft.modules_to_save"],
+    ),
+    "images_need_a_vision_tower": (
+        {"dataset": FinetuningDatasetConfig(seq_length=32, dataset_root=".", hf_processor_path="hf")},
+        1,
+        ["dataset.hf_processor_path=hf", "no vision tower"],
     ),
     "distill_settings_are_valid": (
         {"distill": DistillConfig()},
@@ -619,6 +640,7 @@ def test_numbers_out_of_range_are_refused_by_name(key):
 def test_every_range_is_of_a_setting(key):
     block, _, name = key.partition(".")
     kinds = [GPTModelProvider, LoRA, StragglerDetectionConfig, GPTDatasetConfig, SFTDatasetConfig, DistillConfig]
+    kinds.append(DPOConfig)
     kinds += [type(getattr(toy_config(), block))] if getattr(toy_config(), block) is not None else []
     assert any(name in {entry.name for entry in fields(kind)} for kind in kinds)
 

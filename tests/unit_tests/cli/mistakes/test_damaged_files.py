@@ -101,6 +101,8 @@ def folders(tmp_path):
     for name in ("base", "adapter", "chats"):
         shutil.copytree(SAVED / name, tmp_path / name)
     shutil.copytree(SAVED / "pretrain", tmp_path / "run")
+    with (tmp_path / "base/chat_template.jinja").open("a") as template:
+        template.write("{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}")
     (tmp_path / "config").mkdir()
     (tmp_path / "config/run.yaml").write_text("train:\n  train_iters: 5\n")
     return tmp_path

@@ -72,7 +72,7 @@ MISTAKES = {
     ),
     "content is an image": (
         chat(IMAGE, ANSWER),
-        ("message 1: ", "type image", "vision-language"),
+        ("jsonl:1: ", "images", "vision-language", "dataset.hf_processor_path"),
     ),
     "arguments are broken": (chat(USER, CALL), ("message 2: the arguments of f", "JSON")),
     "an answer comes first": (chat(ANSWER), ("jsonl:1: ", "begins with an answer", "weight 0")),
