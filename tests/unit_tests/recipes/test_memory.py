@@ -10,6 +10,7 @@ from megatron.bridge.autotune.gpus import fits
 from megatron.bridge.autotune.memory import fullest_stage, memory_per_rank
 from megatron.bridge.recipes.catalog import catalog, find
 from megatron.bridge.recipes.teachers import teacher_of
+from megatron.bridge.training.config.resolve.data import has_tower
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import save_llama
 
@@ -76,11 +77,15 @@ def test_what_is_known_of_teachers(tmp_path):
     assert teacher_of(config, 1) is None, "its logits are there"
 
 
-def used(recipe, **options):
-    """Bytes of the fullest GPU."""
+UNCERTAIN = 0.08  # of the activations: as far from live storages as a count may be (docs/tuner.md)
+
+
+def used(recipe, activations=1.0, **options):
+    """Bytes of the fullest GPU, if activations take ``activations`` times what is counted."""
     config = recipe.build(**options)
     config = config.resolve(recipe.gpus).config
-    return fullest_stage(memory_per_rank(config, recipe.gpus, teacher_of(config, recipe.gpus))).total
+    fullest = fullest_stage(memory_per_rank(config, recipe.gpus, teacher_of(config, recipe.gpus)))
+    return fullest.total + (activations - 1) * fullest.activations
 
 
 @pytest.mark.parametrize("recipe", list(recipes()))
@@ -92,11 +97,12 @@ class TestMemory:
         assert fits(total, recipe.gpu_kind)
 
     def test_half_of_any_size_does_not_fit(self, recipe):
-        if recipe.layout == "no model parallelism":
+        """A layout may leave room for what the count of activations can miss, and for the images of a tower."""
+        if recipe.layout == "no model parallelism" or has_tower(recipe.build()):
             return
         for name, size in layout(recipe):
             try:
-                total = used(recipe, **half(recipe, name, size))
+                total = used(recipe, activations=1 + UNCERTAIN, **half(recipe, name, size))
             except UserError:
                 continue  # not every half is a layout
             assert not fits(total, recipe.gpu_kind), f"{name}{size // 2} fits"

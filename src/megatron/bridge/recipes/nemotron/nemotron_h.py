@@ -60,8 +60,8 @@ NEMOTRONH_56B = NEMOTRONH.size(
 )
 _PRETRAIN: PretrainOptions = {"seq_length": 8192, "global_batch_size": 768}
 
-nemotronh_4b_pretrain_config = pretrain_recipe(NEMOTRONH_4B, _PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6)
-"""Nemotron-H 4B pretraining, 8 x H100 80GB: 38 GB each, TP2."""
+nemotronh_4b_pretrain_config = pretrain_recipe(NEMOTRONH_4B, _PRETRAIN, lr=8e-4, min_lr=8e-6)
+"""Nemotron-H 4B pretraining, 8 x H100 80GB: 69 GB each, no model parallelism."""
 nemotronh_8b_pretrain_config = pretrain_recipe(NEMOTRONH_8B, _PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6)
 """Nemotron-H 8B pretraining, 16 x H100 80GB: 55 GB each, TP2."""
 nemotronh_47b_pretrain_config = pretrain_recipe(NEMOTRONH_47B, _PRETRAIN, layout(tp=8), lr=4e-4, min_lr=4e-6)

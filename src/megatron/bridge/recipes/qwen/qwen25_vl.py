@@ -66,10 +66,10 @@ QWEN25_VL_32B = _size("Qwen/Qwen2.5-VL-32B-Instruct", 5120, 27648, 64, 40, 8, to
 QWEN25_VL_72B = _size("Qwen/Qwen2.5-VL-72B-Instruct", 8192, 29568, 80, 64, 8, tower=3456)
 
 qwen25_vl_3b_finetune_config = finetune_recipe(QWEN25_VL_3B, layout(tp=2), lr=1e-5)
-"""Qwen2.5-VL 3B full fine-tuning, 8 x H100 80GB: 30 GB each, TP2."""
+"""Qwen2.5-VL 3B full fine-tuning, 8 x H100 80GB: 29 GB each, TP2."""
 qwen25_vl_7b_finetune_config = finetune_recipe(QWEN25_VL_7B, layout(tp=2))
-"""Qwen2.5-VL 7B full fine-tuning, 8 x H100 80GB: 53 GB each, TP2."""
+"""Qwen2.5-VL 7B full fine-tuning, 8 x H100 80GB: 52 GB each, TP2."""
 qwen25_vl_32b_finetune_config = finetune_recipe(QWEN25_VL_32B, layout(tp=8))
-"""Qwen2.5-VL 32B full fine-tuning, 32 x H100 80GB: 53 GB each, TP8."""
+"""Qwen2.5-VL 32B full fine-tuning, 32 x H100 80GB: 52 GB each, TP8."""
 qwen25_vl_72b_finetune_config = finetune_recipe(QWEN25_VL_72B, layout(tp=8, pp=4))
 """Qwen2.5-VL 72B full fine-tuning, 64 x H100 80GB: 50 GB each, TP8 PP4."""

@@ -68,9 +68,9 @@ QWEN3_VL_30B_A3B = _size("Qwen/Qwen3-VL-30B-A3B-Instruct", 2048, 6144, 48, 32, 4
 QWEN3_VL_235B_A22B = _size("Qwen/Qwen3-VL-235B-A22B-Instruct", 4096, 12288, 94, 64, 4, expert=1536)
 
 qwen3_vl_8b_finetune_config = finetune_recipe(QWEN3_VL_8B, layout(tp=2))
-"""Qwen3-VL 8B full fine-tuning, 8 x H100 80GB: 56 GB each, TP2."""
+"""Qwen3-VL 8B full fine-tuning, 8 x H100 80GB: 55 GB each, TP2."""
 qwen3_vl_30b_a3b_finetune_config = finetune_recipe(QWEN3_VL_30B_A3B, layout(tp=4, ep=8, etp=1))
-"""Qwen3-VL 30B-A3B full fine-tuning, 16 x H100 80GB: 60 GB each, TP4 EP8."""
+"""Qwen3-VL 30B-A3B full fine-tuning, 16 x H100 80GB: 59 GB each, TP4 EP8."""
 # two virtual stages, because the first chunk must hold the three layers that features of images are added behind
 qwen3_vl_235b_a22b_finetune_config = finetune_recipe(
     QWEN3_VL_235B_A22B, layout(tp=8, pp=8, vp=2, ep=8, etp=1), embedding_and_loss_are_layers=True
