@@ -16,6 +16,7 @@ from megatron.bridge.data.config import (
 )
 from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.vision.provider import VisionGPTModelProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.config import (
     CommOverlapConfig,
@@ -55,6 +56,8 @@ def packed(**specs):
         packed_sequence_specs=PackedSequenceSpecs(packed_sequence_size=32, **specs),
     )
 
+
+VISION = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96, "seq_length": 32}
 
 # rule: (what is set, number of processes, what the sentence says)
 CASES = {
@@ -163,6 +166,11 @@ CASES = {
         {"dataset": FinetuningDatasetConfig(seq_length=32, dataset_root=".", hf_processor_path="hf")},
         1,
         ["dataset.hf_processor_path=hf", "no vision tower"],
+    ),
+    "sent_outputs_can_be_freed": (
+        {"model": VisionGPTModelProvider(**VISION, deallocate_pipeline_outputs=True), PP: 2},
+        2,
+        ["model.deallocate_pipeline_outputs=True", "set it to False"],
     ),
     "distill_settings_are_valid": (
         {"distill": DistillConfig()},

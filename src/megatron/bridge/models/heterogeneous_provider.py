@@ -42,6 +42,8 @@ class HeterogeneousModelProvider(GPTModelProvider):
     layer's width is 2/3 of this times the hidden size, rounded up to a multiple of 256), and in either ``no_op``
     (it is left out) and ``replace_with_linear`` (it is one linear layer)."""
     heterogeneous_block_specs: bool = True
+    deallocate_pipeline_outputs: bool = False
+    """A stage whose last block was left out sends a tensor that its backward pass reads."""
 
     @property
     def per_block_parameters(self) -> list[TransformerBlockConfig]:

@@ -25,6 +25,8 @@ class VisionGPTModelProvider(GPTModelProvider):
 
     vision: dict[str, Any] | None = None
     """The Hugging Face config without its text model, as plain values; None builds the text model alone."""
+    deallocate_pipeline_outputs: bool = False
+    """With deepstack, a stage sends a view of a tensor, whose memory cannot be freed."""
     mrope_interleaved: bool = False
     """The axes of ``mrope_section`` take turns (Qwen3-VL); else each has a block of frequencies."""
     freeze_language_model: bool = False

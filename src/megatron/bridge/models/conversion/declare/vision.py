@@ -92,6 +92,7 @@ class VisionBridge(DecoderBridge):
         values = {
             field.name: getattr(provider, field.name) for field in dataclasses.fields(provider) if field.init
         }
+        del values["deallocate_pipeline_outputs"]  # a tower has its own default
         rope: dict[str, Any] = whole[_TEXT].get(_ROPE) or {}
         sections = {key: rope[key] for key in _MROPE if key in rope}
         return self._provider(**{**values, **self.values, **sections, "vision": self._vision_config(whole)})

@@ -7,6 +7,8 @@ from typing import Any
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron.bridge.models.heterogeneous_provider import HeterogeneousModelProvider
+from megatron.bridge.models.vision.provider import VisionGPTModelProvider
 from megatron.bridge.training.config.run_config import RunConfig
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -23,6 +25,17 @@ def uneven_stages_need_a_pipeline(config: RunConfig, world_size: int) -> Iterato
         yield (
             f"{_words(chosen)} has no effect with model.pipeline_model_parallel_size=1: raise that, or leave it "
             "unset"
+        )
+
+
+def sent_outputs_can_be_freed(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What a stage sends must be a tensor that nothing else holds."""
+    model = config.model
+    shared = isinstance(model, HeterogeneousModelProvider | VisionGPTModelProvider)
+    if shared and model.deallocate_pipeline_outputs and model.pipeline_model_parallel_size > 1:
+        yield (
+            f"model.deallocate_pipeline_outputs=True with a {type(model).__name__}: the backward pass may read "
+            f"what a stage has sent, set it to False"
         )
 
 
