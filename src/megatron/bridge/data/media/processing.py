@@ -19,6 +19,7 @@ from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.positions import IMAGE, TEXT, Positions, mrope_positions
 from megatron.bridge.data.media.references import ImageReference, decode, refer, shown
+from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _json(path: str, name: str) -> Mapping[str, Any]:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
+        found = strict_json.loads(text)
     except ValueError as error:
         raise UserError(f"{path}/{name} is not valid JSON ({error}): download it again") from error
     if not isinstance(found, dict):
