@@ -31,11 +31,11 @@ def test_three_hundred_hold_every_pair():
     }
 
 
-def test_twenty_faults(tmp_path):
-    _survives(tmp_path / "chaos", chaos.plan(21, seed=0))
+def test_seven_faults(tmp_path):
+    _survives(tmp_path / "chaos", chaos.plan(21, seed=0)[::3])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_sixty_faults(tmp_path, seed):
-    _survives(tmp_path / "chaos", chaos.plan(60, seed))
+@pytest.mark.parametrize(("count", "seed"), [(21, 0), (60, 1), (60, 2)])
+def test_many_faults(tmp_path, count, seed):
+    _survives(tmp_path / "chaos", chaos.plan(count, seed))

@@ -215,14 +215,13 @@ def generated(layout):
     config = toy_config(model=layout, train={"train_iters": 1})
     config.model.register_pre_wrap_hook(initialize_by_name)
     run = setup(config, forward_step)
-    return generate(run, [[1, 2, 3], [7], [20, 21, 22, 23, 24]], 9)
+    return generate(run, [[1, 2, 3], [7], [20, 21, 22, 23, 24]], 4)
 
 
 def test_answers_are_those_of_full_recomputation_under_any_layout(two_workers, four_workers):
     alone = two_workers.run(generated, {})
     layouts = [
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
         {
             "pipeline_model_parallel_size": 2,
             "virtual_pipeline_model_parallel_size": 2,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family under layouts of two and four processes: transformers' greedy tokens and log-probabilities."""
+"""Every family under layouts of two and four processes: transformers' greedy tokens and log-probabilities.
+
+By default each row runs under one of its layouts of two processes, in turn; the others are slow.
+"""
 
 import pytest
 
@@ -7,7 +10,10 @@ from tests.families import decoding
 from tests.families.rows import ROWS
 
 TWO = [
-    (row.name, layout) for row in ROWS.values() for layout in row.layouts if layout in ("tp2", "pp2", "ep2", "vp2")
+    pytest.param(row.name, layout, marks=() if place == number % len(layouts) else pytest.mark.slow)
+    for number, row in enumerate(ROWS.values())
+    for layouts in [[layout for layout in row.layouts if layout in ("tp2", "pp2", "ep2", "vp2")]]
+    for place, layout in enumerate(layouts)
 ]
 FOUR = [(row.name, layout) for row in ROWS.values() for layout in row.four]
 

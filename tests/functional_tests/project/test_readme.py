@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests import hub_cache
 from tests.pages import blocks
 from tests.unit_tests.project.tree import ROOT
 
@@ -25,12 +27,13 @@ def snippet(page):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A working directory with a toy in the place of the model on the hub, and with conversations."""
+    """A working directory with conversations, and a cache of the hub with a toy in the place of the model."""
     toy = json.loads((ROOT / "examples/models/qwen/qwen3.json").read_text())
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**toy | {"vocab_size": 512}))
-    model.to(torch.bfloat16).save_pretrained(tmp_path / MODEL)
-    AutoTokenizer.from_pretrained(DATA / "tokenizer").save_pretrained(tmp_path / MODEL)
+    cached = hub_cache.snapshot_folder(tmp_path / "hub", MODEL)
+    model.to(torch.bfloat16).save_pretrained(cached)
+    AutoTokenizer.from_pretrained(DATA / "tokenizer").save_pretrained(cached)
     shutil.copytree(DATA / "chats", tmp_path / "chats")
     shutil.copy(tmp_path / "chats/validation.jsonl", tmp_path / "chats/test.jsonl")
     return tmp_path
@@ -38,7 +41,7 @@ def folder(tmp_path):
 
 def execute(source, folder):
     """On every rank of a pool."""
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), hub_cache.only(folder / "hub"):
         names = {"__name__": "tune"}
         exec(compile(source, "tune.py", "exec"), names)
     return names["config"].model.tensor_model_parallel_size
@@ -62,9 +65,11 @@ def test_nobody_can_believe_that_it_ran_on_a_gpu():
 
 def test_six_lines(two_workers, folder):
     assert two_workers.run(execute, snippet("README.md"), folder) == [2, 2]
-    before, after = (AutoModelForCausalLM.from_pretrained(folder / name) for name in (MODEL, "tuned"))
+    with hub_cache.only(folder / "hub"):
+        before, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), Path(snapshot_download(MODEL))
+    after = AutoModelForCausalLM.from_pretrained(folder / "tuned")
     assert before.config.to_dict().keys() == after.config.to_dict().keys()
     pairs = zip(before.parameters(), after.parameters(), strict=True)
     # the gain of a norm, 1 in bf16, may round to itself after so few steps
     assert not any(torch.equal(old, new) for old, new in pairs if old.dim() > 1)
-    assert Path(folder / "tuned/tokenizer.json").read_bytes() == (folder / MODEL / "tokenizer.json").read_bytes()
+    assert Path(folder / "tuned/tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()

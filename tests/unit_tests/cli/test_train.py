@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``megatron-bridge train`` makes of its arguments, and what it says of wrong ones."""
 
+import json
 import re
 import subprocess
 import sys
@@ -12,18 +13,22 @@ from megatron.bridge.cli.support.recipe_table import model_and_size
 from megatron.bridge.recipes.catalog import catalog, find
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.config.serialize import load_yaml
+from tests import hub_cache
 from tests.toy_run import save_llama
 from tests.unit_tests.cli.test_main import run
+from tests.unit_tests.project.tree import ROOT
 from tests.workers import leave
 
 RECIPE = ("train", "--recipe", "llama32_1b_pretrain_config")
 FINETUNE = ("train", "--recipe", "llama32_1b_finetune_config")
+TOKENIZER = ROOT / "tutorials" / "data" / "tokenizer"
 SMALL_MODEL = ("train", "--recipe", "smollm2_135m_finetune_config")
 
 
 def dry_run(capsys, *arguments):
     code, out, err = run(capsys, *arguments, "--dry-run")
-    assert (code, err) == (0, "")
+    would_not_run = "\n# the run would be refused: " in out or "does NOT fit" in out
+    assert (code, err) == (int(would_not_run), "")
     return load_yaml(out), out
 
 
@@ -55,9 +60,8 @@ def test_dry_run_says_what_the_config_means(capsys):
         "# changed: model.tensor_model_parallel_size=1 -> 2",
         "# model: 1,235,814,400 parameters, 16 layers, hidden size 2048",
         "# layout: 16 processes = tensor 2 x pipeline 1 x context 1 x data 8",
-        "# step: 512 samples x 8192 tokens = 4,194,304 tokens, in 64 microbatches of 1 on each of 8 replicas",
-        "# run: 250,000 steps, 1,048,576,000,000 tokens",
-        "# data: mock data (MockGPTDatasetConfig)",
+        "# run: 250,000 steps, 1,048,576,000,000 tokens; each step 512 samples x 8192 tokens = 4,194,304 tokens, "
+        "in 64 microbatches of 1 on each of 8 replicas",
         "#",
         "# ranks     data 0  data 1  data 2  ...  data 7",
         "# stage 0   0-1     2-3     4-5     ...  14-15",
@@ -239,6 +243,40 @@ def test_data_replaces_made_up_samples(capsys):
     assert "blend: {_tuple_: [[a/text, b/text], null]}  # command line\n" in out
     assert "  blend_per_split: null  # default\n" in out
     assert "synthetic" not in out
+
+
+def test_a_dry_run_reads_what_the_run_reads(capsys, tmp_path):
+    """Data, functions, tokenizer and weights; the report is printed all the same."""
+    records = tmp_path / "data"
+    records.mkdir()
+    for name, keys in {"training": ("prompt", "completion"), "validation": ("prompt", "answer")}.items():
+        (records / f"{name}.jsonl").write_text(json.dumps(dict.fromkeys(keys, "x")) + "\n")
+    given = ("--data", str(records), f"tokenizer.tokenizer_model={TOKENIZER}", "dataset.do_test=false")
+    weights = f"checkpoint.pretrained_checkpoint={tmp_path / 'none'}"
+    _, out = dry_run(capsys, *FINETUNE, *given, weights)
+    refused = [line for line in out.splitlines() if "would be refused" in line]
+    assert len(refused) == 2
+    assert "validation.jsonl:1" in refused[0]
+    assert f"{tmp_path / 'none'} does not exist" in refused[1]
+    save_llama(tmp_path / "model")
+    weights = f"checkpoint.pretrained_checkpoint={tmp_path / 'model'}"
+    code, out, _ = run(capsys, *FINETUNE, *given, weights, "dataset.do_validation=false", "--dry-run", "--summary")
+    assert "would be refused" not in out
+    assert code == int("does NOT fit" in out)
+    assert all(line.startswith("#") for line in out.splitlines())
+
+
+def test_a_dry_run_names_what_is_not_on_this_machine(capsys, tmp_path):
+    with hub_cache.only(tmp_path):
+        _, out = dry_run(capsys, *FINETUNE, "checkpoint.pretrained_checkpoint=someone/model")
+    assert "# note: checkpoint.pretrained_checkpoint=someone/model is not on this machine" in out
+
+
+def test_what_does_not_fit_is_told_with_the_nearest_settings_that_do(capsys):
+    code, out, _ = run(capsys, *RECIPE, "--world-size", "2", "train.micro_batch_size=8", "--dry-run", "--summary")
+    (line,) = [line for line in out.splitlines() if line.startswith("# the nearest settings that fit: ")]
+    assert code == 1
+    assert dry_run(capsys, *RECIPE, "--world-size", "2", *line.partition("fit: ")[2].split())
 
 
 def test_data_of_a_fine_tuning_is_a_folder(capsys):

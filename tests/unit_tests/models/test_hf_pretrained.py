@@ -19,6 +19,7 @@ from megatron.bridge.models.hf_pretrained.safetensors_writer import (
     write_index,
 )
 from megatron.bridge.utils.errors import UserError
+from tests import hub_cache
 from tests.toy_models import make_llama
 
 TENSORS = {
@@ -160,12 +161,7 @@ def test_layout_of_a_source_takes_other_shapes_and_surplus_tensors(tmp_path):
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path):
-    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    refs = tmp_path / "models--someone--tiny" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("0" * 40)
-    make_llama(snapshot, num_hidden_layers=1)
+    make_llama(hub_cache.snapshot_folder(tmp_path, "someone/tiny"), num_hidden_layers=1)
     bridge = AutoBridge.from_hf_pretrained("someone/tiny", cache_dir=str(tmp_path))
     assert bridge.hf_config.hidden_size == 48
     assert "lm_head.weight" in bridge.hf_pretrained.state

@@ -148,6 +148,7 @@ def _run_prepare(args: argparse.Namespace) -> int:
     from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
     from megatron.bridge.data.finetuning.builder import prepare_split
     from megatron.bridge.training.config.resolve.data import tuning_parts
+    from megatron.bridge.utils.console import console
 
     config, tokenizer, _ = _resolved(args)
     parts = [part for part in tuning_parts(config.dataset) if isinstance(part, SFTDatasetConfig)]
@@ -158,7 +159,8 @@ def _run_prepare(args: argparse.Namespace) -> int:
         )
     for part in parts:
         for split in SPLITS if config.validation.eval_iters else SPLITS[:1]:
-            prepare_split(part, split, tokenizer)
+            if (prepared := prepare_split(part, split, tokenizer)) is not None:
+                console().print(f"{prepared.name}: {'; '.join(prepared.report.lines())}", markup=False)
     return 0
 
 

@@ -27,7 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--list", nargs="*", metavar="WORD", help="list the recipes that contain all words, and exit"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config with its memory and compute, and exit"
+        "--dry-run",
+        action="store_true",
+        help="print the resolved config with its memory and compute, check data and weights, and exit",
+    )
+    parser.add_argument(
+        "--summary", action="store_true", help="with --dry-run: print the summary without the config"
     )
     parser.add_argument(
         "--timeline",
@@ -68,8 +73,9 @@ def _check_options(args: argparse.Namespace) -> None:
         raise UserError(
             "--world-size is for --dry-run and --rehearse; torchrun --nproc-per-node starts that many processes"
         )
-    if args.timeline is not None and not args.dry_run:
-        raise UserError(f"--timeline {args.timeline} needs --dry-run: add it, or leave --timeline out")
+    for option, value in {"--timeline": args.timeline, "--summary": args.summary or None}.items():
+        if value is not None and not args.dry_run:
+            raise UserError(f"{option} needs --dry-run: add it, or leave {option} out")
     if args.dry_run and args.rehearse is not None:
         raise UserError("--dry-run and --rehearse cannot be used together: leave one out")
 
@@ -97,10 +103,11 @@ def _dry_run(job: Job, args: argparse.Namespace) -> int:
     from megatron.bridge.utils.atomic import write_text
 
     forward_step(args.step_func, job.config)
-    _print(report(job, args.world_size))
+    found = report(job, args.world_size)
+    _print(found.summary if args.summary else found.config + found.summary)
     if args.timeline is not None:
         write_text(args.timeline, timeline_page(job, args.world_size, None))
-    return 0
+    return 0 if found.runs else 1
 
 
 def _train(job: Job, args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.hf_pretrained.hub import on_this_machine
 from megatron.bridge.recipes.sizes import published_size
 from megatron.bridge.training.config import ConfigContainer
 
@@ -51,7 +52,5 @@ def _declared(name: str, trust_remote_code: bool) -> Any:
         return provider_of(name, trust_remote_code)
     if (size := published_size(name)) is not None:
         return size.provider()
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, "config.json") if name.count("/") == 1 else None
-    return provider_of(str(Path(found).parent), trust_remote_code) if isinstance(found, str) else None
+    found = on_this_machine(name)
+    return None if found is None else provider_of(str(found), trust_remote_code)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.checkpoint.model_io import tokenizer_dir
-from megatron.bridge.models.conversion.pretrained import is_megatron_checkpoint
+from megatron.bridge.models.conversion.pretrained import local_weights
+from megatron.bridge.models.hf_pretrained.hub import is_hf_model
 from megatron.bridge.training.callbacks.base import CallbackManager
 from megatron.bridge.training.callbacks.observe.report import FinetuningReport
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
@@ -52,10 +53,10 @@ def check_tokenizer(config: ConfigContainer) -> None:
     Raises:
         UserError: The id of a token differs: the embeddings would silently belong to other tokens.
     """
-    checkpoint = Path(config.checkpoint.pretrained_checkpoint or "")
-    compare_tokenizers(
-        config.tokenizer, tokenizer_dir(checkpoint) if is_megatron_checkpoint(checkpoint) else checkpoint
-    )
+    name = config.checkpoint.pretrained_checkpoint
+    folder = local_weights(name or "")  # on every rank: each node downloads what the hub has
+    if name != config.tokenizer.tokenizer_model:
+        compare_tokenizers(config.tokenizer, folder if is_hf_model(folder) else tokenizer_dir(folder))
 
 
 def compare_tokenizers(chosen: TokenizerConfig, beside: Path | None) -> None:

@@ -143,15 +143,15 @@ def test_samples_with_images_are_kept_on_disk(folder, tokenizer, rules, tmp_path
     records = [chat(image("a.png"), TEXT), chat(TEXT), chat(image("b.png"), image("a.png"), TEXT)]
     path = tmp_path / "records.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    in_memory = prepare(FileSource(path), tokenizer, rules)
+    in_memory = prepare(FileSource(path), RecordEncoder(tokenizer, rules))
     for _ in range(2):  # made, then loaded
-        kept = prepare(FileSource(path), tokenizer, rules, tmp_path / "kept")
+        kept = prepare(FileSource(path), RecordEncoder(tokenizer, rules), tmp_path / "kept")
         assert kept.report == in_memory.report
         for ours, theirs in zip(kept.samples, in_memory.samples, strict=True):
             assert ours.images == theirs.images
             assert ours.tokens.tolist() == theirs.tokens.tolist()
     smaller = replace(rules, media=replace(rules.media, max_pixels=64))
-    prepare(FileSource(path), tokenizer, smaller, tmp_path / "kept")
+    prepare(FileSource(path), RecordEncoder(tokenizer, smaller), tmp_path / "kept")
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 

@@ -11,6 +11,7 @@ import torch
 from megatron.bridge.data.builders.hf_dataset import HFDatasetConfig
 from megatron.bridge.data.config import BlendedDatasetConfig, DatasetRequest, FinetuningDatasetConfig
 from megatron.bridge.data.records import preparation as preparing
+from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.preparation import content_key, prepare
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.sources import FileSource, HoldOutSource, HubSource, LimitedSource
@@ -85,13 +86,13 @@ def doubled(record, tokenizer):
     return {"input": record["prompt"] * 2, "output": record["completion"] + str(tokenizer.eos_token)}
 
 
-def test_a_function_makes_records(jsonl, tokenizer, capsys):
+def test_a_function_makes_records(jsonl, tokenizer):
     rules = replace(RULES, max_tokens=100, process_example_fn=doubled)
-    prepared = prepare(FileSource(jsonl), tokenizer, rules)
+    prepared = prepare(FileSource(jsonl), RecordEncoder(tokenizer, rules))
     left = [record for record in RECORDS if doubled(record, tokenizer.hf)]
     assert len(prepared.samples) == len(left) < len(RECORDS)
     assert tokenizer.detokenize(prepared.samples[0].tokens).startswith(f"<s>{left[0]['prompt'] * 2}")
-    assert f"{len(RECORDS) - len(left)} dropped by process_example_fn" in capsys.readouterr().err
+    assert f"{len(RECORDS) - len(left)} dropped by process_example_fn" in "".join(prepared.report.lines())
 
 
 def same(one, other):
@@ -107,12 +108,12 @@ def test_prepared_samples_equal_those_in_memory(tmp_path, jsonl, tokenizer, monk
     monkeypatch.setattr(preparing, "PART_RECORDS", 7)
     rules = replace(RULES, max_tokens=20, truncation="drop")
     source = FileSource(jsonl)
-    expected = prepare(source, tokenizer, rules)
+    expected = prepare(source, RecordEncoder(tokenizer, rules))
     assert expected.report.dropped
-    made = prepare(source, tokenizer, rules, tmp_path / "made", workers)
+    made = prepare(source, RecordEncoder(tokenizer, rules), tmp_path / "made", workers)
     same(made, expected)
     monkeypatch.setattr(preparing, "_fill", None)  # what is there is not made again
-    same(prepare(source, tokenizer, rules, tmp_path / "made"), expected)
+    same(prepare(source, RecordEncoder(tokenizer, rules), tmp_path / "made"), expected)
     assert [path.name for path in (tmp_path / "made").iterdir()] == [content_key(source, tokenizer, rules)]
 
 
@@ -129,10 +130,10 @@ def test_an_interrupted_prepare_goes_on(tmp_path, jsonl, tokenizer, monkeypatch)
 
     monkeypatch.setattr(preparing, "_write_part", counted)
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, tokenizer, RULES, tmp_path / "made")
+        prepare(source, RecordEncoder(tokenizer, RULES), tmp_path / "made")
     monkeypatch.setattr(preparing, "_write_part", lambda *args: (tokenised.append(args[0].name), write(*args)))
-    made = prepare(source, tokenizer, RULES, tmp_path / "made")
-    same(made, prepare(source, tokenizer, RULES))
+    made = prepare(source, RecordEncoder(tokenizer, RULES), tmp_path / "made")
+    same(made, prepare(source, RecordEncoder(tokenizer, RULES)))
     assert tokenised == [f"{number:06}.npz" for number in range(6)], "each part was tokenised once"
 
 

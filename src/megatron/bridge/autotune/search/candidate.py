@@ -2,6 +2,7 @@
 """Layouts to compare, as values of config keys."""
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -139,4 +140,4 @@ def as_overrides(config: Any, settings: Mapping[str, Any]) -> list[str]:
 def _as_yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(value)}]"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    return value if isinstance(value, str) else json.dumps(value)

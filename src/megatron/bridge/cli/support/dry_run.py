@@ -7,6 +7,7 @@ terminal shows the summary last.
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.bridge.autotune import meta_model
@@ -14,21 +15,37 @@ from megatron.bridge.autotune.gpus import GPUS, fits, gpu_name
 from megatron.bridge.autotune.memory import RankMemory, fullest_stage, memory_per_rank
 from megatron.bridge.autotune.predict import predict
 from megatron.bridge.autotune.report import page, time_lines
+from megatron.bridge.autotune.search.candidate import as_overrides
+from megatron.bridge.autotune.search.explain import nearest_fit
+from megatron.bridge.autotune.search.search import Search
 from megatron.bridge.cli.support import rank_diagram
 from megatron.bridge.cli.support.summary import describe, warnings
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.models.flops import local_flops_per_token
 from megatron.bridge.recipes.teachers import teacher_of
 from megatron.bridge.training.config.batch_size import BatchSize
-from megatron.bridge.utils.config.origins import annotated_yaml, leaf_values
+from megatron.bridge.training.inputs import elsewhere, input_problems
+from megatron.bridge.utils.config.origins import DEFAULT, annotated_yaml, leaf_values
 
 if TYPE_CHECKING:
     from megatron.bridge.models.model_provider import ModelProvider
     from megatron.bridge.training.config import ConfigContainer
 
 
-def report(job: Job, asked: int | None) -> str:
-    """The text that a dry run prints.
+@dataclass(frozen=True)
+class Report:
+    """What a dry run finds."""
+
+    config: str
+    """The resolved config as YAML, with the origin of each value."""
+    summary: str
+    """Comments on the run."""
+    runs: bool = True
+    """Whether the run would start, and fit into memory."""
+
+
+def report(job: Job, asked: int | None) -> Report:
+    """What a dry run prints.
 
     Args:
         job: The job.
@@ -49,9 +66,13 @@ def report(job: Job, asked: int | None) -> str:
     lines += ["", *rank_diagram.rank_table(config, world_size), ""]
     teacher = teacher_of(config, world_size)
     memory = memory_per_rank(config, world_size, teacher)
-    lines += [*_memory(config, memory, job.gpu_kind), "", *_compute(config, world_size, job.gpu_kind, teacher), ""]
-    lines += [f"note: {note}" for note in [*resolved.notes, *warnings(config), *_caveats(config, teacher)]]
-    return annotated_yaml(config, resolved.origins) + _comments(lines)
+    lines += [*_memory(config, memory), *_verdict(config, world_size, memory, job.gpu_kind)]
+    lines += ["", *_compute(config, world_size, job.gpu_kind, teacher), ""]
+    notes = [*resolved.notes, *warnings(config), *elsewhere(config), *_caveats(config, teacher)]
+    problems = list(input_problems(resolved))
+    lines += [*(f"note: {note}" for note in notes), *(f"the run would be refused: {each}" for each in problems)]
+    runs = not problems and _fits(memory, job.gpu_kind)
+    return Report(annotated_yaml(resolved.config, resolved.origins), _comments(lines), runs)
 
 
 def timeline_page(job: Job, asked: int | None, gpu: str | None) -> str:
@@ -73,7 +94,7 @@ def timeline_page(job: Job, asked: int | None, gpu: str | None) -> str:
     return page(f"{job.source} on {world_size} x {kind}", prediction, [("Summary", f"<p>{lines[0]}</p>")])
 
 
-def _teacher_report(job: Job, world_size: int) -> str:
+def _teacher_report(job: Job, world_size: int) -> Report:
     """The given config, and a summary of the teacher's run over its data."""
     from megatron.bridge.training.distillation.cache_teacher import teacher_run
 
@@ -84,7 +105,7 @@ def _teacher_report(job: Job, world_size: int) -> str:
         "",
         *rank_diagram.rank_table(alone, world_size),
     ]
-    return annotated_yaml(job.config, job.origins) + _comments(lines)
+    return Report(annotated_yaml(job.config, job.origins), _comments(lines))
 
 
 def _comments(lines: list[str]) -> str:
@@ -97,26 +118,38 @@ def _differences(job: Job) -> Iterator[str]:
         return
     theirs, ours = leaf_values(job.recipe.build()), leaf_values(job.config)
     for key, value in ours.items():
-        if key not in theirs:
+        if key not in theirs and job.origins.get(key) != DEFAULT:
             yield f"not in the recipe: {key}={value!r}"
-        elif repr(theirs[key]) != repr(value):
+        elif key in theirs and repr(theirs[key]) != repr(value):
             yield f"changed: {key}={theirs[key]!r} -> {value!r}"
     gone = [key for key in theirs if key not in ours]
     if gone:
         yield f"removed: {', '.join(gone)}"
 
 
-def _memory(config: "ConfigContainer", memory: list[RankMemory], kind: str) -> Iterator[str]:
+def _memory(config: "ConfigContainer", memory: list[RankMemory]) -> Iterator[str]:
     yield "memory per rank: states counted on the sharded model, activations estimated"
     if getattr(config.model, "vision", None) is not None:
         yield "not counted: activations and compute of the vision tower, which depend on the images"
     yield from rank_diagram.memory_table(memory, _stage_contents(config))
-    most = fullest_stage(memory)
+
+
+def _fits(memory: list[RankMemory], kind: str) -> bool:
+    return kind not in GPUS or fits(fullest_stage(memory).total, kind)
+
+
+def _verdict(config: "ConfigContainer", world_size: int, memory: list[RankMemory], kind: str) -> Iterator[str]:
+    """Whether the model fits, and if not, the nearest settings with which it does."""
     if kind not in GPUS:
         return
-    verdict = "fits with 10% left free" if fits(most.total, kind) else "does NOT fit with 10% left free"
+    most, found = fullest_stage(memory), _fits(memory, kind)
+    verdict = f"{'fits' if found else 'does NOT fit'} with 10% left free"
     need = rank_diagram.gigabytes(most.total)
     yield f"the fullest rank, of stage {most.stage}, needs {need} GB of {kind}: {verdict}"
+    if not found:
+        nearest = nearest_fit(Search(config, world_size, kind))
+        changes = "" if nearest is None else " ".join(as_overrides(config, nearest.candidate.settings()))
+        yield f"the nearest settings that fit: {changes or f'none on {world_size} GPUs, use more of them'}"
 
 
 def _stage_contents(config: "ConfigContainer") -> list[str]:

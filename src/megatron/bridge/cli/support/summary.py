@@ -15,7 +15,7 @@ __all__ = ["describe", "parameter_count", "warnings"]
 
 
 def describe(config: "ConfigContainer", world_size: int) -> list[str]:
-    """Lines on the model, the parallel layout, the steps and the data."""
+    """Lines on the model, the parallel layout and the steps."""
     from megatron.bridge.training.config.batch_size import BatchSize
 
     model, train = config.model, config.train
@@ -28,11 +28,10 @@ def describe(config: "ConfigContainer", world_size: int) -> list[str]:
         f"model: {parameter_count(model):,} parameters, {model.num_layers} layers, "
         f"hidden size {model.hidden_size}",
         f"layout: {rank_diagram.summary(config, world_size)}",
-        f"step: {train.global_batch_size} samples x {config.dataset.seq_length} tokens = {tokens:,} tokens, in "
+        f"run: {train.train_iters:,} steps, {whole:,} tokens; each step {train.global_batch_size} samples x "
+        f"{config.dataset.seq_length} tokens = {tokens:,} tokens, in "
         f"{text_format.many(microbatches, 'microbatch', 'es')} of {train.micro_batch_size}"
         f"{f' on each of {replicas} replicas' if replicas > 1 else ''}{first}",
-        f"run: {train.train_iters:,} steps, {whole:,} tokens",
-        f"data: {_data(config)}",
     ]
 
 
@@ -42,8 +41,3 @@ def warnings(config: "ConfigContainer") -> Iterator[str]:
         yield "no data was given: this run trains on mock data (use --data PATH for real data)"
     if config.checkpoint.save is None:
         yield "checkpoint.save is not set: this run saves no checkpoint (set checkpoint.save=DIR)"
-
-
-def _data(config: "ConfigContainer") -> str:
-    kind = type(config.dataset).__name__
-    return f"mock data ({kind})" if isinstance(config.dataset, MockGPTDatasetConfig) else kind

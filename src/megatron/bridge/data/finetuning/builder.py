@@ -20,7 +20,6 @@ from megatron.bridge.data.records.encoding import media_processor
 from megatron.bridge.data.records.preparation import PreparedSamples, prepare
 from megatron.bridge.data.records.samples import Samples
 from megatron.bridge.data.tokenizer import Tokenizer
-from megatron.bridge.utils.console import console
 
 if TYPE_CHECKING:
     from megatron.bridge.data.finetuning.blended_config import BlendedDatasetConfig
@@ -44,7 +43,7 @@ def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetReques
             continue
         rows = _rows(config, prepared.samples, request.tokenizer, media)
         seed = config.seed if split == "train" else None
-        datasets.append(EpochRows(rows, size, seed, prepared.report))
+        datasets.append(EpochRows(rows, size, seed, prepared.report, prepared.name))
     return Splits(*datasets)
 
 
@@ -65,7 +64,7 @@ def prepare_split(config: "SFTDatasetConfig", split: Split, tokenizer: Tokenizer
     if source is None:
         return None
     folder = Path(config.prepared_dir) if config.prepared_dir else None
-    return prepare(source, tokenizer, config.encoding_rules(), folder, config.workers)
+    return prepare(source, config.encoder(tokenizer), folder, config.workers)
 
 
 def _rows(
@@ -77,6 +76,4 @@ def _rows(
         return PaddingFreeRows(samples, padding, multiple, media)
     if not config.packed:
         return PaddedRows(samples, config.seq_length, padding, media=media)
-    rows = PackedRows(samples, config.seq_length, padding, multiple, media)
-    console().print(f"packed {len(samples):,} samples into {len(rows):,} rows, {rows.fill:.2%} full")
-    return rows
+    return PackedRows(samples, config.seq_length, padding, multiple, media)

@@ -169,15 +169,22 @@ class EpochRows(Dataset[Row]):
         size: number of rows to present.
         seed: seed of the order, which depends on the seed and the epoch only; None keeps the order of ``rows``.
         report: what became of the records behind the rows, for the preview.
+        source: where the records are, for the preview.
     """
 
     def __init__(
-        self, rows: Dataset[Row], size: int, seed: int | None, report: EncodingReport | None = None
+        self,
+        rows: Dataset[Row],
+        size: int,
+        seed: int | None,
+        report: EncodingReport | None = None,
+        source: str = "",
     ) -> None:
         self.rows: Any = rows
         self.size = size
         self.seed = seed
         self.report = report or EncodingReport()
+        self.source = source
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:

@@ -4,11 +4,16 @@
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.bridge.data.dataset_config import DatasetRequest, Split, Splits, too_small
 from megatron.bridge.data.records.record_config import RecordDatasetConfig
 from megatron.bridge.data.records.sources import SUFFIXES, FileSource, LimitedSource, RecordSource
 from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.data.records.encoding import RecordEncoder
+    from megatron.bridge.data.tokenizer import Tokenizer
 
 FILE_STEMS: dict[Split, str] = {"train": "training", "valid": "validation", "test": "test"}
 
@@ -46,6 +51,12 @@ class SFTDatasetConfig(RecordDatasetConfig):
         }[split]
         source = self.source(split) if wanted else None
         return source if source is None or limit is None else LimitedSource(source, limit)
+
+    def encoder(self, tokenizer: "Tokenizer") -> "RecordEncoder":
+        """What tokenizes the records."""
+        from megatron.bridge.data.records.encoding import RecordEncoder  # imports torch
+
+        return RecordEncoder(tokenizer, self.encoding_rules())
 
     def problems(self) -> list[str]:
         counts = ("workers", "max_train_samples", "max_validation_samples", "max_test_samples")

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Building the datasets of pairs of a run."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Split, Splits
+from megatron.bridge.data.finetuning.builder import prepare_split
 from megatron.bridge.data.finetuning.rows import EpochRows
-from megatron.bridge.data.preference.pairs import PairEncoder, PairRows
-from megatron.bridge.data.records.preparation import PreparedSamples, prepare
-from megatron.bridge.data.tokenizer import Tokenizer
+from megatron.bridge.data.preference.pairs import PairRows
 
 if TYPE_CHECKING:
     from megatron.bridge.data.preference.preference_config import PreferenceDatasetConfig
@@ -22,20 +20,11 @@ def build_preference_datasets(config: "PreferenceDatasetConfig", request: Datase
     """
 
     def dataset(split: Split, size: int) -> EpochRows | None:
-        prepared = prepare_pairs(config, split, request.tokenizer) if size else None
+        prepared = prepare_split(config, split, request.tokenizer) if size else None
         if prepared is None:
             return None
         rows = PairRows(prepared.samples, request.tokenizer.eod, config.sequence_multiple)
-        return EpochRows(rows, size, config.seed if split == "train" else None, prepared.report)
+        seed = config.seed if split == "train" else None
+        return EpochRows(rows, size, seed, prepared.report, prepared.name)
 
     return Splits(*map(dataset, SPLITS, request.sizes))
-
-
-def prepare_pairs(config: "PreferenceDatasetConfig", split: Split, tokenizer: Tokenizer) -> PreparedSamples | None:
-    """Tokenize a split; None if it is not used."""
-    source = config.limited_source(split)
-    if source is None:
-        return None
-    encoder = PairEncoder(tokenizer, config.pair_rules())
-    folder = Path(config.prepared_dir) if config.prepared_dir else None
-    return prepare(source, tokenizer, encoder.rules, folder, config.workers, encoder)

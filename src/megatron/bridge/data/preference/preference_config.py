@@ -2,11 +2,16 @@
 """The config of pairs of answers."""
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from megatron.bridge.data.dataset_config import DatasetRequest, Splits
 from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig
 from megatron.bridge.data.records.chat_template import TrainOn
 from megatron.bridge.data.records.record_config import EncodingRules
+
+if TYPE_CHECKING:
+    from megatron.bridge.data.preference.pairs import PairEncoder
+    from megatron.bridge.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,12 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
         rules, multiple = self.encoding_rules(), self.sequence_multiple
         values = {entry.name: getattr(rules, entry.name) for entry in fields(rules)}
         return PairRules(**{**values, "max_tokens": self.seq_length // 2 // multiple * multiple + 1})
+
+    def encoder(self, tokenizer: "Tokenizer") -> "PairEncoder":
+        """What tokenizes the pairs."""
+        from megatron.bridge.data.preference.pairs import PairEncoder  # imports torch
+
+        return PairEncoder(tokenizer, self.pair_rules())
 
     def problems(self) -> list[str]:
         found = super().problems()

@@ -40,6 +40,7 @@ class SplitPreview:
 
     name: str
     """``train``, ``valid`` or ``test``, followed by the number of the part in a blend."""
+    source: str
     report: EncodingReport
     longest: int
     """Tokens of the longest sample."""
@@ -143,6 +144,7 @@ def _preview_split(name: str, dataset: EpochRows, tokenizer: Tokenizer, samples:
     lengths = rows.samples.lengths
     return SplitPreview(
         name=name,
+        source=dataset.source,
         report=dataset.report,
         longest=int(lengths.max()),
         median=float(np.median(lengths)),

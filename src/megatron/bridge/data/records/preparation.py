@@ -28,7 +28,7 @@ from megatron.bridge.data.tokenizer import Tokenizer, tokenizer_key
 from megatron.bridge.data.worker_pool import ordered_map
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.atomic import published_directory, published_file, refuse_unwritable, write_text
-from megatron.bridge.utils.console import console, track
+from megatron.bridge.utils.console import track
 from megatron.bridge.utils.errors import UserError
 
 PART_RECORDS = 1024  # about a second of work: a kill costs little, and larger parts would gain little
@@ -41,42 +41,35 @@ class PreparedSamples(NamedTuple):
 
     samples: Samples
     report: EncodingReport
+    name: str = ""
+    """The source, for messages."""
 
 
 def prepare(
-    source: RecordSource,
-    tokenizer: Tokenizer,
-    rules: EncodingRules,
-    folder: Path | None = None,
-    workers: int = 1,
-    encoder: RecordEncoder | None = None,
+    source: RecordSource, encoder: RecordEncoder, folder: Path | None = None, workers: int = 1
 ) -> PreparedSamples:
     """The samples of ``source``.
 
     Args:
         source: the records.
-        tokenizer: the tokenizer of the run.
-        rules: how records become samples.
+        encoder: tokenizes the records.
         folder: where samples are kept for later runs, shared by all nodes. All ranks must then call this, and rank
             0 does the work. None keeps the samples in memory.
         workers: number of processes that tokenize.
-        encoder: tokenizes the records; None makes one of samples.
 
     Raises:
         UserError: a record is wrong, no sample is left, or the folder cannot be used.
     """
-    encoder = encoder or RecordEncoder(tokenizer, rules)
     if folder is None:
         prepared = _in_memory(source, encoder, workers)
     else:
-        final = folder / content_key(source, tokenizer, rules)
+        final = folder / content_key(source, encoder.tokenizer, encoder.rules)
         _on_first_rank(lambda: None if final.is_dir() else _fill(final, source, encoder, workers))
         prepared = _load(final)
     if not len(prepared.samples):
         lines = ", ".join(prepared.report.lines()) if prepared.report.records else "it is empty"
         raise UserError(f"{source.name} has no sample to train on ({lines}): check its records")
-    console().print(f"{source.name}: {'; '.join(prepared.report.lines())}", markup=False)
-    return prepared
+    return prepared._replace(name=source.name)
 
 
 def content_key(source: RecordSource, tokenizer: Tokenizer, rules: EncodingRules) -> str:

@@ -7,16 +7,32 @@ from typing import Any
 
 from torch import nn
 
-from megatron.bridge.checkpoint import model_io
+from megatron.bridge.checkpoint import model_io, paths
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import stored_provider
+from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.models.hf_pretrained.hub import is_hf_model
 
 
 def is_megatron_checkpoint(name: str | Path) -> bool:
     """Whether ``name`` is a directory in Megatron's format; every other name is a Hugging Face model's."""
     return Path(name).is_dir() and not is_hf_model(name)
+
+
+def local_weights(name: str | Path) -> Path:
+    """The directory of the weights ``name``; a model of the hub is downloaded.
+
+    Args:
+        name: directory of a Hugging Face model, directory of a Megatron checkpoint or of one of its iterations,
+            or hub id.
+
+    Raises:
+        UserError: There are no weights, or the hub does not serve them.
+    """
+    if hub.is_hub_id(name):
+        return hub.resolve(name, weights=True)
+    return Path(name).expanduser() if is_hf_model(name) else paths.resolve(name)
 
 
 def load_weights(chunks: Sequence[nn.Module], path: Path) -> None:

@@ -44,6 +44,26 @@ def is_hf_model(path: str | Path) -> bool:
     return (Path(path).expanduser() / CONFIG).is_file()
 
 
+def is_hub_id(name: str | Path) -> bool:
+    """Whether ``name`` can be a model on the hub: no file or directory has this name, and it is no path."""
+    text = str(name)
+    return not Path(text).expanduser().exists() and text.count("/") <= 1 and not text.startswith(("/", ".", "~"))
+
+
+def on_this_machine(name: str | Path) -> Path | None:
+    """The folder of a Hugging Face model without the network: a directory, or the hub id of a cached model."""
+    if not is_hub_id(name):
+        return Path(name).expanduser() if is_hf_model(name) else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(str(name), CONFIG)
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def resolve(
     model: str | Path, *, weights: bool, revision: str | None = None, cache_dir: str | None = None
 ) -> Path:
@@ -66,7 +86,7 @@ def resolve(
         return path
     if path.exists():
         raise UserError(f"{path} is a file: give the directory of the model, or a hub id")
-    if path.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") > 1:
+    if not is_hub_id(model):
         raise UserError(f"{path} does not exist: give the directory of a model, or a hub id")
     return _download(str(model), weights, revision, cache_dir)
 

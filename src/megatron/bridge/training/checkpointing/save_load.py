@@ -228,7 +228,7 @@ def _unverified_base(config: ConfigContainer, start: StartingPoint | None) -> Pa
     projected = config.distill is not None and config.distill.hidden_layers and Path(name or "").exists()
     if name is None or not (config.peft or projected):
         return None
-    base = _weights_directory(name)
+    base = pretrained.local_weights(name)
     verified = start.directories[:1] if start else ()
     return None if base in verified or is_hf_model(base) else base
 
@@ -266,11 +266,11 @@ def load_weights(run: Run, path: Path) -> None:
     With PEFT the base weights are loaded already, and only ``checkpoint.load`` can hold values of the adapters.
     """
     if run.config.peft is not None:
-        if path != _weights_directory(str(run.config.checkpoint.pretrained_checkpoint)):
+        if path != pretrained.local_weights(str(run.config.checkpoint.pretrained_checkpoint)):
             peft.load_adapters(run, path)
         return
     filled = chunk_info(run.model[0]).filled_from
-    if filled is not None and path == _weights_directory(filled):
+    if filled is not None and path == pretrained.local_weights(filled):
         return
     pretrained.load_weights(run.model, path)
     reload_main_weights(run.optimizer)
@@ -420,16 +420,12 @@ def _fall_back(config: CheckpointConfig, error: DamagedError, older: list[Path])
 
 def _configured_start(config: CheckpointConfig) -> StartingPoint | None:
     if config.load is not None and config.load != config.save:
-        return StartingPoint((_weights_directory(config.load),), not config.finetune)
+        return StartingPoint((pretrained.local_weights(config.load),), not config.finetune)
     if config.finetune and config.pretrained_checkpoint is None:
         raise UserError("checkpoint.finetune=True needs weights: set checkpoint.load to their folder")
     if config.pretrained_checkpoint is not None:
-        return StartingPoint((_weights_directory(config.pretrained_checkpoint),), resumed=False)
+        return StartingPoint((pretrained.local_weights(config.pretrained_checkpoint),), resumed=False)
     return None
-
-
-def _weights_directory(path: str) -> Path:
-    return Path(path) if is_hf_model(path) else paths.resolve(path)
 
 
 def _own_checkpoints(config: CheckpointConfig) -> tuple[Path, ...]:

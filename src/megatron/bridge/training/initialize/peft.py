@@ -35,7 +35,7 @@ def adapting_hook(config: ConfigContainer) -> PreWrapHook | None:
         peft = dataclasses.replace(peft, seed=config.rng.seed)
 
     def adapt(chunks: list[MegatronModule]) -> None:
-        pretrained.load_weights(chunks, Path(source))
+        pretrained.load_weights(chunks, pretrained.local_weights(source))
         base = {"name": source, "fingerprint": fingerprint(chunks)}
         peft(list(chunks))
         for chunk in chunks:
@@ -47,7 +47,7 @@ def adapting_hook(config: ConfigContainer) -> PreWrapHook | None:
 
 def fill_before_adding(chunks: Sequence[MegatronModule], source: str) -> None:
     """Load a new model from ``checkpoint.pretrained_checkpoint`` before parameters are added to it."""
-    pretrained.load_weights(chunks, Path(source))
+    pretrained.load_weights(chunks, pretrained.local_weights(source))
     for chunk in chunks:
         chunk_info(chunk).filled_from = source
 

@@ -30,11 +30,9 @@ def _preview(run: Run) -> None:
     sizes = (config.train.micro_batch_size, config.train.global_batch_size, config.data_parallel_size())
     found = preview(config.dataset, run.data, run.tokenizer, sizes)
     for split in found.splits:
-        for line in summary(split):
-            print_rank_0(f"{split.name}: {line}")
+        print_rank_0(f"{split.name}: {'; '.join(summary(split))}")
     for corpus in found.corpora:
-        for line in corpus.lines():
-            print_rank_0(f"{corpus.name}: {line}")
+        print_rank_0(f"{corpus.name}: {'; '.join(corpus.lines())}")
     if config.logger.log_dir is not None:
         folder = Path(config.logger.log_dir)
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@
 import json
 import time
 from contextlib import AbstractContextManager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -71,7 +71,7 @@ class ConsoleOutput:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
             self._console.print(f"{kind} after step {step}: {shown}", markup=False)
             return
-        line = f"step {step}/{self._train_iters}  {_train_line(numbers)}  {self._remaining(step)} left"
+        line = f"step {step}/{self._train_iters}  {_train_line(numbers)}  {self._remaining(step)}"
         lines = "\n".join(filter(None, (line, _times_line(numbers))))
         if self._live is None:
             self._console.print(lines, markup=False)
@@ -86,7 +86,21 @@ class ConsoleOutput:
     def _remaining(self, step: int) -> str:
         """Estimated time to the last step, at the average speed so far, including the time between steps."""
         per_step = (time.monotonic() - self._started) / max(step - self._first_step, 1)
-        return str(timedelta(seconds=round(per_step * (self._train_iters - step))))
+        return remaining(timedelta(seconds=round(per_step * (self._train_iters - step))), datetime.now())
+
+
+def remaining(left: timedelta, now: datetime) -> str:
+    """The time until the end of a run, and the end in local time if that is more than a minute away.
+
+    Example:
+        >>> remaining(timedelta(hours=30), datetime(2026, 1, 2, 22, 15))
+        '1 day, 6:00:00 left, ends Sun Jan 4 04:15'
+    """
+    if left < timedelta(minutes=1):
+        return f"{left} left"
+    end = now + left
+    day = "" if end.date() == now.date() else f"{end:%a %b} {end.day} "
+    return f"{left} left, ends {day}{end:%H:%M}"
 
 
 # Formats of metrics on the console. None: the console does not show it. A metric without a row is a loss.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.models.hf_pretrained.hub import is_hf_model
+from megatron.bridge.models.hf_pretrained.hub import on_this_machine
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.observe import data_preview, sample_generation
 from megatron.bridge.training.config import ConfigContainer
@@ -100,7 +100,7 @@ def _next_steps(config: ConfigContainer) -> Iterator[str]:
     if config.peft is not None:
         yield f"megatron-bridge adapter merge --adapter {save} --hf-path {save}-hf"
     else:
-        model = source if source and is_hf_model(source) else config.tokenizer.tokenizer_model
+        model = source if source and on_this_machine(source) else config.tokenizer.tokenizer_model
         yield f"megatron-bridge export --hf-model {model} --megatron-path {save} --hf-path {save}-hf"
     yield "```"
 

@@ -3,7 +3,7 @@
 
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import drop_mtp_layers
-from megatron.bridge.models.hf_pretrained.hub import is_hf_model
+from megatron.bridge.models.hf_pretrained.hub import on_this_machine
 from megatron.bridge.training.config.resolve.findings import Findings
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.errors import UserError
@@ -16,10 +16,11 @@ def derive_mtp_layers(config: RunConfig, findings: Findings) -> None:
     later.
     """
     start = config.checkpoint.pretrained_checkpoint
-    if not config.model.mtp_num_layers or start is None or not is_hf_model(start):
+    folder = on_this_machine(start) if config.model.mtp_num_layers and start else None
+    if folder is None:
         return
     try:
-        missing = AutoBridge.from_hf_pretrained(start).lacks_mtp_layers()
+        missing = AutoBridge.from_hf_pretrained(folder).lacks_mtp_layers()
     except UserError as error:
         findings.problems.append(f"checkpoint.pretrained_checkpoint={start}: {error}")
         return

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run reads before its first step, checked without starting it.
+
+A dry run asks the functions that the run itself calls, about everything that is on this machine.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from megatron.bridge.checkpoint import verification
+from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
+from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig
+from megatron.bridge.data.tokenizer import Tokenizer
+from megatron.bridge.models.conversion import pretrained
+from megatron.bridge.models.hf_pretrained.hub import is_hf_model, is_hub_id, on_this_machine
+from megatron.bridge.training.config import ConfigContainer, Resolved
+from megatron.bridge.training.config.resolve.data import tuning_parts
+from megatron.bridge.training.setup import add_tokenizer
+from megatron.bridge.utils.errors import UserError
+
+TRIED_RECORDS = 32
+"""Records of each split that are tokenized; a wrong template or function shows in the first ones."""
+
+
+def input_problems(resolved: Resolved[ConfigContainer]) -> Iterator[str]:
+    """What the run would refuse in its data, its tokenizer and its first weights, one sentence each."""
+    for check in (_check_data, _check_weights):
+        try:
+            check(resolved)
+        except UserError as error:
+            yield str(error)
+
+
+def elsewhere(config: ConfigContainer) -> Iterator[str]:
+    """What ``input_problems`` cannot check, because it is on the hub and not on this machine."""
+    names = {
+        "tokenizer.tokenizer_model": config.tokenizer.tokenizer_model,
+        "checkpoint.pretrained_checkpoint": config.checkpoint.pretrained_checkpoint,
+    }
+    for key, name in names.items():
+        if name is not None and is_hub_id(name) and on_this_machine(name) is None:
+            yield f"{key}={name} is not on this machine: the run downloads it, and this dry run has not read it"
+
+
+def _check_data(resolved: Resolved[ConfigContainer]) -> None:
+    config = resolved.config
+    config.dataset.check_sources()
+    name = config.tokenizer.tokenizer_model
+    if name is not None and is_hub_id(name) and on_this_machine(name) is None:
+        return
+    if name is None and config.tokenizer.tokenizer_type != "NullTokenizer":
+        return  # a recipe on which nothing is set yet
+    tokenizer = add_tokenizer(resolved).tokenizer
+    for part in tuning_parts(config.dataset):
+        if isinstance(part, SFTDatasetConfig):
+            _try_records(part, tokenizer)
+
+
+def _try_records(part: SFTDatasetConfig, tokenizer: Tokenizer) -> None:
+    """Tokenize the first records of each split."""
+    if isinstance(part, HFDatasetConfig) and not Path(part.dataset_name).exists():
+        return
+    encode = part.encoder(tokenizer)
+    for split in SPLITS:
+        source = part.limited_source(split)
+        if source is not None:
+            encode(list(islice(source.records(), TRIED_RECORDS)))
+
+
+def _check_weights(resolved: Resolved[ConfigContainer]) -> None:
+    checkpoint = resolved.config.checkpoint
+    for name in (checkpoint.load, checkpoint.pretrained_checkpoint):
+        if name is None or is_hub_id(name) or (name == checkpoint.load == checkpoint.save):
+            continue
+        folder = pretrained.local_weights(name)
+        if not is_hf_model(folder):
+            verification.verify(folder, "fast")
