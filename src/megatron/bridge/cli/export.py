@@ -2,23 +2,37 @@
 """``megatron-bridge export``: Megatron to Hugging Face."""
 
 import argparse
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.bridge.cli.support import model_options
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 DESCRIPTION = (
     "Convert a Megatron checkpoint to a complete Hugging Face model. The other files (tokenizer, chat template, "
-    "...) come from --hf-model. Only a few parameters are in memory at a time, so the model may be larger than "
-    "the machine's memory."
+    "...) come from --hf-model; a model that was trained from scratch needs none. Only a few parameters are in "
+    "memory at a time, so the model may be larger than the machine's memory."
 )
-EXAMPLES = """example:
+EXAMPLES = """examples:
   megatron-bridge export --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2 \\
       --hf-path exported
+  megatron-bridge export --megatron-path runs/pretrain --hf-path exported
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model_options.add_model_arguments(parser)
+    model_options.add_model_arguments(
+        parser, without="without it, config and tokenizer are made from the Megatron checkpoint"
+    )
+    parser.add_argument(
+        "--architecture",
+        metavar="NAME",
+        help="without --hf-model: the transformers class, such as LlamaForCausalLM (default: the only one that "
+        "computes the same)",
+    )
     model_options.add_trust_checkpoint(parser)
     parser.add_argument(
         "--megatron-path", type=Path, required=True, help="checkpoint directory, or one iteration in it"
@@ -31,9 +45,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megatron.bridge.utils.errors import UserError
+
+    if args.hf_model is not None:
+        if args.architecture is not None:
+            raise UserError(
+                f"--architecture {args.architecture} does not go with --hf-model, which says it: leave one out"
+            )
+        return _export(args, args.hf_model)
+    from megatron.bridge.models.conversion.describe import write_description
+
+    tokenizer = _tokenizer_of(args.megatron_path)
+    with tempfile.TemporaryDirectory() as folder:
+        described = Path(folder, args.megatron_path.resolve().name)
+        described.mkdir()
+        write_description(args.megatron_path, described, args.architecture, tokenizer)
+        return _export(args, str(described))
+
+
+def _tokenizer_of(checkpoint: Path) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer beside the checkpoint, or the one of its run; None if that had none with a vocabulary."""
+    from megatron.bridge.checkpoint import model_io
+    from megatron.bridge.data.tokenizer import load_hf_tokenizer
+
+    of_run = model_io.read_run_config(checkpoint).get("tokenizer") or {}
+    name = model_io.tokenizer_dir(checkpoint) or of_run.get("tokenizer_model")
+    return None if name is None else load_hf_tokenizer(str(name))
+
+
+def _export(args: argparse.Namespace, hf_model: str) -> int:
     from megatron.bridge import AutoBridge
 
-    bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
+    bridge = AutoBridge.from_hf_pretrained(hf_model, trust_remote_code=args.trust_remote_code)
     bridge.export_ckpt(
         args.megatron_path,
         args.hf_path,

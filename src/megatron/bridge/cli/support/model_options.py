@@ -10,10 +10,21 @@ from megatron.bridge.cli.support import text_format
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add the Hugging Face model, also under ``names``, and the arguments below."""
+def add_model_arguments(parser: argparse.ArgumentParser, *names: str, without: str = "") -> None:
+    """Add the Hugging Face model, also under ``names``, and the arguments below.
+
+    Args:
+        parser: of the command.
+        names: other names of the option.
+        without: what happens without the option; an empty text requires it.
+    """
     parser.add_argument(
-        "--hf-model", *names, dest="hf_model", required=True, metavar="ID", help="model directory or hub id"
+        "--hf-model",
+        *names,
+        dest="hf_model",
+        required=not without,
+        metavar="ID",
+        help=f"model directory or hub id{f' ({without})' if without else ''}",
     )
     add_parallel_arguments(parser)
 

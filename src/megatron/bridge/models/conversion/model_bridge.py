@@ -239,6 +239,10 @@ class DecoderBridge(MegatronModelBridge):
             )
         return config_fields.changed_keys(self.fields, provider, hf_config)
 
+    def can_say(self, provider: Any) -> bool:
+        """Whether nothing keeps a config of this architecture from describing the model."""
+        return type(provider) is self._provider and not self._unsaid(provider)
+
     def _unsaid(self, provider: Any) -> list[str]:
         """What makes up other architectures and is not as this one implies it, as ``name=value``."""
         said = {name for field in self.fields for name in field.names}

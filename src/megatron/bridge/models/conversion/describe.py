@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config and tokenizer of a model that was trained from scratch, as a Hugging Face model has them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from megatron.bridge.models.conversion.engine import stored_provider
+from megatron.bridge.models.conversion.model_bridge import (
+    DecoderBridge,
+    architectures,
+    bridge_for,
+    function_fields,
+)
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def write_description(
+    checkpoint: str | Path,
+    directory: Path,
+    architecture: str | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+) -> None:
+    """Write ``config.json`` for a Megatron checkpoint, and its tokenizer.
+
+    Args:
+        checkpoint: root of a checkpoint, or one of its iterations.
+        directory: an existing directory to write to.
+        architecture: such as ``LlamaForCausalLM``; None finds the only one that computes the same.
+        tokenizer: of the model, if it has one.
+
+    Raises:
+        UserError: no architecture, or several, compute what the model does, or ``architecture`` does not.
+    """
+    provider = stored_provider.read(checkpoint)
+    config = _config(provider, _chosen(provider, architecture))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+        config.update({name: getattr(tokenizer, name) for name in SPECIAL_TOKENS})
+    config.save_pretrained(directory)
+
+
+def architectures_of(provider: Any) -> list[str]:
+    """The architectures whose models compute what the provider's model does."""
+    return [name for name in architectures() if _says(provider, name)]
+
+
+def _chosen(provider: Any, architecture: str | None) -> str:
+    if architecture is not None:
+        if architecture not in architectures():
+            hint = did_you_mean(architecture, architectures())
+            raise UserError(f"--architecture {architecture} is not supported{hint}")
+        if not _says(provider, architecture):
+            others = ", ".join(architectures_of(provider)) or "no architecture does"
+            raise UserError(f"--architecture {architecture} does not compute what this model does; use {others}")
+        return architecture
+    found = architectures_of(provider)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UserError("no Hugging Face architecture computes what this model does: give --hf-model")
+    raise UserError(f"{', '.join(found)} compute what this model does: choose one with --architecture {found[0]}")
+
+
+def _says(provider: Any, architecture: str) -> bool:
+    """Whether the provider that is read back from a config of the architecture computes the same."""
+    bridge = bridge_for(SimpleNamespace(architectures=[architecture]))
+    if architecture not in _model_types() or not isinstance(bridge, DecoderBridge) or not bridge.can_say(provider):
+        return False
+    try:
+        config = _config(provider, architecture)
+        again = bridge.provider_bridge(SimpleNamespace(config=config))
+    except (UserError, StrictDataclassError):
+        return False
+    return all(getattr(again, name, None) == getattr(provider, name, None) for name in function_fields())
+
+
+def _config(provider: Any, architecture: str) -> Any:
+    """A transformers config of the architecture that describes the model."""
+    from transformers import CONFIG_MAPPING
+
+    values = bridge_for(SimpleNamespace(architectures=[architecture])).megatron_to_hf_config(provider)
+    unknown = dict.fromkeys(SPECIAL_TOKENS)  # the classes have those of published models
+    kind: Any = CONFIG_MAPPING[_model_types()[architecture]]
+    dtype = torch.bfloat16 if provider.bf16 else torch.float16 if provider.fp16 else provider.params_dtype
+    return kind(**{**unknown, **values, "dtype": dtype})
+
+
+def _model_types() -> dict[str, str]:
+    """The name of each architecture's config in transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
