@@ -19,6 +19,7 @@ from megatron.bridge.data.config import (
     MockVLMConversationProvider,
     PreferenceDatasetConfig,
 )
+from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig, is_read_by_datasets
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider, drop_mtp_layers
 from megatron.bridge.recipes.default_peft import default_peft_config
@@ -266,6 +267,8 @@ def _tuning_data(chosen: dict[str, Any], with_images: bool) -> DatasetConfig:
     if root is not None:
         # a sample with images cannot be cut
         truncation = "drop" if with_images else "right"
+        if is_read_by_datasets(root):
+            return HFDatasetConfig(seq_length=length, dataset_name=root, seed=seed, truncation=truncation)
         return FinetuningDatasetConfig(seq_length=length, dataset_root=root, seed=seed, truncation=truncation)
     if with_images:
         return MockVLMConversationProvider(seq_length=length, seed=seed, random_seed=seed)

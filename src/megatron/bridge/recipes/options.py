@@ -100,7 +100,8 @@ class FinetuneOptions(LayoutOptions, ScheduleOptions, total=False):
     """Weights to start from: a Megatron checkpoint or a Hugging Face directory."""
     dataset_root: str | None
     """Folder with ``training.jsonl``, ``validation.jsonl`` and ``test.jsonl``. With ``eval_iters=0`` the first is
-    enough, with ``dataset.do_test=false`` the first two. None trains on mock data."""
+    enough, with ``dataset.do_test=false`` the first two. Or a single file, a folder that `datasets` saved, or a
+    dataset on the hub, of which some records are held out for validation. None trains on mock data."""
     peft: Adapter | PEFT | None
     """``lora``, ``dora`` or a ``PEFT`` object trains adapters on frozen weights. None trains all weights."""
 

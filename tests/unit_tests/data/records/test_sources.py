@@ -14,8 +14,9 @@ from megatron.bridge.data.records import preparation as preparing
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.preparation import content_key, prepare
 from megatron.bridge.data.records.record_config import EncodingRules
-from megatron.bridge.data.records.sources import FileSource, HoldOutSource, HubSource, LimitedSource
+from megatron.bridge.data.records.sources import FileSource, HoldOutSource, HubSource, LimitedSource, RenamedSource
 from megatron.bridge.data.tokenizer import NullTokenizer
+from megatron.bridge.recipes import smollm2_135m_finetune_config
 from tests.refusals import refused
 
 RECORDS = [{"prompt": f"{number} and ", "completion": "so on " * (number % 5 + 1)} for number in range(40)]
@@ -200,3 +201,28 @@ def test_a_blend_has_the_shares_of_its_weights_at_every_moment(tmp_path, tokeniz
     assert all(tokenizer.detokenize(valid[place]["tokens"].tolist()).startswith("<s>a") for place in range(6))
     parts[1].seq_length = 8
     assert any("dataset.datasets" in problem and "seq_length" in problem for problem in config.problems())
+
+
+def test_columns_get_the_names_of_a_format(jsonl):
+    renamed = RenamedSource(FileSource(jsonl), {"prompt": "input", "completion": "output"})
+    expected = [{"input": record["prompt"], "output": record["completion"]} for record in RECORDS]
+    assert [record for _, record in renamed.records()] == expected
+    assert renamed.fingerprint() != FileSource(jsonl).fingerprint()
+    with refused(f"{jsonl}:1", "no promt", "dataset.columns", "prompt, completion"):
+        list(RenamedSource(FileSource(jsonl), {"promt": "input"}).records())
+    with refused(f"{jsonl}:1", "completion", "dataset.columns"):
+        list(RenamedSource(FileSource(jsonl), {"prompt": "completion"}).records())
+
+
+def test_data_of_a_recipe_may_be_a_file_a_saved_dataset_or_a_hub_id(jsonl, tmp_path):
+    datasets.Dataset.from_list(RECORDS).save_to_disk(tmp_path / "saved")
+    (tmp_path / "tables").mkdir()
+    datasets.Dataset.from_list(RECORDS).to_parquet(tmp_path / "tables" / "part-0.parquet")
+    for root in (jsonl, tmp_path / "saved", tmp_path / "tables"):
+        dataset = smollm2_135m_finetune_config(dataset_root=str(root)).dataset
+        held_out, rest = (dataset.limited_source(split).records() for split in ("valid", "train"))
+        found = [record["prompt"] for _, record in (*held_out, *rest)]
+        assert sorted(found) == sorted(record["prompt"] for record in RECORDS)
+    assert smollm2_135m_finetune_config(dataset_root="some/hub-id").dataset.dataset_name == "some/hub-id"
+    folder = smollm2_135m_finetune_config(dataset_root=str(tmp_path)).dataset
+    assert folder.dataset_root == str(tmp_path)

@@ -82,7 +82,11 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         "weights for fine-tuning",
     )
     parser.add_argument(
-        "--data", nargs="+", metavar="PATH", help="corpora for pretraining, or the folder for fine-tuning"
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="corpora for pretraining; for fine-tuning a folder with training.jsonl, a file, a dataset that "
+        "`datasets` saved, or a hub id",
     )
     parser.add_argument("--mode", choices=MODES, help="stage of training (default: the one of the recipe)")
     parser.add_argument(
@@ -283,7 +287,7 @@ def _data_option(recipe: "Recipe", paths: list[str] | None) -> dict[str, Any]:
         return {"data_paths": paths}
     if len(paths) > 1:
         raise UserError(
-            f"--data {' '.join(paths)}: fine-tuning reads one folder; give the one with training.jsonl"
+            f"--data {' '.join(paths)}: fine-tuning reads one folder or file; give the one with training.jsonl"
         )
     return {"dataset_root": paths[0]}
 

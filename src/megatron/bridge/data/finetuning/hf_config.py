@@ -1,21 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of datasets on the Hugging Face hub."""
+"""The config of datasets on the Hugging Face hub, and of single files."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.bridge.data.dataset_config import Split
-from megatron.bridge.data.finetuning.sft_config import SFTDatasetConfig
-from megatron.bridge.data.records.sources import HoldOutSource, HubSource, RecordSource
+from megatron.bridge.data.finetuning.sft_config import FILE_STEMS, SFTDatasetConfig
+from megatron.bridge.data.records.sources import (
+    FileSource,
+    HoldOutSource,
+    HubSource,
+    RecordSource,
+    is_saved_dataset,
+)
 from megatron.bridge.utils.errors import UserError
+
+
+def is_read_by_datasets(name: str) -> bool:
+    """Whether ``name`` is what ``HFDatasetConfig`` reads, rather than a folder with a file for each split."""
+    path = Path(name)
+    if not path.exists():
+        return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None  # the form of a hub id
+    if path.is_file() or is_saved_dataset(path):
+        return True
+    return not any(path.glob(f"{FILE_STEMS['train']}.*")) and any(path.rglob("*.parquet"))
 
 
 @dataclass(kw_only=True)
 class HFDatasetConfig(SFTDatasetConfig):
-    """Records that `datasets` loads."""
+    """Records that `datasets` loads, or those of one file."""
 
     dataset_name: str
-    """Hub id, or a folder that `datasets` saved."""
+    """Hub id, a folder that `datasets` saved, or a JSONL, JSON, Parquet or Arrow file."""
     dataset_subset: str | None = None
     """Configuration of the dataset, if it has several."""
     revision: str | None = None
@@ -43,8 +60,8 @@ class HFDatasetConfig(SFTDatasetConfig):
 
     def check_sources(self) -> None:
         name = self.dataset_name
-        if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
-            raise UserError(f"dataset.dataset_name={name} is not a directory: check the path")
+        if name.startswith(("/", "./", "../", "~")) and not Path(name).exists():
+            raise UserError(f"dataset.dataset_name={name} does not exist: check the path")
 
     def source(self, split: Split) -> RecordSource | None:
         names = {"train": self.train_split, "valid": self.validation_split, "test": self.test_split}
@@ -52,5 +69,9 @@ class HFDatasetConfig(SFTDatasetConfig):
         name = self.train_split if holds_out else names[split]
         if name is None:
             return None
-        whole = HubSource(self.dataset_name, self.dataset_subset, name, self.revision, self.streaming)
+        whole: RecordSource = HubSource(
+            self.dataset_name, self.dataset_subset, name, self.revision, self.streaming
+        )
+        if Path(self.dataset_name).is_file():
+            whole = FileSource(Path(self.dataset_name))
         return HoldOutSource(whole, self.val_proportion, self.seed, split == "valid") if holds_out else whole

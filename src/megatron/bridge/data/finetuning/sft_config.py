@@ -2,13 +2,13 @@
 """The configs of datasets of records that are tokenized before the first step."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.data.dataset_config import DatasetRequest, Split, Splits, too_small
 from megatron.bridge.data.records.record_config import RecordDatasetConfig
-from megatron.bridge.data.records.sources import SUFFIXES, FileSource, LimitedSource, RecordSource
+from megatron.bridge.data.records.sources import SUFFIXES, FileSource, LimitedSource, RecordSource, RenamedSource
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class SFTDatasetConfig(RecordDatasetConfig):
     workers: int = 1
     """Number of processes that tokenize."""
 
+    columns: dict[str, str] = field(default_factory=dict[str, str])
+    """New names for keys of the records, such as ``{question: prompt, answer: completion}``."""
+
     @abstractmethod
     def source(self, split: Split) -> RecordSource | None:
         """The records of a split; None if there are none."""
@@ -50,6 +53,8 @@ class SFTDatasetConfig(RecordDatasetConfig):
             "test": (self.do_test, self.max_test_samples),
         }[split]
         source = self.source(split) if wanted else None
+        if source is not None and self.columns:
+            source = RenamedSource(source, self.columns)
         return source if source is None or limit is None else LimitedSource(source, limit)
 
     def encoder(self, tokenizer: "Tokenizer") -> "RecordEncoder":
@@ -60,7 +65,10 @@ class SFTDatasetConfig(RecordDatasetConfig):
 
     def problems(self) -> list[str]:
         counts = ("workers", "max_train_samples", "max_validation_samples", "max_test_samples")
-        return [*super().problems(), *too_small(self, *counts)]
+        names = list(self.columns.values())
+        twice = sorted({name for name in names if names.count(name) > 1})
+        found = [f"dataset.columns gives two keys the name {name}: choose another one" for name in twice]
+        return [*super().problems(), *too_small(self, *counts), *found]
 
     def build(self, request: DatasetRequest) -> Splits:
         """Build datasets of rows."""

@@ -2,7 +2,7 @@
 """Where records come from: JSONL, Parquet and Arrow files, folders saved by `datasets`, and the hub."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -86,6 +86,11 @@ def _parquet_rows(path: Path) -> int:
         return file.metadata.num_rows
 
 
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether ``save_to_disk`` of `datasets` wrote the folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
 @dataclass(frozen=True)
 class HubSource:
     """One split of a dataset that `datasets` loads: a hub id, or a folder written by ``save_to_disk``."""
@@ -120,9 +125,7 @@ class HubSource:
         import datasets
         from datasets.exceptions import DatasetsError
 
-        if Path(self.dataset_name).is_dir() and any(
-            (Path(self.dataset_name) / name).is_file() for name in ("dataset_dict.json", "state.json")
-        ):
+        if is_saved_dataset(Path(self.dataset_name)):
             return self._load_saved(datasets)
         try:
             return datasets.load_dataset(
@@ -189,6 +192,37 @@ class LimitedSource:
 
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint()}-{self.count}"
+
+
+@dataclass(frozen=True)
+class RenamedSource:
+    """The records of another source with other names for some of their keys."""
+
+    source: RecordSource
+    columns: Mapping[str, str]
+    """From a key of the records to its new name."""
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def records(self) -> Iterator[LocatedRecord]:
+        for where, record in self.source.records():
+            if missing := [key for key in self.columns if key not in record]:
+                raise UserError(
+                    f"{where}: there is no {missing[0]}, which dataset.columns names; the record has "
+                    f"{', '.join(record)}"
+                )
+            kept = {key: value for key, value in record.items() if key not in self.columns}
+            if taken := [name for name in self.columns.values() if name in kept]:
+                raise UserError(
+                    f"{where}: the record has a {taken[0]} already, and dataset.columns gives another key "
+                    "that name: rename both"
+                )
+            yield where, {**kept, **{new: record[old] for old, new in self.columns.items()}}
+
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint()}-{dict(self.columns)}"
 
 
 def _random_fraction(seed: int, index: int) -> float:

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -17,9 +17,6 @@ from megatron.bridge.models.conversion.model_bridge import (
 )
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -27,7 +24,7 @@ def write_description(
     checkpoint: str | Path,
     directory: Path,
     architecture: str | None = None,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer: Any = None,
 ) -> None:
     """Write ``config.json`` for a Megatron checkpoint, and its tokenizer.
 
