@@ -17,6 +17,7 @@ from megatron.bridge.models.conversion.param_mapping import (
 )
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
+from tests.families.harness import read_weights
 from tests.toy_models import make_llama
 from tests.unit_tests.models.test_llama import TOLERANCE, assert_same_files, difference, tokens
 
@@ -103,6 +104,7 @@ class ComputingBridge(UsersBridge):
 @pytest.fixture
 def registered(monkeypatch):
     """Bridges registered by a test, under their own architecture name, are forgotten after it."""
+    model_bridge.architectures()  # the built-in families register once, and not in the copy
     monkeypatch.setattr(model_bridge, "_REGISTRY", dict(model_bridge._REGISTRY))
 
     def register(bridge, name="MyForCausalLM"):
@@ -176,3 +178,107 @@ def test_a_tensor_claimed_twice_is_named(registered, tmp_path):
     save_as(tmp_path, "MyForCausalLM")
     with pytest.raises(UserError, match=r"both claim model.norm.weight"):
         AutoBridge.from_hf_pretrained(tmp_path).to_megatron_model(wrap_with_ddp=False)
+
+
+class HalvingBridge(UsersBridge):
+    """One mapping computes; there are no hooks."""
+
+    norm_mapping = ScaledMapping
+
+
+class RowMapping(ScaledMapping):
+    """The same number in a matrix of one row; ``hf_shapes`` says so."""
+
+    def hf_to_megatron(self, hf_weights, megatron_module):
+        return super().hf_to_megatron(hf_weights, megatron_module)[0]
+
+    def megatron_to_hf(self, megatron_weights, megatron_module):
+        found = super().megatron_to_hf(megatron_weights, megatron_module)
+        return {name: weight[None] for name, weight in found.items()}
+
+    def hf_slice_shapes(self, shard):
+        return {name: (1, *shape) for name, shape in super().hf_slice_shapes(shard).items()}
+
+
+def without_source(tmp_path, bridge_class, register):
+    """A model with random numbers, and a bridge that knows nothing but its config."""
+    register(UsersBridge)
+    hf = save_as(tmp_path / "hf", "MyForCausalLM")
+    register(bridge_class)
+    bridge = AutoBridge.from_hf_config(AutoBridge.from_hf_pretrained(tmp_path / "hf").hf_config)
+    return hf, bridge, bridge.to_megatron_model(load_weights=False, wrap_with_ddp=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"distributed_save": False}])
+def test_computed_tensors_are_written_without_a_source(registered, tmp_path, options):
+    hf, bridge, model = without_source(tmp_path, HalvingBridge, registered)
+    bridge.load_hf_weights(model, tmp_path / "hf")
+    bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False, **options)
+    found = read_weights(tmp_path / "out")
+    assert found.keys() == hf.state_dict().keys()
+    assert all(torch.equal(found[name], weight) for name, weight in hf.state_dict().items())
+
+
+def test_a_mapping_says_what_shape_it_computes(registered, tmp_path):
+    class Rows(UsersBridge):
+        norm_mapping = RowMapping
+
+    _, bridge, model = without_source(tmp_path, Rows, registered)
+    bridge.save_hf_weights(model, tmp_path / "out", show_progress=False)
+    shapes = {name: weight.shape for name, weight in read_weights(tmp_path / "out").items()}
+    assert shapes["model.layers.1.post_attention_layernorm.weight"] == (1, 48)
+
+
+@pytest.mark.parametrize("options", [{}, {"distributed_save": False}])
+def test_a_computed_tensor_of_another_shape_is_refused(registered, tmp_path, options):
+    class Unsaid(RowMapping):
+        hf_slice_shapes = MegatronParamMapping.hf_slice_shapes
+
+        def megatron_to_hf(self, megatron_weights, megatron_module):
+            found = super().megatron_to_hf(megatron_weights, megatron_module)
+            return {name: weight[:, :3] for name, weight in found.items()}
+
+    class Rows(UsersBridge):
+        norm_mapping = Unsaid
+
+    _, bridge, model = without_source(tmp_path, Rows, registered)
+    with pytest.raises(UserError, match=r"layers\.0\.post_attention\S+ .*\[1, 3\].*\[48\].*hf_slice_shapes"):
+        bridge.save_hf_weights(model, tmp_path / "out", show_progress=False, **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"distributed_save": False}])
+@pytest.mark.parametrize("extra", [True, False])
+def test_a_hook_adds_and_drops_no_tensors_without_being_seen(registered, tmp_path, extra, options):
+    class Adding(UsersBridge):
+        def maybe_modify_converted_hf_weight(self, task, converted_weights_dict, hf_state_dict):
+            if task.global_param_name != "decoder.final_layernorm.weight":
+                return converted_weights_dict
+            return converted_weights_dict | {"model.extra": torch.ones(2)} if extra else {}
+
+    _, bridge, model = without_source(tmp_path, Adding, registered)
+    with pytest.raises(
+        UserError, match=r"model\.extra.*has no place" if extra else r"not make model\.norm\.weight,"
+    ):
+        bridge.save_hf_weights(model, tmp_path / "out", show_progress=False, **options)
+
+
+def test_a_mapping_of_several_tensors_has_to_say_their_shapes(registered, tmp_path):
+    class Silent(MegatronParamMapping):
+        def __init__(self, megatron_param, one, other):
+            super().__init__(megatron_param, {"one": one, "other": other})
+
+        def hf_to_megatron(self, hf_weights, megatron_module):
+            return hf_weights["one"]
+
+        def megatron_to_hf(self, megatron_weights, megatron_module):
+            return dict.fromkeys(self.hf_names, megatron_weights)
+
+    class Pairs(UsersBridge):
+        @staticmethod
+        def norm_mapping(ours, theirs):
+            return Silent(ours, one=theirs, other=f"{theirs}_again")
+
+    _, bridge, model = without_source(tmp_path, Pairs, registered)
+    with pytest.raises(UserError, match=r"Silent .*pre_mlp_layernorm.*hf_slice_shapes"):
+        bridge.save_hf_weights(model, tmp_path / "out", show_progress=False)

@@ -141,7 +141,12 @@ class Writer:
         self._unwritten: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._not_finite: dict[str, int] = {}
+        self.written: set[str] = set()
+        """Tensors of which something was written."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of the tensors that have a place."""
         for layout in layouts:
+            self.shapes |= {name: entry.shape for name, entry in layout.entries.items()}
             path = Path(layout.name)
             self._unwritten[path] = layout.size - len(layout.header)
             self._descriptors[path] = os.open(directory / layout.name, os.O_WRONLY)
@@ -156,9 +161,6 @@ class Writer:
         if names := [f"{name} ({count:,})" for name, count in self._not_finite.items()]:
             sys.stderr.write(f"warning: tensors with values that are NaN or infinite: {first_few(names)}\n")
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
     def write(self, name: str, start: int, rows: Tensor) -> None:
         """Write rows ``start`` and following of a tensor, in the dtype of the layout.
 
@@ -168,6 +170,7 @@ class Writer:
             rows: the numbers, on any device.
         """
         entry = self._entries[name]
+        self.written.add(name)
         data = rows.detach().to(device="cpu", dtype=entry.dtype).contiguous()
         row = (entry.end - entry.begin) // entry.shape[0] if entry.shape and entry.shape[0] else 0
         position = entry.begin + start * row

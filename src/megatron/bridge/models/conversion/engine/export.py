@@ -22,7 +22,7 @@ from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.models.hf_pretrained.safetensors_writer import OutputFile, Writer
 from megatron.bridge.utils import distributed
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, first_few
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtypes and shapes of tensors by name."""
@@ -96,26 +96,22 @@ def save(
         else:
             error = _write_in_turn(bridge, plan, tasks, writer, source, options.writers)
         on_every_rank(lambda: _raise(error, directory))
+        if any(_computes(bridge, task) for task in plan.tasks):
+            _refuse_unwritten(layouts, writer)
     on_first_rank(lambda: safetensors_writer.write_index(directory, layouts, source))
 
 
 def _layouts(
     bridge: MegatronModelBridge, plan: Plan, source: SafetensorsCheckpoint | None, options: SaveOptions
 ) -> list[OutputFile]:
-    tensors: Specs = {}
+    entries = {} if source is None else source.entries
+    stored = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    wanted: Specs = {}
     for task in plan.tasks:
-        if not task.is_copy and task.mapping.copies:
-            tensors |= {name: (task.dtype, shape) for name, shape in task.hf_shapes.items()}
+        wanted |= {} if task.is_copy else _specs(task, stored, _computes(bridge, task))
     if source is None:
-        return safetensors_writer.new_output_files(_as_declared(_in_dtype(tensors, options.dtype), options))
-    # the source's dtypes; where tensors are computed, its shapes too
-    stored = {name: (entry.dtype, entry.shape) for name, entry in source.entries.items()}
-    computed = set(tensors) if bridge.computes_on_export else set[str]()
-    computed |= {name for task in plan.tasks if not task.mapping.copies for name in task.mapping.hf_names}
-    wanted = {
-        name: (stored[name][0] if name in stored else dtype, shape) for name, (dtype, shape) in tensors.items()
-    }
-    wanted |= {name: stored[name] for name in (*computed, *plan.buffers) if name in stored}
+        return safetensors_writer.new_output_files(_as_declared(_in_dtype(wanted, options.dtype), options))
+    wanted |= {name: stored[name] for name in plan.buffers if name in stored}
     wanted |= {name: wanted[same] for name, same in plan.ties.items() if same in wanted}
     wrong = sorted((wanted.keys() ^ stored.keys()) - plan.heads)
     if options.strict and wrong:
@@ -124,6 +120,21 @@ def _layouts(
             "give the right source, or strict=False"
         )
     return safetensors_writer.output_files_like(source, _in_dtype(wanted, options.dtype))
+
+
+def _computes(bridge: MegatronModelBridge, task: WeightConversionTask) -> bool:
+    """Whether a task's tensors come from the code of its mapping or of a hook."""
+    return bridge.computes_on_export or not task.mapping.copies
+
+
+def _specs(task: WeightConversionTask, stored: Specs, computed: bool) -> Specs:
+    """What a task writes: in the source's dtypes; where tensors are computed, in its shapes too."""
+    names = task.mapping.hf_names
+    if computed and all(name in stored for name in names):
+        return {name: stored[name] for name in names}
+    return {
+        name: (stored[name][0] if name in stored else task.dtype, shape) for name, shape in task.hf_shapes.items()
+    }
 
 
 def _in_dtype(tensors: Specs, dtype: torch.dtype | None) -> Specs:
@@ -163,10 +174,11 @@ def _write_in_turn(
     """Write whole tensors, one rank after the other; an error is returned, since the others wait for this rank."""
     failure: BaseException | None = None
     for index, (name, weight) in enumerate(buckets.stream(bridge, plan, source, tasks=tasks)):
-        if writers[index % len(writers)] == distributed.rank() and name in writer and failure is None:
+        if writers[index % len(writers)] == distributed.rank() and failure is None:
             try:
+                _check_place(writer, name, tuple(weight.shape))
                 writer.write(name, 0, weight)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 failure = error
     if source is not None and distributed.rank() == writers[0]:
         for name in plan.buffers:
@@ -229,7 +241,7 @@ def _gathered(
     group = exchange.shard_group(task.global_param_name)
     rank, size = exchange.rank_and_size(group)
     receiver = index % size
-    if task.mapping.copies and not bridge.computes_on_export:
+    if not _computes(bridge, task):
         mine, parts = cast(Tensor, task.exported), task.shard.parts
         if parts > 1 and _in_rows(task):
             return [(task.shard.part, mine)]
@@ -242,10 +254,39 @@ def _gathered(
 
 
 def _write(task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mapping[str, str]) -> None:
+    if isinstance(parts, dict):
+        for name, weight in parts.items():
+            _check_place(writer, name, tuple(weight.shape), task.mapping.expert)
     for name, start, rows in _rows(task, parts):
         for alias in (name, *(tied for tied, same in ties.items() if same == name)):
-            if alias in writer:
-                writer.write(alias, start, rows)
+            writer.write(alias, start, rows)
+
+
+def _check_place(writer: Writer, name: str, shape: tuple[int, ...], expert: int | None = None) -> None:
+    """Refuse a tensor, or an expert's part of one, that the files have no place for."""
+    place = writer.shapes.get(name)
+    if place is None:
+        raise UserError(
+            f"the export made tensor {name}, which has no place in the files: no mapping names it and the source "
+            "has none; let a mapping name it, or let the hook return the mapping's names only"
+        )
+    wanted = place if expert is None else place[1:]
+    if shape != wanted:
+        raise UserError(
+            f"the export made tensor {name} in shape {list(shape)}, and its place in the files is {list(wanted)}: "
+            "let the mapping's hf_slice_shapes(shard) return the shape that megatron_to_hf computes"
+        )
+
+
+def _refuse_unwritten(layouts: list[OutputFile], writer: Writer) -> None:
+    """Refuse places that no rank filled."""
+    written = set[str]().union(*distributed.all_gather_object(writer.written))
+    missing = [name for layout in layouts for name in layout.entries if name not in written]
+    if missing:
+        raise UserError(
+            f"the export did not make {first_few(missing)}, which the mappings name: let megatron_to_hf and the "
+            "hook return these tensors"
+        )
 
 
 def _rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, Tensor]]:

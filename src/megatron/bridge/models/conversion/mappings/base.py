@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.mappings.groups import MappingGroups
 from megatron.bridge.models.conversion.mappings.patterns import substitute
+from megatron.bridge.utils.errors import UserError
 
 ParallelKind = Literal["column", "row", "replicated"]
 HFNames = str | dict[str, str]
@@ -140,7 +141,8 @@ class MegatronParamMapping(MappingGroups):
     """One Megatron parameter and the Hugging Face tensors it is made of.
 
     Subclasses say how in ``blocks``. A mapping that computes instead of copying overrides ``hf_to_megatron`` and
-    ``megatron_to_hf``; the engine then hands it whole tensors.
+    ``megatron_to_hf``; the engine then hands it whole tensors. Where these have other shapes than ``blocks`` says,
+    it overrides ``hf_slice_shapes``, which an export without a source asks.
 
     Args:
         megatron_param: Megatron's name; ``*`` stands for one path segment, ``**`` for any number.
@@ -207,7 +209,11 @@ class MegatronParamMapping(MappingGroups):
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         """The whole parameter along ``shard.dim``, rank after rank."""
-        assert isinstance(self.hf_param, str), f"{type(self).__name__} maps one tensor"
+        if not isinstance(self.hf_param, str):
+            raise UserError(
+                f"{type(self).__name__} of {self.megatron_param} has several tensors and does not say how: define "
+                "blocks(shard), or, where it computes them, hf_slice_shapes(shard)"
+            )
         whole = shard.local * shard.parts
         if self.megatron_param.endswith(_VOCABULARY):
             whole = min(whole, getattr(shard.config, "vocab_size", None) or whole)
