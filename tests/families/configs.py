@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face config -> provider -> Hugging Face config: what is not the same afterwards."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, HarmlessKeys
+from megatron.bridge.testing.family import config_in_both_directions, different_providers
+
+__all__ = ["different_keys", "different_providers", "harmless", "round_trip"]
 
 # keys that transformers turns into another one, which is the one it computes with
 _SPELLED_OUT = {
@@ -24,8 +26,7 @@ def round_trip(config: Any) -> list[str]:
     written = bridge._bridge.megatron_to_hf_config(provider)
     rebuilt = type(config)(**written)
     problems = different_keys(config.to_dict(), rebuilt.to_dict(), harmless(bridge))
-    again = AutoBridge.from_hf_config(rebuilt).to_megatron_provider(load_weights=False)
-    return problems + different_providers(provider, again)
+    return problems + config_in_both_directions(bridge)
 
 
 def harmless(bridge: AutoBridge) -> HarmlessKeys:
@@ -62,12 +63,3 @@ def _means_the_same(key: str, wanted: Mapping[str, Any], found: Mapping[str, Any
 def _without_whole(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Without a ``partial_rotary_factor`` of one, which is as good as none."""
     return {key: value for key, value in rope.items() if (key, value) != ("partial_rotary_factor", 1.0)}
-
-
-def different_providers(one: Any, other: Any) -> list[str]:
-    """A line for each declared attribute in which two providers differ."""
-    return [
-        f"provider.{field.name}={getattr(one, field.name)!r} is {getattr(other, field.name)!r} when read again"
-        for field in dataclasses.fields(one)
-        if field.compare and getattr(one, field.name) != getattr(other, field.name)
-    ]

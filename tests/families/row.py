@@ -1,39 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a family declares to be tested: a tiny model of a transformers class, and the layouts it must run under."""
+"""What a family declares to be tested."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from megatron.bridge.testing.row import Rewrite, Row
 
-from torch import Tensor
-
-Rewrite = Callable[[Path], Mapping[str, Tensor] | None]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant of a family.
-
-    Attributes:
-        name: unique, such as ``gemma2`` or ``qwen3_moe_dense_layers``.
-        model: name of the transformers class.
-        config: arguments of its config class: tiny and awkward (head width is not hidden / heads, a vocabulary
-            that divides by nothing, windows shorter than the test's 40 tokens, biases where the family has them).
-        layouts: names in ``harness.LAYOUTS`` that run on two processes.
-        four: the same, on four processes.
-        provider: attributes of the provider that the test sets.
-        rewrite: rewrites the saved checkpoint in place. If the numbers change by that (quantisation), it returns
-            all tensors that the checkpoint stands for now: they become the reference, and what is exported must
-            equal them. None says that the numbers are the same: the export must equal the rewritten files.
-        seed: of the random numbers; another one if two experts tie by chance.
-    """
-
-    name: str
-    model: str
-    config: dict[str, Any]
-    layouts: tuple[str, ...] = ("tp2", "pp2", "vp2")
-    four: tuple[str, ...] = ()
-    provider: dict[str, Any] = field(default_factory=dict)
-    rewrite: Rewrite | None = None
-    seed: int = 0
+__all__ = ["Rewrite", "Row"]

@@ -69,7 +69,7 @@ def make_reference(row: VisionRow, directory: Path) -> Case:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for buffer in harness._persistent_buffers(model):
+        for buffer in harness.persistent_buffers(model):
             buffer.zero_()
     harness.save(model, directory / "gradients")
     if row.rewrite:
@@ -114,7 +114,7 @@ def forward_backward(model: list[Any], samples: list[Sample], row: VisionRow) ->
         batch, media = this_rank(samples[next(rows)], row)
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            found.append(harness._whole_vocabulary(logits.detach().clone()))
+            found.append(harness.whole_vocabulary(logits.detach().clone()))
             losses = tensor_parallel.vocab_parallel_cross_entropy(
                 logits.transpose(0, 1).contiguous(), batch["labels"].transpose(0, 1).contiguous()
             )

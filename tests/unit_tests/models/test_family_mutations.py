@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.testing.family import different_providers
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
-from tests.families.configs import different_providers
 from tests.families.mutations import Copy, mutations
 from tests.families.own_models import model_class
 from tests.families.rows import ROWS

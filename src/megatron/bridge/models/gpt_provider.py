@@ -2,7 +2,7 @@
 """The provider of Megatron-Core's decoder-only ``GPTModel``."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatron.core import parallel_state
@@ -145,7 +145,7 @@ class GPTModelProvider(ModelProvider):
                 **config._model_arguments(pre_process, post_process, vp_stage),
             )
         mtp_loss.share_output_weight(model)
-        config._finish(model)
+        config.finish(model)
         return model
 
     def _model_class(self) -> type[GPTModel]:
@@ -177,8 +177,23 @@ class GPTModelProvider(ModelProvider):
             **{name: getattr(self, name) for name in same},
         }
 
-    def _finish(self, model: LanguageModule) -> None:
-        """Give a built model what Megatron-Core's has not."""
+    def edit_layer_spec(self, spec: ModuleSpec) -> ModuleSpec:
+        """The spec of a decoder layer as this model has it; called for each layer of each chunk.
+
+        For subclasses. Layers share specs, so return a copy with the changes (``dataclasses.replace``).
+
+        Args:
+            spec: of a layer, with all features that the fields declare. Its ``submodules`` tell a layer with
+                experts from one without.
+        """
+        return spec
+
+    def finish(self, model: LanguageModule) -> None:
+        """Give a built chunk what Megatron-Core's has not; a subclass that adds to it calls ``super().finish``.
+
+        Args:
+            model: has parameters, without values of a checkpoint yet; ``self`` is the resolved config.
+        """
         rope.apply_rope(model, self)
         query_scaling.apply_query_scaling(model, self)
         biases.apply_biases(model, self)
@@ -207,10 +222,14 @@ class GPTModelProvider(ModelProvider):
             )
 
     def _decoder_spec(self, vp_stage: int | None) -> Any:
-        spec = self.transformer_layer_spec
+        spec: Any = self.transformer_layer_spec
         if spec is None:
-            return layer_specs.decoder_block_spec(self, self.backend, vp_stage)
-        return spec if isinstance(spec, ModuleSpec) else spec(self)
+            spec = layer_specs.decoder_block_spec(self, self.backend, vp_stage)
+        elif not isinstance(spec, ModuleSpec):
+            spec = spec(self)
+        if isinstance(spec, ModuleSpec):
+            return self.edit_layer_spec(spec)
+        return replace(spec, layer_specs=[self.edit_layer_spec(layer) for layer in spec.layer_specs or []])
 
     def _mtp_spec(self, decoder: Any, vp_stage: int | None) -> Any:
         if not self.mtp_num_layers:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The provider of Megatron-Core's hybrid models: Mamba-2 layers among attention, feed-forward and experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.backends.specs.hybrid_specs import hybrid_stack_spec
 from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -90,12 +91,20 @@ class MambaModelProvider(GPTModelProvider):
         """Build the ``HybridModel`` chunk of one pipeline stage; see ``GPTModelProvider.provide``."""
         config = self.resolved()
         model = HybridModel(
-            hybrid_stack_spec=hybrid_stack_spec(config, config.backend),
+            hybrid_stack_spec=config._stack_spec(),
             hybrid_layer_pattern=config.staged_pattern(),
             **config._model_arguments(pre_process, post_process, vp_stage),
         )
-        config._finish(model)
+        config.finish(model)
         return model
+
+    def _stack_spec(self) -> ModuleSpec:
+        stack = hybrid_stack_spec(self, self.backend)
+        layers: Any = stack.submodules
+        kinds = ("mamba_layer", "attention_layer", "mlp_layer", "moe_layer")
+        specs = {kind: getattr(layers, kind) for kind in kinds}
+        edited = {kind: self.edit_layer_spec(spec) for kind, spec in specs.items() if isinstance(spec, ModuleSpec)}
+        return replace(stack, submodules=replace(layers, **edited))
 
     def _check_pattern(self) -> None:
         if not self.hybrid_override_pattern:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -60,19 +60,15 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
                 "attention with backend='transformer_engine': set model.sequence_parallel=True"
             )
 
-    def provide(
-        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
-    ) -> GPTModel:
-        """Build the ``GPTModel`` chunk of one pipeline stage; see ``GPTModelProvider.provide``."""
-        config = self.resolved()
-        model = super(MLAModelProvider, config).provide(pre_process, post_process, vp_stage)
-        mla_rope.apply(model, config)
-        group_routing.apply(model, config)
-        _set_latent_epsilon(model, config.latent_layernorm_epsilon)
-        return model
+    def finish(self, model: LanguageModule) -> None:
+        """Add the positions, the choice of groups and the epsilons of latent attention."""
+        super().finish(model)
+        mla_rope.apply(model, self)
+        group_routing.apply(model, self)
+        _set_latent_epsilon(model, self.latent_layernorm_epsilon)
 
 
-def _set_latent_epsilon(model: GPTModel, epsilon: float | None) -> None:
+def _set_latent_epsilon(model: LanguageModule, epsilon: float | None) -> None:
     if epsilon is None:
         return
     for module in model.modules():

@@ -9,14 +9,16 @@ subclass ``DecoderBridge`` and declare three things: fields, fixed values, weigh
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
 from megatron.bridge.models.conversion.declare import fields as config_fields
+from megatron.bridge.models.conversion.declare import vocabulary
 from megatron.bridge.models.conversion.declare.blocks import Block, SizedBlock
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, Field
 from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
@@ -24,7 +26,7 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
-from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.errors import UserError, misspelling, one_line, refuse
 
 __all__ = [
     "DecoderBridge",
@@ -67,6 +69,8 @@ class Registration:
 
 _REGISTRY: dict[str, Registration] = {}
 _OWN_FAMILIES = "megatron.bridge.models."
+ENTRY_POINTS = "megatron_bridge.families"
+"""The group of entry points by which installed packages say which modules register bridges."""
 
 B = TypeVar("B", bound="type[MegatronModelBridge]")
 
@@ -107,6 +111,9 @@ class MegatronModelBridge:
         name = source if isinstance(source, str) else source.__name__
 
         def register(bridge: B) -> B:
+            declared: Any = bridge
+            if issubclass(declared, DecoderBridge):
+                refuse(_unknown_settings(declared, provider or GPTModelProvider))
             own = bridge.__module__.startswith(_OWN_FAMILIES)
             if not (own and name in _REGISTRY):  # a user's bridge stays, whoever was imported first
                 _REGISTRY[name] = Registration(bridge, target, provider, model_type)
@@ -197,6 +204,11 @@ class DecoderBridge(MegatronModelBridge):
     irrelevant: ClassVar[config_fields.HarmlessKeys] = {}
     """Keys of this architecture that change nothing, beside those of every architecture."""
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a declaration that cannot be meant, all mistakes together."""
+        super().__init_subclass__()
+        refuse(f"{cls.__name__}.{problem}" for problem in _mistakes(cls))
+
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         """The provider whose attributes are the fields' and the fixed values.
 
@@ -205,7 +217,7 @@ class DecoderBridge(MegatronModelBridge):
         """
         try:
             config = without_quantization(as_dict(hf_pretrained.config))
-            values = config_fields.read_all(self.fields, config, {**IRRELEVANT, **self.irrelevant})
+            values = config_fields.read_all(self.fields, config, {**IRRELEVANT, **self.irrelevant}, _key_hint)
         except UserError as error:
             raise UserError(f"config of {self._architecture}: {error}") from error
         return self._provider(**{**self.fixed, **values})
@@ -259,6 +271,33 @@ class DecoderBridge(MegatronModelBridge):
         return (self.registration.provider if self.registration else None) or GPTModelProvider
 
 
+def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
+    """One phrase for each value of the wrong type, and for each key that two fields read."""
+    for index, field in enumerate(cast("tuple[Any, ...]", bridge.fields)):
+        if not isinstance(field, Field):
+            yield f"fields[{index}]={field!r} is no Field: write a group with a star, as in (*DENSE, ROPE)"
+    for index, block in enumerate(cast("tuple[Any, ...]", bridge.weights)):
+        if not (isinstance(block, tuple) or callable(block)):
+            yield f"weights[{index}]={block!r} is no block: write a block without a star, a mapping as (it,)"
+    for key, values in cast("dict[str, Any]", bridge.irrelevant).items():
+        if not (values is None or isinstance(values, tuple)):
+            yield f"irrelevant[{key!r}]={values!r} must be a tuple of harmless values, ({values!r},), or None"
+    read = [
+        (f.hf, name) for f in cast("tuple[Any, ...]", bridge.fields) if isinstance(f, Field) for name in f.names
+    ]
+    for key, name in dict.fromkeys(pair for pair in read if read.count(pair) > 1):
+        yield f"fields reads {key!r} twice into {name}: replace the first field with override(fields, own)"
+
+
+def _unknown_settings(bridge: type[DecoderBridge], provider: Any) -> Iterator[str]:
+    """One phrase for each name in ``fields`` and ``fixed`` that the provider has not."""
+    known = {field.name for field in dataclasses.fields(provider)}
+    told = {name: f"fields sets {name}" for field in bridge.fields for name in field.names}
+    for name, where in {**told, **{name: f"fixed[{name!r}]" for name in bridge.fixed}}.items():
+        if name not in known:
+            yield f"{bridge.__name__}.{where}, which {provider.__name__} does not have{misspelling(name, known)}"
+
+
 # what bridges set and a trained model computes the same with: layout, precision and losses of training
 _OF_TRAINING = {
     *("params_dtype", "bf16", "fp16", "seq_length", "should_pad_vocab", "make_vocab_size_divisible_by"),
@@ -274,8 +313,34 @@ def function_fields() -> frozenset[str]:
     """Attributes of providers that change what a trained model computes: those that any architecture sets."""
     _load_families()
     bridges = [it.bridge for it in _REGISTRY.values() if issubclass(it.bridge, DecoderBridge)]
-    told = {name for bridge in bridges for field in bridge.fields for name in field.names}
+    told = {name for fields in declared_fields().values() for field in fields for name in field.names}
     return frozenset(told.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING)
+
+
+def _key_hint(key: str, claimed: Iterable[str]) -> str:
+    families = [name for name, fields in declared_fields().items() if any(field.hf == key for field in fields)]
+    return vocabulary.key_hint(key, claimed, families)
+
+
+def declared_bridges() -> dict[str, type[DecoderBridge]]:
+    """The bridges that are declarations, by architecture."""
+    known = {name: _REGISTRY[name].bridge for name in architectures()}
+    return {name: bridge for name, bridge in known.items() if issubclass(bridge, DecoderBridge)}
+
+
+def declared_fields() -> dict[str, tuple[Field, ...]]:
+    """The fields of every architecture that is declared."""
+    return {name: bridge.fields for name, bridge in declared_bridges().items()}
+
+
+def registration_of(architecture: str) -> Registration:
+    """What a known architecture was registered with."""
+    return _REGISTRY[architecture]
+
+
+def forget(architecture: str) -> None:
+    """Undo the registration of an architecture, if there is one."""
+    _REGISTRY.pop(architecture, None)
 
 
 def _registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:
@@ -301,6 +366,20 @@ def _load_families() -> None:
         for module in pkgutil.iter_modules(folder.__path__, f"{family.name}."):
             if module.name.endswith("_bridge") and module.name != __name__:
                 importlib.import_module(module.name)
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        _load_installed(point)
+
+
+def _load_installed(point: metadata.EntryPoint) -> None:
+    """Import what another package declares, for that to register its bridges."""
+    try:
+        point.load()
+    except Exception as error:
+        package = point.dist.name if point.dist else "unknown"
+        raise UserError(
+            f"the package {package} declares families in {point.value}, which cannot be imported "
+            f"({type(error).__name__}: {one_line(error)}): mend or uninstall the package"
+        ) from error
 
 
 def architectures() -> list[str]:
@@ -325,11 +404,11 @@ def bridge_for(config: Any) -> MegatronModelBridge:
             bridge = registration.bridge()
             bridge.registration = registration  # type: ignore[misc]
             return bridge
-    hint = did_you_mean(names[0], known)
-    raise UserError(
-        f"architecture {names[0]} is not supported{hint or '; '}"
-        f"{'' if hint else 'AutoBridge.list_supported_models() lists those that are'}"
+    hint = misspelling(names[0], known) or (
+        ": AutoBridge.list_supported_models() lists those that are, `megatron-bridge port` drafts a bridge for "
+        "others and docs/adding-a-family.md explains it"
     )
+    raise UserError(f"architecture {names[0]} is not supported{hint}")
 
 
 def _is_derived(key: str, value: Any, config: Mapping[str, Any]) -> bool:

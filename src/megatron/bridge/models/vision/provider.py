@@ -111,8 +111,9 @@ class VisionGPTModelProvider(GPTModelProvider):
     def _model_class(self) -> type[GPTModel]:
         return VisionGPTModel
 
-    def _finish(self, model: Any) -> None:
-        super()._finish(model)
+    def finish(self, model: Any) -> None:
+        """Add positions on three axes and the tower, and freeze what is not trained."""
+        super().finish(model)
         if self.mrope_section is not None:
             model.rotary_pos_emb = MultimodalRotary(
                 model.rotary_pos_emb, self.mrope_section, self.mrope_interleaved

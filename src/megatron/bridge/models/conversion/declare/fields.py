@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.errors import UserError, misspelling
 
 REQUIRED: Any = object()
 """Marks a field whose key must be there."""
@@ -164,29 +164,51 @@ IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
 HarmlessKeys = Mapping[str, tuple[Any, ...] | None]
 """Keys that change nothing: always (None), or with the listed values only."""
 
+KeyHint = Callable[[str, Iterable[str]], str]
+"""(unknown key, known keys) -> how a sentence about the unknown one ends."""
+
+
+def _hint(key: str, claimed: Iterable[str]) -> str:
+    return misspelling(key, claimed) or ", remove it if it changes nothing"
+
 
 def read_all(
-    fields: Iterable[Field], config: Mapping[str, Any], irrelevant: HarmlessKeys = IRRELEVANT
+    fields: Iterable[Field],
+    config: Mapping[str, Any],
+    irrelevant: HarmlessKeys = IRRELEVANT,
+    hint: KeyHint = _hint,
 ) -> dict[str, Any]:
     """The provider's attributes that ``config`` sets.
 
     Raises:
-        UserError: keys that are unknown, missing or out of range, all in one message.
+        UserError: keys that are unknown, missing, out of range or at odds, all in one message.
     """
     fields = tuple(fields)
-    problems = unknown_keys(fields, config, irrelevant)
+    problems = unknown_keys(fields, config, irrelevant, hint)
     values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     for field in fields:
         try:
-            values |= field.read(config)
+            found = field.read(config)
         except UserError as error:
             problems.append(str(error))
+            continue
+        problems += [
+            f"{origins[name]}={config.get(origins[name])!r} and {field.hf}={config.get(field.hf)!r} set {name} to "
+            f"{values[name]!r} and to {value!r}: Megatron-Core has one setting for both, so make them agree"
+            for name, value in found.items()
+            if name in values and values[name] != value
+        ]
+        values |= found
+        origins |= dict.fromkeys(found, field.hf)
     if problems:
         raise UserError("; ".join(dict.fromkeys(problems)))
     return values
 
 
-def unknown_keys(fields: Iterable[Field], config: Mapping[str, Any], irrelevant: HarmlessKeys) -> list[str]:
+def unknown_keys(
+    fields: Iterable[Field], config: Mapping[str, Any], irrelevant: HarmlessKeys, hint: KeyHint = _hint
+) -> list[str]:
     """One phrase for each key that no field claims and that could change the computation."""
     claimed = {field.hf for field in fields}
     problems: list[str] = []
@@ -194,8 +216,7 @@ def unknown_keys(fields: Iterable[Field], config: Mapping[str, Any], irrelevant:
         if key in claimed:
             continue
         if key not in irrelevant:
-            hint = did_you_mean(key, claimed)
-            problems.append(f"key {key}={value!r} is not known{hint or ', remove it if it changes nothing'}")
+            problems.append(f"key {key}={value!r} is not known{hint(key, claimed)}")
         elif (harmless := irrelevant[key]) is not None and value not in harmless:
             problems.append(f"{key}={value!r} is not supported")
     return problems

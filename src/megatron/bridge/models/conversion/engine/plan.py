@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.bridge.backends.fsdp import sharded_rows
 from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedModule, in_adapter
+from megatron.bridge.models.conversion.declare.vocabulary import made_by
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.exchange import Owner
 from megatron.bridge.models.conversion.engine.mtp_layers import MTPLayers
@@ -20,12 +21,14 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.mappings import patterns
 from megatron.bridge.models.conversion.param_mapping import HFPart, MegatronParamMapping, ShardSpec, parallel_kind
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
-from megatron.bridge.utils.errors import UserError, did_you_mean, first_problems
+from megatron.bridge.utils.errors import UserError, first_problems, misspelling
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 # experts.linear_fc1.weight3, or experts.local_experts.3.linear_fc1.weight
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|.*\.(?:weight|bias)))(\d+)(.*)")
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+"""The number of a layer or an expert."""
 _NO_MTP = "layers of multi-token prediction are missing: set mtp_num_layers to None in the provider to do without"
 _SOME_MTP = "layers of multi-token prediction are incomplete: download the model again"
 
@@ -166,15 +169,21 @@ def build_plan(
     tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
     heads = {item.name for item in located if item.name == OUTPUT and item.kind == "replicated"}
     problems: list[str] = []
+    unmapped: list[str] = []
     tasks: list[WeightConversionTask] = []
     owner_of: dict[HFPart, str] = {}
     for item in located:
         mapping = _lookup(registry, item.name, tied)
         if mapping is None:
-            problems.append(f"Megatron parameter {item.name} has no mapping{_near(registry, item.name)}")
+            unmapped.append(item.name)
             continue
         is_copy = _claim(mapping, item, owner_of, tied, problems)
         tasks.append(_task(item, mapping, config, is_copy, modules))
+    known = [mapping.megatron_param for mapping in registry.get_all_mappings()]
+    problems += [
+        f"Megatron parameter {name} has no mapping{misspelling(kind, known)}{made_by(name)}{more}"
+        for kind, name, more in _kinds(unmapped)
+    ]
     claimed = dict.fromkeys(name for task in tasks for name in task.mapping.hf_names)
     ties = _ties(registry, tied, entries)
     again = _stored_twice(entries or (), copies, claimed, ties)
@@ -373,14 +382,25 @@ def _differences(
     missing = [name for name in claimed if name not in entries]
     problems = [
         f"tensor {name} is missing from the checkpoint, Megatron parameter {needs[name]} needs it"
-        f"{did_you_mean(name, left_over)}"
-        for name in missing
+        f"{misspelling(name, left_over)}{made_by(needs[name])}{more}"
+        for _, name, more in _kinds(missing)
     ]
     of_mtp = {name for name in claimed if needs[name].startswith("mtp.")}
     if not of_mtp.isdisjoint(missing):
         problems.insert(0, _NO_MTP if of_mtp.issubset(missing) else _SOME_MTP)
-    problems += [f"tensor {name} of the checkpoint has no Megatron parameter" for name in left_over]
+    problems += [
+        f"tensor {name} of the checkpoint has no Megatron parameter{more}" for _, name, more in _kinds(left_over)
+    ]
     return problems
+
+
+def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """(pattern, first name, how many there are) of the names that differ in layer and expert only."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(_INDEX.sub("*", name), []).append(name)
+    for kind, found in kinds.items():
+        yield kind, found[0], f" ({len(found)} like this: {kind})" if len(found) > 1 else ""
 
 
 def _names(tasks: Iterable[WeightConversionTask]) -> list[str]:
@@ -393,10 +413,6 @@ def _incomplete(unbuilt: Sequence[str], entries: Mapping[str, TensorEntry]) -> l
     if not missing or len(missing) == len(unbuilt):
         return []
     return [_SOME_MTP, *(f"tensor {name} is missing from the checkpoint" for name in missing)]
-
-
-def _near(registry: MegatronMappingRegistry, name: str) -> str:
-    return did_you_mean(name, [mapping.megatron_param for mapping in registry.get_all_mappings()])
 
 
 def _summary(what: str, problems: Sequence[str]) -> str:

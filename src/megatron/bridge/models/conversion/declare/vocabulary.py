@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words that declarations are made of, looked up from the other side: by config key and by parameter."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, cast
+
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.mappings import patterns
+from megatron.bridge.utils.errors import misspelling
+
+_DECLARE = __name__.rpartition(".")[0]
+
+MADE_BY = {
+    "**_bda.norm.*": "norm_placement",
+    "**_layernorm.weight": "normalization, norm_placement, qk_layernorm or qk_norm_across_heads",
+    "**norm.bias": "normalization",
+    "**.linear_qkv.bias": "add_qkv_bias or add_bias_linear",
+    "**.shared_experts.**": "moe_shared_expert_intermediate_size",
+    "**.router.expert_bias": "moe_router_enable_expert_bias",
+    "**.router.**": "num_moe_experts or moe_layer_freq",
+    "**.experts.**": "num_moe_experts or moe_layer_freq",
+    "**.bias": "attention_bias, mlp_bias or add_bias_linear",
+    "output_layer.weight": "share_embeddings_and_output_weights",
+}
+"""Patterns of Megatron parameters, the first that fits, and the settings of a provider that make them."""
+
+
+def made_by(parameter: str) -> str:
+    """A sentence fragment with the settings that give a model ``parameter``; nothing where that is not known."""
+    found = (settings for pattern, settings in MADE_BY.items() if patterns.match(pattern, parameter) is not None)
+    settings = next(found, "")
+    return f"; {settings} makes it" if settings else ""
+
+
+@cache
+def field_groups() -> dict[str, tuple[Field, ...]]:
+    """The fields and groups of fields that bridges share, by their names in ``models.families``."""
+    found: dict[str, tuple[Field, ...]] = {}
+    for module in pkgutil.iter_modules(importlib.import_module(_DECLARE).__path__):
+        for name, value in vars(importlib.import_module(f"{_DECLARE}.{module.name}")).items():
+            group = cast(tuple[Any, ...], value if isinstance(value, tuple) else (value,))
+            if not name.startswith("_") and group and all(isinstance(field, Field) for field in group):
+                found[name] = group
+    return found
+
+
+def groups_with(key: str) -> list[str]:
+    """Names of the fields and groups that read a config key, the smallest first."""
+    groups = field_groups()
+    return sorted(
+        (name for name in groups if any(f.hf == key for f in groups[name])), key=lambda n: len(groups[n])
+    )
+
+
+def key_hint(key: str, claimed: Iterable[str], families: Iterable[str]) -> str:
+    """What to do about a config key that an architecture does not claim.
+
+    Args:
+        key: of the config.
+        claimed: the architecture's own keys.
+        families: architectures that claim ``key``.
+    """
+    if meant := misspelling(key, claimed):
+        return meant
+    readers = " or ".join(groups_with(key)[:2])
+    others = ", ".join(list(families)[:2])
+    known = f"{readers or 'a field'} reads it{f' in {others}' if others else ''}; " if readers or others else ""
+    return f": {known}remove it if it changes nothing"

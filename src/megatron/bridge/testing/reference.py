@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A row's reference from transformers, and the same computed by the bridged model under a parallel layout.
+
+``make_reference`` leaves a folder behind: ``hf`` is the checkpoint, ``expected.safetensors`` has logits, and
+``gradients`` has the loss's gradients under the names of the checkpoint.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import transformers
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.models.hf_pretrained.model_folder import RECORD
+from megatron.bridge.testing.row import Row
+
+LOGITS = 1e-4
+"""Largest difference of two logits over the standard deviation of all, in float32."""
+GRADIENTS = 1e-3
+"""Largest difference of two gradients over the root mean square of the tensor's."""
+
+_SP = {"sequence_parallel": True}
+_TP2 = {"tensor_model_parallel_size": 2}
+_PP2 = {"pipeline_model_parallel_size": 2}
+_EP2 = {"expert_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": _TP2,
+    "sp2": {**_TP2, **_SP},
+    "pp2": _PP2,
+    # overlapped sends: batched ones mix up the two neighbours when they are the same process
+    "vp2": {
+        **_PP2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    },
+    "dp2": {},
+    "ep2": _EP2,
+    "etp2": {**_TP2, **_SP, "expert_tensor_parallel_size": 2},
+    "tp2pp2": {**_TP2, **_PP2},
+    "tp2ep2": {**_TP2, **_SP, **_EP2, "expert_tensor_parallel_size": 1},
+}
+
+
+class ReferenceFiles:
+    """What ``make_reference`` leaves in a folder."""
+
+    row: Row
+    directory: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / "hf"
+
+    @property
+    def logits(self) -> Tensor:
+        """[rows, sequence, vocabulary]."""
+        return load_file(self.directory / "expected.safetensors")["logits"]
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        return read_weights(self.directory / "gradients")
+
+    @property
+    def values(self) -> dict[str, Tensor] | None:
+        """What a quantised checkpoint stands for; None where it stores that itself."""
+        plain = self.directory / "plain"
+        return read_weights(plain) if plain.exists() else None
+
+    @property
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Token ids and labels, both [rows, sequence]."""
+        return self._ids(1), self._ids(2)
+
+    def _ids(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, self.row.config["vocab_size"], (2, 40), generator=generator)
+
+
+@dataclass(frozen=True)
+class Case(ReferenceFiles):
+    """A row and the folder with its reference."""
+
+    row: Row
+    directory: Path
+
+
+# ---- the reference ----------------------------------------------------------------------------------------------
+
+
+def make_reference(row: Row, directory: Path) -> Case:
+    """Make the row's model and let transformers compute logits and gradients."""
+    case = Case(row, directory)
+    model = hf_model(row)
+    save(model, case.checkpoint)
+    (case.checkpoint / "tokenizer.json").write_text('{"version": "1.0", "note": "carried over, not read"}')
+    (case.checkpoint / "README.md").write_text("The card of a toy.\n")
+    values = row.rewrite(case.checkpoint) if row.rewrite else None
+    if values is not None:
+        model = _with_values(model, values, directory / "plain")
+    ids, labels = case.batch
+    logits = model(input_ids=ids, use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    save_file({"logits": logits.detach()}, directory / "expected.safetensors")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for buffer in persistent_buffers(model):
+            buffer.zero_()
+    save(model, directory / "gradients")
+    return case
+
+
+def hf_model(row: Row) -> Any:
+    """The row's transformers model, every number of it random."""
+    kind = getattr(transformers, row.model) if isinstance(row.model, str) else row.model
+    config = kind.config_class(**row.config)
+    config._attn_implementation = "eager"  # the one that has every feature of every architecture
+    torch.manual_seed(row.seed)
+    model = kind(config).eval()
+    model.config.dtype = torch.float32
+    randomise(model)
+    return model
+
+
+def randomise(model: Any) -> None:
+    """Norms around one and the rest around zero, routers' buffers too, so that a dropped tensor shows."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # as wide as keeps the size of what a matrix is multiplied with
+            width = 0.2 if parameter.dim() < 2 else min(0.2, 1.4 / parameter.shape[-1] ** 0.5)
+            # some norms are stored as their distance from one: all as they start; a gain of two makes noise grow
+            is_norm = "norm" in name and parameter.dim() == 1
+            parameter.normal_(parameter.mean().item() if is_norm else 0.0, width)
+        for buffer in persistent_buffers(model):
+            buffer.normal_(0.0, 0.2)
+
+
+def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
+    """Buffers that are saved with the parameters."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict(keep_vars=True)
+    return [value for name, value in state.items() if isinstance(value, Tensor) and name not in parameters]
+
+
+def _with_values(model: Any, values: Mapping[str, Tensor], plain: Path) -> Any:
+    plain.mkdir()
+    model.config.save_pretrained(plain)
+    save_file({name: value.contiguous() for name, value in values.items()}, plain / "model.safetensors")
+    return type(model).from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def save(model: Any, directory: Path) -> None:
+    """Write the model as transformers does, in small shards."""
+    model.save_pretrained(directory, max_shard_size="40KB")
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a folder."""
+    return {
+        name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()
+    }
+
+
+# ---- the bridged model ------------------------------------------------------------------------------------------
+
+
+def build(case: ReferenceFiles, layout: str, ddp: bool = False) -> tuple[AutoBridge, list[Any]]:
+    """Bridge and model of this rank, its weights loaded."""
+    bridge = AutoBridge.from_hf_pretrained(case.checkpoint)
+    provider = bridge.to_megatron_provider()
+    for name, value in settings(provider, LAYOUTS[layout], case.row.provider).items():
+        assert hasattr(provider, name), f"a provider has no {name}"
+        setattr(provider, name, value)
+    return bridge, provider.provide_distributed_model(wrap_with_ddp=ddp)
+
+
+def settings(provider: Any, layout: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Layout and row's wishes, with what Megatron asks for under them."""
+    wanted: dict[str, Any] = {**layout, **changes}
+    parallel = wanted.get("tensor_model_parallel_size", 1)
+    if parallel > 1 and provider.num_moe_experts:
+        # training experts asks for sequence parallelism; whole experts on each rank unless the layout cuts them
+        wanted = {"sequence_parallel": True, "expert_tensor_parallel_size": 1, **wanted}
+    groups = provider.num_query_groups or provider.num_attention_heads
+    if groups % parallel:
+        wanted["make_query_groups_divisible_by"] = parallel
+    return wanted
+
+
+def forward_backward(model: list[Any], ids: Tensor, labels: Tensor) -> Tensor | None:
+    """One pass over [rows, sequence], a row a microbatch; this rank's gradients are final after it.
+
+    Returns:
+        Logits [rows, sequence, vocabulary] on the last stage, None on the others.
+    """
+    found: list[Tensor] = []
+    positions = torch.arange(ids.shape[1])[None]
+    config = unwrap(model[0]).config
+    config.finalize_model_grads_func = finalize_model_grads
+    config.moe_aux_loss_coeff = 0.0  # of the built copy only: the loss here has no further terms
+
+    def step(rows: Iterator[int], chunk: Any) -> tuple[Tensor, Any]:
+        row = next(rows)
+
+        def loss(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            found.append(whole_vocabulary(logits.detach().clone()))
+            losses = tensor_parallel.vocab_parallel_cross_entropy(
+                logits.transpose(0, 1).contiguous(), labels[row][:, None]
+            )
+            return losses.mean(), {}
+
+        return chunk(input_ids=ids[row][None], position_ids=positions, attention_mask=None), loss
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(range(len(ids))) for _ in model],
+        model=model,
+        num_microbatches=len(ids),
+        seq_length=ids.shape[1],
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return torch.cat(found) if found else None
+
+
+def whole_vocabulary(logits: Tensor) -> Tensor:
+    """The logits of all tensor-parallel ranks, joined."""
+    parts = [torch.empty_like(logits) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
+    torch.distributed.all_gather(
+        parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
+    )
+    return torch.cat(parts, dim=-1)
+
+
+def gradients_for_weights(model: list[Any]) -> None:
+    """Put each parameter's gradient in its place, so that an export maps the gradients back."""
+    with torch.no_grad():
+        for chunk in map(unwrap, model):
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+            for buffer in persistent_buffers(chunk):
+                buffer.zero_()
+
+
+# ---- what is compared -------------------------------------------------------------------------------------------
+
+
+def numbers_and_bytes(case: ReferenceFiles, layout: str, output: Path) -> list[str]:
+    """Runs on every rank: what differs from the reference under ``layout``, one line each."""
+    bridge, model = build(case, layout, ddp=True)
+    bridge.save_hf_pretrained(model, output, show_progress=False)
+    problems = different_files(case, output)
+    rank, size = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+    ids, labels = (part[rank::size] for part in case.batch)
+    logits = forward_backward(model, ids, labels)
+    if logits is not None:
+        problems += different_logits(case.logits[rank::size], logits)
+    gradients_for_weights(model)
+    found: dict[str, Tensor] = dict(cast(Any, bridge.export_hf_weights(model, show_progress=False)))
+    for copied in bridge.plan(model).ties:
+        del found[copied]  # stored a second time, and the same tensor to us
+    problems += different_gradients(case, found)
+    return problems
+
+
+def different_logits(expected: Tensor, found: Tensor) -> list[str]:
+    """A line if two logits are further apart than they may be."""
+    error = distance(expected, found[..., : expected.shape[-1]], expected.std())
+    return [] if error <= LOGITS else [f"logits differ by {error:.1e} of their deviation (at most {LOGITS:.0e})"]
+
+
+def different_gradients(case: ReferenceFiles, found: Mapping[str, Tensor]) -> list[str]:
+    """A line for each tensor whose gradient is not transformers'; what it does not have must have none."""
+    expected = case.gradients
+    # a gradient that is zero in theory is rounding noise: as far as that goes, judge it by the others' size
+    floor = 1e-3 * torch.stack([value.square().mean().sqrt() for value in expected.values()]).median()
+    problems = [f"gradient of {name} is missing" for name in expected.keys() - found.keys()]
+    for name, gradient in found.items():
+        wanted = expected.get(name, torch.zeros_like(gradient))
+        if wanted.shape != gradient.shape:
+            problems.append(f"gradient of {name} is {list(gradient.shape)}, not {list(wanted.shape)}")
+            continue
+        error = distance(wanted, gradient, torch.maximum(wanted.square().mean().sqrt(), floor))
+        if error > GRADIENTS:
+            problems.append(f"gradient of {name} differs by {error:.1e} of its size (at most {GRADIENTS:.0e})")
+    return problems
+
+
+def distance(expected: Tensor, found: Tensor, scale: Tensor) -> float:
+    """Largest difference over ``scale``; infinite where a number is not finite."""
+    error = ((found - expected).abs().max() / scale).item()
+    return float("inf") if isnan(error) else error
+
+
+def different_files(case: ReferenceFiles, exported: Path) -> list[str]:
+    """A line for each file that is not the source's, with the tensors in which it differs."""
+    values = case.values
+    if values is not None:
+        return different_tensors(values, read_weights(exported))
+    names = {path.name for directory in (case.checkpoint, exported) for path in directory.iterdir()}
+    return [
+        line
+        for name in sorted(names - {RECORD})
+        for line in _different_file(case.checkpoint / name, exported / name)
+    ]
+
+
+def _different_file(source: Path, exported: Path) -> list[str]:
+    if not (source.exists() and exported.exists()):
+        return [f"{source.name} is {'missing' if source.exists() else 'new'}"]
+    if source.read_bytes() == exported.read_bytes():
+        return []
+    if source.suffix != ".safetensors":
+        return [f"{source.name} differs{_different_keys(source, exported)}"]
+    with safe_open(source, "pt") as one, safe_open(exported, "pt") as other:
+        problems = [] if one.metadata() == other.metadata() else [f"metadata is {other.metadata()}"]
+    problems += different_tensors(load_file(source), load_file(exported)) or ["same tensors, laid out differently"]
+    return [f"{source.name}: {problem}" for problem in problems]
+
+
+def _different_keys(source: Path, exported: Path) -> str:
+    if source.suffix != ".json":
+        return ""
+    one, other = (json.loads(path.read_text()) for path in (source, exported))
+    keys = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
+    return " in " + ", ".join(f"{key}: {one.get(key)!r} is now {other.get(key)!r}" for key in sorted(keys))
+
+
+def different_tensors(source: Mapping[str, Tensor], exported: Mapping[str, Tensor]) -> list[str]:
+    """A line for each tensor that is missing, new, or not the same number by number."""
+    problems = [f"{name} is missing" for name in sorted(source.keys() - exported.keys())]
+    problems += [f"{name} is new" for name in sorted(exported.keys() - source.keys())]
+    for name in sorted(source.keys() & exported.keys()):
+        one, other = source[name], exported[name]
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            problems.append(f"{name} is {list(other.shape)} {other.dtype}, not {list(one.shape)} {one.dtype}")
+        elif not torch.equal(one, other):
+            worst = (one.float() - other.float()).abs().max().item()
+            problems.append(
+                f"{name} differs in {(one != other).sum()} of {one.numel()} numbers, by up to {worst:.1e}"
+            )
+    return problems
