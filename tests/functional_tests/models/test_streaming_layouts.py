@@ -5,9 +5,11 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import loading
@@ -37,8 +39,9 @@ def import_both_ways(case, layout, folder):
 
 def export(case, layout, folder, breaks_on=None):
     """Export what was imported; the message of the error, if there is one."""
-    bridge, read = AutoBridge.from_hf_pretrained(case.checkpoint), loading.read
+    bridge, read, device = AutoBridge.from_hf_pretrained(case.checkpoint), loading.read, torch.cuda.current_device
     try:
+        torch.cuda.current_device = in_main_thread(device)
         streaming.AHEAD = 10_000  # many reads
         if distributed.rank() == breaks_on:
             loading.read = broken
@@ -46,8 +49,18 @@ def export(case, layout, folder, breaks_on=None):
     except UserError as error:
         return str(error)
     finally:
-        streaming.AHEAD, loading.read = 512 << 20, read
+        streaming.AHEAD, loading.read, torch.cuda.current_device = 512 << 20, read, device
     return None
+
+
+def in_main_thread(function):
+    """CUDA's device is a thread's own: the first GPU in a new thread, whichever this rank's is."""
+
+    def checked():
+        assert threading.current_thread() is threading.main_thread(), "a thread asks for its device"
+        return function()
+
+    return checked
 
 
 def broken(state, directory):

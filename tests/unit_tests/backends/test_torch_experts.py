@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import moe_logging
@@ -197,6 +198,21 @@ def test_weights_behind_one_another_are_not_copied():
         assert torch.equal(found, torch.stack(some))
     for others in (weights[::-1], [weights[0], weights[2], weights[1]], [torch.ones(4, 3) for _ in range(3)]):
         assert torch.equal(grouped_experts.stack_weights(others), torch.stack(others))
+
+
+@pytest.mark.parametrize("wrapped", [None, False, True])
+def test_weights_of_a_model_are_not_copied(wrapped):
+    """A wrapper for a distributed optimizer (True) moves the parameters, the last one first."""
+    module = build()
+    if wrapped is not None:
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=wrapped)
+        DistributedDataParallel(module.config, ddp, module)
+    for layer in (module.linear_fc1, module.linear_fc2):
+        weights = layer.weights()
+        assert grouped_experts.stack_weights(weights).data_ptr() == weights[0].data_ptr()
+        with torch.no_grad():
+            weights[0].add_(1)
+        assert len({weight._version for weight in weights}) == 2, "an update of one expert counts for others"
 
 
 @pytest.mark.gpu

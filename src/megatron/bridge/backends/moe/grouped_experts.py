@@ -162,16 +162,27 @@ class GroupedLinear(torch.nn.Module):
         shape = [output_size, input_size]
         shape[self.split] = divide(shape[self.split], self.tp_group.size())
         self.output_size = shape[0]
-        for index in range(num_local_experts):
-            self.register_parameter(f"weight{index}", self._parameter(*shape))
+        # in reverse, because Megatron-Core's buffers begin with the parameter that was registered last
+        for index, weight in reversed(list(enumerate(self._weight_slices(shape)))):
+            self.register_parameter(f"weight{index}", self._parameter(weight))
             if bias:
                 self.register_parameter(f"bias{index}", self._bias(shape[0]))
         self._initialize(output_size, input_size, init_method)
 
-    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+    def _weight_slices(self, shape: list[int]) -> list[torch.Tensor]:
+        """Memory for all weights in one tensor, which `stack_weights` finds again without a copy."""
+        whole = self._empty(self.count, *shape)
+        if whole.is_meta:  # a conversion without memory tells parameters apart by their storage
+            return [self._empty(*shape) for _ in range(self.count)]
+        return [part.data for part in whole]
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
+        return torch.empty(shape, device=device, dtype=self.config.params_dtype)
+
+    def _parameter(self, values: torch.Tensor) -> torch.nn.Parameter:
         config = self.config
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        parameter = torch.nn.Parameter(torch.empty(shape, device=device, dtype=config.params_dtype))
+        parameter = torch.nn.Parameter(values)
         own_groups = (
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
@@ -180,7 +191,7 @@ class GroupedLinear(torch.nn.Module):
         return parameter
 
     def _bias(self, size: int) -> torch.nn.Parameter:
-        bias = self._parameter(size)
+        bias = self._parameter(self._empty(size))
         torch.nn.init.zeros_(bias)
         # the experts of each rank are different parameters, which count in the gradient norm
         set_tensor_model_parallel_attributes(bias, True, 0, self._stride())

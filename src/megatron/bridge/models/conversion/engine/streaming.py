@@ -98,6 +98,7 @@ class StoredModel:
         states = model_io.model_state(chunks, metadata)
         loading.check(states, self._directory, known=model_io.BESIDE_WEIGHTS)
         self._states: list[dict[str, Any]] = [states[key] for key in model_io.chunk_keys(chunks)]
+        self._device = _device()  # here, because torch.cuda.current_device() is 0 in the threads that read
 
     def filled(self, tasks: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
         """The tasks in their order, with parameters that have numbers; release each before asking for the next.
@@ -127,7 +128,7 @@ class StoredModel:
         for index, task in enumerate(tasks):
             if _is_read(task):
                 entry = copy(self._states[task.vp_stage][task.param_name])
-                entry.data = torch.empty(task.shard.shape, dtype=task.dtype, device=_device())
+                entry.data = torch.empty(task.shard.shape, dtype=task.dtype, device=self._device)
                 entries[str(index)] = entry
         found: dict[str, Any] = {name: entry.data for name, entry in entries.items()}
         failure = None
