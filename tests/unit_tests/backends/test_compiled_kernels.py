@@ -2,6 +2,8 @@
 """Kernels for GPUs equal their formulas in fp64, forward and backward: as written, compiled here, on a GPU."""
 
 import logging
+import os
+import sysconfig
 from functools import partial
 
 import pytest
@@ -12,6 +14,8 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
 from megatron.bridge.backends.attention.block_mask import positions_in_sequences
+from megatron.bridge.backends.cpu import device as cpu_device
+from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels import compiled, eager
 from megatron.bridge.backends.kernels.compiled import (
     cross_entropy,
@@ -179,8 +183,8 @@ def test_label_smoothing_is_left_to_megatron_core(one_rank):
 
 
 def test_without_triton_the_log_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(compiled, "has_triton", lambda: False)
-    monkeypatch.setattr(compiled, "why_not_compiled", compiled.why_not_compiled.__wrapped__)
+    monkeypatch.setattr(compiler, "has_triton", lambda: False)
+    monkeypatch.setattr(compiler, "why_not_compiled", compiler.why_not_compiled.__wrapped__)
     monkeypatch.setattr(compiled, "_warned", [])
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -189,14 +193,43 @@ def test_without_triton_the_log_says_so_once(monkeypatch, caplog):
     assert "run operation by operation" in message
 
 
-def test_triton_needs_a_c_compiler(monkeypatch):
-    monkeypatch.setattr(compiled, "has_triton", lambda: True)
+def test_triton_needs_a_c_compiler_and_python_headers(monkeypatch, tmp_path):
+    header = tmp_path / "Python.h"
+    monkeypatch.setattr(compiler, "has_triton", lambda: True)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
-    why_not_compiled = compiled.why_not_compiled.__wrapped__
+    why_not_compiled = compiler.why_not_compiled.__wrapped__
     assert "CC" in why_not_compiled()
     monkeypatch.setenv("CC", "cc")
+    assert str(header) in why_not_compiled()
+    header.touch()
     assert why_not_compiled() is None
+
+
+def test_without_a_compiler_core_leaves_its_functions_as_they_are(monkeypatch):
+    """Its decorators would compile when they are first called, and raise an error in the first step."""
+    before = torch.compile
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu_device, "installed", lambda: False)
+    for reason in (None, "no compiler"):
+        monkeypatch.setattr(compiler, "why_not_compiled", lambda reason=reason: reason)
+        with cpu_device.core_import_context():
+            assert (torch.compile is before) == (reason is None)
+    assert torch.compile is before
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "expected"), [("1", None, None), ("4", None, "4"), ("64", None, "1"), ("4", "7", "7")]
+)
+def test_ranks_share_the_cores_for_compiling(monkeypatch, ranks, asked, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setenv(compiler.WORKERS_VARIABLE, asked or "")
+    if asked is None:
+        monkeypatch.delenv(compiler.WORKERS_VARIABLE)
+    compiler.share_cores()
+    assert os.environ.get(compiler.WORKERS_VARIABLE) == expected
 
 
 @pytest.mark.slow

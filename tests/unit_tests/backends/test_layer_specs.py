@@ -4,13 +4,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.backends.hardware import compiler
+from megatron.bridge.backends.kernels import compiled
 from megatron.bridge.backends.kernels.norms import RMSNorm
 from megatron.bridge.backends.specs import layer_specs
 from megatron.bridge.utils.errors import UserError
@@ -73,6 +78,29 @@ def test_settings_that_cannot_be_honoured_are_listed():
     assert changes["gradient_accumulation_fusion"].used is False
     assert "Apex" in changes["gradient_accumulation_fusion"].reason
     assert layer_specs.apply_backend_settings(config) == []
+
+
+def test_transformer_engine_has_the_compiled_kernels(monkeypatch):
+    """Rotary embeddings and cross entropy are Megatron-Core's own under it, and operate element by element."""
+    monkeypatch.setattr(compiler, "why_not_compiled", lambda: None)
+    monkeypatch.setattr(moe_utils, "fused_permute", max)
+    installed = [(rope_utils, "_apply_rotary_pos_emb_bshd"), (rope_utils, "_apply_rotary_pos_emb_thd")]
+    installed += [(tensor_parallel, "vocab_parallel_cross_entropy")]
+    for module, name in installed:
+        monkeypatch.setattr(module, name, None)
+    monkeypatch.delenv(compiler.WORKERS_VARIABLE, raising=False)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=2)
+    config.apply_rope_fusion = config.gradient_accumulation_fusion = True
+    (change,) = layer_specs.apply_backend_settings(config, "transformer_engine")
+    assert change.field == "gradient_accumulation_fusion", "the output layer would raise an error"
+    assert config.moe_permute_fusion
+    assert config.apply_rope_fusion, "what Transformer Engine has stays on"
+    assert {getattr(module, name).__module__ for module, name in installed} == {compiled.__name__}
+    dense = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    dense.activation_func, dense.gated_linear_unit = F.silu, True
+    assert layer_specs.apply_backend_settings(dense, "transformer_engine") == []
+    assert dense.bias_activation_fusion
+    assert not dense.moe_permute_fusion
 
 
 @pytest.mark.parametrize(("frequency", "pattern"), [(1, [1, 1, 1]), (2, [1, 0, 1]), ([0, 1, 1], [0, 1, 1])])

@@ -37,8 +37,6 @@ CODE = f"/{RUNDIR_NAME}/code"
 FT_PORT, FT_RESTARTS = 29500, 5
 
 PERFORMANCE_ENV = {
-    # Megatron-Core overlaps communication of tensor and context parallelism only if kernels start in order
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # long runs with changing shapes fragment the caching allocator otherwise
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }

@@ -158,8 +158,7 @@ class ModelProvider(TransformerConfig):
         process_groups.refuse_others(getattr(self, "_pg_collection", None))
         config = copy.copy(self)
         config.derive()
-        if config.backend == "torch":
-            _report(layer_specs.apply_backend_settings(config))
+        _report(layer_specs.apply_backend_settings(config, config.backend))
         try:
             super(ModelProvider, config).__post_init__()  # that of the Megatron config behind the provider
         except (ValueError, NotImplementedError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
@@ -14,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from megatron.bridge.backends.cpu import allocator
+from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import user_buffers
 from megatron.bridge.data.loaders import Iterators, build_iterators
 from megatron.bridge.data.tokenizer import Tokenizer, build_tokenizer
@@ -24,6 +26,7 @@ from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.batch_size import samples_of
 from megatron.bridge.training.config.rules import VOCABULARY_RULES, violations
 from megatron.bridge.training.evaluation import iterators_per_chunk
+from megatron.bridge.training.initialize.connections import set_connections
 from megatron.bridge.training.initialize.freezing import freezing_hook
 from megatron.bridge.training.initialize.parallel_sizes import ParallelSizes
 from megatron.bridge.training.initialize.peft import adapting_hook
@@ -149,12 +152,18 @@ def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> Non
 def initialize(config: ConfigContainer) -> None:
     """Join the process group, create the model-parallel groups, and seed all random number generators."""
     allocator.keep_freed_memory()
+    if has_cuda():
+        set_connections(config, torch.cuda.get_device_capability())
     distributed.initialize(config.dist.distributed_backend, config.dist.distributed_timeout_minutes)
     if parallel_state.model_parallel_is_initialized():
         _check_existing_groups(config)
     else:
-        instances = config.ddp.num_distributed_optimizer_instances
-        config.model.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+        config.model.initialize_model_parallel(
+            num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
+            distributed_timeout_minutes=config.dist.distributed_timeout_minutes,
+            # gloo twins of NCCL's groups would never be used, and cannot connect nodes whose name is loopback
+            create_gloo_process_groups=False,
+        )
     if config.model.tp_comm_overlap:
         tokens = config.dataset.seq_length * config.train.micro_batch_size // config.model.context_parallel_size
         settings = config.comm_overlap.tp_comm_overlap_cfg if config.comm_overlap else None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.bridge.utils import torchrun_env
+from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.slurm import adopt_slurm_step
 
 
@@ -49,7 +50,7 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
     adopt_slurm_step()
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(local_rank())
+        torch.cuda.set_device(gpu_of_rank(local_rank(), torch.cuda.device_count()))
     where: dict[str, Any] = {}
     if "RANK" not in os.environ:  # a process of its own needs neither a port nor a launcher
         where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -62,6 +63,24 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
         timeout=timedelta(minutes=timeout_minutes),
         **where,
     )
+
+
+def gpu_of_rank(local_rank: int, visible: int) -> int:
+    """The index of a rank's GPU among those that its process sees.
+
+    Launchers show a process either all GPUs of the machine or only its own (``srun --gpus-per-task=1``).
+
+    Raises:
+        UserError: there are more processes than GPUs.
+    """
+    if visible == 1:
+        return 0
+    if local_rank >= visible:
+        raise UserError(
+            f"LOCAL_RANK={local_rank}, but this process sees only {visible} GPUs: start at most {visible} processes "
+            "on this machine, or show each process one GPU (srun --gpus-per-task=1)"
+        )
+    return local_rank
 
 
 def barrier() -> None:
@@ -95,6 +114,31 @@ def reduce_numbers(numbers: Sequence[float], how: Literal["SUM", "MIN", "MAX"]) 
     table = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
     dist.all_reduce(table, op=getattr(dist.ReduceOp, how))
     return table.tolist()
+
+
+class PendingMaximum:
+    """The largest of all ranks' numbers, computed while this process goes on.
+
+    Only ``wait`` synchronizes with the device, and only with work that was queued before.
+
+    Args:
+        number: This rank's; all ranks make the object at the same point.
+    """
+
+    def __init__(self, number: float) -> None:
+        device = torch.cuda.current_device()
+        # filled by a kernel: a copy from the host would wait for it
+        largest = torch.full((), number, dtype=torch.float64, device=device)
+        if world_size() > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        self._number = torch.empty((), dtype=torch.float64, device="cpu", pin_memory=torch.cuda.is_available())
+        self._number.copy_(largest, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def wait(self) -> float:
+        self._copied.synchronize()
+        return float(self._number)
 
 
 def all_ranks_agree(fact: bool) -> bool:

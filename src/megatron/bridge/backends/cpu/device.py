@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.bridge.backends.hardware import compiler
+
 _MARK = "__megatron_bridge_cpu__"
 _CPU = torch.device("cpu")
 
@@ -375,9 +377,10 @@ _HARMLESS_WARNINGS = (
 
 @contextlib.contextmanager
 def core_import_context() -> Iterator[None]:
-    """The settings under which ``megatron.core`` is imported; none when CUDA is available."""
+    """The settings under which ``megatron.core`` is imported; none where kernels can be compiled for a GPU."""
     if not installed():
-        yield
+        with _without_compile() if compiler.lacks_compiler() else contextlib.nullcontext():
+            yield
         return
     # these filters stay: modules that are imported later, and every model, emit these warnings
     for sentence in (*_CUDA_WARNINGS, *_HARMLESS_WARNINGS):
@@ -392,7 +395,8 @@ def _without_compile() -> Iterator[None]:
     """Leave Megatron-Core's small functions uncompiled.
 
     ``jit_fuser`` is ``torch.compile``, applied where functions are defined: 16 to 29 s of C++ compilation in the
-    first step, instead of 0.05 to 0.1 s. Disabling it after the import has no effect.
+    first step, instead of 0.05 to 0.1 s. Disabling it after the import has no effect. With a GPU and without a C
+    compiler or Python's headers, the first call would raise an error.
     """
     compile_, torch.compile = torch.compile, _uncompiled  # type: ignore[assignment]
     try:

@@ -8,8 +8,6 @@ and round once, at the end.
 
 import functools
 import logging
-import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +17,9 @@ from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from torch.autograd.function import once_differentiable
-from torch.utils._triton import has_triton
 
 from megatron.bridge.backends.attention.block_mask import positions_in_sequences
+from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels.eager import (
     can_overwrite,
     core_cross_entropy,
@@ -60,23 +58,13 @@ def compiled[**P, T](formula: Callable[P, T]) -> Callable[P, T]:
 
 def can_compile() -> bool:
     """Whether Triton can compile kernels for this machine's GPU; if not, logs one warning."""
-    reason = why_not_compiled()
+    reason = compiler.why_not_compiled()
     if reason is None:
         return True
     if not _warned:
         _warned.append(reason)
         _log.warning("%s, so norms, rotary embeddings and cross entropy run operation by operation", reason)
     return False
-
-
-@functools.cache
-def why_not_compiled() -> str | None:
-    """Why Triton cannot compile kernels here; None if it can."""
-    if not has_triton():
-        return "Triton is not available"
-    if os.environ.get("CC") is None and not any(map(shutil.which, ("gcc", "clang"))):
-        return "Triton needs a C compiler (gcc, clang, or the one in CC)"
-    return None
 
 
 # --------------------------------------------------------------------------------------------------------- norms
@@ -327,6 +315,7 @@ _core_rotary_packed: Any = rope_utils._apply_rotary_pos_emb_thd
 
 def install() -> None:
     """Replace Megatron-Core's rotary embeddings and cross entropy; safe to call again."""
+    compiler.share_cores()
     rope_utils._apply_rotary_pos_emb_bshd = rotary
     rope_utils._apply_rotary_pos_emb_thd = rotary_packed
     tensor_parallel.vocab_parallel_cross_entropy = cross_entropy

@@ -6,6 +6,7 @@ following linear layer, the separate norm of the torch backend is saved under th
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -24,6 +25,7 @@ from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -37,6 +39,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels import compiled, eager, mtp_loss
 from megatron.bridge.backends.moe import aux_loss_metrics
 from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
@@ -329,10 +332,14 @@ _WITHOUT_CUDA = {
 }
 
 
-def apply_backend_settings(config: TransformerConfig) -> list[DisabledSetting]:
-    """Disable the settings of ``config`` that the torch backend does not support on this machine.
+_Use = Callable[[str, object, str], None]
+"""Sets a field to a value for a reason."""
 
-    The results stay the same; only a fused kernel is lost.
+
+def apply_backend_settings(config: TransformerConfig, backend: str = "torch") -> list[DisabledSetting]:
+    """Set the fields of ``config`` that depend on what ``backend`` supports on this machine.
+
+    The results stay the same; only the kernels differ.
 
     Returns:
         Changes of values that differ from the default of their field, which a user has chosen.
@@ -348,23 +355,38 @@ def apply_backend_settings(config: TransformerConfig) -> list[DisabledSetting]:
         if asked != defaults[field]:
             changes.append(DisabledSetting(field, asked, value, reason))
 
+    if not tensor_parallel_layers._grad_accum_fusion_available:
+        # with Transformer Engine, too: the output layer is Megatron-Core's own, and raises an error
+        use("gradient_accumulation_fusion", False, "it needs Apex's fused_weight_gradient_mlp_cuda")
+    if backend == "transformer_engine":
+        if config.num_moe_experts is not None and moe_utils.fused_permute is not None:
+            use("moe_permute_fusion", True, "Transformer Engine permutes tokens in one kernel")
+        _use_compiled_kernels(config, use)
+        return changes
     for field, reason in _WITHOUT_EXTENSIONS.items():
         use(field, False, reason)
-    if not tensor_parallel_layers._grad_accum_fusion_available:
-        use("gradient_accumulation_fusion", False, "it needs Apex's fused_weight_gradient_mlp_cuda")
-    if not has_cuda():
-        for field, reason in _WITHOUT_CUDA.items():
-            use(field, False, reason)
-        use("cuda_graph_impl", "none", "there is no CUDA")
-        fuses = eager.fuses_activation(config)
-        use("bias_activation_fusion", fuses, "only SwiGLU of dense layers has a fused form on CPUs")
-        eager.install()
-        use("use_cpu_initialization", True, "there is no CUDA")
+    if has_cuda():
+        _use_compiled_kernels(config, use)
     else:
-        reason = compiled.why_not_compiled()
-        if reason is not None:
-            use("bias_activation_fusion", False, reason)
-        elif eager.fuses_activation(config):  # Megatron-Core's SwiGLU, compiled when it is first called
-            use("bias_activation_fusion", True, "SwiGLU is compiled")
-        compiled.install()
+        _use_cpu_kernels(config, use)
     return changes
+
+
+def _use_compiled_kernels(config: TransformerConfig, use: _Use) -> None:
+    """Kernels for GPUs. Transformer Engine has none in the place of these, unless the config asks for them."""
+    reason = compiler.why_not_compiled()
+    if reason is not None:
+        use("bias_activation_fusion", False, reason)
+    elif eager.fuses_activation(config):  # Megatron-Core's SwiGLU, compiled when it is first called
+        use("bias_activation_fusion", True, "SwiGLU is compiled")
+    compiled.install()
+
+
+def _use_cpu_kernels(config: TransformerConfig, use: _Use) -> None:
+    for field, reason in _WITHOUT_CUDA.items():
+        use(field, False, reason)
+    use("cuda_graph_impl", "none", "there is no CUDA")
+    fuses = eager.fuses_activation(config)
+    use("bias_activation_fusion", fuses, "only SwiGLU of dense layers has a fused form on CPUs")
+    eager.install()
+    use("use_cpu_initialization", True, "there is no CUDA")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import Run
@@ -35,9 +36,16 @@ class Preemption(Callback):
     Ranks agree with one all-reduce at the end of each step, so all of them save the same step. Under torchrun a
     rank treats the death of the launcher like SIGTERM: otherwise it would keep running and keep the folder
     locked.
+
+    Args:
+        config: The configuration.
+        later: Look at the answer after the next step, so that a GPU never waits for the process to queue its work;
+            None does so where there are several GPUs.
     """
 
-    def __init__(self, config: ConfigContainer) -> None:
+    def __init__(self, config: ConfigContainer, later: bool | None = None) -> None:
+        self._later = (has_cuda() and distributed.world_size() > 1) if later is None else later
+        self._pending: distributed.PendingMaximum | None = None
         train = config.train
         self._minutes = train.exit_duration_in_mins
         self._handles = train.exit_signal_handler and config.checkpoint.save is not None
@@ -64,7 +72,7 @@ class Preemption(Callback):
         if not self._handles and self._minutes is None:
             return
         late = self._minutes is not None and time.monotonic() - _PROCESS_START > 60 * self._minutes
-        reason = int(distributed.reduce_numbers([_TIME_LIMIT if late else self._caught], "MAX")[0])
+        reason = self._largest(_TIME_LIMIT if late else self._caught)
         if reason and context.progress.step < context.config.train.train_iters:
             what = "train.exit_duration_in_mins" if reason == _TIME_LIMIT else signal.Signals(reason).name
             context.stop_reason = f"{what}: saved, exit code {REQUEUE_EXIT_CODE} requests a restart"
@@ -72,6 +80,13 @@ class Preemption(Callback):
             if reason == signal.SIGINT:
                 context.stop_reason = "Ctrl-C: saved; the same command continues the run"
                 context.exit_code = INTERRUPT_EXIT_CODE
+
+    def _largest(self, reason: int) -> int:
+        """The reason of any rank: the one of now or, with ``later``, the one of the step before."""
+        if not self._later:
+            return int(distributed.reduce_numbers([reason], "MAX")[0])
+        before, self._pending = self._pending, distributed.PendingMaximum(reason)
+        return 0 if before is None else int(before.wait())
 
     def close(self, context: Run) -> None:
         for signum, handler in self._before.items():
