@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 
 from megatron.bridge.training.distillation import divergence
 from megatron.bridge.training.distillation.divergence import kl_divergence, top_kl_divergence, top_tokens
+from tests.fake_cuda import fake_cuda, fake_mode
 from tests.workers import forget_model_parallel, leave
 
 VOCABULARY, TEMPERATURE = 40, 0.7  # below 1, the lowest number of a padded row becomes infinite
@@ -107,6 +108,12 @@ def test_blocks_change_nothing(group, monkeypatch):
     expected = kl_divergence(logits(2), logits(1), 1.0, group)
     monkeypatch.setattr(divergence, "BLOCK_LOGITS", 3 * VOCABULARY)
     torch.testing.assert_close(kl_divergence(logits(2), logits(1), 1.0, group), expected, rtol=0, atol=1e-14)
+
+
+def test_a_gpu_gets_larger_blocks():
+    with fake_mode():
+        rows = fake_cuda(8192, 128 << 10, dtype=torch.bfloat16)
+        assert len(divergence._row_blocks(rows)) == 16
 
 
 def test_the_named_tokens_are_the_likeliest(group):

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import checkpoint, model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.bridge.backends.attention import block_mask, torch_attention
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from tests.fake_cuda import fake_cuda, fake_mode
 from tests.unit_tests.backends import naive
 
 HEADS, GROUPS, WIDTH, BATCH = 4, 2, 8, 2
@@ -196,6 +198,33 @@ def test_long_sequences_need_no_square(softcap, dropout, monkeypatch):
         with Largest() as largest:
             module(q, k, v, None).sum().backward()
         assert largest.elements <= tokens * 256
+
+
+@pytest.mark.parametrize(("groups", "masked", "whole"), [(2, True, True), (2, False, False), (8, True, False)])
+def test_a_gpu_with_a_mask_gets_a_key_for_each_query_head(groups, masked, whole, monkeypatch):
+    """The fused kernels have masks or grouped queries; the formula keeps the scores of all tiles."""
+    asked, attend = [], F.scaled_dot_product_attention
+
+    def observed(q, k, v, **options):
+        asked.append((k.size(1), options))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", observed)
+    kernel = torch_attention._TileAttention(0.5, None, None, 0.0)
+    with fake_mode():
+        q, k = fake_cuda(1, 8, 16, 4), fake_cuda(1, groups, 16, 4)
+        assert kernel(q, k, k, fake_cuda(16, 16) if masked else None, None, not masked).shape == q.shape
+    ((heads, options),) = asked
+    assert heads == (8 if whole else groups)
+    assert options["enable_gqa"] == (heads != 8)
+
+
+def test_tiles_are_larger_on_a_gpu():
+    capped = torch_attention._TileAttention(0.5, 30.0, None, 0.0)
+    with fake_mode():
+        on_gpu = capped.limit(fake_cuda(1, 16, 8192, 64), fake_cuda(1, 4, 8192, 64), masked=False)
+    on_cpu = capped.limit(*(torch.empty(1, heads, 8192, 64, device="meta") for heads in (16, 4)), masked=False)
+    assert on_gpu == 4 * on_cpu == 512
 
 
 def test_tiles_of_a_window_touch_only_what_it_shows():

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.bridge.backends.moe import aux_loss_metrics, grouped_experts
 from megatron.bridge.backends.moe.grouped_experts import GroupedLinear
 from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
+from megatron.bridge.peft import low_rank
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 EXPERTS, HIDDEN, FFN = 4, 12, 20
@@ -187,6 +188,24 @@ def test_all_experts_in_one_kernel(grouped_device, frozen):
     wanted = torch.autograd.grad(expected, wide[: len(leaves)], grad.double())
     for one, other in zip((found, *got), (expected, *wanted), strict=True):
         torch.testing.assert_close(one.cpu().double(), other, rtol=2**-7, atol=2**-7 * other.abs().max().item())
+
+
+def test_adapters_of_all_experts_are_one_product(grouped_device, monkeypatch):
+    """A loop over 128 experts would launch 256 kernels in each layer and pass."""
+    calls, grouped = [], torch._grouped_mm
+    weights = torch.randn(EXPERTS, 24, 16).bfloat16().to(grouped_device).requires_grad_()
+    x = torch.randn(sum(COUNTS), 16).bfloat16().to(grouped_device)
+
+    def observed(x, weights, **options):
+        calls.append(weights)
+        return grouped(x, weights, **options)
+
+    monkeypatch.setattr(torch, "_grouped_mm", observed)
+    out = low_rank._per_expert(x, weights, COUNTS)
+    expected = torch.cat([rows @ weight.T for rows, weight in zip(x.split(COUNTS), weights, strict=True)])
+    torch.testing.assert_close(out, expected)
+    (stacked,) = calls
+    assert stacked.data_ptr() == weights.data_ptr()
 
 
 def test_weights_behind_one_another_are_not_copied():

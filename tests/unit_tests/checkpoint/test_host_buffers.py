@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from megatron.bridge.checkpoint import manifest
+from megatron.bridge.checkpoint import host_buffers, manifest
 from megatron.bridge.checkpoint.host_buffers import HostBuffer, copy_size, with_own_storage
 
 BUFFER = torch.arange(24, dtype=torch.float32)
@@ -41,6 +41,33 @@ def test_memory_is_used_again():
     memory.reserve(sum(map(copy_size, TENSORS)))
     first = memory.copy_tensors(TENSORS)[0].data_ptr()
     assert memory.copy_tensors(TENSORS[:3])[0].data_ptr() == first
+
+
+class Runtime:
+    """Registers memory as CUDA's runtime does: what is registered must not be freed."""
+
+    def __init__(self):
+        self.held = {}
+
+    def cudaHostRegister(self, address, size, flags):
+        assert address not in self.held
+        self.held[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.held[address]
+
+
+def test_a_gpu_gets_as_much_pinned_memory_as_is_needed(monkeypatch):
+    runtime, memory = Runtime(), HostBuffer()
+    monkeypatch.setattr(host_buffers, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    tensor = torch.arange(1250.0)
+    for count, held in ((1, 1), (4, 4), (1, 4)):
+        copies = memory.copy_tensors([tensor] * count)
+        assert list(runtime.held.values()) == [held * copy_size(tensor)]
+        (address,) = runtime.held
+        assert copies[0].data_ptr() == address
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=str)

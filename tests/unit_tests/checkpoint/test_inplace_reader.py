@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is read right into memory is what torch's own reader reads."""
 
+import io
+
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
@@ -100,6 +102,18 @@ def test_rows_of_a_view_that_was_stored_with_its_storage(tmp_path, copies):
     found = _read(inplace_reader.InplaceReader, tmp_path, torch.zeros(2, 3), (1, 0))
     assert torch.equal(found, torch.arange(15.0, 21).view(2, 3))
     assert not copies
+
+
+def test_a_gpu_is_filled_block_by_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(inplace_reader, "STAGING", 100)
+    values, sizes, read = torch.arange(252, dtype=torch.uint8), [], inplace_reader._read_into
+    monkeypatch.setattr(
+        inplace_reader, "_read_into", lambda flat, part: (sizes.append(len(flat)), read(flat, part))
+    )
+    found = torch.zeros_like(values)
+    inplace_reader._read_in_blocks(found, io.BytesIO(values.numpy().tobytes()))
+    assert torch.equal(found, values)
+    assert sizes == [100, 100, 52]
 
 
 def test_a_file_that_ends_early(tmp_path, copies, monkeypatch):

@@ -25,6 +25,8 @@ from megatron.bridge.utils import unpickling
 
 # Bytes of a tensor in its file. For a smaller one, finding its place takes longer than copying it.
 LARGE = 8 << 20
+# Bytes that are read before they are copied to a GPU; a power of two, which PyTorch rounds pinned memory up to.
+STAGING = 64 << 20
 
 
 class InplaceReader(FileSystemReader):
@@ -85,7 +87,7 @@ def _start(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
     begin: int | None = getattr(stored.untyped_storage(), "_checkpoint_offset", None)
     whole_rows = tuple(item.lengths[1:]) == stored.shape[1:]
     alike = stored.dtype == target.dtype and item.lengths == target.shape
-    plain = type(target) is Tensor and target.is_cpu and target.is_contiguous() and stored.is_contiguous()
+    plain = type(target) is Tensor and target.is_contiguous() and stored.is_contiguous()
     if begin is None or not (whole_rows and alike and plain):
         return None
     first = stored.storage_offset() + item.storage_offsets[0] * stored.stride(0)
@@ -94,7 +96,20 @@ def _start(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
 
 def _fill(target: Tensor, part: IO[bytes]) -> None:
     """Read the bytes of ``target`` from where ``part`` stands."""
-    left = memoryview(target.view(-1).view(torch.uint8).numpy())
+    flat = target.view(-1).view(torch.uint8)
+    (_read_into if target.is_cpu else _read_in_blocks)(flat, part)
+
+
+def _read_in_blocks(flat: Tensor, part: IO[bytes]) -> None:
+    """Read to a GPU through a block of pinned memory."""
+    staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, device="cpu", pin_memory=flat.is_cuda)
+    for block in flat.split(len(staging)):
+        _read_into(staging[: len(block)], part)
+        block.copy_(staging[: len(block)])
+
+
+def _read_into(flat: Tensor, part: IO[bytes]) -> None:
+    left = memoryview(flat.numpy())
     while left:
         count = cast(Any, part).readinto(left)
         if not count:

@@ -265,7 +265,9 @@ class ModelProvider(TransformerConfig):
         if any(isinstance(hook, PreWrapHook) and hook.fills_every_parameter for hook in hooks):
             config.perform_initialization = False  # not on ``self``: what is declared is reused without the hook
         chunks = run_hooks(hooks, config.build_chunks())
-        chunks = _place(chunks, config, mixed_precision_wrapper)
+        # FSDP2 moves unit by unit, so a model that was built on the host never needs to fit on one GPU
+        stays = wrap_with_ddp and use_torch_fsdp2 and config.use_cpu_initialization
+        chunks = _place(chunks, config, mixed_precision_wrapper, move=not stays)
         if wrap_with_ddp:
             ddp = _with_megatron_fsdp(ddp_config or DistributedDataParallelConfig(), use_megatron_fsdp)
             flags = (overlap_param_gather_with_optimizer_step, data_parallel_random_init)
@@ -347,10 +349,10 @@ def _with_megatron_fsdp(ddp: DistributedDataParallelConfig, asked: bool | None) 
 
 
 def _place(
-    chunks: list[MegatronModule], config: ModelProvider, wrapper: HalfPrecisionWrapper | None
+    chunks: list[MegatronModule], config: ModelProvider, wrapper: HalfPrecisionWrapper | None, move: bool
 ) -> list[MegatronModule]:
-    """Move the chunks to this rank's device, in half precision where asked."""
-    for chunk in chunks:
+    """The chunks in half precision where asked and, with ``move``, on this rank's device."""
+    for chunk in chunks if move else ():
         chunk.cuda(torch.cuda.current_device())  # the identity on a machine without a GPU
     return to_half_precision(chunks, config, wrapper)
 

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
+from megatron.bridge.backends.attention.block_mask import host_values, remember_on_host
 from megatron.bridge.data.finetuning.packing import cut_for_rank
 from megatron.bridge.training.state import BatchIterator, LossFunction
 from megatron.bridge.utils.errors import UserError
@@ -56,10 +58,13 @@ def next_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
 def on_device(batch: dict[str, Any]) -> dict[str, Any]:
     """The tensors of ``batch`` on this rank's device."""
     device = torch.cuda.current_device()
-    return {
+    moved = {
         key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for key, value in batch.items()
     }
+    if "cu_seqlens" in batch:
+        remember_on_host(moved["cu_seqlens"], batch["cu_seqlens"].tolist())
+    return moved
 
 
 def cut_sequences(batch: dict[str, Any]) -> dict[str, Any]:
@@ -74,8 +79,8 @@ def cut_sequences(batch: dict[str, Any]) -> dict[str, Any]:
 
 def _shard_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     """This rank's part of each packed sample; ``cu_seqlens`` still describes the whole row."""
-    indices = torch.from_numpy(cut_for_rank(batch["cu_seqlens"].cpu().numpy(), rank, size))
-    indices = indices.to(batch["tokens"].device)
+    indices = torch.from_numpy(cut_for_rank(np.array(host_values(batch["cu_seqlens"])), rank, size))
+    indices = indices.to(batch["tokens"].device, non_blocking=True)
     whole = ("attention_mask", "cu_seqlens", "max_seqlen")
     return {key: value if key in whole else value.index_select(1, indices) for key, value in batch.items()}
 

@@ -77,8 +77,8 @@ def gpu_of_rank(local_rank: int, visible: int) -> int:
         return 0
     if local_rank >= visible:
         raise UserError(
-            f"LOCAL_RANK={local_rank}, but this process sees only {visible} GPUs: start at most {visible} processes "
-            "on this machine, or show each process one GPU (srun --gpus-per-task=1)"
+            f"LOCAL_RANK={local_rank}, but this process sees only {visible} GPUs: start at most {visible} "
+            "processes on this machine, or show each process one GPU (srun --gpus-per-task=1)"
         )
     return local_rank
 

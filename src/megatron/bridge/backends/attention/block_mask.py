@@ -215,7 +215,7 @@ def packed_segments(packed: Any) -> tuple[list[PackedSegment], list[PackedSegmen
     """The segments of queries and of keys, from Megatron-Core's ``PackedSeqParams``."""
 
     def of(real: torch.Tensor, padded: torch.Tensor | None) -> list[PackedSegment]:
-        return segments(real.tolist(), None if padded is None else padded.tolist())
+        return segments(host_values(real), None if padded is None else host_values(padded))
 
     return of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded), of(
         packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded
@@ -249,6 +249,23 @@ def zigzag_spans(parts: list[PackedSegment], rank: int, size: int) -> list[Query
 
 
 # ------------------------------------------------------------------------------------------- packed positions
+
+_ON_HOST = "values_on_host"  # attribute of a tensor
+
+
+def remember_on_host(tensor: torch.Tensor, values: list[int]) -> torch.Tensor:
+    """The same tensor, whose values are known here: every layer asks for them, and a GPU would stop each time."""
+    setattr(tensor, _ON_HOST, values)
+    return tensor
+
+
+def host_values(tensor: torch.Tensor) -> list[int]:
+    """The values of a tensor of integers that nobody changes, copied from its device at most once."""
+    found: list[int] | None = getattr(tensor, _ON_HOST, None)
+    if found is None:
+        found = tensor.tolist()
+        remember_on_host(tensor, found)
+    return list(found)
 
 
 def padded_cu_seqlens(packed: Any) -> torch.Tensor:

@@ -50,6 +50,7 @@ from megatron.bridge.utils.errors import UserError
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 _SCORES = 2**24  # elements of the score matrix of a tile without a fused kernel: 64 MB
+_CUDA_SCORES = 2**26  # 256 MB; with 16 heads and 8,192 tokens, a quarter of the launches
 
 
 class TorchAttention(MegatronModule):
@@ -322,6 +323,12 @@ def _window_size(config: TransformerConfig, layer_number: int) -> tuple[int, int
     return left, right
 
 
+def _heads_of_queries(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Keys or values [b, g, s, d] repeated for each of ``heads`` query heads."""
+    repeats = heads // tensor.size(1)
+    return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
+
+
 def _pad_width(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Values padded with zeros: fused kernels need them as wide as keys."""
     missing = query.size(-1) - value.size(-1)
@@ -378,7 +385,8 @@ class _TileAttention:
     def limit(self, q: torch.Tensor, k: torch.Tensor, masked: bool) -> int | None:
         """The maximal height of a tile, which bounds the memory of scores or masks; None is without bound."""
         if not self.fused(q.device):
-            return max(16, _SCORES // (q.size(0) * q.size(1) * k.size(2)))
+            scores = _CUDA_SCORES if q.is_cuda else _SCORES
+            return max(16, scores // (q.size(0) * q.size(1) * k.size(2)))
         return MASKED_ROWS if masked else None
 
     def __call__(
@@ -411,6 +419,9 @@ class _TileAttention:
         if self.fused(q.device):
             if self.sinks is not None:
                 return sink_attention.attend(q, k, v, self.sinks, CpuFlashKernel(bias, causal, self.scale))
+            if bias is not None and q.is_cuda:
+                # with a mask, only the formula has grouped queries there: it keeps the scores of all tiles
+                k, v = (_heads_of_queries(tensor, q.size(1)) for tensor in (k, v))
             return F.scaled_dot_product_attention(
                 q,
                 k,

@@ -18,7 +18,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.fsdp import sharded_rows
 from megatron.bridge.backends.fsdp.sharded_rows import ParameterAttributes, RowRanges
 
@@ -32,7 +34,8 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
     Args:
         config: The config of the model.
         ddp_config: Kept for Megatron-Core, which reads it.
-        module: The chunk, in half precision if the config says so, with equal weights on all ranks.
+        module: The chunk, in half precision if the config says so, with equal weights on all ranks. It may be in
+            host memory: each unit is moved to the device when it is sharded.
     """
 
     def __init__(
@@ -42,16 +45,15 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
         self.ddp_config = ddp_config
         group = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
         attributes = {name: ParameterAttributes.of(parameter) for name, parameter in module.named_parameters()}
-        for parameter in module.parameters():
-            parameter.data = parameter.data.float()  # fp32 master weights
         policy = MixedPrecisionPolicy(
             param_dtype=config.params_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        device = next(module.parameters()).device.type
+        device = "cuda" if has_cuda() else "cpu"
         # torch treats meshes with the same ranks and names as one, even after the groups of the first are
         # destroyed
         mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(f"replicas_{group.group_name}",))
         for part in (*_units(module), module):
+            _make_master_weights(part)
             fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         for name, parameter in module.named_parameters():
             attributes[name].attach(parameter, _row_ranges(parameter.shape[0], group.size()))
@@ -73,6 +75,13 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Do nothing: gradients were reduced in the backward pass of each microbatch."""
+
+
+def _make_master_weights(part: nn.Module) -> None:
+    """Convert what is not sharded yet to fp32; unit by unit, as the whole model in fp32 may not fit on a GPU."""
+    for parameter in part.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.float()
 
 
 def _row_ranges(rows: int, ranks: int) -> RowRanges:

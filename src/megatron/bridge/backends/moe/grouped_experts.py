@@ -79,6 +79,22 @@ class _GroupedMatmul(torch.autograd.Function):
         return (grad_x, None, None, *grad_weights, *grad_biases)
 
 
+def grouped_matmul(
+    x: torch.Tensor, counts: list[int], weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """``x[rows of expert i] @ weights[i].T + biases[i]`` [tokens, out].
+
+    Args:
+        x: [tokens, in], the tokens of one expert after those of another.
+        counts: Tokens of each expert.
+        weights: [out, in] each; one kernel multiplies with all of them on a GPU if it has one for them.
+        biases: [out] each, or none.
+    """
+    out = _GroupedMatmul.apply(x, counts, bool(biases), *weights, *biases)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
 def _grouped_gradients(
     grad: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], counts: list[int], needed: tuple[bool, ...]
 ) -> tuple[torch.Tensor | None, ...]:
@@ -244,8 +260,7 @@ class GroupedLinear(torch.nn.Module):
         biases = [] if later else self.biases()
         if self.row_multiple > 1:
             return self._padded(x, tokens_per_expert, biases), list(self.biases()) if later else None
-        out = _GroupedMatmul.apply(x, tokens_per_expert, bool(biases), *self.weights(), *biases)
-        assert isinstance(out, torch.Tensor)
+        out = grouped_matmul(x, tokens_per_expert, self.weights(), biases)
         return out, list(self.biases()) if later else None
 
     def _padded(self, x: torch.Tensor, counts: list[int], biases: list[torch.nn.Parameter]) -> torch.Tensor:

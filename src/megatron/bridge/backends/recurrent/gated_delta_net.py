@@ -12,6 +12,8 @@ Shapes: b is the batch, t the sequence, h the heads of this rank, k and d their 
 
 import copy
 import dataclasses
+import logging
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,12 +24,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.bridge.backends.attention.block_mask import positions_in_sequences
+from megatron.bridge.backends.attention.block_mask import host_values, positions_in_sequences
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache, StateShape, with_history
 from megatron.bridge.backends.kernels.eager import upcast
 
 CHUNK = 64  # tokens that are solved together; as in fla
+_log = logging.getLogger(__name__)
 
 
 def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
@@ -111,7 +114,8 @@ def chunk_gated_delta_rule(
     """
     assert initial_state is None or cu_seqlens is None
     assert not use_qk_l2norm_in_kernel
-    lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    bounds = [0, q.shape[1]] if cu_seqlens is None else host_values(cu_seqlens)
+    lengths = [stop - start for start, stop in pairwise(bounds)]
     scale, dtype = q.shape[-1] ** -0.5, q.dtype
     size = CHUNK if initial_state is None else min(CHUNK, lengths[0])
     q, k, v, g, beta = (_chunks(x, lengths, size) for x in (q, k, v, g, beta))
@@ -195,6 +199,10 @@ def install() -> None:
     """Replace fla's functions in Megatron-Core, unless fla and a GPU are available; safe to call again."""
     if common.HAVE_FLA and has_cuda():
         return
+    if has_cuda():
+        _log.warning(
+            "flash-linear-attention is not installed, so gated delta nets compute in PyTorch, chunk by chunk"
+        )
     common.HAVE_FLA = True  # Megatron-Core checks it before it builds the layer
     common.l2norm = l2norm
     gdn.causal_conv1d = causal_conv1d

@@ -5,6 +5,8 @@ Megatron-Core's mixer hard-codes two values that differ between models: the epsi
 bound for the step size. Both mixers here read them from the config.
 """
 
+import functools
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,18 +23,29 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron.bridge.backends.attention import context_parallel
-from megatron.bridge.backends.attention.block_mask import packed_segments, padded_cu_seqlens
+from megatron.bridge.backends.attention.block_mask import host_values, packed_segments, padded_cu_seqlens
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache, StateShape, with_history
 from megatron.bridge.backends.recurrent import ssd
 from megatron.bridge.backends.recurrent.gated_delta_net import causal_convolution
 from megatron.bridge.utils.errors import UserError
 
+_log = logging.getLogger(__name__)
+
 
 def mixer_class() -> type[MambaMixer]:
     """The fastest mixer that runs on this machine."""
-    kernels = mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None
-    return FusedMambaMixer if kernels and has_cuda() else TorchMambaMixer
+    if not has_cuda():
+        return TorchMambaMixer
+    if mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None:
+        return FusedMambaMixer
+    _say_that_kernels_are_missing()
+    return TorchMambaMixer
+
+
+@functools.cache
+def _say_that_kernels_are_missing() -> None:
+    _log.warning("mamba-ssm or causal-conv1d is not installed, so Mamba layers compute in PyTorch, chunk by chunk")
 
 
 class FusedMambaMixer(MambaMixer):
@@ -293,7 +306,7 @@ def _lengths(packed: Any, total: int) -> list[int]:
     """Lengths of the packed sequences; tokens after the last one count as one more sequence."""
     if packed is None:
         return [total]
-    bounds = [*padded_cu_seqlens(packed).tolist(), total]
+    bounds = [*host_values(padded_cu_seqlens(packed)), total]
     return [stop - start for start, stop in pairwise(bounds) if stop > start]
 
 

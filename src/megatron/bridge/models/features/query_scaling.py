@@ -12,7 +12,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
 from megatron.bridge.backends.attention import context_parallel
-from megatron.bridge.backends.attention.block_mask import PackedSegment, segments
+from megatron.bridge.backends.attention.block_mask import PackedSegment, packed_segments
 from megatron.bridge.utils.errors import UserError
 
 
@@ -54,8 +54,7 @@ def _scale_queries(attention: SelfAttention, beta: float, length: int) -> Any:
 def _positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Tensor:
     """Positions of this rank's queries [s, b, h, d], or packed [t, h, d], counted from each sequence's start."""
     if packed is not None and packed.qkv_format == "thd":
-        padded = packed.cu_seqlens_q_padded
-        parts = segments(packed.cu_seqlens_q.tolist(), None if padded is None else padded.tolist())
+        parts = packed_segments(packed)[0]
         group, first = packed.cp_group if packed.local_cp_size is not None else group, 0
     else:
         total = query.size(0) * _size(group)
