@@ -40,7 +40,7 @@ def tested_layouts() -> dict[str, list[str]]:
 
     found: dict[str, set[str]] = {}
     for row in (*ROWS.values(), *vision.ROWS.values()):
-        found.setdefault(row.model, set()).update(row.layouts, row.four)
+        found.setdefault(row.model, set()).update(row.layouts, row.four, getattr(row, "slow", ()))
     return {name: [layout for layout in LAYOUTS if layout in used] for name, used in found.items()}
 
 

@@ -97,6 +97,18 @@ QWEN3_TOWER = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 1],
 }
+PLAIN_QWEN3_TOWER = {key: value for key, value in QWEN3_TOWER.items() if key != "deepstack_visual_indexes"}
+DELTA_NETS = {
+    **rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
+    "head_dim": 16,
+    # what a state recalls is small, and its norm would make noise of float32 grow, in transformers as well
+    "rms_norm_eps": 1e-2,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 INTERLEAVED = rope(mrope_section=[2, 1, 1], mrope_interleaved=True)
 GLM_TOWER = {
     "depth": 2,
@@ -153,6 +165,42 @@ MORE = (
         mrope={"merge": 2, "split_frames": True},
         **MROPE_TYPES,
         layouts=("tp2", "pp2", "ep2"),
+    ),
+    VisionRow(
+        "qwen3_5_vl",
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **DELTA_NETS, "full_attention_interval": 2},
+            "vision_config": PLAIN_QWEN3_TOWER,
+            **TOKENS,
+        },
+        image=patches,
+        video=video_by_frames,
+        mrope={"merge": 2, "split_frames": True},
+        **MROPE_TYPES,
+        layouts=("tp2", "pp2"),
+    ),
+    VisionRow(
+        "qwen3_5_moe_vl",
+        "Qwen3_5MoeForConditionalGeneration",
+        {
+            "text_config": {
+                **{key: value for key, value in TEXT.items() if key != "intermediate_size"},
+                **DELTA_NETS,
+                "full_attention_interval": 4,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+                "shared_expert_intermediate_size": 28,
+            },
+            "vision_config": PLAIN_QWEN3_TOWER,
+            **TOKENS,
+        },
+        image=patches,
+        video=video_by_frames,
+        mrope={"merge": 2, "split_frames": True},
+        **MROPE_TYPES,
+        layouts=("ep2",),
     ),
     VisionRow(
         "glm4v",

@@ -7,6 +7,7 @@ from tests.families import harness
 from tests.families.rows import ROWS
 
 TWO = [(row.name, layout) for row in ROWS.values() for layout in row.layouts]
+TWO += [pytest.param(row.name, layout, marks=pytest.mark.slow) for row in ROWS.values() for layout in row.slow]
 FOUR = [(row.name, layout) for row in ROWS.values() for layout in row.four]
 
 

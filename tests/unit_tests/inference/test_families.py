@@ -15,7 +15,15 @@ from tests.families.rows import ROWS
 MIXED = ("llama_tied", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h_experts", "lfm2")
 
 
-@pytest.mark.parametrize("name", ROWS)
+SOME = ("gpt2", "opt", "cohere2", "hunyuan_moe")
+"""Of the brief rows, those whose decoding has something of its own."""
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow if row.brief and name not in SOME else ())
+    for name, row in ROWS.items()
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_texts_of_transformers(family_case, name):
     case = family_case(name)
     problems = decoding.differences(case, "one", decoding.references(case))

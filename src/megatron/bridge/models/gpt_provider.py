@@ -12,8 +12,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.backends.kernels import mtp_loss
 from megatron.bridge.backends.specs import layer_specs
-from megatron.bridge.backends.specs.layer_features import NormPlacement
-from megatron.bridge.models.features import biases, gated_delta_net, multipliers, padding, query_scaling, rope
+from megatron.bridge.backends.specs.layer_features import NormPlacement, ParallelResidual
+from megatron.bridge.models.features import (
+    biases,
+    gated_delta_net,
+    multipliers,
+    padding,
+    positions,
+    query_scaling,
+    rope,
+    routing,
+)
 from megatron.bridge.models.model_provider import ModelProvider, silenced
 from megatron.bridge.utils.errors import UserError
 
@@ -33,6 +42,8 @@ class GPTModelProvider(ModelProvider):
     max_position_embeddings: int | None = None
     """Positions that the architecture claims, which some rope scalings are relative to; None is ``seq_length``."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "rope"
+    position_offset: int = 0
+    """Rows of the table of learned positions above that of the first position, which nothing reads."""
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rope_scaling: bool = False
@@ -59,6 +70,19 @@ class GPTModelProvider(ModelProvider):
     """Norms before attention and MLP (``pre``), after them (``post``), or ``both``."""
     qk_norm_across_heads: bool = False
     """Norm queries and keys over the width of all heads together; ``qk_layernorm`` norms each head."""
+    qk_norm_by_head: bool = False
+    """Norm queries and keys by a LayerNorm with a gain, and no bias, for each head."""
+    qk_norm_after_rope: bool = False
+    """Apply the norms of ``qk_layernorm`` after the rotary embedding."""
+    layernorm_bias: bool = True
+    """LayerNorms have a bias; False leaves it out (``backend='torch'`` only)."""
+    parallel_residual: ParallelResidual | None = None
+    """Attention and MLP both read the input of the layer: through one norm (``shared_norm``) or each through its
+    own (``own_norms``). None lets the MLP read what attention has added to the input."""
+    embedding_dropout: float | None = None
+    """Dropout of the embeddings; None is ``hidden_dropout``."""
+    output_bias: bool = False
+    """The output layer has a bias."""
     embedding_multiplier: float | Literal["sqrt_hidden_size"] = 1.0
     """Multiplies the embeddings; ``sqrt_hidden_size`` is rounded to their precision, as Gemma was trained."""
     residual_multiplier: float = 1.0
@@ -71,8 +95,15 @@ class GPTModelProvider(ModelProvider):
     """Bounds the logits (after scaling) to +-cap by ``cap * tanh(logits / cap)``."""
     attention_bias: bool | None = None
     """False removes the attention's biases where ``add_bias_linear`` is on; None leaves them."""
+    attention_output_bias: bool | None = None
+    """The same for the output projection of attention alone; True adds its bias where no linear layer has one."""
     mlp_bias: bool | None = None
     """The same for the feed-forward layers."""
+    moe_router_norm_topk: bool = True
+    """The sigmoids of the chosen experts are divided by their sum; False leaves them as they are."""
+    moe_router_norm_min: float | None = None
+    """Scores are a softmax over all experts; a correction, trained without gradients, helps to choose, and what is
+    chosen is divided by its sum, or by this number where the sum is smaller. None has no such correction."""
     short_conv_layers: list[int] | None = None
     """1 for each layer with a gated short convolution in the place of attention, over ``linear_conv_kernel_dim``
     tokens; None has none."""
@@ -116,6 +147,8 @@ class GPTModelProvider(ModelProvider):
         self._check_layer_lists()
         self._check_expert_biases()
         gated_delta_net.check(self)
+        positions.check(self)
+        routing.check(self)
         # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
         self.hetereogenous_dist_checkpoint |= self.short_conv_layers is not None
         self._unpadded_heads = self.unpadded_heads
@@ -170,12 +203,18 @@ class GPTModelProvider(ModelProvider):
         return {
             "config": self,
             "vocab_size": self.padded_vocab_size,
-            "max_sequence_length": self.seq_length,
+            "max_sequence_length": self._positions,
             "pre_process": first if pre_process is None else pre_process,
             "post_process": last if post_process is None else post_process,
             "vp_stage": vp_stage,
             **{name: getattr(self, name) for name in same},
         }
+
+    @property
+    def _positions(self) -> int:
+        """Rows of the table of learned positions; elsewhere only the length of the training."""
+        learned = self.position_embedding_type == "learned_absolute" and self.max_position_embeddings
+        return (self.max_position_embeddings or 0) + self.position_offset if learned else self.seq_length
 
     def edit_layer_spec(self, spec: ModuleSpec) -> ModuleSpec:
         """The spec of a decoder layer as this model has it; called for each layer of each chunk.
@@ -195,8 +234,11 @@ class GPTModelProvider(ModelProvider):
             model: has parameters, without values of a checkpoint yet; ``self`` is the resolved config.
         """
         rope.apply_rope(model, self)
+        positions.apply_offset(model, self)
         query_scaling.apply_query_scaling(model, self)
         biases.apply_biases(model, self)
+        biases.apply_output_bias(model, self)
+        routing.apply_routing(model, self)
         multipliers.apply_multipliers(model, self)
         padding.apply_padding(model, self)
 

@@ -26,6 +26,9 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "experimental_attention_variant": None,
     "norm_placement": "pre",
     "qk_norm_across_heads": False,
+    "qk_norm_by_head": False,
+    "qk_norm_after_rope": False,
+    "parallel_residual": None,
     "residual_multiplier": 1.0,
     "attn_logit_softcapping": None,
 }

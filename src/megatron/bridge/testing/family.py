@@ -40,7 +40,7 @@ def check_family(row: Row, layouts: Iterable[str] | None = None) -> None:
     """
     if torch.cuda.is_available():
         raise UserError("check_family compares float32 on the CPU: run it with CUDA_VISIBLE_DEVICES= (empty)")
-    names = [*row.layouts, *row.four] if layouts is None else list(layouts)
+    names = [*row.layouts, *row.slow, *row.four] if layouts is None else list(layouts)
     if unknown := sorted(set(names) - set(LAYOUTS)):
         raise UserError(f"layouts={', '.join(unknown)} must be among {', '.join(LAYOUTS)}")
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +77,13 @@ def different_providers(one: Any, other: Any) -> list[str]:
 
 def export_without_a_source(case: ReferenceFiles, output: Path) -> list[str]:
     """What transformers makes of an export that knows only the config."""
-    bridge, model = reference.build(case, "one")
+    return export_without_a_source_of(*reference.build(case, "one"), case, output)
+
+
+def export_without_a_source_of(
+    bridge: AutoBridge, model: list[Any], case: ReferenceFiles, output: Path
+) -> list[str]:
+    """The same of a model that was built."""
     AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(model, output, show_progress=False)
     return _not_as_in_transformers(case, output)
 
@@ -85,9 +91,9 @@ def export_without_a_source(case: ReferenceFiles, output: Path) -> list[str]:
 def _not_as_in_transformers(case: ReferenceFiles, path: Path) -> list[str]:
     auto: Any = AutoModelForCausalLM
     hf, loading = auto.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
-    layers = len(hf.get_decoder().layers) if hasattr(hf.get_decoder(), "layers") else 0
+    layers = hf.config.num_hidden_layers
     # layers of multi-token prediction come after the others; transformers has no modules for them
-    beyond = {name for name in loading["unexpected_keys"] if layers and f"layers.{layers}." in name}
+    beyond = {name for name in loading["unexpected_keys"] if f"layers.{layers}." in name}
     found = {**loading, "unexpected_keys": loading["unexpected_keys"] - beyond}
     problems = [f"transformers loads an export without a source with {k}: {v}" for k, v in found.items() if v]
     with torch.no_grad():

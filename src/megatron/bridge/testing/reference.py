@@ -262,7 +262,11 @@ def gradients_for_weights(model: list[Any]) -> None:
 
 def numbers_and_bytes(case: ReferenceFiles, layout: str, output: Path) -> list[str]:
     """Runs on every rank: what differs from the reference under ``layout``, one line each."""
-    bridge, model = build(case, layout, ddp=True)
+    return numbers_and_bytes_of(*build(case, layout, ddp=True), case, output)
+
+
+def numbers_and_bytes_of(bridge: AutoBridge, model: list[Any], case: ReferenceFiles, output: Path) -> list[str]:
+    """The same of a model that was built; its weights are its gradients afterwards."""
     bridge.save_hf_pretrained(model, output, show_progress=False)
     problems = different_files(case, output)
     rank, size = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())

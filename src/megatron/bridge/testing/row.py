@@ -22,6 +22,9 @@ class Row:
             that divides by nothing, windows shorter than the test's 40 tokens, biases where the family has them).
         layouts: names in ``reference.LAYOUTS`` that run on two processes.
         four: the same, on four processes.
+        slow: layouts on two processes that only slow tests try.
+        brief: everything on one process is proven with one build of the model, in one test; for families that are
+            made of what other rows prove in full.
         provider: attributes of the provider that the test sets.
         rewrite: rewrites the saved checkpoint in place. If the numbers change by that (quantisation), it returns
             all tensors that the checkpoint stands for now: they become the reference, and what is exported must
@@ -34,6 +37,8 @@ class Row:
     config: dict[str, Any]
     layouts: tuple[str, ...] = ("tp2", "pp2", "vp2")
     four: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+    brief: bool = False
     provider: dict[str, Any] = field(default_factory=dict)
     rewrite: Rewrite | None = None
     seed: int = 0

@@ -61,18 +61,52 @@ class RMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """``(x - mean(x)) / sqrt(var(x) + eps) * gain + bias``, in the dtype of the weight."""
+    """``(x - mean(x)) / sqrt(var(x) + eps) * gain + bias``, in the dtype of the weight.
+
+    ``layernorm_bias=False`` in the config leaves the bias out.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps)
-        self.bias = _replicated(config, hidden_size)
-        torch.nn.init.zeros_(self.bias)
+        self.bias = _replicated(config, hidden_size) if getattr(config, "layernorm_bias", True) else None
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gain, bias = self._gain(), self.bias
         if gain.dtype != x.dtype:
-            gain, bias, x = gain.float(), bias.float(), x.float()
+            gain, bias, x = gain.float(), None if bias is None else bias.float(), x.float()
         return F.layer_norm(x, (x.shape[-1],), gain, bias, self.eps).to(self.weight.dtype)
+
+
+class ByHeadNorm(torch.nn.Module):
+    """LayerNorm over the width of each attention head, with a gain [heads, width] that is cut like the heads.
+
+    Args:
+        config: Gives head width, epsilon and dtype.
+        heads: Number of heads of all ranks, with padding.
+        group: The tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, heads: int, group: torch.distributed.ProcessGroup) -> None:
+        super().__init__()
+        assert config.kv_channels is not None, "Megatron-Core derives kv_channels from the hidden size"
+        self.config = config  # conversion reads the number of heads from it
+        self.group = group
+        flat = _parameter(config, heads // group.size() * config.kv_channels)
+        self.weight = torch.nn.Parameter(flat.data.view(-1, config.kv_channels))
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        torch.nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize ``x`` [..., heads of this rank, head width]."""
+        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.config.layernorm_epsilon)
+        return (normed * self.weight.float()).to(self.weight.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        return _cut_like_heads(self, prefix, sharded_offsets, metadata)
 
 
 class AcrossHeadsNorm(torch.nn.Module):
@@ -115,14 +149,18 @@ class AcrossHeadsNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        return _cut_like_heads(self, prefix, sharded_offsets, metadata)
+
+
+def _cut_like_heads(norm: Any, prefix: str, sharded_offsets: tuple, metadata: dict | None) -> dict[str, Any]:
+    return make_sharded_tensors_for_checkpoint(
+        norm.state_dict(prefix="", keep_vars=True),
+        prefix,
+        {"weight": 0},
+        sharded_offsets,
+        tp_group=norm.group,
+        dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+    )
 
 
 def _replicated(config: TransformerConfig, size: int) -> torch.nn.Parameter:

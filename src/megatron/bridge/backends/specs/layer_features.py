@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer features that Megatron-Core's layer specs lack, added to a spec of either backend.
 
-A provider declares them in four fields:
+A provider declares them in these fields:
 
 * ``norm_placement``: norms before attention and MLP (``pre``), after them (``post``), or both (``both``).
 * ``residual_multiplier``: scales the outputs of attention and MLP before they are added to the residual stream.
 * ``qk_norm_across_heads``: queries and keys are normalized over the width of all heads together.
+* ``parallel_residual``: attention and MLP both read the input of the layer, and both outputs are added to it.
+* ``qk_norm_by_head``: a LayerNorm of queries and keys with a gain of its own for each head.
+* ``qk_norm_after_rope``: queries and keys are normalized after the rotary embedding.
 * ``attn_logit_softcapping``: Transformer Engine has none, so its layers get the attention of the torch backend.
 """
 
@@ -22,13 +25,16 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
-from megatron.bridge.backends.kernels.norms import AcrossHeadsNorm
+from megatron.bridge.backends.kernels.norms import AcrossHeadsNorm, ByHeadNorm
+from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
 
 NormPlacement = Literal["pre", "post", "both"]
+
+ParallelResidual = Literal["shared_norm", "own_norms"]
 
 Residual = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 
@@ -46,16 +52,23 @@ def add_features(
     Raises:
         UserError: features exclude each other, or the kind of attention does not support them.
     """
-    _check(config)
+    _check(config, provider)
     layers = [_with_features(spec, config, provider) for spec in block.layer_specs or []]
     return dataclasses.replace(block, layer_specs=layers)
 
 
-def _check(config: TransformerConfig) -> None:
+def _check(config: TransformerConfig, provider: BackendSpecProvider) -> None:
     placement = getattr(config, "norm_placement", "pre")
     if placement not in get_args(NormPlacement):
         raise UserError(f"norm_placement={placement!r}: choose one of {', '.join(get_args(NormPlacement))}")
-    if not getattr(config, "qk_norm_across_heads", False):
+    _check_parallel_residual(config, placement)
+    _check_bias_free(config, provider)
+    across, by_head, late = (getattr(config, f"qk_norm_{name}", False) for name in _QK_NORMS)
+    if by_head and (across or late or config.qk_layernorm):
+        raise UserError("qk_norm_by_head=True excludes the other norms of queries and keys: set only one")
+    if late and not config.qk_layernorm:
+        raise UserError("qk_norm_after_rope=True has no norms to apply: set model.qk_layernorm=True")
+    if not across:
         return
     if config.qk_layernorm or config.qk_l2_norm or config.multi_latent_attention:
         raise UserError(
@@ -69,10 +82,38 @@ def _check(config: TransformerConfig) -> None:
         )
 
 
+_QK_NORMS = ("across_heads", "by_head", "after_rope")
+
+
+def _check_parallel_residual(config: TransformerConfig, placement: str) -> None:
+    parallel = getattr(config, "parallel_residual", None)
+    if parallel not in (None, *get_args(ParallelResidual)):
+        raise UserError(
+            f"parallel_residual={parallel!r}: choose one of {', '.join(get_args(ParallelResidual))}, or None"
+        )
+    if parallel and placement != "pre":
+        raise UserError(
+            f"parallel_residual={parallel!r} excludes norm_placement={placement!r}: set model.norm_placement='pre'"
+        )
+
+
+def _check_bias_free(config: TransformerConfig, provider: BackendSpecProvider) -> None:
+    if not getattr(config, "layernorm_bias", True) and not isinstance(provider, TorchSpecProvider):
+        raise UserError(
+            "layernorm_bias=False does not work with backend='transformer_engine', whose LayerNorm has a bias: "
+            "set model.backend='torch'"
+        )
+
+
 def _with_features(spec: ModuleSpec, config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
     layer = spec.submodules
     assert isinstance(layer, TransformerLayerSubmodules), spec
     edits: dict[str, Any] = {"self_attention": _attention(layer.self_attention, config)}
+    parallel = getattr(config, "parallel_residual", None)
+    if parallel == "shared_norm":
+        edits |= _with_one_norm(dataclasses.replace(layer, **edits), provider)
+    if parallel:
+        spec = dataclasses.replace(spec, module=_PARALLEL_LAYERS[parallel])
     placement = getattr(config, "norm_placement", "pre")
     if placement == "post":
         edits |= _without_norms(dataclasses.replace(layer, **edits), provider)
@@ -91,7 +132,17 @@ def _attention(spec: Any, config: TransformerConfig) -> Any:
         )
     if getattr(config, "qk_norm_across_heads", False):
         spec = dataclasses.replace(spec, module=AcrossHeadsNormAttention)
+    if getattr(config, "qk_norm_by_head", False):
+        spec = dataclasses.replace(spec, module=ByHeadNormAttention)
+    if getattr(config, "qk_norm_after_rope", False):
+        spec = dataclasses.replace(spec, module=LateNormAttention)
     return spec
+
+
+def _with_one_norm(layer: TransformerLayerSubmodules, provider: BackendSpecProvider) -> dict[str, Any]:
+    """Edits that leave one norm, a module of its own, for attention and MLP."""
+    edits = _without_norms(layer, provider)
+    return {**edits, "input_layernorm": provider.layer_norm(), "sharded_state_dict_keys_map": {}}
 
 
 def _without_norms(layer: TransformerLayerSubmodules, provider: BackendSpecProvider) -> dict[str, Any]:
@@ -137,6 +188,77 @@ class ResidualAdd(torch.nn.Module):
             return add((x if self.scale == 1.0 else x * self.scale, None), residual, dropout)
 
         return to_residual
+
+
+class ParallelResidualLayer(TransformerLayer):
+    """A decoder layer whose attention and MLP read the same input: x + attention(norm(x)) + mlp(own_norm(x)).
+
+    Megatron-Core lets the norm before the MLP return the residual stream beside its output; here the norm reads
+    the input of the layer, and the stream already holds the output of attention.
+    """
+
+    _input: torch.Tensor | None = None
+
+    def _forward_attention(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._input = hidden_states
+        return super()._forward_attention(hidden_states, *args, **kwargs)
+
+    def _forward_pre_mlp_layernorm(self, hidden_states: torch.Tensor) -> Any:
+        given, self._input = self._input, None
+        assert given is not None, "attention comes before the MLP"
+        return self._normed(given), hidden_states
+
+    def _normed(self, given: torch.Tensor) -> Any:
+        return super()._forward_pre_mlp_layernorm(given)
+
+
+class SharedNormLayer(ParallelResidualLayer):
+    """The same with one norm for both: x + attention(norm(x)) + mlp(norm(x))."""
+
+    def _normed(self, given: torch.Tensor) -> Any:
+        # computed again: where norms are recomputed, attention's copy of the output is gone by now
+        norm: Any = self.input_layernorm
+        return norm(given)
+
+
+_PARALLEL_LAYERS = {"own_norms": ParallelResidualLayer, "shared_norm": SharedNormLayer}
+
+
+class ByHeadNormAttention(SelfAttention):
+    """Attention with a LayerNorm of queries and keys that has a gain, and no bias, for each head."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
+    ) -> None:
+        # no norms of the spec: they are per head, and their gradients are summed over tensor-parallel ranks
+        super().__init__(
+            config, dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None), *args, **kwargs
+        )
+        groups = config.num_query_groups or config.num_attention_heads
+        for role, heads in zip("qk", (config.num_attention_heads, groups), strict=True):
+            setattr(self, f"{role}_layernorm", ByHeadNorm(config, heads, self.pg_collection.tp))
+
+
+class LateNormAttention(SelfAttention):
+    """Attention with queries and keys that are normalized after the rotary embedding.
+
+    The norms are called ``late_q_layernorm`` and ``late_k_layernorm``: Megatron-Core sums the gradients of
+    whatever has ``q_layernorm`` in its name over the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        for name in ("q_layernorm", "k_layernorm"):
+            setattr(self, f"late_{name}", getattr(self, name))
+            setattr(self, name, None)
+        self.get_submodule("core_attention").register_forward_pre_hook(self._normalize)
+
+    def _normalize(self, _: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        query, key, *others = inputs
+        norms: Any = self.late_q_layernorm, self.late_k_layernorm
+        return norms[0](query), norms[1](key), *others
 
 
 class AcrossHeadsNormAttention(SelfAttention):

@@ -8,3 +8,8 @@ import torch.nn.functional as F
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """GELU by its tanh approximation, Hugging Face's ``gelu_pytorch_tanh``."""
     return F.gelu(x, approximate="tanh")
+
+
+def gelu_new(x: torch.Tensor) -> torch.Tensor:
+    """The same function under the name that GPT-2 and Phi have for it."""
+    return F.gelu(x, approximate="tanh")

@@ -8,21 +8,34 @@ two; a bias that must not be there is removed after the model was built, so it i
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron.bridge.utils.errors import UserError
 
+_PARTS = {
+    "attention_bias": ("linear_qkv", "linear_proj"),
+    "attention_output_bias": ("linear_proj",),
+    "mlp_bias": ("linear_fc1", "linear_fc2"),
+}
+"""Switch -> the linear layers that it is about."""
+
 
 def apply_biases(model: Any, config: Any) -> None:
-    """Remove the biases that ``config.attention_bias`` or ``config.mlp_bias`` switch off.
+    """Remove the biases that the switches of ``_PARTS`` in ``config`` turn off.
 
     Raises:
         UserError: a switch asks for biases that ``add_bias_linear=False`` leaves out, or the layers cannot do
             without the bias that they were built with.
     """
-    for name in ("attention_bias", "mlp_bias"):
+    if config.attention_output_bias and not config.add_bias_linear:
+        _add_to_output_projections(model, config)
+    for name in _PARTS:
         wanted = getattr(config, name)
+        if name == "attention_output_bias" and wanted:
+            continue
         if wanted and not config.add_bias_linear:
             raise UserError(
                 f"{name}=True has no effect with add_bias_linear=False: set model.add_bias_linear=True"
@@ -30,6 +43,30 @@ def apply_biases(model: Any, config: Any) -> None:
         if wanted is False and config.add_bias_linear:
             for linear in _linears(model, name):
                 _remove(linear, name)
+
+
+def _add_to_output_projections(model: nn.Module, config: Any) -> None:
+    for layer in model.modules():
+        if isinstance(layer, TransformerLayer) and hasattr(layer.self_attention, "linear_proj"):
+            linear: Any = layer.self_attention.linear_proj
+            _refuse_transformer_engine(linear, "attention_output_bias")
+            bias: Any = nn.Parameter(torch.zeros_like(linear.weight[:, 0]))
+            bias.sequence_parallel = config.sequence_parallel  # each rank adds it to its own positions
+            bias.allreduce = True
+            linear.bias = bias
+
+
+def apply_output_bias(model: Any, config: Any) -> None:
+    """Give the output layer of ``model`` (a ``GPTModel``) a bias where ``config.output_bias`` asks for one."""
+    output = getattr(model, "output_layer", None)
+    if not config.output_bias or output is None:
+        return
+    like = next(model.parameters())
+    zeros = torch.zeros(output.output_size_per_partition, dtype=config.params_dtype, device=like.device)
+    bias: Any = nn.Parameter(zeros)
+    set_tensor_model_parallel_attributes(bias, True, 0, 1)
+    bias.allreduce = True
+    output.bias = bias
 
 
 def _linears(model: nn.Module, name: str) -> Iterator[nn.Module]:
@@ -41,13 +78,17 @@ def _linears(model: nn.Module, name: str) -> Iterator[nn.Module]:
                 "mlp_bias=False cannot leave out the biases of experts that add_bias_linear=True asks for: use "
                 "add_qkv_bias=True and add_bias_linear=False if only the projections of attention have biases"
             )
-        part = layer.self_attention if name == "attention_bias" else layer.mlp
-        for linear in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
+        part = layer.mlp if name == "mlp_bias" else layer.self_attention
+        for linear in _PARTS[name]:
             if hasattr(part, linear):
                 yield getattr(part, linear)
 
 
 def _remove(linear: nn.Module, name: str) -> None:
+    _refuse_transformer_engine(linear, name)
+    linear.bias = None  # type: ignore[assignment]
+
+
+def _refuse_transformer_engine(linear: nn.Module, name: str) -> None:
     if type(linear).__name__.startswith("TE"):
         raise UserError(f"{name} cannot be set apart with backend='transformer_engine': set model.backend='torch'")
-    linear.bias = None  # type: ignore[assignment]

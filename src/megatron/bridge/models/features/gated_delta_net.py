@@ -13,6 +13,9 @@ from megatron.bridge.utils.errors import UserError
 _OF_ATTENTION: dict[str, Any] = {
     "norm_placement": "pre",
     "qk_norm_across_heads": False,
+    "qk_norm_by_head": False,
+    "qk_norm_after_rope": False,
+    "parallel_residual": None,
     "attn_logit_softcapping": None,
     "multi_latent_attention": False,
 }

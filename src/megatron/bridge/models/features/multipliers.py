@@ -15,7 +15,9 @@ SQRT_HIDDEN_SIZE = "sqrt_hidden_size"
 
 
 def apply_multipliers(model: nn.Module, config: Any) -> None:
-    """Scale the embeddings and the logits of ``model`` (a ``GPTModel``) as ``config`` declares."""
+    """Scale embeddings and logits of ``model`` (a ``GPTModel``), and drop embeddings, as ``config`` says."""
+    if config.embedding_dropout is not None and hasattr(model, "embedding"):
+        model.get_submodule("embedding").embedding_dropout = nn.Dropout(config.embedding_dropout)
     if config.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
         model.get_submodule("embedding.word_embeddings").register_forward_hook(_scale_embeddings(config))
     changes = (config.logits_scaling, config.final_logit_softcapping) != (1.0, None)

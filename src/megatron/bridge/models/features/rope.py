@@ -22,6 +22,10 @@ KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
     "linear": (frozenset({"factor"}), frozenset()),
     "dynamic": (frozenset({"factor"}), frozenset()),
+    "ntk_alpha": (
+        frozenset({"alpha"}),
+        frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
+    ),
     "proportional": (frozenset(), frozenset({"factor"})),
     "llama3": (
         frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
@@ -123,6 +127,8 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         reference: Any = self._reference
+        if self._kind == "ntk_alpha":
+            return _ntk_alpha(reference.rope_parameters, reference.head_dim), 1.0
         with torch.device("cpu"):  # numbers, even while the model is built on the meta device
             return ROPE_INIT_FUNCTIONS[self._kind](reference, None, seq_len=length)
 
@@ -159,6 +165,13 @@ class LayerwiseRotaryEmbedding(nn.Module):
             UserError: always; its kernel takes one table for all layers.
         """
         raise UserError("local_rope_parameters does not work with flash_decode=True: set model.flash_decode=False")
+
+
+def _ntk_alpha(parameters: dict[str, Any], width: int) -> torch.Tensor:
+    """Inverse frequencies [width / 2] of Hunyuan's rule: one larger base, ``rope_theta * alpha^(d / (d - 2))``."""
+    base = parameters["rope_theta"] * parameters["alpha"] ** (width / (width - 2))
+    with torch.device("cpu"):  # numbers, even while the model is built on the meta device
+        return 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float) / width))
 
 
 def apply_rope(model: Any, config: Any) -> None:

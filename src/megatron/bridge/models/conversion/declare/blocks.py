@@ -14,9 +14,11 @@ from megatron.bridge.models.conversion.param_mapping import (
     ConcatenatedQKVMapping,
     GatedMLPMapping,
     GatedQKVMapping,
+    GroupedQKVMapping,
     MegatronParamMapping,
     QKVMapping,
     ReplicatedMapping,
+    SeparatelyGatedQKVMapping,
 )
 
 Block = tuple[MegatronParamMapping, ...]
@@ -35,7 +37,7 @@ def ends(
         AutoMapping("embedding.word_embeddings.weight", embedding),
         ReplicatedMapping(f"decoder.{stack}.weight", f"{norm}.weight"),
         ReplicatedMapping(f"decoder.{stack}.bias", f"{norm}.bias"),
-        AutoMapping("output_layer.weight", head),
+        *linear("output_layer", head.removesuffix(".weight")),
     )
 
 
@@ -43,10 +45,12 @@ def attention(
     layers: str = "model.layers.*",
     norm: str | None = "input_layernorm",
     output: str = "self_attn.o_proj",
-    qk_norm: bool | str = False,
-    fused: bool = False,
-    gated: bool = False,
+    qk_norm: bool | str | tuple[str, str] = False,
+    fused: bool | str = False,
+    gated: bool | str = False,
     names: str = "self_attn",
+    grouped: bool = False,
+    turned: bool = False,
 ) -> Block:
     """Attention, and the normalisation before it.
 
@@ -54,15 +58,19 @@ def attention(
         layers: Hugging Face's name of a layer.
         norm: the normalisation before the attention; None where there is none.
         output: the output projection.
-        qk_norm: queries and keys are normalised, by ``q_norm`` and ``k_norm``, or ``q_`` and ``k_`` what is given.
-        fused: queries, keys and values are one tensor, ``qkv_proj``.
-        gated: the query projection makes gates on the output as well.
+        qk_norm: queries and keys are normalised, by ``q_norm`` and ``k_norm``, by ``q_`` and ``k_`` what is given,
+            or after the rotary embedding by the two that are given.
+        fused: queries, keys and values are one tensor, ``qkv_proj`` or what is given.
+        gated: the query projection makes gates on the output as well; or the name of a projection that does.
         names: Hugging Face's name of attention in a layer.
+        grouped: the one tensor has the queries, the key and the value of one group after the other, not all
+            queries first.
+        turned: matrices are stored as [in, out].
     """
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
     block: Block = (
-        *_qkv(f"{ours}.linear_qkv", theirs, fused, gated),
-        *linear(f"{ours}.linear_proj", f"{layers}.{output}"),
+        *_qkv(f"{ours}.linear_qkv", theirs, fused, gated, grouped, turned),
+        *linear(f"{ours}.linear_proj", f"{layers}.{output}", turned),
     )
     if norm:
         block += fused_norm("decoder.layers.*.input_layernorm", f"{ours}.linear_qkv", f"{layers}.{norm}")
@@ -70,14 +78,24 @@ def attention(
         return block
     # whole on every rank if it is one head's, cut like the heads if it is over all of them
     name = qk_norm if isinstance(qk_norm, str) else "norm"
-    norms = (AutoMapping(f"{ours}.{role}_layernorm.weight", f"{theirs}.{role}_{name}.weight") for role in "qk")
-    return (*block, *norms)
+    names_of = {role: f"{role}_{name}" for role in "qk"}
+    if isinstance(qk_norm, tuple):
+        ours, names_of = f"{ours}.late_", dict(zip("qk", qk_norm, strict=True))
+    else:
+        ours = f"{ours}."
+    norms = (linear(f"{ours}{role}_layernorm", f"{theirs}.{own}") for role, own in names_of.items())
+    return (*block, *(mapping for pair in norms for mapping in pair))
 
 
-def _qkv(ours: str, theirs: str, fused: bool, gated: bool) -> Block:
+def _qkv(ours: str, theirs: str, fused: bool | str, gated: bool | str, grouped: bool, turned: bool) -> Block:
     if fused:
-        names = ((f"{ours}.{name}", f"{theirs}.qkv_proj.{name}") for name in ("weight", "bias"))
-        return tuple(ConcatenatedQKVMapping(*pair) for pair in names)
+        theirs = f"{theirs}.{'qkv_proj' if fused is True else fused}"
+        one = GroupedQKVMapping if grouped else ConcatenatedQKVMapping
+        weight, bias = (one(f"{ours}.{name}", f"{theirs}.{name}") for name in ("weight", "bias"))
+        return weight.turned() if turned else weight, bias
+    if isinstance(gated, str):
+        roles = {**{role: f"{theirs}.{role}_proj.weight" for role in "qkv"}, "gate": f"{theirs}.{gated}.weight"}
+        return (SeparatelyGatedQKVMapping(f"{ours}.weight", **roles),)
     kind = GatedQKVMapping if gated else QKVMapping
     return tuple(
         kind(f"{ours}.{name}", **{role: f"{theirs}.{role}_proj.{name}" for role in "qkv"})
@@ -92,24 +110,26 @@ def mlp(
     gated: bool = True,
     fused: bool = False,
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    turned: bool = False,
 ) -> Block:
     """Feed-forward layer, and the normalisation before it.
 
     Args:
         layers: Hugging Face's name of a layer.
         norm: the normalisation before the feed-forward layer; None where there is none.
-        names: Hugging Face's name of the feed-forward layer in a layer.
+        names: Hugging Face's name of the feed-forward layer in a layer; empty where its parts lie in the layer.
         gated: there is a gate beside the up projection.
         fused: gate and up projection are one tensor, ``gate_up_proj``.
         projections: Hugging Face's names of gate, up and down projection.
+        turned: matrices are stored as [in, out]; of layers without a gate only.
     """
-    ours, theirs = "decoder.layers.*.mlp", f"{layers}.{names}"
+    ours, theirs = "decoder.layers.*.mlp", f"{layers}.{names}" if names else layers
     gate, up, down = (f"{theirs}.{name}" for name in projections)
     if fused:
         fc1 = _fused_gated(f"{ours}.linear_fc1", f"{theirs}.gate_up_proj")
     else:
-        fc1 = _gated(f"{ours}.linear_fc1", gate, up) if gated else linear(f"{ours}.linear_fc1", up)
-    block = (*fc1, *linear(f"{ours}.linear_fc2", down))
+        fc1 = _gated(f"{ours}.linear_fc1", gate, up) if gated else linear(f"{ours}.linear_fc1", up, turned)
+    block = (*fc1, *linear(f"{ours}.linear_fc2", down, turned))
     if norm:
         block += fused_norm("decoder.layers.*.pre_mlp_layernorm", f"{ours}.linear_fc1", f"{layers}.{norm}")
     return block
@@ -134,9 +154,16 @@ def post_norms(attention: str, mlp: str, layers: str = "model.layers.*") -> Bloc
     )
 
 
-def linear(megatron: str, hf: str) -> Block:
-    """A linear layer that is one tensor on both sides, with or without a bias."""
-    return tuple(AutoMapping(f"{megatron}.{name}", f"{hf}.{name}") for name in ("weight", "bias"))
+def linear(megatron: str, hf: str, turned: bool = False) -> Block:
+    """A linear layer that is one tensor on both sides, with or without a bias.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+        turned: the matrix is stored as [in, out].
+    """
+    weight, bias = (AutoMapping(f"{megatron}.{name}", f"{hf}.{name}") for name in ("weight", "bias"))
+    return weight.turned() if turned else weight, bias
 
 
 def fused_norm(separate: str, linear: str, hf: str) -> Block:

@@ -12,7 +12,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer import utils as transformer_utils
 
 from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.features.activations import gelu_tanh
+from megatron.bridge.models.features.activations import gelu_new, gelu_tanh
 from megatron.bridge.models.features.rope import check_parameters
 from megatron.bridge.utils.errors import UserError
 
@@ -23,6 +23,7 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "swish": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_new": gelu_new,
     "relu": F.relu,
     "relu2": squared_relu,
 }
@@ -30,7 +31,7 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 def _activation(name: Any, config: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
     if name not in _ACTIVATIONS:
-        keys = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+        keys = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function", "activation")
         key = next((key for key in keys if config.get(key) == name), keys[0])
         raise UserError(f"{key}={name!r} is not supported: {', '.join(_ACTIVATIONS)} are")
     return _ACTIVATIONS[name]
@@ -73,6 +74,14 @@ def _partial_rope_back(values: tuple[dict[str, Any] | None, float, float], provi
     return {**_rope_back(values, provider), "partial_rotary_factor": values[2]}
 
 
+def _rope_of_text(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
+    """Without what tells how positions on three axes share the angles: the axes of a text are the same."""
+    own = dict(parameters or {})
+    for key in ("mrope_section", "mrope_interleaved"):
+        own.pop(key, None)
+    return _partial_rope(own, config)
+
+
 def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """The same, and by how much queries grow beyond the length of the first training."""
     own = dict(parameters or {})
@@ -100,6 +109,19 @@ def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
 def _ropes_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
     scaling, base, share, local = values
     return dict(zip(_LAYER_TYPES, (_rope_back((scaling, base, share), None), local), strict=True))
+
+
+def _ntk_alpha(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    own = dict(parameters or {})
+    if own.get("rope_type") == "dynamic" and own.get("alpha"):  # fixed numbers, in spite of the name
+        own["rope_type"] = "ntk_alpha"
+        own.pop("type", None)
+    return _rope(own, config)
+
+
+def _ntk_alpha_back(values: Any, _: Any) -> dict[str, Any]:
+    back = _rope_back(values, None)
+    return {**back, "rope_type": "dynamic"} if back["rope_type"] == "ntk_alpha" else back
 
 
 def _to_scale(scalar: Any, _: Any) -> float:
@@ -141,6 +163,35 @@ def _head_width(width: Any, config: Mapping[str, Any]) -> int:
 def _with_any_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
     """(this bias, whether the model has any): Megatron-Core has one switch, refined by the provider's two."""
     return own, bool(config.get("attention_bias") or config.get("mlp_bias"))
+
+
+def _part_biases(_: Any, config: Mapping[str, Any]) -> tuple[bool | None, ...]:
+    """Values of ``_PART_BIASES``; ``add_bias_linear`` only where needed: not all backends remove a bias."""
+    qkv, out, mlp = (bool(config.get(key)) for key in ("attention_bias", "attention_out_bias", "mlp_bias"))
+    if out and not qkv:
+        raise UserError("attention_out_bias=True needs attention_bias=True: one bias alone is not supported")
+    return (False, True, qkv, out, mlp) if out or mlp else (qkv, False, None, None, None)
+
+
+def _has_bias(*parts: int) -> Callable[[Any, Any], bool]:
+    """Whether none of the switches at ``parts`` of ``_PART_BIASES`` is off."""
+
+    def back(values: tuple[bool | None, ...], _: Any) -> bool:
+        return bool(values[1]) and all(values[part] is not False for part in parts)
+
+    return back
+
+
+def _has_qkv_bias(values: tuple[bool | None, ...], _: Any) -> bool:
+    return bool(values[0]) or _has_bias(2)(values, _)
+
+
+def _inverse(scale: float | None, _: Any) -> float:
+    return 1.0 / scale if scale else 1.0
+
+
+def _inverse_back(divisor: float, _: Any) -> float:
+    return float(f"{1.0 / divisor:.15g}")  # the number that was written, not its last bit
 
 
 def _first(values: tuple[Any, ...], _: Any) -> Any:
@@ -185,6 +236,20 @@ def _switched_layers(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     return _windowed(kinds, config)
 
 
+def _windowed_rope(kinds: list[str], config: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    windowed = _windowed(kinds, config)
+    return windowed, [int(not window) for window in windowed]
+
+
+def _windowed_rope_if_any(kinds: list[str], config: Mapping[str, Any]) -> tuple[list[int], list[int] | None]:
+    windowed, without = _windowed_rope(kinds, config)
+    return windowed, without if config.get("sliding_window") else None
+
+
+def _windowed_rope_back(values: tuple[Any, Any], provider: Any) -> list[str]:
+    return _windowed_back(values[0], provider)
+
+
 def _windowed_back(pattern: Any, provider: Any) -> list[str]:
     windowed = cast(Any, transformer_utils).is_layer_window_attention
     layers = range(1, provider.num_layers + 1)
@@ -209,6 +274,9 @@ ROPE = Field(
 PARTIAL_ROPE = replace(ROPE, to=_partial_rope, back=_partial_rope_back)
 """A share of each head is rotated, ``partial_rotary_factor``; the others rotate whole heads."""
 
+PARTIAL_ROPE_OF_TEXT = replace(PARTIAL_ROPE, to=_rope_of_text)
+"""The same in a model with images, which may say how positions on three axes share the angles."""
+
 LAYER_ROPE = Field(
     "rope_parameters",
     ("rope_parameters", "rotary_base", "rotary_percent", "local_rope_parameters"),
@@ -216,6 +284,9 @@ LAYER_ROPE = Field(
     back=_ropes_back,
 )
 """One rotary embedding for layers with a window and one for those without."""
+
+NTK_ALPHA_ROPE = replace(ROPE, to=_ntk_alpha, back=_ntk_alpha_back)
+"""A rotary embedding whose kind ``dynamic`` is Hunyuan's: a base that ``alpha`` makes larger."""
 
 SCALED_QUERY_ROPE = Field(
     "rope_parameters",
@@ -256,6 +327,21 @@ BIASES: tuple[Field, ...] = (
 )
 """Attention (output projection included) and feed-forward biases, each on its own switch."""
 
+_PART_BIASES = ("add_qkv_bias", "add_bias_linear", "attention_bias", "attention_output_bias", "mlp_bias")
+
+PART_BIASES: tuple[Field, ...] = (
+    Field("attention_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_qkv_bias),
+    Field("attention_out_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(2, 3)),
+    Field("mlp_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(4)),
+)
+"""Biases of queries, keys and values; of the output projection; of the feed-forward layer."""
+
+ALL_BIASES = Field("use_bias", "add_bias_linear", default=False)
+"""One switch for the biases of attention and feed-forward layer."""
+
+LOGIT_SCALE = Field("logit_scale", "logits_scaling", default=1.0, to=_inverse, back=_inverse_back)
+"""What the logits are multiplied by; the provider divides them."""
+
 ONLY_QKV_BIAS: dict[str, Any] = {"add_qkv_bias": True, "add_bias_linear": False}
 """Queries, keys and values have a bias, always, and nothing else has."""
 
@@ -268,6 +354,14 @@ WINDOW = Field("sliding_window", "window_size", default=None, to=_window, back=_
 LAYER_TYPES = Field("layer_types", "window_attn_skip_freq", to=_windowed, back=_windowed_back)
 """Which layers have the window."""
 
+WINDOWED_ROPE = Field(
+    "layer_types", ("window_attn_skip_freq", "no_rope_freq"), to=_windowed_rope, back=_windowed_rope_back
+)
+"""The same, where only layers with a window have a rotary embedding."""
+
+WINDOWED_ROPE_IF_ANY = replace(WINDOWED_ROPE, to=_windowed_rope_if_any)
+"""The same, but every layer has a rotary embedding where ``sliding_window`` is null."""
+
 WINDOWS: tuple[Field, ...] = (WINDOW, LAYER_TYPES)
 """A window in the layers that ``layer_types`` names."""
 
@@ -277,6 +371,9 @@ SWITCHED_WINDOWS: tuple[Field, ...] = (
     Field("layer_types", "window_attn_skip_freq", to=_switched_layers, back=_windowed_back),
 )
 """The same, behind a switch."""
+
+NORM_EPS = Field("layer_norm_eps", "layernorm_epsilon", default=1e-5)
+"""The epsilon of architectures with LayerNorms."""
 
 LLAMA_LIKE: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -288,3 +385,6 @@ LLAMA_LIKE: dict[str, Any] = {
     "make_vocab_size_divisible_by": 1,
 }
 """What these architectures imply and do not spell."""
+
+LAYER_NORM_LIKE: dict[str, Any] = {**LLAMA_LIKE, "normalization": "LayerNorm", "layernorm_bias": True}
+"""The same with LayerNorms."""

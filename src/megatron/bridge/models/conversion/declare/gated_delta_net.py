@@ -14,6 +14,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     GDNConv1dMapping,
     GDNLinearMapping,
     ReplicatedMapping,
+    SplitGDNLinearMapping,
 )
 from megatron.bridge.utils.errors import UserError
 
@@ -58,18 +59,18 @@ DELTA_NET: tuple[Field, ...] = (
 """Which layers have a gated delta net, and its sizes."""
 
 
-def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm") -> Block:
+def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm", split: bool = False) -> Block:
     """A gated delta net; the normalisation before it is named by ``attention`` where it is a module of its own.
 
     Args:
         layers: Hugging Face's name of a layer.
         norm: the normalisation before it.
+        split: the input projection is four tensors, not two that are grouped by key head.
     """
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.linear_attn"
+    kind, roles = (SplitGDNLinearMapping, ("qkv", "z", "b", "a")) if split else (GDNLinearMapping, ("qkvz", "ba"))
     return (
-        GDNLinearMapping(
-            f"{ours}.in_proj.weight", qkvz=f"{theirs}.in_proj_qkvz.weight", ba=f"{theirs}.in_proj_ba.weight"
-        ),
+        kind(f"{ours}.in_proj.weight", **{role: f"{theirs}.in_proj_{role}.weight" for role in roles}),
         ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
         GDNConv1dMapping(f"{ours}.conv1d.weight", f"{theirs}.conv1d.weight"),
         AutoMapping(f"{ours}.A_log", f"{theirs}.A_log"),

@@ -8,6 +8,7 @@ Experts are parameters of one grouped layer (``experts.linear_fc1.weight3``) or 
 from megatron.bridge.models.conversion.declare.blocks import Block, mlp
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
+    ConcatenatedGatedMLPMapping,
     GatedMLPMapping,
     MegatronParamMapping,
     ReplicatedMapping,
@@ -51,6 +52,28 @@ def experts(
     )
 
 
+def stacked_experts(
+    names: str,
+    up: str = "gate_up_proj",
+    down: str = "down_proj",
+    layers: str = "model.layers.*",
+    turned: bool = False,
+) -> Block:
+    """Experts that two tensors of a layer hold together, gate and up projection in one.
+
+    Args:
+        names: Hugging Face's name of what has the tensors in a layer.
+        up: its tensor of gates and up projections.
+        down: its tensor of output projections.
+        layers: Hugging Face's name of a layer.
+        turned: an expert's matrix is stored as [in, out].
+    """
+    parent = f"{layers}.{names}"
+    first = (ConcatenatedGatedMLPMapping(name, f"{parent}.{up}") for name in expert_names("linear_fc1"))
+    second = (AutoMapping(name, f"{parent}.{down}") for name in expert_names("linear_fc2"))
+    return tuple(mapping.stacked(turned) for mapping in (*first, *second))
+
+
 def _fc1(name: str, gate: str | None, up: str) -> MegatronParamMapping:
     return GatedMLPMapping(name, gate=gate, up=up) if gate else AutoMapping(name, up)
 
@@ -60,20 +83,22 @@ def router(
     correction: str = "e_score_correction_bias",
     norm: str | None = None,
     layers: str = "model.layers.*",
+    correction_in: str | None = None,
 ) -> Block:
     """The router, with its bias and the correction that it adds to scores only to choose experts.
 
     Args:
         name: Hugging Face's name of the router in a layer.
-        correction: its name of the correction, in the router.
+        correction: its name of the correction, in the router or in ``correction_in``.
         norm: the normalisation before the experts; None where ``mlp``, for the dense layers, names it.
         layers: Hugging Face's name of a layer.
+        correction_in: its name of the module in a layer that has the correction; the router when None.
     """
     theirs = f"{layers}.{name}"
     block: Block = (
         ReplicatedMapping(f"{_LAYER}.router.weight", f"{theirs}.weight"),
         ReplicatedMapping(f"{_LAYER}.router.bias", f"{theirs}.bias"),
-        ReplicatedMapping(f"{_LAYER}.router.expert_bias", f"{theirs}.{correction}"),
+        ReplicatedMapping(f"{_LAYER}.router.expert_bias", f"{layers}.{correction_in or name}.{correction}"),
     )
     if norm is None:
         return block
@@ -85,6 +110,7 @@ def shared_experts(
     gate: str | None = None,
     layers: str = "model.layers.*",
     gated: bool = True,
+    fused: tuple[str, str] | None = None,
 ) -> Block:
     """The experts that every token passes, as one feed-forward layer.
 
@@ -93,8 +119,14 @@ def shared_experts(
         gate: its name of the gate on their output, in a layer; None without one.
         layers: Hugging Face's name of a layer.
         gated: there is a gate beside the up projection.
+        fused: names of the tensor of gate and up projection and of the output projection.
     """
     parent, theirs = f"{_LAYER}.shared_experts", f"{layers}.{name}"
+    if fused:
+        return (
+            ConcatenatedGatedMLPMapping(f"{parent}.linear_fc1.weight", f"{theirs}.{fused[0]}.weight"),
+            AutoMapping(f"{parent}.linear_fc2.weight", f"{theirs}.{fused[1]}.weight"),
+        )
     gates = f"{theirs}.gate_proj.weight" if gated else None
     block: Block = (
         _fc1(f"{parent}.linear_fc1.weight", gates, f"{theirs}.up_proj.weight"),

@@ -24,13 +24,16 @@ def _top(count: Any, config: Mapping[str, Any]) -> int:
     return count
 
 
-def _enough(key: str) -> Callable[[Any, Mapping[str, Any]], int]:
+def _enough(key: str, chosen: str) -> Callable[[Any, Mapping[str, Any]], int]:
     def check(count: Any, config: Mapping[str, Any]) -> int:
-        top = config["num_experts_per_tok"]
+        top = config[chosen]
+        for name, value in ((key, count), (chosen, top)):
+            if not isinstance(value, int):
+                raise UserError(f"{name}={value} must be one number for all layers")
         if top < 1:
-            raise UserError(f"num_experts_per_tok={top} must be at least 1, because the config has {key}={count}")
+            raise UserError(f"{chosen}={top} must be at least 1, because the config has {key}={count}")
         if count < top:
-            raise UserError(f"num_experts_per_tok={top} is more than {key}={count}: a token needs as many experts")
+            raise UserError(f"{chosen}={top} is more than {key}={count}: a token needs as many experts")
         return count
 
     return check
@@ -61,8 +64,9 @@ def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> N
     Raises:
         UserError: either of them.
     """
-    if config["n_routed_experts"] % count:
-        raise UserError(f"n_group={count} does not divide n_routed_experts={config['n_routed_experts']}")
+    key = "n_routed_experts" if "n_routed_experts" in config else "num_experts"
+    if config[key] % count:
+        raise UserError(f"n_group={count} does not divide {key}={config[key]}")
     if chosen is not None and chosen > count:
         raise UserError(f"topk_group={chosen} is more than there are: n_group={count}")
 
@@ -92,19 +96,42 @@ def _as_frequency(pattern: list[int]) -> int | list[int]:
     return pattern if 0 in pattern else 1
 
 
-def _after_dense(dense: Any, config: Mapping[str, Any]) -> int | list[int]:
+def dense_before_sparse(key: str) -> Field:
+    """A field for the number of dense layers at the start."""
+
+    def after(dense: Any, config: Mapping[str, Any]) -> int | list[int]:
+        layers = config["num_hidden_layers"]
+        if not 0 <= dense < layers:
+            raise UserError(f"{key}={dense} leaves none of the {layers} layers for experts")
+        return _as_frequency([int(layer >= dense) for layer in range(layers)])
+
+    def before(_: Any, provider: Any) -> int:
+        pattern = moe_pattern(provider)
+        dense = pattern.index(1)
+        if 0 in pattern[dense:]:
+            raise UserError(f"moe_layer_freq has dense layers after sparse ones: {key} cannot say so")
+        return dense
+
+    return Field(key, "moe_layer_freq", default=0, to=after, back=before)
+
+
+def _between(_: Any, config: Mapping[str, Any]) -> int | list[int]:
+    """Every ``moe_layer_interval``-th layer from the start index to the end index has experts."""
+    first, last, step = (config[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval"))
     layers = config["num_hidden_layers"]
-    if not 0 <= dense < layers:
-        raise UserError(f"first_k_dense_replace={dense} leaves none of the {layers} layers for experts")
-    return _as_frequency([int(layer >= dense) for layer in range(layers)])
+    last = last if last >= 0 else layers - 1
+    pattern = [int((layer + 1) % step == 0 and first <= layer <= last) for layer in range(layers)]
+    if 1 not in pattern:
+        raise UserError(f"moe_layer_start_index={first} and moe_layer_end_index={last} leave no layer for experts")
+    return _as_frequency(pattern)
 
 
-def _dense_before(_: Any, provider: Any) -> int:
-    pattern = moe_pattern(provider)
-    dense = pattern.index(1)
-    if 0 in pattern[dense:]:
-        raise UserError("moe_layer_freq has dense layers after sparse ones: first_k_dense_replace cannot say so")
-    return dense
+def _first_sparse(_: Any, provider: Any) -> int:
+    return moe_pattern(provider).index(1)
+
+
+def _last_sparse(_: Any, provider: Any) -> int:
+    return provider.num_layers - 1 - moe_pattern(provider)[::-1].index(1)
 
 
 def _sparse(_: Any, config: Mapping[str, Any]) -> int | list[int]:
@@ -129,11 +156,13 @@ def _exceptions(_: Any, provider: Any) -> list[int]:
 # ---- groups that families share ---------------------------------------------------------------------------------
 
 
-def expert_sizes(count: str = "num_experts", width: str = "moe_intermediate_size") -> tuple[Field, ...]:
-    """Number of experts, of those that a token chooses, and their width, under the architecture's own keys."""
+def expert_sizes(
+    count: str = "num_experts", width: str = "moe_intermediate_size", chosen: str = "num_experts_per_tok"
+) -> tuple[Field, ...]:
+    """Number of experts, their width, and how many a token chooses, under the architecture's own keys."""
     return (
-        Field(count, "num_moe_experts", to=_enough(count)),
-        Field("num_experts_per_tok", "moe_router_topk", to=_top),
+        Field(count, "num_moe_experts", to=_enough(count, chosen)),
+        Field(chosen, "moe_router_topk", to=_top),
         Field(width, "moe_ffn_hidden_size"),
     )
 
@@ -149,10 +178,21 @@ DENSE_AMONG_SPARSE: tuple[Field, ...] = (
 )
 """Dense layers by a step and a list of exceptions."""
 
-DENSE_BEFORE_SPARSE = Field(
-    "first_k_dense_replace", "moe_layer_freq", default=0, to=_after_dense, back=_dense_before
-)
+DENSE_BEFORE_SPARSE = dense_before_sparse("first_k_dense_replace")
 """Dense layers at the start."""
+
+SPARSE_BETWEEN: tuple[Field, ...] = (
+    Field("moe_layer_start_index", "moe_layer_freq", to=_between, back=_first_sparse),
+    Field("moe_layer_end_index", "moe_layer_freq", to=_between, back=_last_sparse),
+    Field("moe_layer_interval", "moe_layer_freq", to=_between, back=_step),
+)
+"""Experts in every so many of the layers between two."""
+
+NORM_SIGMOIDS = Field("norm_topk_prob", "moe_router_norm_topk", default=True)
+"""Whether the sigmoids of the chosen experts are divided by their sum."""
+
+ATTENTION_BIAS_OF_EXPERTS = Field("attention_bias", ("add_qkv_bias", "attention_output_bias"), default=False)
+"""All four projections of attention have a bias, and no expert has one."""
 
 SHARED_EXPERTS = Field(
     "n_shared_experts", "moe_shared_expert_intermediate_size", default=None, to=_shared_width, back=_shared_count

@@ -187,10 +187,10 @@ def _stacked(
     task: WeightConversionTask, weights: Mapping[str, Tensor], stacks: dict[str, _Stack]
 ) -> Iterator[tuple[str, Tensor]]:
     """Put an expert's part into its tensors; those that are whole now."""
-    experts: int = task.shard.config.num_moe_experts
+    shapes = task.mapping.hf_shapes(task.shard)
     for name, weight in weights.items():
         if name not in stacks:
-            stacks[name] = _Stack(weight.new_empty((experts, *weight.shape)), experts)
+            stacks[name] = _Stack(weight.new_empty(shapes[name]), shapes[name][0])
         stack = stacks[name]
         stack.whole[task.mapping.expert] = weight
         stack.missing -= 1

@@ -29,7 +29,7 @@ HFPart = tuple[str, int | None]
 HFWeights = Tensor | Mapping[str, Tensor]
 
 # what Megatron may pad to a multiple of the ranks; Hugging Face holds the true rows, or columns, only
-_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+_VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _HEADS = {
     ("self_attention.linear_proj.weight", "row"): "queries",
     ("self_attention.q_layernorm.weight", "column"): "queries",  # a norm over all heads; one head's is not cut
@@ -183,6 +183,12 @@ class MegatronParamMapping(MappingGroups):
         mapping.is_stacked, mapping.transposed = True, transposed
         return mapping
 
+    def turned(self) -> Self:
+        """This mapping for Hugging Face matrices that are stored as [in, out], such as those of ``Conv1D``."""
+        mapping = copy.copy(self)
+        mapping.transposed = True
+        return mapping
+
     def resolve(self, captures: Iterable[str]) -> Self:
         """The mapping of one concrete parameter: wildcards replaced, in order, by ``captures``."""
         values = tuple(captures)
@@ -219,7 +225,8 @@ class MegatronParamMapping(MappingGroups):
             whole = min(whole, getattr(shard.config, "vocab_size", None) or whole)
         for (name, kind), heads in _HEADS.items():
             if self.megatron_param.endswith(name) and shard.kind == kind:
-                whole = min(whole, AttentionHeads.of(shard.config).wide(heads))
+                by_head = kind == "column" and len(shard.shape) > 1  # a row for each head
+                whole = min(whole, AttentionHeads.of(shard.config).wide(heads, by_head))
         yield HFRange(self.hf_param, 0, whole)
 
     def copy_ranges(self, shard: ShardSpec) -> list[CopyRange]:
@@ -331,6 +338,23 @@ class ReplicatedMapping(DirectMapping):
     """The same tensor on both sides, whole on every tensor-parallel rank."""
 
 
+class OneRowMapping(ReplicatedMapping):
+    """A vector that Hugging Face stores as a matrix of one row."""
+
+    def __init__(self, megatron_param: str, hf_param: HFNames) -> None:
+        super().__init__(megatron_param, hf_param)
+        self.is_stacked, self.expert = True, 0
+
+    def resolve(self, captures: Iterable[str]) -> Self:
+        """The mapping of one concrete parameter; no wildcard is the row's number."""
+        values = tuple(captures)
+        return self.renamed(lambda name: substitute(name, values), lambda name: substitute(name, values))
+
+    def hf_shapes(self, shard: ShardSpec) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole Hugging Face tensors."""
+        return {hf: (1, *shape) for hf, shape in self.hf_slice_shapes(shard).items()}
+
+
 class ColumnParallelMapping(MegatronParamMapping):
     """Cut along the output dimension: weight [out / size, in], bias [out / size]."""
 
@@ -373,9 +397,9 @@ class AttentionHeads:
         queries, groups = getattr(config, "unpadded_heads", declared)
         return cls(queries, groups, config.kv_channels or config.hidden_size // queries)
 
-    def wide(self, kind: str) -> int:
-        """Width of all heads that are ``queries``, or of all ``groups``."""
-        return self.width * (self.queries if kind == "queries" else self.groups)
+    def wide(self, kind: str, by_head: bool = False) -> int:
+        """Width of all heads that are ``queries``, or of all ``groups``; their number if ``by_head``."""
+        return (1 if by_head else self.width) * (self.queries if kind == "queries" else self.groups)
 
 
 _MODULE_KINDS: dict[str, ParallelKind] = {

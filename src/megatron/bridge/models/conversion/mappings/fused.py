@@ -53,6 +53,24 @@ class GatedQKVMapping(QKVMapping):
                 yield HFRange(names[role], group * heads.width, heads.width)
 
 
+class SeparatelyGatedQKVMapping(MegatronParamMapping):
+    """The same where the gates on the output of attention have a projection of their own."""
+
+    kind = "column"
+
+    def __init__(self, megatron_param: str, q: str, gate: str, k: str, v: str) -> None:
+        super().__init__(megatron_param, {"q": q, "gate": gate, "k": k, "v": v})
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        """Group after group: the queries of its heads, their gates, its key, its value."""
+        names = cast(dict[str, str], self.hf_param)
+        heads = AttentionHeads.of(shard.config)
+        each = heads.queries // heads.groups * heads.width
+        for group in range(heads.groups):
+            for role, length in (("q", each), ("gate", each), ("k", heads.width), ("v", heads.width)):
+                yield HFRange(names[role], group * length, length)
+
+
 class ConcatenatedQKVMapping(MegatronParamMapping):
     """One Hugging Face tensor with all queries, then all keys, then all values."""
 
@@ -65,6 +83,17 @@ class ConcatenatedQKVMapping(MegatronParamMapping):
         starts = {"q": 0, "k": keys, "v": keys + heads.groups * heads.width}
         for _, start, length in _grouped(heads, "qkv", starts):
             yield HFRange(self.hf_param, start, length)
+
+
+class GroupedQKVMapping(MegatronParamMapping):
+    """One Hugging Face tensor in Megatron's own order: for each group its queries, its key, its value."""
+
+    kind = "column"
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        assert isinstance(self.hf_param, str)
+        heads = AttentionHeads.of(shard.config)
+        yield HFRange(self.hf_param, 0, (heads.queries + 2 * heads.groups) * heads.width)
 
 
 class KVMapping(MegatronParamMapping):

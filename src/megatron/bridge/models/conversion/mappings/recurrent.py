@@ -111,6 +111,27 @@ class GDNLinearMapping(MegatronParamMapping):
                 offsets[role] += length
 
 
+class SplitGDNLinearMapping(MegatronParamMapping):
+    """The same from four tensors, each with one head after the other; ``qkv`` has kind after kind."""
+
+    kind = "column"
+
+    def __init__(self, megatron_param: str, qkv: str, z: str, b: str, a: str) -> None:
+        super().__init__(megatron_param, {"qkv": qkv, "z": z, "b": b, "a": a})
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        """Kind after kind of the first rank, then of the second, and so on."""
+        names, config = cast(dict[str, str], self.hf_param), shard.config
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        heads = config.linear_num_value_heads
+        values = heads * config.linear_value_head_dim
+        kinds = (("qkv", 0, keys), ("qkv", keys, keys), ("qkv", 2 * keys, values), ("z", 0, values))
+        for rank in range(shard.parts):
+            for role, start, length in (*kinds, ("b", 0, heads), ("a", 0, heads)):
+                part = length // shard.parts
+                yield HFRange(names[role], start + rank * part, part)
+
+
 class RMSNorm2ZeroCenteredRMSNormMapping(ReplicatedMapping):
     """A gain that Hugging Face stores as it is and Megatron as its distance from one (``zero_centered_gamma``).
 

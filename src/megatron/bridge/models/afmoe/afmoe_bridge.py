@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arcee's Trinity: gated attention with windows, norms before and after each part, sigmoid routing."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp, post_norms
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOW, WINDOWED_ROPE
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe_fields import (
+    SCALING,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTING,
+    dense_before_sparse,
+    expert_sizes,
+)
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+def _multiplier(scaled: bool, _: Any) -> str | float:
+    return "sqrt_hidden_size" if scaled else 1.0
+
+
+def _is_scaled(multiplier: str | float, _: Any) -> bool:
+    return multiplier != 1.0
+
+
+@register_bridge("AfmoeForCausalLM", model_type="afmoe")
+class AfmoeBridge(DecoderBridge):
+    """Hugging Face's ``AfmoeForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *DENSE,
+        WINDOW,
+        WINDOWED_ROPE,
+        *expert_sizes(),
+        replace(SHARED_EXPERTS, hf="num_shared_experts"),
+        replace(SCALING, hf="route_scale"),
+        dense_before_sparse("num_dense_layers"),
+        Field("mup_enabled", "embedding_multiplier", default=False, to=_multiplier, back=_is_scaled),
+    )
+    fixed = {
+        **LLAMA_LIKE,
+        **SIGMOID_ROUTING,
+        "add_bias_linear": False,
+        "norm_placement": "both",
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+    }
+    irrelevant = {
+        "attention_bias": (False,),
+        "output_router_logits": None,
+        "global_attn_every_n_layers": None,  # it stands in for layer_types, which transformers always fills in
+        "score_func": ("sigmoid",),
+        "route_norm": (True,),
+        **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), (1,)),
+        **dict.fromkeys(("load_balance_coeff", "use_grouped_mm")),
+    }
+    weights = (
+        ends(),
+        attention(qk_norm=True, gated="gate_proj"),
+        mlp(norm="pre_mlp_layernorm"),
+        post_norms("post_attention_layernorm", "post_mlp_layernorm"),
+        router("mlp.router.gate", "expert_bias", correction_in="mlp"),
+        experts(),
+        shared_experts(),
+    )

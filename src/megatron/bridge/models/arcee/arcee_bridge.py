@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AFM: Llama without a gate and with squared ReLU."""
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("ArceeForCausalLM", model_type="arcee")
+class ArceeBridge(DecoderBridge):
+    """Hugging Face's ``ArceeForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (*DENSE, *BIASES)
+    fixed = {**LLAMA_LIKE, "gated_linear_unit": False}
+    weights = (ends(), attention(), mlp(gated=False))

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command R7B and A: Command R with windows; only layers with a window have a rotary embedding."""
+
+from megatron.bridge.models.cohere.cohere_bridge import CohereBridge
+from megatron.bridge.models.conversion.declare.decoder_fields import WINDOW, WINDOWED_ROPE
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+
+
+@register_bridge("Cohere2ForCausalLM", model_type="cohere2")
+class Cohere2Bridge(CohereBridge):
+    """Hugging Face's ``Cohere2ForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (*(field for field in CohereBridge.fields if field.hf != "use_qk_norm"), WINDOW, WINDOWED_ROPE)
+    # published configs have it; transformers reads none of the first two, and makes layer_types of the others
+    irrelevant = {
+        "use_qk_norm": (False,),
+        "use_parallel_block": (True,),
+        **dict.fromkeys(("rotary_pct", "order_of_interleaved_layers", "cache_implementation")),
+        **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern", "position_embedding_type")),
+        **dict.fromkeys(("use_embedding_sharing", "use_gated_activation", "layer_switch")),
+    }

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command R and R+: attention and MLP side by side behind one norm without a bias."""
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import (
+    ATTENTION_BIAS,
+    DENSE,
+    LAYER_NORM_LIKE,
+    LOGIT_SCALE,
+    NORM_EPS,
+)
+from megatron.bridge.models.conversion.declare.fields import Field, override
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("CohereForCausalLM", model_type="cohere")
+class CohereBridge(DecoderBridge):
+    """Hugging Face's ``CohereForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *override(DENSE, NORM_EPS),
+        ATTENTION_BIAS,
+        LOGIT_SCALE,
+        Field("use_qk_norm", "qk_norm_by_head", default=False),
+    )
+    fixed = {
+        **LAYER_NORM_LIKE,
+        "layernorm_bias": False,
+        "parallel_residual": "shared_norm",
+        "rotary_interleaved": True,
+        "mlp_bias": False,
+    }
+    weights = (ends(), attention(qk_norm=True), mlp(norm=None))

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code World Model: Llama with a window in three of four layers."""
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE, WINDOWS
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("CwmForCausalLM", model_type="cwm")
+class CwmBridge(DecoderBridge):
+    """Hugging Face's ``CwmForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (*DENSE, *BIASES[1:], *WINDOWS)
+    fixed = {**LLAMA_LIKE, "attention_bias": False}
+    irrelevant = {"attention_bias": (False,)}
+    weights = (ends(), attention(), mlp())

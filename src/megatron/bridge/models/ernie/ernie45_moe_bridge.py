@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ERNIE 4.5 with experts, 21B-A3B and 300B-A47B: a softmax of which a correction chooses, shared experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.moe_blocks import DENSE_OR_SPARSE
+from megatron.bridge.models.conversion.declare.moe_fields import (
+    AUX_LOSS,
+    DROPLESS,
+    SHARED_EXPERTS,
+    SPARSE_BETWEEN,
+    expert_sizes,
+)
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
+from megatron.bridge.models.conversion.param_mapping import OneRowMapping, ReplicatedMapping
+
+_ROUTER = (
+    ReplicatedMapping("decoder.layers.*.mlp.router.weight", "model.layers.*.mlp.gate.weight"),
+    OneRowMapping(
+        "decoder.layers.*.mlp.router.expert_bias", "model.layers.*.mlp.moe_statics.e_score_correction_bias"
+    ),
+)
+
+
+def _count(width: int | None, provider: Any) -> int:
+    return width // provider.moe_ffn_hidden_size if width else 0
+
+
+@register_bridge("Ernie4_5_MoeForCausalLM", model_type="ernie4_5_moe")
+class Ernie45MoeBridge(DecoderBridge):
+    """Hugging Face's ``Ernie4_5_MoeForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *DENSE,
+        *expert_sizes("moe_num_experts", chosen="moe_k"),
+        replace(SHARED_EXPERTS, hf="moe_num_shared_experts", default=0, back=_count),
+        *SPARSE_BETWEEN,
+        Field("moe_norm_min", "moe_router_norm_min", default=1e-12),
+        AUX_LOSS,
+    )
+    fixed = {
+        **LLAMA_LIKE,
+        **DROPLESS,
+        "rotary_interleaved": True,
+        "add_bias_linear": False,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss",
+    }
+    irrelevant = {
+        "use_bias": (False,),
+        "output_router_logits": None,
+        "moe_use_aux_free": (True,),
+        "moe_gate": ("topk", "top2_fused"),
+        # of the training code, and of the layer of multi-token prediction, which transformers leaves out
+        **dict.fromkeys(("moe_capacity", "num_nextn_predict_layers", "compression_ratio", "rope_scaling")),
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "sinkhorn_2gate")),
+    }
+    weights = (ends(), attention(), *DENSE_OR_SPARSE[:1], _ROUTER, *DENSE_OR_SPARSE[2:])
+    buffers = (*MegatronModelBridge.buffers, "model.mtp_**")

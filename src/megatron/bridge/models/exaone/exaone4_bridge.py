@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EXAONE 4: norms after attention and MLP, rotary embeddings only in layers with a window."""
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp, post_norms
+from megatron.bridge.models.conversion.declare.decoder_fields import (
+    DENSE,
+    LLAMA_LIKE,
+    WINDOW,
+    WINDOWED_ROPE_IF_ANY,
+)
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("Exaone4ForCausalLM", model_type="exaone4")
+class Exaone4Bridge(DecoderBridge):
+    """Hugging Face's ``Exaone4ForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (*DENSE, WINDOW, WINDOWED_ROPE_IF_ANY)
+    fixed = {**LLAMA_LIKE, "norm_placement": "post", "qk_layernorm": True, "add_bias_linear": False}
+    irrelevant = {"sliding_window_pattern": None}  # transformers makes layer_types of it
+    weights = (
+        ends(),
+        attention(norm=None, qk_norm=True),
+        mlp(norm=None),
+        post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+    )

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K-EXAONE: EXAONE 4's attention behind norms before it, DeepSeek-V3's experts."""
+
+from dataclasses import replace
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends
+from megatron.bridge.models.conversion.declare.mla_fields import SPARSE_LAYERS
+from megatron.bridge.models.conversion.declare.moe_blocks import DENSE_OR_SPARSE, router
+from megatron.bridge.models.conversion.declare.moe_fields import (
+    GROUPS,
+    NORM_SIGMOIDS,
+    SCALING,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTING,
+    expert_sizes,
+)
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
+from megatron.bridge.models.exaone.exaone4_bridge import Exaone4Bridge
+
+
+@register_bridge("ExaoneMoeForCausalLM", model_type="exaone_moe")
+class ExaoneMoeBridge(DecoderBridge):
+    """Hugging Face's ``ExaoneMoeForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *Exaone4Bridge.fields,
+        *expert_sizes(),
+        replace(SHARED_EXPERTS, hf="num_shared_experts"),
+        SPARSE_LAYERS,
+        *GROUPS,
+        NORM_SIGMOIDS,
+        SCALING,
+    )
+    fixed = {**Exaone4Bridge.fixed, **SIGMOID_ROUTING, "norm_placement": "pre"}
+    irrelevant = {
+        **Exaone4Bridge.irrelevant,
+        "first_k_dense_replace": None,  # checked by SPARSE_LAYERS
+        "output_router_logits": None,
+        **dict.fromkeys(("num_nextn_predict_layers", "mtp_share_layers", "mtp_loss_weight")),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    }
+    weights = (
+        ends(),
+        attention(qk_norm=True),
+        *DENSE_OR_SPARSE[:1],
+        router(correction_in="mlp"),
+        *DENSE_OR_SPARSE[2:],
+    )
+    # transformers leaves the layer of multi-token prediction out: its tensors are carried over
+    buffers = (*MegatronModelBridge.buffers, "mtp.**")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of routing that Megatron-Core's router lacks: weights that are not normalized, a corrected softmax.
+
+``moe_router_norm_topk=False`` leaves sigmoids as they are; Megatron-Core divides those of a token by their sum.
+``moe_router_norm_min`` is ERNIE 4.5's rule: probabilities over all experts, chosen by probability plus correction.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from megatron.bridge.utils.errors import UserError
+
+Routing = tuple[Tensor, Tensor]
+
+
+class CorrectedSoftmax:
+    """Replaces a router's replay, the hook with which Megatron-Core allows another choice of experts.
+
+    Args:
+        router: has the correction.
+        smallest: the smallest number that weights are divided by.
+    """
+
+    layer_number: int | None = None
+
+    def __init__(self, router: Any, smallest: float) -> None:
+        self._router, self._smallest = router, smallest
+
+    def get_replay_topk(self, scores: Tensor, topk: int, *_: Any) -> Routing:
+        """(weights, experts), both [tokens, topk], from probabilities [tokens, experts]."""
+        experts = (scores + self._router.expert_bias).topk(topk, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        return weights / weights.sum(-1, keepdim=True).clamp(min=self._smallest), experts
+
+
+def check(config: Any) -> None:
+    """Refuse settings that take the routing away from these rules.
+
+    Raises:
+        UserError: such a setting, or a rule for scores of another kind.
+    """
+    rules = {"moe_router_norm_topk": (True, "sigmoid"), "moe_router_norm_min": (None, "softmax")}
+    for name, (default, kind) in rules.items():
+        value = getattr(config, name)
+        if config.num_moe_experts is None or value == default:
+            continue
+        for other in ("moe_router_fusion", "moe_enable_routing_replay"):
+            if getattr(config, other):
+                raise UserError(f"{name}={value} does not work with {other}=True: set model.{other}=False")
+        if config.moe_router_score_function != kind:
+            raise UserError(
+                f"{name}={value} is for moe_router_score_function={kind!r}, which is "
+                f"{config.moe_router_score_function!r}: set model.{name}={default}"
+            )
+
+
+def apply_routing(model: nn.Module, config: Any) -> None:
+    """Give the routers of ``model`` the rules that ``config`` declares."""
+    if config.moe_router_norm_topk and config.moe_router_norm_min is None:
+        return
+    for module in model.modules():
+        if not isinstance(module, TopKRouter):
+            continue
+        router: Any = module
+        if config.moe_router_norm_min is not None:
+            _correct(router, config.moe_router_norm_min)
+        elif config.moe_router_topk > 1:  # Megatron-Core does not normalize a single one
+            router.routing = _unnormalized(router.routing, config.num_moe_experts)
+    if config.moe_router_norm_min is not None:
+        config.moe_router_enable_expert_bias = True  # of the resolved copy: Megatron-Core trains the correction
+
+
+def _correct(router: Any, smallest: float) -> None:
+    device = router.weight.device
+    zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.float32, device=device)
+    del router.local_tokens_per_expert, router.expert_bias  # None so far
+    router.register_buffer("local_tokens_per_expert", zeros, persistent=False)
+    router.register_buffer("expert_bias", zeros.clone())
+    router.enable_expert_bias = True
+    router.router_replay = CorrectedSoftmax(router, smallest)
+
+
+def _unnormalized(normalized: Callable[..., Routing], experts: int) -> Callable[..., Routing]:
+    def routing(logits: Tensor, *args: Any, **kwargs: Any) -> Routing:
+        weights, chosen = normalized(logits, *args, **kwargs)
+        total = (logits.view(-1, experts).float().sigmoid() * chosen).sum(-1, keepdim=True)
+        return (weights * total).type_as(weights), chosen
+
+    return routing

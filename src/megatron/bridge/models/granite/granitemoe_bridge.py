@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Granite 3 with experts, 1B-A400M and 3B-A800M: Granite's multipliers, experts in every layer."""
+
+from typing import Any
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends
+from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, LLAMA_LIKE
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.moe_blocks import router, shared_experts, stacked_experts
+from megatron.bridge.models.conversion.declare.moe_fields import (
+    ATTENTION_BIAS_OF_EXPERTS,
+    AUX_LOSS,
+    SOFTMAX_ROUTING,
+    expert_sizes,
+)
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.granite.granite_bridge import GraniteBridge
+
+
+@register_bridge("GraniteMoeForCausalLM", model_type="granitemoe")
+class GraniteMoeBridge(DecoderBridge):
+    """Hugging Face's ``GraniteMoeForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *(field for field in GraniteBridge.fields if field not in BIASES),
+        *expert_sizes("num_local_experts", "intermediate_size"),
+        ATTENTION_BIAS_OF_EXPERTS,
+        AUX_LOSS,
+    )
+    fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False}
+    irrelevant = {"output_router_logits": None}
+    weights = (
+        ends(),
+        attention(),
+        router("block_sparse_moe.router.layer", norm="post_attention_layernorm"),
+        stacked_experts("block_sparse_moe", "input_linear.weight", "output_linear.weight"),
+        shared_experts("shared_mlp", fused=("input_linear", "output_linear")),
+    )
+
+
+def _width(width: int, _: Any) -> int | None:
+    return width or None
+
+
+def _back(width: int | None, _: Any) -> int:
+    return width or 0
+
+
+@register_bridge("GraniteMoeSharedForCausalLM", model_type="granitemoeshared")
+class GraniteMoeSharedBridge(GraniteMoeBridge):
+    """Hugging Face's ``GraniteMoeSharedForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *GraniteMoeBridge.fields,
+        Field("shared_intermediate_size", "moe_shared_expert_intermediate_size", default=0, to=_width, back=_back),
+    )

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3.5, text: Qwen3-Next's layers, dense or with experts, the delta nets' projections apart."""
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE_OF_TEXT
+from megatron.bridge.models.conversion.declare.fields import Field, override
+from megatron.bridge.models.conversion.declare.gated_delta_net import DELTA_NET, SILU, delta_net
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe_fields import AUX_LOSS, SOFTMAX_ROUTING, expert_sizes
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
+
+
+@register_bridge("Qwen3_5ForCausalLM", model_type="qwen3_5_text")
+class Qwen35Bridge(DecoderBridge):
+    """Hugging Face's ``Qwen3_5ForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (*override(DENSE, PARTIAL_ROPE_OF_TEXT, SILU), *DELTA_NET)
+    fixed = {
+        **LLAMA_LIKE,
+        "add_bias_linear": False,
+        "layernorm_zero_centered_gamma": True,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+    }
+    irrelevant = {
+        "attention_bias": (False,),
+        "attn_output_gate": (True,),
+        "full_attention_interval": None,  # it stands in for layer_types, which transformers always fills in
+        # of the layer of multi-token prediction, which transformers leaves out, and of other software
+        **dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")),
+    }
+    weights = (ends(), delta_net(split=True), attention(qk_norm=True, gated=True), mlp())
+    buffers = (*MegatronModelBridge.buffers, "mtp.**")
+
+
+@register_bridge("Qwen3_5MoeForCausalLM", model_type="qwen3_5_moe_text")
+class Qwen35MoeBridge(Qwen35Bridge):
+    """Hugging Face's ``Qwen3_5MoeForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *(field for field in Qwen35Bridge.fields if field.hf != "intermediate_size"),
+        *expert_sizes(),
+        AUX_LOSS,
+        Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    )
+    fixed = {**Qwen35Bridge.fixed, **SOFTMAX_ROUTING, "moe_shared_expert_gate": True}
+    irrelevant = {**Qwen35Bridge.irrelevant, "output_router_logits": None}
+    weights = (
+        *Qwen35Bridge.weights[:-1],
+        router(norm="post_attention_layernorm"),
+        experts(),
+        shared_experts("mlp.shared_expert", gate="mlp.shared_expert_gate"),
+    )

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3.5 as it is published, 0.8B to 27B and with experts: the text model behind Qwen3-VL's tower."""
+
+from megatron.bridge.models.conversion.declare.vision import VisionBridge
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+
+
+@register_bridge("Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
+class Qwen35VLBridge(VisionBridge):
+    """Hugging Face's ``Qwen3_5ForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
+
+    texts = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
+    tower = ("visual",)
+    names = {"model.": "model.language_model.", "visual.": "model.visual."}
+    values = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+
+
+@register_bridge("Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe")
+class Qwen35VLMoeBridge(Qwen35VLBridge):
+    """Hugging Face's ``Qwen3_5MoeForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
+
+    texts = {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seed-OSS 36B: Llama with biases of queries, keys and values, and heads of their own width."""
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PART_BIASES
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("SeedOssForCausalLM", model_type="seed_oss")
+class SeedOssBridge(DecoderBridge):
+    """Hugging Face's ``SeedOssForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (*DENSE, *PART_BIASES, Field("residual_dropout", "hidden_dropout", default=0.0))
+    fixed = {**LLAMA_LIKE, "embedding_dropout": 0.0}
+    weights = (ends(), attention(), mlp())

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and MLP side by side: Cohere, GPT-NeoX, Phi, StableLM."""
+
+from tests.families.row import Row
+
+# groups of three heads, a vocabulary that divides by nothing
+SIZE = {
+    "vocab_size": 101,
+    "hidden_size": 96,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "layer_norm_eps": 1e-4,
+    "pad_token_id": None,
+}
+NEOX = {key: value for key, value in SIZE.items() if key != "num_key_value_heads"}
+PARTIAL = {"rope_type": "default", "rope_theta": 70.0, "partial_rotary_factor": 0.25}
+MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+SLOW = ("sp2", "pp2", "vp2")
+
+ROWS = [
+    Row("cohere", "CohereForCausalLM", {**SIZE, "logit_scale": 0.3}, ("tp2",), slow=SLOW, brief=True),
+    Row(
+        # groups that two ranks cannot share out evenly
+        "cohere_head_norms",
+        "CohereForCausalLM",
+        {
+            **SIZE,
+            "num_key_value_heads": 3,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        ("tp2",),
+        slow=SLOW,
+        brief=True,
+    ),
+    Row(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        {**SIZE, "sliding_window": 7, "layer_types": MIXED, "hidden_act": "gelu"},
+        ("pp2",),
+        slow=("tp2", "vp2"),
+        brief=True,
+    ),
+    Row("gpt_neox", "GPTNeoXForCausalLM", {**NEOX, "rope_parameters": PARTIAL}, ("tp2",), slow=SLOW, brief=True),
+    Row(
+        "gpt_neox_serial",
+        "GPTNeoXForCausalLM",
+        {**NEOX, "use_parallel_residual": False, "attention_bias": False, "num_attention_heads": 3},
+        (),
+        slow=("tp2", "pp2"),
+        brief=True,
+    ),
+    Row("phi", "PhiForCausalLM", {**SIZE, "rope_parameters": PARTIAL}, ("tp2",), slow=SLOW, brief=True),
+    Row(
+        "phi_head_norms_tied",
+        "PhiForCausalLM",
+        {**SIZE, "qk_layernorm": True, "tie_word_embeddings": True},
+        (),
+        slow=("tp2", "sp2", "pp2"),
+        brief=True,
+    ),
+    Row(
+        "stablelm",
+        "StableLmForCausalLM",
+        {**SIZE, "use_parallel_residual": True, "use_qkv_bias": True},
+        ("pp2",),
+        slow=("tp2", "vp2"),
+        brief=True,
+    ),
+    Row(
+        "stablelm_serial",
+        "StableLmForCausalLM",
+        {**SIZE, "rope_parameters": PARTIAL},
+        (),
+        slow=("tp2", "pp2"),
+        brief=True,
+    ),
+]
