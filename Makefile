@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target sets up .venv first if it is missing or out of date. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup launch-setup demo check lint unit functional test docs models recipes parity examples rules pictures bench lock clean
+.PHONY: help setup launch-setup demo check lint unit functional test docs models vocabulary recipes parity examples rules pictures bench lock clean
 
 BIN := .venv/bin
 # pyright runs from its wheel; without this it asks a server whether a newer one exists.
@@ -48,6 +48,9 @@ docs: setup  ## build the documentation into site/, strictly
 
 models: setup  ## write the table of docs/models.md from the registry
 	$(BIN)/python -m scripts.docs.supported_models
+
+vocabulary: setup  ## write the tables of blocks, fields and settings into docs/adding-a-family.md
+	$(BIN)/python -m scripts.docs.vocabulary
 
 recipes: setup  ## write memory and table of the recipes (ONLY="words": memory of these; ONLY=-: of none)
 	$(BIN)/python -m scripts.docs.recipes $(ONLY)

@@ -70,6 +70,14 @@ def test_two_keys_of_one_setting_must_agree():
         read_all(fields, {"residual_dropout": 0.1, "embedding_dropout": 0.2})
 
 
+def test_a_constant_is_checked_and_written():
+    field = families.constant("norm_topk_prob", True, None)
+    assert read_all((field,), {"norm_topk_prob": None}) == {}
+    assert field.write(object()) is True
+    with pytest.raises(UserError, match="norm_topk_prob=False is not supported: True and None are"):
+        read_all((field,), {"norm_topk_prob": False})
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [

@@ -5,8 +5,10 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 import textwrap
+import tomllib
 
 import pytest
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -18,6 +20,7 @@ from megatron.bridge.models.conversion import declare, model_bridge
 from megatron.bridge.testing import Row, check_family
 from megatron.bridge.utils.errors import UserError
 from tests.toy_models import LLAMA
+from tests.unit_tests.project.tree import ROOT
 
 PACKAGE = "somebodys_family"
 BRIDGE = """
@@ -69,6 +72,12 @@ def test_the_command_line_finds_an_installed_family(install, tmp_path, capsys):
     install(BRIDGE)
     assert main(["plan", "--hf-model", model]) == 0
     assert "model.layers.*.mlp.up_proj.weight" in capsys.readouterr().out
+
+
+def test_docs_adding_a_family_shows_the_entry_point():
+    page = (ROOT / "docs" / "adding-a-family.md").read_text()
+    (shown,) = re.findall(r'^```toml title="pyproject.toml"\n(.*?)^```', page, flags=re.MULTILINE | re.DOTALL)
+    assert tomllib.loads(shown)["project"]["entry-points"].keys() == {model_bridge.ENTRY_POINTS}
 
 
 def test_a_package_that_cannot_be_imported_is_named(install):

@@ -33,6 +33,7 @@ SUBCOMMANDS = {
     "convert": "convert a Hugging Face model to a Megatron checkpoint",
     "export": "convert a Megatron checkpoint to a Hugging Face model",
     "plan": "show which tensor becomes which parameter, without reading weights",
+    "port": "draft the bridge of an architecture that is not supported yet",
     "inspect": "show the contents of a Hugging Face or Megatron checkpoint",
     "verify": "prove that a Megatron checkpoint equals a Hugging Face model",
     "checkpoint": "list, inspect, verify, compare or convert Megatron checkpoints",

@@ -45,13 +45,14 @@ def check_family(row: Row, layouts: Iterable[str] | None = None) -> None:
         raise UserError(f"layouts={', '.join(unknown)} must be among {', '.join(LAYOUTS)}")
     with tempfile.TemporaryDirectory() as folder:
         case = reference.make_reference(row, Path(folder) / "reference")
-        problems = [*_on_one_process(case, Path(folder))]
+        problems = [*on_one_process(case, Path(folder))]
         for name in names if not problems else ():
             problems += [f"{name}: {line}" for line in _on_processes(case, name, Path(folder) / name)]
     assert not problems, "\n".join(problems)
 
 
-def _on_one_process(case: Case, folder: Path) -> Iterator[str]:
+def on_one_process(case: Case, folder: Path) -> Iterator[str]:
+    """What differs, one line each, before any layout."""
     yield from reference.numbers_and_bytes(case, "one", folder / "one")
     yield from export_without_a_source(case, folder / "new")
     yield from config_in_both_directions(AutoBridge.from_hf_pretrained(case.checkpoint))

@@ -333,9 +333,9 @@ def declared_fields() -> dict[str, tuple[Field, ...]]:
     return {name: bridge.fields for name, bridge in declared_bridges().items()}
 
 
-def registration_of(architecture: str) -> Registration:
-    """What a known architecture was registered with."""
-    return _REGISTRY[architecture]
+def declared_provider(architecture: str) -> Any:
+    """The provider that a known architecture was registered with; None for ``GPTModelProvider``."""
+    return _REGISTRY[architecture].provider
 
 
 def forget(architecture: str) -> None:

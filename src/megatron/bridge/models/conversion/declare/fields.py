@@ -62,6 +62,20 @@ class Field:
         return values[0]
 
 
+def constant(key: str, *values: Any) -> Field:
+    """A key that has one of ``values`` in every model of an architecture; a config is written with the first."""
+
+    def check(value: Any, _: Mapping[str, Any]) -> tuple[()]:
+        if value not in values:
+            raise UserError(f"{key}={value!r} is not supported: {' and '.join(map(repr, values))} are")
+        return ()
+
+    def first(_: Any, __: Any) -> Any:
+        return values[0]
+
+    return Field(key, (), default=values[0], to=check, back=first)
+
+
 def override(fields: Iterable[Field], *own: Field) -> tuple[Field, ...]:
     """``fields`` with an architecture's ``own`` in place of those that set the same attributes."""
     taken = {name for field in own for name in field.names}

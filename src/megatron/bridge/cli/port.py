@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge port``: draft the bridge of an architecture that is not registered."""
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.cli.support.text_format import say
+from megatron.bridge.utils.errors import UserError, first_problems
+
+DESCRIPTION = (
+    "Draft the bridge of an architecture that is not supported: find the nearest family, tell which keys and "
+    "tensors it does not claim and what reads them elsewhere, and try the draft on a tiny model, on the CPU. No "
+    "weights are read. The exit code is 0 if the draft passes on one process."
+)
+_TEST = """# SPDX-License-Identifier: Apache-2.0
+import {kind}_bridge  # noqa: F401 - registers itself
+
+from megatron.bridge.testing import Row, check_family
+
+ROW = Row("{kind}", "{name}", {tiny}, layouts={layouts})
+
+
+def test_family():
+    check_family(ROW)
+"""
+_RECIPE = """# SPDX-License-Identifier: Apache-2.0
+import {kind}_bridge  # noqa: F401 - registers itself
+
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.sizes import Size
+
+SIZE = Size({model!r}, {config}, published=False)
+{kind}_pretrain_config = pretrain_recipe(SIZE, seq_length=2048, global_batch_size=64, lr=3e-4, min_lr=3e-5)
+{kind}_finetune_config = finetune_recipe(SIZE)
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL_OR_CONFIG", help="model directory, hub id, or a config.json")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write the draft, its test and a recipe there")
+
+
+def run(args: argparse.Namespace) -> int:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # numbers are compared in float32 on the CPU
+    from megatron.bridge.testing import draft
+
+    config = _config(args.model)
+    kind = config.model_type
+    names = (f"{kind}_bridge.py", f"test_{kind}.py", f"{kind}_recipe.py")
+    paths = [args.output / name for name in names] if args.output else []
+    if there := [str(path) for path in paths if path.exists()]:
+        raise UserError(f"{there[0]} exists: choose another --output, or move it away")
+    with tempfile.TemporaryDirectory() as folder:
+        found, row, problems = draft.best(config, Path(folder))
+    say("\n".join((*found.report, *([first_problems(problems)] if problems else []))))
+    experts = ("ep2",) if any("experts" in key for key in row.config) else ()
+    about = {"kind": kind, "name": found.architecture, "model": args.model, "tiny": row.config}
+    about |= {"layouts": ("tp2", "pp2", *experts), "config": json.loads(config.to_json_string())}
+    for path, text in zip(paths, (found.source, _TEST.format(**about), _RECIPE.format(**about)), strict=False):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        say(f"written: {path}")
+    say(
+        "the draft does not pass yet"
+        if problems
+        else "the draft passes on one process: logits, gradients, bytes, config"
+    )
+    return 1 if problems else 0
+
+
+def _config(name: str) -> Any:
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "config.json"
+        if is_file := Path(name).is_file():
+            copy.write_bytes(Path(name).read_bytes())
+        try:
+            config = PreTrainedCausalLM(folder if is_file else name).config
+        except UserError as error:
+            raise UserError(str(error).replace(str(copy), name)) from error
+    if AutoBridge.supports(config):
+        raise UserError(
+            f"{config.architectures[0]} is supported: AutoBridge.from_hf_pretrained({name!r}) converts it"
+        )
+    return config

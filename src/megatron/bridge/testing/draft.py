@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts of bridges: the nearest declared family, and what config keys and names of tensors say is different."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from inspect import getfile
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.models import families
+from megatron.bridge.models.conversion import model_bridge
+from megatron.bridge.models.conversion.declare import vocabulary
+from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, Field
+from megatron.bridge.testing import reference
+from megatron.bridge.testing.family import on_one_process
+from megatron.bridge.testing.row import Row
+from megatron.bridge.utils.errors import UserError, one_line
+
+_TINY = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 4, "head_dim": 16}
+_TINY |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 16}
+_TINY |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_shared_experts": 1, "topk_group": 1}
+_TINY |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1}
+_TINY |= {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+_IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+_EPSILON = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+# what no name tells, tried until logits agree
+_GUESSES: tuple[dict[str, Any], ...] = ({}, {"rotary_interleaved": True}, {"rotary_interleaved": False})
+
+
+def tiny_config(config: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
+    """The arguments of a tiny model of the same kind: small sizes, four layers, no dropout."""
+    derived = ("qk_head_dim", "max_window_layers", "dtype", *IRRELEVANT)
+    tiny = {key: value for key, value in config.items() if key not in derived}
+    for key, value in tiny.items():
+        if key in _TINY and (value is not None or "exp" in key):
+            tiny[key] = _TINY[key]
+        elif isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
+            tiny[key] = [*value[:4], *(kind for kind in dict.fromkeys(value) if kind not in value[:4])][-4:]
+        elif key.endswith("dropout"):
+            tiny[key] = 0.0
+    latent = {"num_key_value_heads": 6, "head_dim": 8} if "kv_lora_rank" in config else {}
+    return tiny | latent | _IDS | sizes
+
+
+def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
+    """The draft for a Hugging Face config, the row that it was tried on, and what still differs on one process.
+
+    Raises:
+        UserError: transformers has no such class, or its tiny model does not run.
+    """
+    name = (config.architectures or ("",))[0]
+    model: Any = getattr(transformers, name, None) if name.endswith("ForCausalLM") else None
+    if model is None:
+        raise UserError(f"architectures={config.architectures} names no causal model of transformers: give one")
+    case = _reference(model, config, folder)
+    tensors = {name: tuple(value.shape) for name, value in reference.read_weights(case.checkpoint).items()}
+    full = transformers.AutoConfig.from_pretrained(case.checkpoint).to_dict()
+    bases = [base for base in model_bridge.declared_bridges() if base.endswith("ForCausalLM")]
+    text = "".join(path.read_text() for path in Path(getfile(model)).parent.glob("modular_*.py"))
+    # transformers names parents: class CwmMLP(LlamaMLP)
+    own = {base: len(re.findall(rf"\({base[:-11]}(?!\d|Moe)\w+\):", text)) for base in bases}
+    drafts = [Draft(name, config.model_type, base, config, full, tensors) for base in bases]
+    drafts.sort(key=lambda it: (it.distance - 3 * bool(own[it.base]), -own[it.base], len(it.parent.fixed)))
+    tried = _attempts(drafts[:2], case, folder)
+    first = next(tried)
+    found = first if not first[1] else next((it for it in tried if not it[1]), first)
+    return found[0], case.row, found[1]
+
+
+def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
+    reason = ""
+    for sizes in ({}, {"head_dim": 8}):  # some heads must be as wide as hidden size / number of heads
+        row = Row(config.model_type, model, tiny_config(config.to_dict(), **sizes))
+        try:
+            return reference.make_reference(row, folder / f"reference{len(sizes)}")
+        except Exception as error:  # of transformers' own code, whatever it checks
+            reason = f"{type(error).__name__}: {one_line(error)}"
+    raise UserError(f"a tiny {model.__name__} does not run ({reason}): give a config in which all sizes are set")
+
+
+def _attempts(drafts: "list[Draft]", case: reference.Case, folder: Path) -> "Iterator[tuple[Draft, list[str]]]":
+    for draft in drafts:
+        draft.complete()
+        for index, guess in enumerate(_GUESSES):
+            tried = dataclasses.replace(draft, fixed=draft.fixed | guess)
+            yield tried, (problems := tried.problems(case, folder / f"{draft.base}-{index}"))
+            if not (problems and problems[0].startswith("logits")):
+                break
+
+
+@dataclass
+class Draft:
+    """A bridge for ``architecture`` in terms of the declared family ``base``."""
+
+    architecture: str
+    model_type: str
+    base: str
+    source_config: Any  # what was asked for
+    config: Mapping[str, Any]  # of the tiny model, as transformers completes it
+    tensors: Mapping[str, tuple[int, ...]]  # names in its checkpoint, with their shapes
+    fixed: dict[str, Any] = field(default_factory=dict[str, Any])
+    claimed: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # key that the base does not claim -> what does
+    blocks: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        self.parent = model_bridge.declared_bridges()[self.base]
+        registry = self.parent().mapping_registry()
+        lost = (name for name in self.tensors if registry.hf_to_megatron_lookup(name) is None)
+        self.left_over = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in lost))
+        missing = [f.hf for f in self.parent.fields if f.default is families.REQUIRED and f.hf not in self.config]
+        unspoken = [key for key in self.unclaimed if not vocabulary.groups_with(key)]
+        self.distance = 2 * len(self.left_over) + len(unspoken) + len(missing)
+
+    @property
+    def kept(self) -> list[Field]:
+        """Fields of the base, but for those whose key is not there or that names of tensors speak against."""
+        there = (f for f in self.parent.fields if f.hf in self.config or f.default is not families.REQUIRED)
+        return [f for f in there if self.fixed.keys().isdisjoint(f.names)]
+
+    @property
+    def unclaimed(self) -> list[str]:
+        """Config keys that the base neither can read nor knows to be harmless."""
+        harmless = {**IRRELEVANT, **self.parent.irrelevant}
+        read = {f.hf for f in self.kept if self._reads((f,))}
+        free = (key for key in self.config if key not in read and harmless.get(key, ()) is not None)
+        return [key for key in free if self.config[key] not in harmless.get(key, ())]
+
+    @property
+    def unread(self) -> dict[str, tuple[Any, ...]]:
+        """Keys that nothing reads, or that a default of transformers contradicts, with their values."""
+        both, defaults = (self.source_config.to_dict(), self.config), type(self.source_config)().to_dict()
+        checked = [
+            key for key, values in self.parent.irrelevant.items() if values is not None and key in self.config
+        ]
+        keys = [key for key in self.unclaimed if key not in self.claimed]
+        keys += [key for key in checked if key not in keys and self.config[key] != defaults.get(key)]
+        return {key: (*{repr(it.get(key)): it.get(key) for it in both}.values(),) for key in keys}
+
+    def _reads(self, group: tuple[Field, ...]) -> bool:
+        try:
+            return all(f.read(self.config) is not None for f in group)
+        except (UserError, KeyError, TypeError, AttributeError):
+            return False
+
+    def complete(self) -> None:
+        """Take from the names of tensors what the config does not say, then claim keys by the vocabulary."""
+        self._read_tensors({re.sub(r".*layers\.\d+\.", "", name): shape for name, shape in self.tensors.items()})
+        implied = {f.name: f.default for f in dataclasses.fields(families.GPTModelProvider)} | self.parent.fixed
+        told = {name for f in self.parent.fields for name in f.names}
+        self.fixed = {name: v for name, v in self.fixed.items() if name in told or implied[name] != v}
+        self.claimed = {key: text for key in self.unclaimed if (text := self._field(key))}
+
+    def _field(self, key: str) -> str:
+        """What reads a key: the group that covers most unclaimed keys, or another family's field."""
+        if key in _EPSILON:
+            return f"Field({key!r}, 'layernorm_epsilon')"
+        groups, free = vocabulary.field_groups(), {*self.unclaimed}
+        for name in reversed(vocabulary.groups_with(key)):  # the largest first
+            sets = {attribute for f in groups[name] for attribute in f.names}
+            if {f.hf for f in groups[name]} <= free and self._reads(groups[name]) and not sets & self.fixed.keys():
+                return f"*{name}" if isinstance(getattr(families, name), tuple) else name
+        plain = (f for fields in model_bridge.declared_fields().values() for f in fields if f.hf == key)
+        names = [f.megatron for f in plain if f.to is None and f.back is None and isinstance(f.megatron, str)]
+        return f"Field({key!r}, {names[0]!r})" if names else ""
+
+    def _read_tensors(self, ends: Mapping[str, tuple[int, ...]]) -> None:
+        """Biases, norms and projections, by the names of tensors in a layer."""
+        biases = [name for name in ends if name.endswith(("_proj.bias", "c_fc.bias"))]
+        if any(name.endswith("norm.bias") for name in ends):
+            self.fixed["normalization"] = "LayerNorm"
+        if biases and not any(name.endswith(("o_proj.bias", "up_proj.bias", "c_fc.bias")) for name in biases):
+            self.fixed |= {"add_qkv_bias": True, "add_bias_linear": False}
+        elif biases and "attention_bias" not in self.config:
+            self.fixed["add_bias_linear"] = True
+        before, after = (f"{kind}_feedforward_layernorm.weight" in ends for kind in ("pre", "post"))
+        placement = "both" if before and after else "post" if after else "pre"
+        query, key = (ends.get(f"self_attn.{role}_norm.weight") for role in "qk")
+        plain = {"mlp.up_proj.weight", "mlp.c_fc.weight"} & ends.keys() and "mlp.gate_proj.weight" not in ends
+        self.fixed |= {"norm_placement": placement, "gated_linear_unit": not plain}
+        self.fixed |= {"qk_norm_across_heads": query != key, "qk_layernorm": query == key} if query else {}
+        norms = (None, None) if placement == "post" else ("input_layernorm", "post_attention_layernorm")
+        norms = (norms[0], "pre_feedforward_layernorm") if before else norms
+        if placement != self.parent.fixed.get("norm_placement", "pre") or any(
+            "norm" in it for it in self.left_over
+        ):
+            self.blocks.append(f"attention(norm={norms[0]!r}, qk_norm={bool(query)})")
+            self.blocks += (
+                ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"] if after else []
+            )
+        if plain or norms[1] != "post_attention_layernorm":
+            names = ("", "c_fc", "c_proj") if "mlp.c_fc.weight" in ends else ("gate_proj", "up_proj", "down_proj")
+            self.blocks.append(f"mlp(norm={norms[1]!r}, gated={not plain}, projections={names!r})")
+
+    @property
+    def source(self) -> str:
+        """The text of a module that registers the bridge."""
+        name, parent = self.architecture.removesuffix("ForCausalLM"), self.parent.__name__
+        drop = tuple(dict.fromkeys(f.hf for f in self.parent.fields if f not in self.kept))
+        kept = f"(f for f in {parent}.fields if f.hf not in {drop!r})" if drop else f"{parent}.fields"
+        provider = model_bridge.declared_provider(self.base)
+        constants = [f"constant({', '.join(map(repr, (key, *values)))})" for key, values in self.unread.items()]
+        options = f"provider={provider.__name__}, " if provider else ""
+        return f'''# SPDX-License-Identifier: Apache-2.0
+"""{name}'s bridge, drafted by `megatron-bridge port` from what {self.base} declares."""
+
+from megatron.bridge.models.families import *
+from {self.parent.__module__} import {parent}
+
+
+@register_bridge({self.architecture!r}, {options}model_type={self.model_type!r})
+class {name}Bridge({parent}):
+    """Hugging Face's ``{self.architecture}`` and Megatron's ``GPTModel``."""
+
+    fields = override({", ".join((kept, *dict.fromkeys(self.claimed.values()), *constants))})
+    fixed = {{**{parent}.fixed, **{self.fixed!r}}}
+    weights = replace_blocks({", ".join((f"{parent}.weights", *self.blocks))})
+'''
+
+    @property
+    def report(self) -> list[str]:
+        """What there was to do, one line each."""
+        return [
+            f"{self.architecture} is nearest to {self.base}",
+            *(f"key {key}={self.config[key]!r}: {text} reads it" for key, text in self.claimed.items()),
+            *(
+                f"key {key} in {values}: nothing reads it, others are refused"
+                for key, values in self.unread.items()
+            ),
+            *(f"tensor {name}: {self.base} does not name it" for name in self.left_over),
+        ]
+
+    def problems(self, case: reference.Case, output: Path) -> list[str]:
+        """What differs when the draft converts the tiny model on one process."""
+        try:
+            exec(self.source, {"__name__": "draft"})  # every value in it is a literal
+            AutoBridge.from_hf_config(self.source_config).to_megatron_provider(load_weights=False)
+            return list(on_one_process(case, output))
+        except Exception as error:  # a draft can be wrong in any way
+            return [f"{type(error).__name__}: {one_line(error, 600)}"]
+        finally:
+            model_bridge.forget(self.architecture)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge port``: drafts of families that are not registered, tried on tiny models."""
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+import transformers
+
+from megatron.bridge.cli.main import main
+from megatron.bridge.models.conversion import model_bridge
+from megatron.bridge.models.conversion.model_bridge import declared_bridges
+from megatron.bridge.testing import check_family
+from megatron.bridge.testing.draft import tiny_config
+
+PASSING = ("Arcee", "Cwm", "SeedOss", "Starcoder2", "Olmo3", "Helium", "Ernie4_5", "Dots1", "SolarOpen")
+"""Drafts that need no edit; their architectures are forgotten first, should they be built in."""
+DOTS = {"n_shared_experts": 2, "n_routed_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+
+
+@pytest.fixture
+def ported(tmp_path, monkeypatch, capsys):
+    """Runs the command on the defaults of an architecture's config: exit code, output, folder."""
+    model_bridge.architectures()
+    monkeypatch.setattr(model_bridge, "_REGISTRY", dict(model_bridge._REGISTRY))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def port(name, *options, **changes):
+        model_bridge.forget(f"{name}ForCausalLM")
+        config = getattr(transformers, f"{name}ForCausalLM").config_class(**changes)
+        config.architectures = [f"{name}ForCausalLM"]
+        path = tmp_path / f"{name}.json"
+        path.write_text(config.to_json_string())
+        code = main(["port", str(path), *options])
+        said = capsys.readouterr()
+        return code, said.out + said.err, tmp_path / "draft"
+
+    return port
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_draft_passes_without_an_edit(ported, name):
+    code, said, _ = ported(name, **(DOTS if name == "Dots1" else {}))
+    assert code == 0, said
+    assert f"{name}ForCausalLM is nearest to " in said
+    assert f"{name}ForCausalLM" not in model_bridge.architectures()  # trying a draft registers nothing
+
+
+def test_what_is_written_proves_itself_and_is_not_overwritten(ported, tmp_path, monkeypatch):
+    code, said, folder = ported("SeedOss", "--output", str(tmp_path / "draft"))
+    assert code == 0, said
+    assert "key attention_out_bias in (False,): nothing reads it" in said
+    monkeypatch.syspath_prepend(folder)
+    row = importlib.import_module("test_seed_oss").ROW
+    assert row.layouts == ("tp2", "pp2")
+    check_family(row, layouts=())
+    recipe = importlib.import_module("seed_oss_recipe").seed_oss_pretrain_config
+    assert recipe(train_iters=2).model.num_layers == 64
+    code, said, _ = ported("SeedOss", "--output", str(tmp_path / "draft"))
+    assert code == 1
+    assert f"{folder / 'seed_oss_bridge.py'} exists" in said
+    for name in ("seed_oss_bridge", "test_seed_oss", "seed_oss_recipe"):
+        del sys.modules[name]
+
+
+def test_what_is_missing_is_told(ported):
+    code, said, _ = ported("MiniMaxM2")
+    assert code == 1
+    assert (
+        "tensor model.layers.*.block_sparse_moe.e_score_correction_bias: MixtralForCausalLM does not name it"
+        in said
+    )
+    assert "the draft does not pass yet" in said
+
+
+def test_mistakes(ported, tmp_path, capsys):
+    for name, architectures, said in (
+        ("llama.json", ["LlamaForCausalLM"], "LlamaForCausalLM is supported"),
+        (
+            "none.json",
+            ["LlamaForSequenceClassification"],
+            "LlamaForSequenceClassification.* names no causal model",
+        ),
+    ):
+        path = tmp_path / name
+        path.write_text(json.dumps({"model_type": "llama", "architectures": architectures}))
+        assert main(["port", str(path)]) == 1
+
+        assert re.search(said, capsys.readouterr().err)
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 16}))
+    assert main(["port", str(path)]) == 1
+    assert re.search(rf"transformers refuses {path}: .*hidden size \(16\)", capsys.readouterr().err)
+    assert main(["port", str(tmp_path / "absent")]) == 1
+    assert "absent" in capsys.readouterr().err
+
+
+def test_a_tiny_config_keeps_each_kind_of_layer():
+    kinds = ["a", "a", "a", "a", "b", "c"]
+    config = {"num_hidden_layers": 6, "layer_types": kinds, "embd_dropout": 0.1, "q_lora_rank": None}
+    tiny = tiny_config(config)
+    assert set(tiny["layer_types"]) == {"a", "b", "c"}
+    assert len(tiny["layer_types"]) == tiny["num_hidden_layers"] == 4
+    assert tiny["embd_dropout"] == 0.0
+    assert tiny["q_lora_rank"] is None
+
+
+def test_every_declared_family_can_be_a_base():
+    assert len(declared_bridges()) > 30
