@@ -60,6 +60,7 @@ SHAPES = {"llama31-8b": LLAMA31_8B.numbers, "qwen3-8b": QWEN3_8B.numbers, "tiny"
 LENGTHS = {"mock": 4096, "packed": 2048}
 ROWS = 512
 RANK, RATE = 16, 1e-4
+TRAINER, OURS = "peft + HF Trainer", "Megatron Bridge"
 MEAN, SPREAD = 5.5, 0.9  # of the logarithm of a conversation's tokens: a median of 245, a mean of 367
 
 
@@ -173,8 +174,8 @@ def make_base(shape: str, folder: Path) -> int:
     return config.vocab_size
 
 
-def main() -> None:
-    """Measure and print a table."""
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """Of the command line, or ``words`` in its place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama31-8b")
     parser.add_argument("--data", choices=LENGTHS, default="mock")
@@ -182,18 +183,31 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="counted steps of a candidate in a round")
-    args = parser.parse_args()
-    if args.shape != "tiny" and not torch.cuda.is_available():
-        print(f"{args.shape} needs a GPU: skipped (--shape tiny runs anywhere)")
-        return
-    length = args.seq_length or LENGTHS[args.data]
+    args = parser.parse_args(words)
+    args.seq_length = args.seq_length or LENGTHS[args.data]
+    return args
+
+
+def compare(args: argparse.Namespace) -> tuple[dict[str, Any], float]:
+    """Seconds of the steps of each candidate, and the operations of a token."""
+    length = args.seq_length
     with tempfile.TemporaryDirectory() as name:
         base = Path(name) / "base"
         vocabulary = make_base(args.shape, base)
         data = dataset(args.data, length, Path(name), vocabulary)
         ours, operations = with_megatron(base, data, args)
         theirs = with_trainer(base, batches(data, vocabulary, args.micro_batch_size), args)
-        times = measure({"peft + HF Trainer": theirs, "Megatron Bridge": ours}, args)
+        return measure({TRAINER: theirs, OURS: ours}, args), operations
+
+
+def main() -> None:
+    """Measure and print a table."""
+    args = arguments()
+    if args.shape != "tiny" and not torch.cuda.is_available():
+        print(f"{args.shape} needs a GPU: skipped (--shape tiny runs anywhere)")
+        return
+    times, operations = compare(args)
+    length = args.seq_length
     print(f"\n{args.shape}, {args.data}, bf16, {args.micro_batch_size} x {length} tokens per step\n")
     print(
         table(

@@ -369,8 +369,8 @@ def main() -> None:
         print("\n" + table(HEADERS, list(rows(found, args, limits["operations"], first))), flush=True)
 
 
-def arguments() -> argparse.Namespace:
-    """Of the command line; ``--tiny`` stands for several."""
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """Of the command line, or ``words`` in its place; ``--tiny`` stands for several."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama32-1b")
     parser.add_argument("--seq-length", type=int, default=4096)
@@ -385,7 +385,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="the whole of it, small, to see that it runs")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--without", nargs="*", choices=CHANGES, default=[], help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.tiny:
         args.shape, args.seq_length, args.micro_batch_size = "tiny", 64, 2
         args.rounds, args.steps, args.warm_up = 1, 2, 1

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+# The modules of benchmarks/ are scripts, which pyright does not find.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""The stages of `scripts.gpu.acceptance`, each run in a process of its own.
+
+A stage prints its figures as soon as it has them, as one line of JSON; a later line replaces an earlier one, so a
+stage that is ended early leaves what it found.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from scripts.gpu.acceptance import FIGURES, ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import megatron.bridge  # noqa: F401, I001 - prepares megatron.core for machines without a GPU
+import torch
+from measure import DEVICE, wait
+
+GPU_TESTS = (
+    "tests/unit_tests/backends",
+    "tests/unit_tests/training/test_observability.py",
+    "tests/functional_tests/training/test_on_gpu.py",
+)
+STEPS = {"tiny": 2, "quick": 6, "whole": 20}
+LAST, SAVED = 12, 3  # steps of the run that is killed, and the step that it saves
+
+
+def emit(figures: dict[str, Any]) -> None:
+    print(FIGURES + json.dumps(figures), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- correctness
+
+
+def run_tests(size: str, out: Path) -> None:
+    """The tests that are marked ``gpu``."""
+    paths = GPU_TESTS if size != "tiny" else ["tests/unit_tests/backends/test_torch_norms.py"]
+    report = out / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    subprocess.run([*command, *paths], cwd=ROOT, check=False)
+    (suite,) = ElementTree.parse(report).getroot()
+    count = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
+    failed = count["failures"] + count["errors"]
+    emit({"failed": failed, "passed": count["tests"] - failed - count["skipped"]})
+
+
+def families(size: str, out: Path) -> None:
+    """Logits of every family against transformers on the same device."""
+    from tests.families.rows import ROWS
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    names = [name for name, row in ROWS.items() if row.rewrite is None]
+    names = names[:: {"tiny": len(names) // 2, "quick": 4, "whole": 1}[size]]
+    problems: dict[str, str] = {}
+    for number, name in enumerate(names, 1):
+        try:
+            wrong = compare_family(ROWS[name])
+        except Exception as error:  # one family must not hide the others
+            wrong = f"{type(error).__name__}: {error}"[:300]
+        if wrong:
+            problems[name] = wrong
+        emit({"families compared": number, "families that differ": len(problems), "problems": problems})
+
+
+def compare_family(row: Any) -> str:
+    """What differs; empty if nothing does.
+
+    In fp32 the limit is that of the tests on a CPU; in bf16, three times the error of transformers' own bf16.
+    """
+    from megatron.bridge import AutoBridge
+    from tests.families import harness
+    from tests.toy_models import tokens
+
+    ids = tokens(vocab_size=row.config["vocab_size"])[0].to(DEVICE)
+    theirs = harness.hf_model(row)
+
+    def ours(checkpoint: str, half: bool) -> torch.Tensor:
+        provider = AutoBridge.from_hf_pretrained(checkpoint).to_megatron_provider()
+        for key, value in harness.settings(provider, {}, row.provider).items():
+            setattr(provider, key, value)
+        provider.backend, provider.bf16 = "torch", half
+        (chunk,) = provider.provide_distributed_model(wrap_with_ddp=False)
+        positions = torch.arange(ids.shape[1], device=DEVICE).expand_as(ids)
+        logits = chunk.eval()(input_ids=ids, position_ids=positions, attention_mask=None)
+        return logits.float()[..., : expected.shape[-1]]
+
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        harness.save(theirs, Path(folder))
+        theirs = theirs.to(DEVICE)
+        expected = theirs(input_ids=ids, use_cache=False).logits
+        error = harness.distance(expected, ours(folder, False), expected.std())
+        if not error <= harness.LOGITS:
+            return f"fp32 logits differ by {error:.1e} of their deviation (at most {harness.LOGITS:.0e})"
+        rounded = theirs.bfloat16()(input_ids=ids, use_cache=False).logits.float()
+        allowed, found = ((x - expected).square().mean().sqrt() for x in (rounded, ours(folder, True)))
+        ratio = (found / allowed).item()
+        return "" if ratio <= 3 else f"bf16 logits are {ratio:.1f} times as far from fp32 as transformers' are"
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def pretrain_arguments(size: str, *more: str) -> argparse.Namespace:
+    import pretrain_gpu
+
+    if size == "tiny":
+        return pretrain_gpu.arguments(["--tiny", *more])
+    rounds = {"quick": "1", "whole": "2"}[size]
+    return pretrain_gpu.arguments(["--rounds", rounds, "--steps", str(STEPS[size]), *more])
+
+
+def utilization(tokens_per_second: float, operations: float) -> dict[str, float]:
+    """Model FLOP/s over the data sheet's; nothing for GPUs that are not in the table."""
+    from megatron.bridge.backends.hardware.device_flops import device_tflops
+
+    peak = device_tflops()
+    return {} if peak is None else {"model FLOP/s utilization": tokens_per_second * operations / peak / 1e12}
+
+
+def pretrain(size: str, out: Path) -> None:
+    """Tokens a second against two loops over transformers, in turn, and the prediction of a dry run."""
+    import pretrain_gpu as bench
+
+    from megatron.bridge.autotune.memory import fullest_stage, memory_per_rank
+
+    args = pretrain_arguments(size)
+    limits = bench.in_process(args, "ceilings")
+    figures = {key: value for key, value in limits.items() if key != "operations"}
+    emit(figures)
+    found = bench.compare(args, {name: (name, ()) for name in (bench.OURS, bench.TRAINER, bench.COMPILED)})
+    seconds = {name: statistics.median(result["seconds"]) for name, result in found.items()}
+    speed = args.micro_batch_size * args.seq_length / seconds[bench.OURS]
+    memory = found[bench.OURS]["memory"]
+    predicted = fullest_stage(memory_per_rank(bench.bridge_config(args).resolve().config, 1)).total
+    figures |= {"tokens/s": speed, **utilization(speed, limits["operations"])}
+    figures |= {
+        "speed over the HF Trainer": seconds[bench.TRAINER] / seconds[bench.OURS],
+        "speed over the compiled loop": seconds[bench.COMPILED] / seconds[bench.OURS],
+        "peak memory, GB": memory / 1e9,
+        "error of predicted memory": abs(predicted - memory) / memory,
+    }
+    emit(figures)
+
+
+def lora(size: str, out: Path) -> None:
+    """Adapters beside all linear layers, against ``peft``."""
+    import lora_gpu as bench
+
+    shape = ["--shape", "tiny", "--seq-length", "64"] if size == "tiny" else ["--shape", "llama31-8b"]
+    args = bench.arguments([*shape, "--rounds", "1", "--steps", str(STEPS[size])])
+    times, operations = bench.compare(args)
+    seconds = {name: statistics.median(step[0] for step in steps) for name, steps in times.items()}
+    speed = args.micro_batch_size * args.seq_length / seconds[bench.OURS]
+    figures = {"tokens/s": speed, "speed over peft": seconds[bench.TRAINER] / seconds[bench.OURS]}
+    emit(figures | utilization(speed, operations))
+
+
+def measure_run(config: Any, size: str, check: Callable[[Any], dict[str, Any]] = lambda run: {}) -> dict[str, Any]:
+    """Train a few steps and measure the later ones; ``check`` looks at the run before them."""
+    from training import framework_loop
+
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.setup import setup
+
+    run = setup(config, forward_step)
+    figures = check(run)
+    run.emit("train_start")
+    steps = framework_loop(run)
+    steps(1 if size == "tiny" else 6)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    stamps = [stamp for stamp, _ in steps(STEPS[size] + 1)]
+    seconds = statistics.median(later - earlier for earlier, later in pairwise(stamps))
+    tokens = run.config.train.global_batch_size * run.config.dataset.seq_length
+    assert run.last_step is not None, "steps were taken"
+    loss = run.last_step.loss_dict["lm loss"].item()
+    figures |= {"tokens/s": tokens / seconds, "loss": loss, "not finite": int(not math.isfinite(loss))}
+    if DEVICE == "cuda":
+        figures["peak memory, GB"] = torch.cuda.max_memory_allocated() / 1e9
+    return figures
+
+
+def packed(size: str, out: Path) -> None:
+    """All weights, on conversations that are packed into rows."""
+    import lora_gpu
+    import pretrain_gpu
+
+    args = pretrain_arguments(size)
+    config = pretrain_gpu.bridge_config(args)
+    with tempfile.TemporaryDirectory() as folder:
+        config.dataset = lora_gpu.dataset("packed", args.seq_length, Path(folder), config.model.vocab_size)
+        config.train.micro_batch_size = config.train.global_batch_size = 1
+        emit(measure_run(config, size))
+
+
+def experts(size: str, out: Path) -> None:
+    """A mixture of experts that fits on one GPU; whether the weights of a layer's experts are copied."""
+    import pretrain_gpu
+
+    from megatron.bridge.backends.moe.grouped_experts import GroupedLinear, stack_weights
+    from megatron.bridge.recipes.qwen.qwen3_moe import QWEN3_30B_A3B
+
+    numbers = {**QWEN3_30B_A3B.numbers, "num_hidden_layers": 4}
+    if size == "tiny":
+        small = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+        numbers |= {key: pretrain_gpu.TINY[key] for key in small}
+        numbers |= {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    pretrain_gpu.SHAPES["experts"] = numbers
+    args = pretrain_arguments(size)
+    args.shape, args.micro_batch_size = "experts", 1
+
+    def copies(run: Any) -> dict[str, Any]:
+        layers = [part for chunk in run.model for part in chunk.modules() if isinstance(part, GroupedLinear)]
+        copied = [one for one in layers if stack_weights(one.weights()).data_ptr() != one.weights()[0].data_ptr()]
+        return {"layers of experts": len(layers), "copies of experts": len(copied)}
+
+    emit(measure_run(pretrain_gpu.bridge_config(args), size, copies))
+
+
+def transformer_engine(size: str, out: Path) -> None:
+    """Its layers in bf16 and in FP8."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        emit({"skipped": "transformer_engine is not installed"})
+        return
+    import pretrain_gpu
+
+    figures: dict[str, Any] = {}
+    for name in ("bf16_mixed", "bf16_with_fp8_current_scaling_mixed"):
+        config = pretrain_gpu.bridge_config(pretrain_arguments(size))
+        config.model.backend, config.mixed_precision = "transformer_engine", name
+        figures |= {f"{name}: {key}": value for key, value in measure_run(config, size).items()}
+        emit(figures)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------------------------------- checkpoints and files
+
+
+def resume(size: str, out: Path) -> None:
+    """A run that is killed after a save goes on bitwise like one that was not."""
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        codes = {mode: _train(size, Path(folder), mode) for mode in ("undisturbed", "killed", "resumed")}
+        if codes != {"undisturbed": 0, "killed": -signal.SIGKILL, "resumed": 0}:
+            raise SystemExit(f"exit codes {codes}")
+        undisturbed, killed, resumed = (_steps(Path(folder, f"{mode}.jsonl")) for mode in codes)
+        same = bool(resumed) and all(undisturbed[step]["loss"] == found["loss"] for step, found in resumed.items())
+        usual = statistics.median(found["seconds"] for step, found in undisturbed.items() if step > 2)
+        saving = killed[SAVED + 1]["seconds"]  # a step is counted with what follows the one before
+        stored = sum(path.stat().st_size for path in Path(folder, "killed").rglob("*") if path.is_file()) / 1e9
+    emit(
+        {
+            "bitwise equal": int(same),
+            "steps compared": len(resumed),
+            "checkpoint, GB": stored,
+            "async save blocks, s/GB": max(0.0, saving - usual) / stored,
+        }
+    )
+
+
+def _train(size: str, folder: Path, mode: str) -> int:
+    command = [sys.executable, "-m", "scripts.gpu.stages", "run_to_resume", "--size", size, "--out"]
+    return subprocess.run([*command, str(folder / mode)], cwd=ROOT, check=False).returncode
+
+
+def _steps(path: Path) -> dict[int, dict[str, Any]]:
+    return {found["step"]: found for found in map(json.loads, path.read_text().splitlines())}
+
+
+def run_to_resume(size: str, out: Path) -> None:
+    """One of the three runs, by the name of the folder: it notes the exact loss and the seconds of each step."""
+    import pretrain_gpu
+
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.config import CheckpointConfig
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    shared = out.with_name("killed")
+    tracker = shared / "latest_checkpointed_iteration.txt"
+
+    class Notes(Callback):
+        started = 0.0
+
+        def on_train_step_end(self, context: Any) -> None:
+            wait()
+            now = time.perf_counter()
+            loss = context.last_step.loss_dict["lm loss"].item().hex()
+            note = {"step": context.progress.step, "loss": loss, "seconds": now - self.started}
+            with out.with_suffix(".jsonl").open("a") as file:
+                file.write(json.dumps(note) + "\n")
+            self.started = now
+            if out.name == "killed" and context.progress.step > SAVED and tracker.exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    args = pretrain_arguments(size)
+    config = pretrain_gpu.bridge_config(args)
+    config.train.train_iters = LAST
+    config.train.micro_batch_size = config.train.global_batch_size = 1
+    if out.name != "undisturbed":
+        config.checkpoint = CheckpointConfig(save=str(shared), save_interval=SAVED, async_save=True)
+    pretrain(config, forward_step, [Notes()])
+
+
+def conversion(size: str, out: Path) -> None:
+    """GB/s from host memory to the device, and of a whole model from disk and back."""
+    import lora_gpu
+
+    from megatron.bridge import AutoBridge
+
+    figures: dict[str, Any] = {}
+    block = torch.empty((1 << 30) if DEVICE == "cuda" else (1 << 22), dtype=torch.uint8)
+    for name, source in (("pageable", block), ("pinned", block.pin_memory())):
+        target = torch.empty_like(block, device=DEVICE)
+        seconds = min(_seconds(lambda s=source, t=target: t.copy_(s, non_blocking=True)) for _ in range(4))
+        figures[f"{name} memory to the device, GB/s"] = block.nbytes / seconds / 1e9
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        lora_gpu.make_base("tiny" if size == "tiny" else "llama31-8b", Path(folder, "base"))
+        stored = sum(path.stat().st_size for path in Path(folder, "base").glob("*.safetensors")) / 1e9
+        bridge, model = AutoBridge.from_hf_pretrained(f"{folder}/base"), []
+        loading = _seconds(lambda: model.extend(bridge.to_megatron_model(wrap_with_ddp=False)))
+        emit(figures := figures | {"model, GB": stored, "load, GB/s": stored / loading})
+        export = _seconds(lambda: bridge.save_hf_pretrained(model, f"{folder}/out", show_progress=False))
+        emit(figures | {"export, GB/s": stored / export})
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    wait()
+    start = time.perf_counter()
+    function()
+    wait()
+    return time.perf_counter() - start
+
+
+def profile(size: str, out: Path) -> None:
+    """One step of the run of ``pretrain``: what takes longest on the device, and how long it waits."""
+    import pretrain_gpu
+    from torch.profiler import ProfilerActivity
+    from training import framework_loop
+
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.setup import setup
+
+    run = setup(pretrain_gpu.bridge_config(pretrain_arguments(size)), forward_step)
+    run.emit("train_start")
+    steps = framework_loop(run)
+    steps(1 if size == "tiny" else 6)
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (DEVICE == "cuda")
+    with torch.profiler.profile(activities=kinds) as found:
+        steps(1)
+    sums = found.key_averages()
+    (out / "profile.txt").write_text(sums.table(sort_by=f"self_{DEVICE}_time_total", row_limit=60))
+    attribute = "self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
+    longest = sorted(sums, key=lambda one: -getattr(one, attribute))[:10]
+    figures: dict[str, Any] = {f"ms in {one.key[:60]}": getattr(one, attribute) / 1e3 for one in longest}
+    emit(figures | _gaps(found))
+
+
+def _gaps(found: Any) -> dict[str, float]:
+    """Milliseconds between the first kernel and the last in which none ran; nothing without a GPU."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in found.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    if not spans:
+        return {}
+    idle, until = 0.0, spans[0][0]
+    for start, end in spans:
+        idle += max(0.0, start - until)
+        until = max(until, end)
+    return {"ms from the first kernel to the last": (until - spans[0][0]) / 1e3, "ms without a kernel": idle / 1e3}
+
+
+STAGES: dict[str, Callable[[str, Path], None]] = {
+    "tests": run_tests,
+    "run_to_resume": run_to_resume,
+    **{
+        function.__name__: function
+        for function in (
+            families, pretrain, lora, packed, experts, resume, transformer_engine, conversion, profile,
+        )
+    },
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--size", choices=STEPS, default="tiny")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = parser.parse_args()
+    STAGES[args.stage](args.size, args.out)
+
+
+if __name__ == "__main__":
+    main()

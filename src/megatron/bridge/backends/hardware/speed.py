@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device does in a second: matrix products, copies and, with several ranks, all-reduces."""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.bridge.backends.cpu.device import has_cuda
+
+_ROUNDS = 5
+_PATIENCE = 2.0  # seconds of calls of one kind, at most
+
+
+def matmul_flops(dtype: torch.dtype = torch.bfloat16, size: int | None = None) -> float:
+    """Operations a second of a square product.
+
+    Args:
+        dtype: Of the matrices.
+        size: Rows and columns; None takes 8,192 on a GPU, and 1,024 on a CPU.
+    """
+    size = size or (8192 if has_cuda() else 1024)
+    a, b = (torch.randn(size, size, device=_device()).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / _fastest(lambda: torch.mm(a, b, out=out))
+
+
+def copy_bandwidth(size: int | None = None) -> float:
+    """Bytes a second that are read and written by a copy in the device's memory.
+
+    Args:
+        size: Bytes; None takes 1 GiB on a GPU, and 64 MiB on a CPU.
+    """
+    source = _bytes(size)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _fastest(lambda: target.copy_(source))
+
+
+def host_bandwidth(size: int | None = None) -> float:
+    """Bytes a second from pinned memory of the host to a GPU; of a copy on a machine without one."""
+    target = _bytes(size)
+    source = torch.zeros(len(target), dtype=torch.uint8, device="cpu", pin_memory=has_cuda())
+    return source.nbytes / _fastest(lambda: target.copy_(source, non_blocking=True))
+
+
+def all_reduce_bandwidth(size: int | None = None) -> float | None:
+    """Bytes a second that each rank sends and receives in a ring (NCCL's bus bandwidth); None on one rank.
+
+    To be called on all ranks of the default group.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1:
+        return None
+    data = _bytes(size).view(torch.float32)
+    # every rank makes the same number of calls
+    seconds = _fastest(lambda: dist.all_reduce(data), patience=None)
+    return 2 * (ranks - 1) / ranks * data.nbytes / seconds
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if has_cuda() else "cpu")
+
+
+def _bytes(size: int | None) -> Tensor:
+    return torch.zeros(size or (1 << 30 if has_cuda() else 1 << 26), dtype=torch.uint8, device=_device())
+
+
+def _fastest(call: Callable[[], object], patience: float | None = _PATIENCE) -> float:
+    """Seconds of the fastest of some calls, after one that is not counted."""
+    call()
+    seconds: list[float] = []
+    for _ in range(_ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        if patience is not None and sum(seconds) > patience:
+            break
+    return min(seconds)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge doctor``: what this machine has, which kernels a run will use on it, and how fast it is."""
+
+import argparse
+import copy
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron.bridge.cli.support import text_format, train_job
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.models.model_provider import ModelProvider
+
+DESCRIPTION = (
+    "Print hardware, versions, and the layers and kernels that a run would use here, with the reason of each "
+    "choice; then measure matrix products, copies and, under torchrun, all-reduces. Takes less than a minute."
+)
+EXAMPLES = """examples:
+  megatron-bridge doctor
+  megatron-bridge doctor --recipe qwen3_30b_a3b_pretrain_config
+  torchrun --nproc-per-node 8 --no-python megatron-bridge doctor    (also measures all-reduces)"""
+_EXTRAS = {
+    "transformer_engine": "layers in FP8, and the layer spec that is used where it is installed",
+    "apex": "gradients that are added up by the matrix product",
+    "fla": "gated delta nets in Triton",
+    "mamba_ssm": "Mamba layers in Triton",
+    "causal_conv1d": "convolutions of Mamba layers",
+    "triton": "compiled norms, rotary embeddings, SwiGLU and cross entropy",
+}
+"""Modules of optional packages, and what they bring."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    train_job.add_job_options(parser)
+    parser.add_argument("--no-measure", action="store_true", help="measure nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatron.bridge.utils import distributed
+
+    if args.recipe is None and args.config is None and args.hf_model is None and args.overrides:
+        raise UserError(f"{args.overrides[0]} changes a run: name it with --recipe or --config")
+    model = _model(args)
+    if "RANK" in os.environ:
+        distributed.initialize()
+    lines = [*_machine(), "", *_packages(), "", *_kernels()]
+    if model is not None:
+        lines += ["", *_choices(model)]
+    if distributed.rank() == 0:
+        text_format.say("\n".join(lines))
+    if not args.no_measure:
+        _measure(distributed.rank() == 0)
+    return 0
+
+
+def _model(args: argparse.Namespace) -> "ModelProvider | None":
+    if args.recipe is None and args.config is None and args.hf_model is None:
+        return None
+    job = train_job.prepare(args)
+    return job.resolve(job.world_size or 1).config.model
+
+
+# -------------------------------------------------------------------------------------------------- this machine
+
+
+def _machine() -> Iterator[str]:
+    import torch
+
+    from megatron.bridge.utils.environment import environment, summary
+
+    yield from summary(environment())[1:3]
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {card.major}.{card.minor}"
+        yield f"GPU {index}: {card.name}, {text_format.size(card.total_memory)}, {capability}"
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield f"CPU: {text_format.many(os.cpu_count() or 1, 'core')}, {text_format.size(pages)}"
+
+
+def _packages() -> Iterator[str]:
+    from importlib.util import find_spec
+
+    for name, brings in _EXTRAS.items():
+        yield f"{name}: {'installed' if find_spec(name) else 'not installed'} ({brings})"
+
+
+def _kernels() -> Iterator[str]:
+    """What a run uses on this machine, whatever its model."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    from megatron.bridge.backends.hardware import compiler
+    from megatron.bridge.backends.specs import layer_specs
+    from megatron.bridge.training.config.hardware import CAPABILITIES, Hardware
+
+    hardware = Hardware.detect()
+    spec = layer_specs.resolve_backend("auto")
+    why = "there is a GPU and Transformer Engine" if spec == "transformer_engine" else _why_torch(hardware)
+    yield f"layer spec of backend=auto: {spec} ({why})"
+    if hardware.cuda:
+        reason = compiler.why_not_compiled()
+        yield "norms, rotary embeddings, cross entropy: " + ("compiled" if reason is None else f"eager ({reason})")
+        flash = torch.backends.cuda.is_flash_attention_available() and hardware.capability >= (8, 0)
+        yield f"attention: {'flash kernels' if flash else 'scaled_dot_product_attention'} in bf16 and fp16"
+    else:
+        yield "norms, rotary embeddings, cross entropy: PyTorch's operations in few passes over memory (no GPU)"
+        yield "attention: scaled_dot_product_attention (no GPU)"
+    fused = layers._grad_accum_fusion_available
+    yield f"gradient accumulation in the product: {'available' if fused else 'not available (needs Apex)'}"
+    for scaling in CAPABILITIES:
+        lack = hardware.lacks_for(scaling)
+        yield f"{scaling} scaling: {'available' if lack is None else f'needs {lack}'}"
+
+
+def _why_torch(hardware: Any) -> str:
+    return "Transformer Engine is not installed" if hardware.cuda else "there is no GPU"
+
+
+# ------------------------------------------------------------------------------------------------------ one model
+
+
+def _choices(model: "ModelProvider") -> Iterator[str]:
+    """The layers of a run's model here, and the settings that this machine changes."""
+    from megatron.bridge.backends.specs import layer_specs
+
+    trial = copy.copy(model)
+    backend = layer_specs.resolve_backend(trial.backend)
+    yield f"layer spec of this run: {backend} (model.backend={model.backend})"
+    yield from _parts(trial)
+    for change in layer_specs.apply_backend_settings(trial, backend):
+        yield f"model.{change.field}={change.asked!r} becomes {change.used!r}: {change.reason}"
+
+
+def _parts(model: Any) -> Iterator[str]:
+    from megatron.core.ssm.gated_delta_net import common
+
+    from megatron.bridge.backends.recurrent import mamba
+    from megatron.bridge.training.config.hardware import Hardware
+
+    hardware = Hardware.detect()
+    if model.num_moe_experts:
+        grouped = hardware.capability >= (9, 0)
+        reason = "" if grouped else " (one kernel for all needs compute capability 9.0 and bf16)"
+        yield f"experts of the torch spec: {'one kernel for all' if grouped else 'a product for each'}{reason}"
+    if getattr(model, "attn_logit_softcapping", None) is not None:
+        yield "attention with soft-capping: tiles without a fused kernel, computed again in the backward pass"
+    if getattr(model, "hybrid_layer_pattern", None) or getattr(model, "hybrid_override_pattern", None):
+        yield f"Mamba layers: {mamba.mixer_class().__name__}"
+    if getattr(model, "linear_attention_freq", None):
+        fast = common.HAVE_FLA and hardware.cuda
+        yield f"gated delta nets: {'fla' if fast else 'PyTorch, chunk by chunk (fla or a GPU is missing)'}"
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+
+
+def _measure(speaks: bool) -> None:
+    """Measure on all ranks at once, as a run would, and print what the first one found."""
+    from megatron.bridge.backends.cpu.device import has_cuda
+    from megatron.bridge.backends.hardware import speed
+    from megatron.bridge.backends.hardware.device_flops import device_tflops
+
+    def say(line: str) -> None:
+        if speaks:
+            text_format.say(line)
+
+    say("\nmeasured:")
+    flops, peak = speed.matmul_flops() / 1e12, device_tflops()
+    share = "" if peak is None else f", {flops / peak:.0%} of the data sheet's {peak:,.0f}"
+    say(f"matrix products in bf16: {flops:,.2f} TFLOP/s{share}")
+    say(f"copies in the device's memory: {speed.copy_bandwidth() / 1e9:,.1f} GB/s, read and written")
+    where = "pinned memory to the device" if has_cuda() else "host memory to host memory"
+    say(f"copies from {where}: {speed.host_bandwidth() / 1e9:,.1f} GB/s")
+    reduced = speed.all_reduce_bandwidth()
+    if reduced is None:
+        say("all-reduce: not measured on one rank (start it with torchrun)")
+    else:
+        say(f"all-reduce: {reduced / 1e9:,.2f} GB/s in and out of each rank")
