@@ -12,8 +12,9 @@ transformers and megatron-core (pytest for stage a, peft for stages d and e; the
 
 Each stage is a process with a limit of its own; one that fails, hangs or runs out of memory does not stop the
 others. ``DIR/results.json`` is written after each stage, and ``DIR/STAGE.log`` holds what the stage printed. The
-same command again runs what has not succeeded yet; ``--again`` runs all. The exit code is 0 if every stage that ran
-succeeded and every target was met. ``--tiny`` shows on any machine that the stages run; its figures mean nothing.
+same command again runs what has not succeeded yet; ``--again`` runs all. The exit code is 0 if every stage that
+ran succeeded and every target was met. ``--tiny`` shows on any machine that the stages run; its figures mean
+nothing.
 
 Stages, in order of value (seconds of --quick and of a whole run at most):
 """
