@@ -24,6 +24,8 @@ def new_style(config: dict[str, Any]) -> dict[str, Any]:
     if "rope_local_base_freq" in config:
         local = {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq")}
         rope = {_FULL: rope, _SLIDING: local}
+    if config.get("model_type") == "olmo3":  # the scaling is that of layers without a window
+        rope = {_FULL: rope, _SLIDING: {"rope_type": "default", "rope_theta": rope["rope_theta"]}}
     if rope != {"rope_type": "default"}:
         config["rope_parameters"] = rope
     return config

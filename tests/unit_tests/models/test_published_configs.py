@@ -82,6 +82,17 @@ COUNTS = {
     "Qwen--Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "Qwen--Qwen3-30B-A3B": 30_532_122_624,
     "Qwen--Qwen3-235B-A22B": 235_093_634_560,
+    "CohereForAI--c4ai-command-r-v01": 34_980_831_232,
+    "CohereForAI--c4ai-command-r7b-12-2024": 8_028_033_024,
+    "EleutherAI--gpt-neox-20b": 20_554_567_680,
+    "EleutherAI--pythia-1.4b": 1_414_647_808,
+    "bigcode--starcoder2-7b": 7_173_923_840,
+    "facebook--opt-1.3b": 1_315_758_080,
+    "google--vaultgemma-1b": 1_038_741_120,
+    "microsoft--phi-2": 2_779_683_840,
+    "openai-community--gpt2": 124_439_808,
+    "openai-community--gpt2-xl": 1_557_611_200,
+    "stabilityai--stablelm-2-1_6b": 1_644_515_328,
     "allenai--OLMoE-1B-7B-0924": 6_919_161_856,
     "mistralai--Mixtral-8x7B-v0.1": 46_702_792_704,
     "mistralai--Mixtral-8x22B-v0.1": 140_620_634_112,
@@ -118,7 +129,7 @@ def by_size():
         config = json.loads(path.read_text())
         config = config.get("text_config", config)
         counts = (config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
-        experts = next((count for count in counts if count), 0) * config["num_hidden_layers"]
+        experts = next((count for count in counts if count), 0) * config.get("num_hidden_layers", 0)
         yield pytest.param(name, marks=pytest.mark.slow if experts > 5000 else ())
 
 

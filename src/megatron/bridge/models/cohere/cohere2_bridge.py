@@ -11,11 +11,10 @@ class Cohere2Bridge(CohereBridge):
     """Hugging Face's ``Cohere2ForCausalLM`` and Megatron's ``GPTModel``."""
 
     fields = (*(field for field in CohereBridge.fields if field.hf != "use_qk_norm"), WINDOW, WINDOWED_ROPE)
-    # published configs have it; transformers reads none of the first two, and makes layer_types of the others
+    # published configs have them; transformers reads none, but makes layer_types of sliding_window_pattern
     irrelevant = {
+        **dict.fromkeys(("use_parallel_block", "use_embedding_sharing", "use_gated_activation"), (True,)),
+        **dict.fromkeys(("rotary_pct", "order_of_interleaved_layers", "layer_switch", "position_embedding_type")),
+        **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern", "use_parallel_embedding")),
         "use_qk_norm": (False,),
-        "use_parallel_block": (True,),
-        **dict.fromkeys(("rotary_pct", "order_of_interleaved_layers", "cache_implementation")),
-        **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern", "position_embedding_type")),
-        **dict.fromkeys(("use_embedding_sharing", "use_gated_activation", "layer_switch")),
     }

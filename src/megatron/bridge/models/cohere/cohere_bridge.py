@@ -30,4 +30,5 @@ class CohereBridge(DecoderBridge):
         "rotary_interleaved": True,
         "mlp_bias": False,
     }
+    irrelevant = {"model_max_length": None}
     weights = (ends(), attention(qk_norm=True), mlp(norm=None))

@@ -10,8 +10,8 @@ from megatron.bridge.models.conversion.declare.fields import Field
 from megatron.bridge.models.conversion.declare.moe_blocks import DENSE_OR_SPARSE
 from megatron.bridge.models.conversion.declare.moe_fields import (
     AUX_LOSS,
-    DROPLESS,
     SHARED_EXPERTS,
+    SOFTMAX_ROUTING,
     SPARSE_BETWEEN,
     expert_sizes,
 )
@@ -44,13 +44,11 @@ class Ernie45MoeBridge(DecoderBridge):
     )
     fixed = {
         **LLAMA_LIKE,
-        **DROPLESS,
+        **SOFTMAX_ROUTING,
         "rotary_interleaved": True,
         "add_bias_linear": False,
-        "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": True,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss",
     }
     irrelevant = {
         "use_bias": (False,),
@@ -58,7 +56,7 @@ class Ernie45MoeBridge(DecoderBridge):
         "moe_use_aux_free": (True,),
         "moe_gate": ("topk", "top2_fused"),
         # of the training code, and of the layer of multi-token prediction, which transformers leaves out
-        **dict.fromkeys(("moe_capacity", "num_nextn_predict_layers", "compression_ratio", "rope_scaling")),
+        **dict.fromkeys(("moe_capacity", "num_nextn_predict_layers", "compression_ratio")),
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "sinkhorn_2gate")),
     }
     weights = (ends(), attention(), *DENSE_OR_SPARSE[:1], _ROUTER, *DENSE_OR_SPARSE[2:])

@@ -11,5 +11,10 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
-    """The same function under the name that GPT-2 and Phi have for it."""
-    return F.gelu(x, approximate="tanh")
+    """The same under the name that GPT-2 and Phi have for it."""
+    return gelu_tanh(x)
+
+
+def gelu_fast(x: torch.Tensor) -> torch.Tensor:
+    """The same under the name that GPT-NeoX-20B has for it."""
+    return gelu_tanh(x)

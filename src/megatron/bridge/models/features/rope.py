@@ -17,12 +17,15 @@ from torch import nn
 
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
+NTK_ALPHA = "ntk_alpha"
+"""Hunyuan's kind, which its configs call dynamic."""
+
 # rope_type -> (keys it needs, keys it may have)
 KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
     "linear": (frozenset({"factor"}), frozenset()),
     "dynamic": (frozenset({"factor"}), frozenset()),
-    "ntk_alpha": (
+    NTK_ALPHA: (
         frozenset({"alpha"}),
         frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
     ),
@@ -127,7 +130,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         reference: Any = self._reference
-        if self._kind == "ntk_alpha":
+        if self._kind == NTK_ALPHA:
             return _ntk_alpha(reference.rope_parameters, reference.head_dim), 1.0
         with torch.device("cpu"):  # numbers, even while the model is built on the meta device
             return ROPE_INIT_FUNCTIONS[self._kind](reference, None, seq_len=length)

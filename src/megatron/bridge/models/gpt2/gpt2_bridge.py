@@ -47,7 +47,7 @@ class GPT2Bridge(DecoderBridge):
     fixed = {**LAYER_NORM_LIKE, "gated_linear_unit": False, "position_embedding_type": "learned_absolute"}
     irrelevant = {
         **dict.fromkeys(_SUMMARY),
-        "n_ctx": None,
+        **dict.fromkeys(("n_ctx", "output_past")),
         "reorder_and_upcast_attn": None,  # softmax in fp32, as it is here
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-NeoX-20B, Pythia and others of EleutherAI: attention and MLP side by side."""
 
-from typing import Any
-
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LAYER_NORM_LIKE, NORM_EPS, PARTIAL_ROPE
+from megatron.bridge.models.conversion.declare.decoder_fields import (
+    DENSE,
+    LAYER_NORM_LIKE,
+    NORM_EPS,
+    PARTIAL_ROPE,
+    parallel_residual,
+)
 from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 _LAYERS = "gpt_neox.layers.*"
 _ABSENT = ("num_key_value_heads", "head_dim")
-
-
-def _parallel(parallel: bool, _: Any) -> str | None:
-    return "own_norms" if parallel else None
-
-
-def _is_parallel(kind: str | None, _: Any) -> bool:
-    return kind is not None
 
 
 @register_bridge("GPTNeoXForCausalLM", model_type="gpt_neox")
@@ -28,10 +24,11 @@ class GPTNeoXBridge(DecoderBridge):
         *(field for field in override(DENSE, PARTIAL_ROPE, NORM_EPS) if field.hf not in _ABSENT),
         Field("attention_bias", "attention_bias", default=True),
         Field("hidden_dropout", "hidden_dropout", default=0.0),
-        Field("use_parallel_residual", "parallel_residual", default=True, to=_parallel, back=_is_parallel),
+        parallel_residual("own_norms", default=True),
     )
     fixed = {**LAYER_NORM_LIKE, "gated_linear_unit": False}
-    irrelevant = {"classifier_dropout": None}
+    # transformers reads neither dropout under these names
+    irrelevant = dict.fromkeys(("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"))
     weights = (
         ends("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight"),
         attention(_LAYERS, output="attention.dense", fused="query_key_value", names="attention", grouped=True),

@@ -54,6 +54,7 @@ class OPTBridge(DecoderBridge):
         "_remove_final_layer_norm": (False,),
         "layer_norm_elementwise_affine": (True,),
         "layerdrop": (0.0,),
+        "activation_dropout": None,  # transformers has none
     }
     weights = (
         ends("model.decoder.embed_tokens.weight", "model.decoder.final_layer_norm"),

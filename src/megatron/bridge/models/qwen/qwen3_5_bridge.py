@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3.5, text: Qwen3-Next's layers, dense or with experts, the delta nets' projections apart."""
 
+from collections.abc import Mapping
+
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE_OF_TEXT
 from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.declare.gated_delta_net import DELTA_NET, SILU, delta_net
-from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe_blocks import as_stacked, experts, router, shared_experts
 from megatron.bridge.models.conversion.declare.moe_fields import AUX_LOSS, SOFTMAX_ROUTING, expert_sizes
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
+from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 
 
 @register_bridge("Qwen3_5ForCausalLM", model_type="qwen3_5_text")
@@ -52,3 +56,9 @@ class Qwen35MoeBridge(Qwen35Bridge):
         experts(),
         shared_experts("mlp.shared_expert", gate="mlp.shared_expert_gate"),
     )
+
+    def spelled_as(
+        self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
+    ) -> MegatronMappingRegistry:
+        """Checkpoints have each expert's tensors, or two tensors for all of them."""
+        return as_stacked(registry, entries, "model.layers.*")

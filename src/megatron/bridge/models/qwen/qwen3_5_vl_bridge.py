@@ -3,6 +3,7 @@
 
 from megatron.bridge.models.conversion.declare.vision import VisionBridge
 from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.qwen.qwen3_vl_moe_bridge import Qwen3VLMoEBridge
 
 
 @register_bridge("Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
@@ -20,3 +21,4 @@ class Qwen35VLMoeBridge(Qwen35VLBridge):
     """Hugging Face's ``Qwen3_5MoeForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
 
     texts = {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
+    spelled_as = Qwen3VLMoEBridge.spelled_as

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """StableLM 3B, 2-1.6B and 2-12B: LayerNorms, a quarter of each head rotated."""
 
-from typing import Any
-
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LAYER_NORM_LIKE, NORM_EPS, PARTIAL_ROPE
+from megatron.bridge.models.conversion.declare.decoder_fields import (
+    DENSE,
+    LAYER_NORM_LIKE,
+    NORM_EPS,
+    PARTIAL_ROPE,
+    parallel_residual,
+)
 from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
-
-
-def _parallel(parallel: bool, _: Any) -> str | None:
-    return "shared_norm" if parallel else None
-
-
-def _is_parallel(kind: str | None, _: Any) -> bool:
-    return kind is not None
 
 
 @register_bridge("StableLmForCausalLM", model_type="stablelm")
@@ -24,7 +20,7 @@ class StableLmBridge(DecoderBridge):
     fields = (
         *(field for field in override(DENSE, PARTIAL_ROPE, NORM_EPS) if field.hf != "head_dim"),
         Field("use_qkv_bias", "add_qkv_bias", default=False),
-        Field("use_parallel_residual", "parallel_residual", default=False, to=_parallel, back=_is_parallel),
+        parallel_residual("shared_norm", default=False),
     )
     fixed = {**LAYER_NORM_LIKE, "add_bias_linear": False}
     irrelevant = {

@@ -12,8 +12,8 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer import utils as transformer_utils
 
 from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.features.activations import gelu_new, gelu_tanh
-from megatron.bridge.models.features.rope import check_parameters
+from megatron.bridge.models.features.activations import gelu_fast, gelu_new, gelu_tanh
+from megatron.bridge.models.features.rope import NTK_ALPHA, check_parameters
 from megatron.bridge.utils.errors import UserError
 
 # ---- conversions of single values ------------------------------------------------------------------------------
@@ -24,6 +24,7 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": gelu_tanh,
     "gelu_new": gelu_new,
+    "gelu_fast": gelu_fast,
     "relu": F.relu,
     "relu2": squared_relu,
 }
@@ -53,6 +54,8 @@ def _partial_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str,
     """(scaling without its base, base, rotated share of a head); no scaling at all is None."""
     parameters = dict(parameters or {})
     check_parameters(parameters)
+    if parameters.get("rope_type") == NTK_ALPHA:  # a kind of ours, which transformers does not have
+        raise UserError(f"rope_parameters.rope_type={NTK_ALPHA!r} is not a kind that transformers computes")
     parameters.pop("type", None)
     base = parameters.pop("rope_theta", None)
     if base is None:
@@ -112,16 +115,19 @@ def _ropes_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
 
 
 def _ntk_alpha(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What ``_rope`` gives; the kind ``dynamic`` with an ``alpha`` has fixed numbers, in spite of its name."""
     own = dict(parameters or {})
-    if own.get("rope_type") == "dynamic" and own.get("alpha"):  # fixed numbers, in spite of the name
-        own["rope_type"] = "ntk_alpha"
-        own.pop("type", None)
-    return _rope(own, config)
+    if own.get("rope_type") != "dynamic" or not own.get("alpha"):
+        return _rope(own, config)
+    own.pop("type", None)
+    base = own.pop("rope_theta", 10000.0)
+    check_parameters({**own, "rope_type": NTK_ALPHA})
+    return {**own, "rope_type": NTK_ALPHA}, base, 1.0
 
 
 def _ntk_alpha_back(values: Any, _: Any) -> dict[str, Any]:
     back = _rope_back(values, None)
-    return {**back, "rope_type": "dynamic"} if back["rope_type"] == "ntk_alpha" else back
+    return {**back, "rope_type": "dynamic"} if back["rope_type"] == NTK_ALPHA else back
 
 
 def _to_scale(scalar: Any, _: Any) -> float:
@@ -371,6 +377,19 @@ SWITCHED_WINDOWS: tuple[Field, ...] = (
     Field("layer_types", "window_attn_skip_freq", to=_switched_layers, back=_windowed_back),
 )
 """The same, behind a switch."""
+
+
+def parallel_residual(kind: str, default: bool) -> Field:
+    """A switch ``use_parallel_residual``: attention and MLP read the same input, with norms of this ``kind``."""
+
+    def to(parallel: bool, _: Any) -> str | None:
+        return kind if parallel else None
+
+    def back(found: str | None, _: Any) -> bool:
+        return found is not None
+
+    return Field("use_parallel_residual", "parallel_residual", default=default, to=to, back=back)
+
 
 NORM_EPS = Field("layer_norm_eps", "layernorm_epsilon", default=1e-5)
 """The epsilon of architectures with LayerNorms."""

@@ -5,7 +5,10 @@ Experts are parameters of one grouped layer (``experts.linear_fc1.weight3``) or 
 (``experts.local_experts.3.linear_fc1.weight``); a block lists both spellings, and a model has one of them.
 """
 
+from collections.abc import Mapping
+
 from megatron.bridge.models.conversion.declare.blocks import Block, mlp
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
     ConcatenatedGatedMLPMapping,
@@ -13,6 +16,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     MegatronParamMapping,
     ReplicatedMapping,
 )
+from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 
 _LAYER = "decoder.layers.*.mlp"
 
@@ -72,6 +76,27 @@ def stacked_experts(
     first = (ConcatenatedGatedMLPMapping(name, f"{parent}.{up}") for name in expert_names("linear_fc1"))
     second = (AutoMapping(name, f"{parent}.{down}") for name in expert_names("linear_fc2"))
     return tuple(mapping.stacked(turned) for mapping in (*first, *second))
+
+
+def as_stacked(
+    registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry], layers: str, names: str = "mlp.experts"
+) -> MegatronMappingRegistry:
+    """``registry`` for a checkpoint whose experts are stacked, either way round; as it is for any other.
+
+    Args:
+        registry: the mappings of the architecture.
+        entries: the checkpoint's tensors.
+        layers: the checkpoint's name of a layer.
+        names: its name of what has the tensors in a layer.
+    """
+    ends = (f".{names}.gate_up_proj", f".{names}.down_proj")
+    up, down = (next((it.shape for name, it in entries.items() if name.endswith(end)), None) for end in ends)
+    if up is None or down is None:
+        return registry
+    turned = (up[1], up[2]) != (2 * down[2], down[1])
+    own = {mapping.megatron_param: mapping for mapping in stacked_experts(names, layers=layers, turned=turned)}
+    mappings = registry.get_all_mappings()
+    return MegatronMappingRegistry(*(own.get(mapping.megatron_param, mapping) for mapping in mappings))
 
 
 def _fc1(name: str, gate: str | None, up: str) -> MegatronParamMapping:
