@@ -10,7 +10,6 @@ from megatron.bridge.testing import family
 from tests.families import configs, harness
 from tests.families.rows import ROWS
 
-
 WHOLE = [name for name, row in ROWS.items() if not row.brief]
 BRIEF = [name for name, row in ROWS.items() if row.brief]
 
