@@ -3,6 +3,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -264,6 +265,16 @@ def test_a_dry_run_reads_what_the_run_reads(capsys, tmp_path):
     assert "would be refused" not in out
     assert code == int("does NOT fit" in out)
     assert all(line.startswith("#") for line in out.splitlines())
+
+
+def test_the_tokenizer_is_that_of_the_weights(capsys, tmp_path):
+    shutil.copytree(TOKENIZER, save_llama(tmp_path / "model"), dirs_exist_ok=True)
+    given = ("--data", str(tmp_path), f"checkpoint.pretrained_checkpoint={tmp_path / 'model'}")
+    config, out = dry_run(capsys, *FINETUNE, *given)
+    assert config.tokenizer.tokenizer_model == str(tmp_path / "model")
+    assert f"  tokenizer_model: {tmp_path / 'model'}  # checkpoint.pretrained_checkpoint\n" in out
+    config, _ = dry_run(capsys, *FINETUNE, *given, "tokenizer.tokenizer_model=other/one")
+    assert config.tokenizer.tokenizer_model == "other/one"
 
 
 def test_a_dry_run_names_what_is_not_on_this_machine(capsys, tmp_path):

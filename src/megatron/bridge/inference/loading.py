@@ -18,7 +18,6 @@ from megatron.bridge.peft.checkpoint import fingerprint, load_adapters
 from megatron.bridge.utils.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _context(provider: Any) -> int:
 def _tokenizer(folder: Path | None, other: str | None, trust_remote_code: bool) -> Any:
     if other is not None:
         return load_hf_tokenizer(other, trust_remote_code)
-    if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if folder is None or not hub.has_tokenizer(folder):
         return None
     return load_hf_tokenizer(str(folder), trust_remote_code)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.bridge.checkpoint.model_io import tokenizer_dir
 from megatron.bridge.models.conversion.pretrained import local_weights
-from megatron.bridge.models.hf_pretrained.hub import is_hf_model
+from megatron.bridge.models.hf_pretrained.hub import has_tokenizer, is_hf_model
 from megatron.bridge.training.callbacks.base import CallbackManager
 from megatron.bridge.training.callbacks.observe.report import FinetuningReport
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
@@ -15,8 +15,6 @@ from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.setup import AnyConfig, Callbacks, container_of
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.errors import UserError
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def finetune(
@@ -65,7 +63,7 @@ def compare_tokenizers(chosen: TokenizerConfig, beside: Path | None) -> None:
     Raises:
         UserError: The id of a token differs.
     """
-    if beside is None or not any((beside / name).is_file() for name in TOKENIZER_FILES):
+    if beside is None or not has_tokenizer(beside):
         return
     if chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:
         return

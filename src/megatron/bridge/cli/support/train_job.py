@@ -120,6 +120,7 @@ def prepare(args: argparse.Namespace) -> Job:
 
     with importing(args.trust_config):
         job = _configured(args)
+    job.changes += _follow_checkpoint(job)
     if args.packed_sequence:
         job.changes += _pack(job)
     job.origins.record(job.config, job.changes)
@@ -149,6 +150,23 @@ def _add_distill_config(job: Job) -> None:
 
     if job.config.distill is None:
         job.config.distill = DistillConfig()
+
+
+def _follow_checkpoint(job: Job) -> "list[Change]":
+    """Use the tokenizer of the weights that the user chose, unless the user chose a tokenizer, too."""
+    from megatron.bridge.models.conversion.pretrained import tokenizer_of
+    from megatron.bridge.utils.config.overrides import Change
+
+    tokenizer, weights = job.config.tokenizer, job.config.checkpoint.pretrained_checkpoint
+    chosen = {change.key for change in job.changes}
+    follows = "checkpoint.pretrained_checkpoint" in chosen and "tokenizer.tokenizer_model" not in chosen
+    if not follows or weights is None or tokenizer.tokenizer_type != "HuggingFaceTokenizer":
+        return []
+    old, found = tokenizer.tokenizer_model, tokenizer_of(weights)
+    if found in (None, old):
+        return []
+    tokenizer.tokenizer_model = found
+    return [Change("tokenizer.tokenizer_model", old, found, "checkpoint.pretrained_checkpoint")]
 
 
 def _pack(job: Job) -> "list[Change]":

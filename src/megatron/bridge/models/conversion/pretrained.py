@@ -35,6 +35,15 @@ def local_weights(name: str | Path) -> Path:
     return Path(name).expanduser() if is_hf_model(name) else paths.resolve(name)
 
 
+def tokenizer_of(name: str | Path) -> str | None:
+    """Directory or hub id of the tokenizer beside the weights ``name``; None if there is none on this machine."""
+    if is_megatron_checkpoint(name):
+        kept = model_io.tokenizer_dir(name)
+        return None if kept is None else str(kept)
+    folder = hub.on_this_machine(name)
+    return str(name) if folder is not None and hub.has_tokenizer(folder) else None
+
+
 def load_weights(chunks: Sequence[nn.Module], path: Path) -> None:
     """Fill this rank's chunks from a local directory in either format; all ranks call this.
 

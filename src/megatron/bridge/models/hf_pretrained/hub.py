@@ -37,11 +37,17 @@ RUN_PATTERNS = (
 _INDEX = ("*.safetensors.index.json",)  # small, and says which tensors there are
 _OURS = ("*.safetensors", *_INDEX)
 CONFIG = "config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def is_hf_model(path: str | Path) -> bool:
     """Whether ``path`` is the directory of a Hugging Face model."""
     return (Path(path).expanduser() / CONFIG).is_file()
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether files of a tokenizer are in ``folder``."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def is_hub_id(name: str | Path) -> bool:
