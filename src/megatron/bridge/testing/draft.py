@@ -40,7 +40,7 @@ def tiny_config(config: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
         if key in _TINY and (value is not None or "exp" in key):
             tiny[key] = _TINY[key]
         elif isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
-            tiny[key] = [*value[:4], *(kind for kind in dict.fromkeys(value) if kind not in value[:4])][-4:]
+            tiny[key] = [*(value * 4)[:4], *(kind for kind in dict.fromkeys(value) if kind not in value[:4])][-4:]
         elif key.endswith("dropout"):
             tiny[key] = 0.0
     latent = {"num_key_value_heads": 6, "head_dim": 8} if "kv_lora_rank" in config else {}
@@ -104,9 +104,7 @@ class Draft:
     config: Mapping[str, Any]  # of the tiny model, as transformers completes it
     tensors: Mapping[str, tuple[int, ...]]  # names in its checkpoint, with their shapes
     fixed: dict[str, Any] = field(default_factory=dict[str, Any])
-    claimed: dict[str, str] = field(
-        default_factory=dict[str, str]
-    )  # key that the base does not claim -> what does
+    claimed: dict[str, str] = field(default_factory=dict[str, str])  # key of no field of the base -> what reads it
     blocks: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
@@ -187,14 +185,13 @@ class Draft:
         self.fixed |= {"qk_norm_across_heads": query != key, "qk_layernorm": query == key} if query else {}
         norms = (None, None) if placement == "post" else ("input_layernorm", "post_attention_layernorm")
         norms = (norms[0], "pre_feedforward_layernorm") if before else norms
-        if placement != self.parent.fixed.get("norm_placement", "pre") or any(
-            "norm" in it for it in self.left_over
-        ):
+        moved = placement != self.parent.fixed.get("norm_placement", "pre")
+        if moved or any("norm" in name for name in self.left_over):
             self.blocks.append(f"attention(norm={norms[0]!r}, qk_norm={bool(query)})")
             self.blocks += (
                 ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"] if after else []
             )
-        if plain or norms[1] != "post_attention_layernorm":
+        if plain or moved:
             names = ("", "c_fc", "c_proj") if "mlp.c_fc.weight" in ends else ("gate_proj", "up_proj", "down_proj")
             self.blocks.append(f"mlp(norm={norms[1]!r}, gated={not plain}, projections={names!r})")
 
@@ -219,7 +216,7 @@ class {name}Bridge({parent}):
     """Hugging Face's ``{self.architecture}`` and Megatron's ``GPTModel``."""
 
     fields = override({", ".join((kept, *dict.fromkeys(self.claimed.values()), *constants))})
-    fixed = {{**{parent}.fixed, **{self.fixed!r}}}
+    fixed = {{{", ".join((f"**{parent}.fixed", *(f"{k!r}: {v!r}" for k, v in self.fixed.items())))}}}
     weights = replace_blocks({", ".join((f"{parent}.weights", *self.blocks))})
 '''
 
