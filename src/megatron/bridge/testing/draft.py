@@ -164,6 +164,8 @@ class Draft:
             sets = {attribute for f in groups[name] for attribute in f.names}
             if {f.hf for f in groups[name]} <= free and self._reads(groups[name]) and not sets & self.fixed.keys():
                 return f"*{name}" if isinstance(getattr(families, name), tuple) else name
+        if key in {f.hf for f in self.parent.fields}:  # the tensors spoke against what the base makes of it
+            return ""
         plain = (f for fields in model_bridge.declared_fields().values() for f in fields if f.hf == key)
         names = [f.megatron for f in plain if f.to is None and f.back is None and isinstance(f.megatron, str)]
         return f"Field({key!r}, {names[0]!r})" if names else ""

@@ -83,11 +83,11 @@ def nearest_keys(key: str, keys: Iterable[str], count: int = 3) -> list[str]:
 
 
 def misspelling(name: str, candidates: Iterable[str]) -> str:
-    """A sentence fragment naming what ``name`` may be a slip of: one letter in five is another, at most 3.
+    """A sentence fragment naming what ``name`` may be a slip of: one letter in eight is another, at most 3.
 
     Example:
         >>> misspelling("attention_biass", ["attention_bias", "attention_sink"])
         '; did you mean attention_bias?'
     """
-    slips = min(3, max(1, len(name) // 5))
+    slips = min(3, max(1, len(name) // 8))
     return suggestion(difflib.get_close_matches(name, list(candidates), n=2, cutoff=1 - slips / max(len(name), 1)))
