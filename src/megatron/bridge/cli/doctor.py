@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if args.recipe is None and args.config is None and args.hf_model is None and args.overrides:
         raise UserError(f"{args.overrides[0]} changes a run: name it with --recipe or --config")
     model = _model(args)
-    if "RANK" in os.environ:
+    joins = "RANK" in os.environ and not distributed.is_initialized()
+    if joins:
         distributed.initialize()
     lines = [*_machine(), "", *_packages(), "", *_kernels()]
     if model is not None:
@@ -52,7 +53,17 @@ def run(args: argparse.Namespace) -> int:
         text_format.say("\n".join(lines))
     if not args.no_measure:
         _measure(distributed.rank() == 0)
+    if joins:
+        _leave()
     return 0
+
+
+def _leave() -> None:
+    """End the process group, whose threads would abort the process at its end."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _model(args: argparse.Namespace) -> "ModelProvider | None":
