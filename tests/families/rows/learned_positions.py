@@ -7,7 +7,8 @@ GPT2 = {"vocab_size": 101, "n_embd": 48, "n_layer": 4, "n_head": 3, "n_positions
 GPT2 |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
 OPT = {
     "vocab_size": 101,
-    "hidden_size": 48,
+    # narrow: biases of keys have no gradient but rounding, which grows with the width
+    "hidden_size": 24,
     "ffn_dim": 72,
     "num_hidden_layers": 4,
     "num_attention_heads": 3,
@@ -26,7 +27,7 @@ ROWS = [
         slow=("tp2", "pp2"),
         brief=True,
     ),
-    Row("opt", "OPTForCausalLM", OPT, ("pp2",), slow=("tp2", "sp2", "vp2"), brief=True),
+    Row("opt", "OPTForCausalLM", OPT, ("pp2",), slow=("tp2", "sp2", "vp2"), brief=True, seed=1),
     Row(
         "opt_no_biases",
         "OPTForCausalLM",

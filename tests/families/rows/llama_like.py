@@ -39,7 +39,7 @@ def row(name, model, config, layouts=(), slow=("tp2", "pp2", "vp2")):
 
 
 ROWS = [
-    row("starcoder2", "Starcoder2ForCausalLM", {**STARCODER, "sliding_window": 7}, ("tp2",)),
+    row("starcoder2", "Starcoder2ForCausalLM", {**STARCODER, "sliding_window": 7}),
     row(
         "starcoder2_untied_no_biases",
         "Starcoder2ForCausalLM",
@@ -49,17 +49,16 @@ ROWS = [
         "olmo3",
         "Olmo3ForCausalLM",
         {**SIZE, **WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
-        ("tp2",),
     ),
     row(
         "olmo3_tied", "Olmo3ForCausalLM", {**SIZE, **WINDOWS, "attention_bias": True, "tie_word_embeddings": True}
     ),
-    row("seed_oss", "SeedOssForCausalLM", SEED, ("pp2",)),
+    row("seed_oss", "SeedOssForCausalLM", SEED),
     row("seed_oss_all_biases", "SeedOssForCausalLM", {**SEED, "attention_out_bias": True, "mlp_bias": True}),
     row("seed_oss_split_biases", "SeedOssForCausalLM", {**SEED, "mlp_bias": True, "tie_word_embeddings": True}),
-    row("arcee", "ArceeForCausalLM", {**WIDE, "rope_parameters": LLAMA3}, ("pp2",)),
+    row("arcee", "ArceeForCausalLM", {**WIDE, "rope_parameters": LLAMA3}),
     row("arcee_biases", "ArceeForCausalLM", {**WIDE, "attention_bias": True, "mlp_bias": True}),
-    row("cwm", "CwmForCausalLM", {**WIDE, **WINDOWS, "rope_parameters": LLAMA3}, ("tp2",)),
+    row("cwm", "CwmForCausalLM", {**WIDE, **WINDOWS, "rope_parameters": LLAMA3}),
     row("cwm_bias", "CwmForCausalLM", {**WIDE, **WINDOWS, "mlp_bias": True, "tie_word_embeddings": True}),
     row("exaone4", "Exaone4ForCausalLM", {**SIZE, **WINDOWS}, ("tp2",)),
     row(
@@ -67,9 +66,9 @@ ROWS = [
         "Exaone4ForCausalLM",
         {**SIZE, "sliding_window": None, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": True},
     ),
-    row("ernie45", "Ernie4_5ForCausalLM", WIDE, ("pp2",)),
+    row("ernie45", "Ernie4_5ForCausalLM", WIDE),
     row("ernie45_biases", "Ernie4_5ForCausalLM", {**WIDE, "use_bias": True, "tie_word_embeddings": False}),
-    row("helium", "HeliumForCausalLM", {**SIZE, "head_dim": 8, "mlp_bias": True}, ("tp2",)),
+    row("helium", "HeliumForCausalLM", {**SIZE, "head_dim": 8, "mlp_bias": True}),
     row("helium_biases", "HeliumForCausalLM", {**SIZE, "head_dim": 8, "attention_bias": True}),
     row("hunyuan_dense", "HunYuanDenseV1ForCausalLM", {**WIDE, "rope_parameters": NTK_ALPHA}, ("tp2",)),
     row(
@@ -87,6 +86,5 @@ ROWS = [
             "final_logit_softcapping": 2.0,
             "attn_logit_softcapping": 3.0,
         },
-        ("tp2",),
     ),
 ]

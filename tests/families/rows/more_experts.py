@@ -64,7 +64,7 @@ ROWS = [
     row(
         "granitemoe_biases", "GraniteMoeForCausalLM", {**GRANITE, "attention_bias": True, "num_experts_per_tok": 2}
     ),
-    row("granitemoeshared", "GraniteMoeSharedForCausalLM", {**GRANITE, "shared_intermediate_size": 28}, ("tp2",)),
+    row("granitemoeshared", "GraniteMoeSharedForCausalLM", {**GRANITE, "shared_intermediate_size": 28}),
     row("granitemoeshared_none", "GraniteMoeSharedForCausalLM", GRANITE),
     row(
         "minimax_m2",
@@ -82,14 +82,13 @@ ROWS = [
         "dots1",
         "Dots1ForCausalLM",
         {**DEEPSEEK, **WINDOWS, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True},
-        ("ep2",),
     ),
     row(
         "dots1_biases",
         "Dots1ForCausalLM",
         {**DEEPSEEK, "n_shared_experts": 1, "attention_bias": True, "norm_topk_prob": True},
     ),
-    row("solar_open", "SolarOpenForCausalLM", {**DEEPSEEK, "n_shared_experts": 1}, ("ep2",)),
+    row("solar_open", "SolarOpenForCausalLM", {**DEEPSEEK, "n_shared_experts": 1}),
     row(
         "solar_open_groups",
         "SolarOpenForCausalLM",
@@ -106,7 +105,6 @@ ROWS = [
         "exaone_moe",
         "ExaoneMoeForCausalLM",
         {**SIZE, **WINDOWS, "num_experts": 6, "moe_intermediate_size": 20, "num_shared_experts": 2},
-        ("ep2",),
     ),
     row("ernie45_moe", "Ernie4_5_MoeForCausalLM", {**ERNIE, "moe_num_shared_experts": 2}, ("ep2",)),
     row(
@@ -126,7 +124,7 @@ ROWS = [
             "tie_word_embeddings": False,
         },
     ),
-    row("flex_olmo", "FlexOlmoForCausalLM", {**SIZE, "num_experts": 6}, ("ep2",)),
+    row("flex_olmo", "FlexOlmoForCausalLM", {**SIZE, "num_experts": 6}),
     row(
         "flex_olmo_normalised",
         "FlexOlmoForCausalLM",

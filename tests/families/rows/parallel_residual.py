@@ -21,7 +21,7 @@ MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_atten
 SLOW = ("sp2", "pp2", "vp2")
 
 ROWS = [
-    Row("cohere", "CohereForCausalLM", {**SIZE, "logit_scale": 0.3}, ("tp2",), slow=SLOW, brief=True),
+    Row("cohere", "CohereForCausalLM", {**SIZE, "logit_scale": 0.3}, (), slow=("tp2", *SLOW), brief=True),
     Row(
         # groups that two ranks cannot share out evenly
         "cohere_head_norms",
@@ -67,8 +67,8 @@ ROWS = [
         "stablelm",
         "StableLmForCausalLM",
         {**SIZE, "use_parallel_residual": True, "use_qkv_bias": True},
-        ("pp2",),
-        slow=("tp2", "vp2"),
+        (),
+        slow=("tp2", "pp2", "vp2"),
         brief=True,
     ),
     Row(

@@ -88,7 +88,16 @@ def export_checkpoint(case, layout, megatron, output):
     bridge.save_hf_pretrained(model, output, show_progress=False)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "glm4_moe_next_tokens", "qwen3_moe_sequential"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral",
+        "glm4_moe_next_tokens",
+        "qwen3_moe_sequential",
+        pytest.param("ernie45_moe", marks=pytest.mark.slow),  # corrections that Hugging Face stores as one row
+        pytest.param("granitemoe_biases", marks=pytest.mark.slow),  # a bias of the output projection alone
+    ],
+)
 @pytest.mark.parametrize(("first", "second"), [("ep2", "etp2"), ("etp2", "ep2"), ("ep2", "pp2")])
 def test_across_layouts_through_a_megatron_checkpoint(two_workers, cases, tmp_path, name, first, second):
     case = cases(name)

@@ -36,7 +36,7 @@ def provider_of(row, **changes):
         ),
         ("gpt2", {"activation_function": "tanh"}, "activation_function='tanh' is not supported"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
-        ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim=24 must be hidden_size=48"),
+        ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12 must be hidden_size=24"),
         ("opt", {"layerdrop": 0.1}, "layerdrop=0.1 is not supported"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, "attention_out_bias=True needs"),
@@ -111,7 +111,7 @@ def test_a_table_of_positions_is_as_long_as_the_checkpoint_says_on_shorter_seque
     provider = provider_of("opt")
     provider.seq_length = 16
     (chunk,) = provider.meta_model()
-    assert chunk.embedding.position_embeddings.weight.shape == (72, 48)
+    assert chunk.embedding.position_embeddings.weight.shape == (72, 24)
 
 
 def test_dropout_of_embeddings_is_their_own():
