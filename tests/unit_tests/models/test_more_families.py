@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.backends.specs import layer_features
+from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 from megatron.bridge.models.conversion.model_bridge import bridge_for
 from megatron.bridge.models.features import routing
 from megatron.bridge.utils.errors import UserError
@@ -118,6 +119,15 @@ def test_dropout_of_embeddings_is_their_own():
     provider = provider_of("gpt2", embd_pdrop=0.25, resid_pdrop=0.5)
     (chunk,) = provider.meta_model()
     assert (chunk.embedding.embedding_dropout.p, chunk.decoder.layers[0].hidden_dropout) == (0.25, 0.5)
+
+
+def test_norms_of_each_head_need_a_group_of_heads_on_every_rank():
+    provider = provider_of("cohere_head_norms")
+    provider.tensor_model_parallel_size = 6
+    with pytest.raises(
+        UserError, match=r"qk_norm_by_head=True cannot split num_query_groups=3 over .*=6 ranks: set"
+    ):
+        layer_features._check(provider, TorchSpecProvider())
 
 
 def test_a_layer_norm_of_transformer_engine_cannot_go_without_a_bias():

@@ -68,16 +68,14 @@ def _check(config: TransformerConfig, provider: BackendSpecProvider) -> None:
         raise UserError("qk_norm_by_head=True excludes the other norms of queries and keys: set only one")
     if late and not config.qk_layernorm:
         raise UserError("qk_norm_after_rope=True has no norms to apply: set model.qk_layernorm=True")
-    if not across:
-        return
-    if config.qk_layernorm or config.qk_l2_norm or config.multi_latent_attention:
+    if across and (config.qk_layernorm or config.qk_l2_norm or config.multi_latent_attention):
         raise UserError(
             "qk_norm_across_heads=True excludes qk_layernorm, qk_l2_norm and multi_latent_attention: set only one"
         )
     groups, ranks = config.num_query_groups or config.num_attention_heads, config.tensor_model_parallel_size
-    if groups < ranks:
+    if (across or by_head) and groups < ranks:
         raise UserError(
-            f"qk_norm_across_heads=True cannot split num_query_groups={groups} over "
+            f"qk_norm_{'across_heads' if across else 'by_head'}=True cannot split num_query_groups={groups} over "
             f"tensor_model_parallel_size={ranks} ranks: set model.make_query_groups_divisible_by={ranks}"
         )
 

@@ -75,8 +75,7 @@ def apply_routing(model: nn.Module, config: Any) -> None:
 
 
 def _correct(router: Any, smallest: float) -> None:
-    device = router.weight.device
-    zeros = torch.zeros(router.config.num_moe_experts, dtype=torch.float32, device=device)
+    zeros = torch.zeros_like(router.weight[:, 0], dtype=torch.float32)
     del router.local_tokens_per_expert, router.expert_bias  # None so far
     router.register_buffer("local_tokens_per_expert", zeros, persistent=False)
     router.register_buffer("expert_bias", zeros.clone())
