@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.bridge.data.config import PreferenceDatasetConfig
-from megatron.bridge.data.preference.builder import prepare_pairs
+from megatron.bridge.data.finetuning.builder import prepare_split
 from megatron.bridge.data.preference.pairs import EQUAL, INCOMPLETE, PairRows
 from megatron.bridge.data.records.encoding import TOO_LONG
 from tests.refusals import refused
@@ -25,7 +25,7 @@ def prepared(folder, tokenizer, *records, **values):
     (folder / "training.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     config = PreferenceDatasetConfig(dataset_root=str(folder), seq_length=128, chat_template=CHATML, **values)
     config.finalize()
-    return prepare_pairs(config, "train", tokenizer)
+    return prepare_split(config, "train", tokenizer)
 
 
 def trained(tokenizer, sample):

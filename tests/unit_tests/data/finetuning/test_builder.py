@@ -89,13 +89,14 @@ def test_long_samples_are_refused_by_default(tmp_path, tokenizer):
         prepare_split(config(tmp_path), "train", tokenizer)
 
 
-def test_long_samples_are_cut_or_dropped_and_counted(tmp_path, tokenizer, capsys):
+def test_long_samples_are_cut_or_dropped_and_counted(tmp_path, tokenizer):
     write(tmp_path, "training", long_records())
-    assert len(prepare_split(config(tmp_path, truncation="drop"), "train", tokenizer).samples) == 1
-    assert all_in(capsys.readouterr().err, "1 samples", f"2 dropped {TOO_LONG}")
-    samples = prepare_split(config(tmp_path, truncation="right"), "train", tokenizer).samples
-    assert [len(sample.tokens) for sample in samples] == [4, SEQ + 1]
-    assert all_in(capsys.readouterr().err, "2 samples", "2 cut", f"1 dropped {NO_TARGET}")
+    dropped = prepare_split(config(tmp_path, truncation="drop"), "train", tokenizer)
+    assert len(dropped.samples) == 1
+    assert all_in("; ".join(dropped.report.lines()), "1 samples", f"2 dropped {TOO_LONG}")
+    cut = prepare_split(config(tmp_path, truncation="right"), "train", tokenizer)
+    assert [len(sample.tokens) for sample in cut.samples] == [4, SEQ + 1]
+    assert all_in("; ".join(cut.report.lines()), "2 samples", "2 cut", f"1 dropped {NO_TARGET}")
 
 
 @pytest.mark.parametrize(

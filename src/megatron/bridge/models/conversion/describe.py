@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config and tokenizer of a model that was trained from scratch, as a Hugging Face model has them."""
 
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,8 @@ def write_description(
     config = _config(provider, _chosen(provider, architecture))
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-        config.update({name: getattr(tokenizer, name) for name in SPECIAL_TOKENS})
+        known = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+        config.update({name: number for name, number in known.items() if number is not None})
     config.save_pretrained(directory)
 
 
@@ -75,7 +77,7 @@ def _says(provider: Any, architecture: str) -> bool:
     try:
         config = _config(provider, architecture)
         again = bridge.provider_bridge(SimpleNamespace(config=config))
-    except (UserError, StrictDataclassError):
+    except (UserError, StrictDataclassError, TypeError, ValueError):  # values that the architecture never has
         return False
     return all(getattr(again, name, None) == getattr(provider, name, None) for name in function_fields())
 
@@ -85,10 +87,13 @@ def _config(provider: Any, architecture: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     values = bridge_for(SimpleNamespace(architectures=[architecture])).megatron_to_hf_config(provider)
-    unknown = dict.fromkeys(SPECIAL_TOKENS)  # the classes have those of published models
     kind: Any = CONFIG_MAPPING[_model_types()[architecture]]
     dtype = torch.bfloat16 if provider.bf16 else torch.float16 if provider.fp16 else provider.params_dtype
-    return kind(**{**unknown, **values, "dtype": dtype})
+    config = kind(**{**values, "dtype": dtype})
+    for name in SPECIAL_TOKENS:  # the class has those of published models
+        with suppress(StrictDataclassError):
+            setattr(config, name, None)
+    return config
 
 
 def _model_types() -> dict[str, str]:
