@@ -210,3 +210,13 @@ def test_importing_configs_costs_no_torch():
     assert len(names) >= 10
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ids_beyond_the_vocabulary_are_refused():
+    config = MockGPTDatasetConfig(seq_length=4)
+    sizes, batch = (12, 0, 0), (1, 12)
+    whole = build_iterators(config, TOKENIZER, sizes, *batch, vocab_size=1000).train
+    largest = max(int(part[name].max()) for part in whole for name in ("tokens", "labels"))
+    assert len(list(build_iterators(config, TOKENIZER, sizes, *batch, vocab_size=largest + 1).train)) == 12
+    with refused(f"id {largest}", f"model.vocab_size={largest}", "tokenizer"):
+        list(build_iterators(config, TOKENIZER, sizes, *batch, vocab_size=largest).train.replicate())

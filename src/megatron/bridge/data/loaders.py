@@ -76,6 +76,7 @@ class BatchIterator:
         num_workers: number of worker processes that load samples.
         read_ahead: without workers, a thread makes the next batch while this one is used. The dataset must then
             not use anything that the training uses, such as torch's random number generator.
+        vocab_size: of the model, whose ids are below it; None checks none.
     """
 
     def __init__(
@@ -84,12 +85,14 @@ class BatchIterator:
         make_sampler: Callable[[], Sampler],
         num_workers: int = 0,
         read_ahead: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         self.sample_ids: list[int] = []
         self.dataset = dataset
         self._make_sampler = make_sampler
         self._num_workers = num_workers
         self._read_ahead = read_ahead
+        self._vocab_size = vocab_size
         self._batches: Iterator[tuple[list[int], Batch]] | None = None
 
     def __iter__(self) -> "BatchIterator":
@@ -99,10 +102,24 @@ class BatchIterator:
         if self._batches is None:
             self._batches = self._start()
         self.sample_ids, batch = next(self._batches)
+        self._check_ids(batch)
         return batch
 
+    def _check_ids(self, batch: Batch) -> None:
+        """Refuse ids beyond the vocabulary: tensor parallelism would embed them as zeros, or as padding."""
+        if self._vocab_size is None:
+            return
+        largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
+        if largest >= self._vocab_size:
+            raise UserError(
+                f"one of the samples {', '.join(map(str, self.sample_ids))} has the token id {largest}, but "
+                f"model.vocab_size={self._vocab_size}: prepare the data with the tokenizer of the model"
+            )
+
     def replicate(self) -> "BatchIterator":
-        return BatchIterator(self.dataset, self._make_sampler, self._num_workers, self._read_ahead)
+        return BatchIterator(
+            self.dataset, self._make_sampler, self._num_workers, self._read_ahead, self._vocab_size
+        )
 
     def _start(self) -> Iterator[tuple[list[int], Batch]]:
         if self._num_workers:
@@ -197,6 +214,7 @@ def build_iterators(
     consumed_train: int = 0,
     consumed_valid: int = 0,
     decodes_images: bool = True,
+    vocab_size: int | None = None,
 ) -> Iterators:
     """Build the iterators of one data-parallel rank. All ranks must call this.
 
@@ -214,6 +232,7 @@ def build_iterators(
         consumed_train: training samples that all ranks together have already drawn.
         consumed_valid: the same for validation.
         decodes_images: whether batches have the pixels of images.
+        vocab_size: of the model, whose ids are below it; None checks none.
 
     Raises:
         UserError: the data is missing, damaged or too small.
@@ -229,13 +248,18 @@ def build_iterators(
         if dataset is None:
             return None
         _check_length(split, len(dataset), size, dataset_config, global_batch_size)
-        return make_iterator(dataset, dataset_config, shard, consumed)
+        return make_iterator(dataset, dataset_config, shard, consumed, vocab_size=vocab_size)
 
     return Iterators(*map(iterator, SPLITS, sizes, splits, (consumed_train, consumed_valid, 0)))
 
 
 def make_iterator(
-    dataset: Any, config: DatasetConfig, shard: BatchShard, consumed: int = 0, prefetch: bool = True
+    dataset: Any,
+    config: DatasetConfig,
+    shard: BatchShard,
+    consumed: int = 0,
+    prefetch: bool = True,
+    vocab_size: int | None = None,
 ) -> BatchIterator:
     """The microbatches of a rank after the first ``consumed`` samples; ``prefetch=False`` reads nothing ahead."""
     micro, whole, rank, ranks = shard
@@ -250,7 +274,8 @@ def make_iterator(
             dataset, *common, data_sharding=config.data_sharding, seed=config.shuffle_seed, global_batch_size=whole
         )
 
-    return BatchIterator(dataset, make_sampler, config.num_workers * prefetch, config.read_ahead and prefetch)
+    workers, read_ahead = config.num_workers * prefetch, config.read_ahead and prefetch
+    return BatchIterator(dataset, make_sampler, workers, read_ahead, vocab_size)
 
 
 def _check_length(split: str, length: int, needed: int, config: DatasetConfig, global_batch_size: int) -> None:

@@ -236,4 +236,5 @@ def build_data(
         *(config.dataset, tokenizer, sizes, micro, batch, *place),
         consumed_train=consumed,
         decodes_images=first,  # the vision tower is there
+        vocab_size=config.model.vocab_size,
     )
