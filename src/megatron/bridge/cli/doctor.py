@@ -3,6 +3,7 @@
 
 import argparse
 import copy
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -59,11 +60,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leave() -> None:
-    """End the process group, whose threads would abort the process at its end."""
+    """End the process group with its threads, which would abort the process at its end."""
     import torch.distributed as dist
 
     dist.barrier()
     dist.destroy_process_group()
+    gc.collect()  # cycles keep the group, and with it the threads
 
 
 def _model(args: argparse.Namespace) -> "ModelProvider | None":
