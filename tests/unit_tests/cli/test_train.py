@@ -259,9 +259,15 @@ def test_a_dry_run_reads_what_the_run_reads(capsys, tmp_path):
     assert len(refused) == 2
     assert "validation.jsonl:1" in refused[0]
     assert f"{tmp_path / 'none'} does not exist" in refused[1]
-    save_llama(tmp_path / "model")
+    save_llama(tmp_path / "model", vocab_size=512)
     weights = f"checkpoint.pretrained_checkpoint={tmp_path / 'model'}"
-    code, out, _ = run(capsys, *FINETUNE, *given, weights, "dataset.do_validation=false", "--dry-run", "--summary")
+    given = (*given, "dataset.do_validation=false", "--dry-run", "--summary")
+    _, out, _ = run(capsys, *FINETUNE, *given, weights)
+    (refused,) = [line for line in out.splitlines() if "would be refused" in line]
+    assert "model.num_layers=16" in refused
+    assert f"--hf-model {tmp_path / 'model'}" in refused
+    short = ("--hf-model", str(tmp_path / "model"), "--seq_length", "32")
+    code, out, _ = run(capsys, *FINETUNE, *given, *short)
     assert "would be refused" not in out
     assert code == int("does NOT fit" in out)
     assert all(line.startswith("#") for line in out.splitlines())

@@ -7,6 +7,7 @@ A dry run asks the functions that the run itself calls, about everything that is
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from megatron.bridge.checkpoint import verification
 from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
@@ -19,6 +20,8 @@ from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.setup import add_tokenizer
 from megatron.bridge.utils.errors import UserError
 
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+_SIZES += ("num_moe_experts", "moe_ffn_hidden_size", "vocab_size")
 TRIED_RECORDS = 32
 """Records of each split that are tokenized; a wrong template or function shows in the first ones."""
 
@@ -76,3 +79,16 @@ def _check_weights(resolved: Resolved[ConfigContainer]) -> None:
         folder = pretrained.local_weights(name)
         if not is_hf_model(folder):
             verification.verify(folder, "fast")
+        _compare_sizes(resolved.config.model, folder)
+
+
+def _compare_sizes(model: Any, weights: Path) -> None:
+    """Refuse weights of a model of another size: no tensor of them would fit."""
+    theirs = pretrained.declared_provider(weights)
+    for name in _SIZES:
+        ours, other = getattr(model, name), getattr(theirs, name)
+        if None not in (ours, other) and ours != other:
+            raise UserError(
+                f"model.{name}={ours}, but the weights in {weights} have {other}: use its recipe, or "
+                f"--hf-model {weights} for its sizes"
+            )

@@ -55,6 +55,13 @@ def load_weights(chunks: Sequence[nn.Module], path: Path) -> None:
         model_io.load_model(chunks, path, verify=False)
 
 
+def declared_provider(folder: Path) -> Any:
+    """The provider of the model in ``folder``, in either format, without its weights."""
+    if is_megatron_checkpoint(folder):
+        return stored_provider.read(folder)
+    return AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=False)
+
+
 def provider_of(name: str, trust_remote_code: bool = False) -> Any:
     """The provider of the model ``name``, a directory in either format or a hub id; it loads the weights, too.
 
