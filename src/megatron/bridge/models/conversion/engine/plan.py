@@ -233,11 +233,17 @@ def _parameters(chunks: Sequence[nn.Module]) -> HeldParameters:
 
 
 def _own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False)
+    yield from sorted(module.named_parameters(recurse=False), key=lambda entry: _number(entry[0]))
     recomputed = cast(set[str], vars(module)["_non_persistent_buffers_set"])
     for name, buffer in module.named_buffers(recurse=False):
         if name not in recomputed:
             yield name, buffer
+
+
+def _number(name: str) -> int:
+    """The number at the end of a name: grouped experts are registered in reverse."""
+    found = re.search(r"\d+$", name)
+    return int(found[0]) if found else -1
 
 
 def _locate(registry: MegatronMappingRegistry, modules: HeldParameters, config: Any) -> list[LocatedParameter]:
