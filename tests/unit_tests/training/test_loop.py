@@ -3,6 +3,7 @@
 
 import gc
 import json
+from datetime import datetime, timedelta
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron.bridge.data.config import Splits
 from megatron.bridge.training.callbacks import Callback, CallbackManager
 from megatron.bridge.training.callbacks.base import EVENTS
 from megatron.bridge.training.callbacks.observe.logging import announcement
+from megatron.bridge.training.callbacks.observe.outputs import remaining
 from megatron.bridge.training.config import (
     CheckpointConfig,
     LoggerConfig,
@@ -454,3 +456,10 @@ def test_announcement():
     config.model.tensor_model_parallel_size = 2
     assert announcement(config, 2) == "nothing is left to train: the run is at step 2, train.train_iters=2"
     assert announcement(config, 1).startswith("training from step 1 to 2: 8 x 32 = 256 tokens per step on 1 pro")
+
+
+def test_the_end_of_a_run_is_told_in_local_time():
+    now = datetime(2026, 1, 2, 22, 15)
+    assert remaining(timedelta(seconds=59), now) == "0:00:59 left"
+    assert remaining(timedelta(minutes=90), now) == "1:30:00 left, ends 23:45"
+    assert remaining(timedelta(hours=30), now) == "1 day, 6:00:00 left, ends Sun Jan 4 04:15"

@@ -67,10 +67,11 @@ def _tokenizer_of(checkpoint: Path) -> "PreTrainedTokenizerBase | None":
     """The tokenizer beside the checkpoint, or the one of its run; None if that had none with a vocabulary."""
     from megatron.bridge.checkpoint import model_io
     from megatron.bridge.data.tokenizer import load_hf_tokenizer
+    from megatron.bridge.models.conversion.pretrained import tokenizer_of
 
     of_run = model_io.read_run_config(checkpoint).get("tokenizer") or {}
-    name = model_io.tokenizer_dir(checkpoint) or of_run.get("tokenizer_model")
-    return None if name is None else load_hf_tokenizer(str(name))
+    name = tokenizer_of(checkpoint) or of_run.get("tokenizer_model")
+    return None if name is None else load_hf_tokenizer(name)
 
 
 def _export(args: argparse.Namespace, hf_model: str) -> int:

@@ -52,7 +52,8 @@ def check_tokenizer(config: ConfigContainer) -> None:
         UserError: The id of a token differs: the embeddings would silently belong to other tokens.
     """
     name = config.checkpoint.pretrained_checkpoint
-    folder = local_weights(name or "")  # on every rank: each node downloads what the hub has
+    assert name is not None, "there are no weights to compare with"
+    folder = local_weights(name)  # on every rank: each node downloads what the hub has
     if name != config.tokenizer.tokenizer_model:
         compare_tokenizers(config.tokenizer, folder if is_hf_model(folder) else tokenizer_dir(folder))
 

@@ -42,15 +42,19 @@ def elsewhere(config: ConfigContainer) -> Iterator[str]:
         "checkpoint.pretrained_checkpoint": config.checkpoint.pretrained_checkpoint,
     }
     for key, name in names.items():
-        if name is not None and is_hub_id(name) and on_this_machine(name) is None:
+        if _is_elsewhere(name):
             yield f"{key}={name} is not on this machine: the run downloads it, and this dry run has not read it"
+
+
+def _is_elsewhere(name: str | None) -> bool:
+    return name is not None and is_hub_id(name) and on_this_machine(name) is None
 
 
 def _check_data(resolved: Resolved[ConfigContainer]) -> None:
     config = resolved.config
     config.dataset.check_sources()
     name = config.tokenizer.tokenizer_model
-    if name is not None and is_hub_id(name) and on_this_machine(name) is None:
+    if _is_elsewhere(name):
         return
     if name is None and config.tokenizer.tokenizer_type != "NullTokenizer":
         return  # a recipe on which nothing is set yet
