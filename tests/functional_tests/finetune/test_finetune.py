@@ -10,7 +10,6 @@ from transformers import LlamaForCausalLM
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.config import FinetuningDatasetConfig, PackedSequenceSpecs
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
 from megatron.bridge.training.config import (
     CheckpointConfig,
     LoggerConfig,
@@ -106,8 +105,10 @@ def greedy(model_dir, question, count):
 def test_a_model_learns_its_answers_and_the_run_tells(model_dir, chats, tmp_path):
     torch.set_num_threads(1)
     run_dir = tmp_path / "run"
-    samples = GenerationSamples([[{"role": "user", "content": "who?"}]], interval=30, max_new_tokens=24)
-    run = finetune(make_config(model_dir, chats, run_dir), forward_step, [samples])
+    config = make_config(model_dir, chats, run_dir)
+    config.logger.sample_prompts = [[{"role": "user", "content": "who?"}]]
+    config.logger.sample_interval, config.logger.sample_max_new_tokens = 30, 24
+    run = finetune(config, forward_step)
     assert run.config.model.calculate_per_token_loss
 
     lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]

@@ -273,6 +273,15 @@ def test_a_dry_run_reads_what_the_run_reads(capsys, tmp_path):
     assert all(line.startswith("#") for line in out.splitlines())
 
 
+def test_a_dry_run_tries_the_sample_prompts(capsys, tmp_path):
+    (tmp_path / "training.jsonl").write_text(json.dumps({"prompt": "x", "completion": "y"}) + "\n")
+    splits = ("dataset.do_validation=false", "dataset.do_test=false")
+    given = ("--data", str(tmp_path), f"tokenizer.tokenizer_model={TOKENIZER}", "--seq_length", "32", *splits)
+    _, out = dry_run(capsys, *FINETUNE, *given, 'logger.sample_prompts=["a b c"]')
+    (refused,) = [line for line in out.splitlines() if "would be refused" in line]
+    assert "model.seq_length=32" in refused
+
+
 def test_the_tokenizer_is_that_of_the_weights(capsys, tmp_path):
     shutil.copytree(TOKENIZER, save_llama(tmp_path / "model"), dirs_exist_ok=True)
     given = ("--data", str(tmp_path), f"checkpoint.pretrained_checkpoint={tmp_path / 'model'}")
@@ -285,7 +294,9 @@ def test_the_tokenizer_is_that_of_the_weights(capsys, tmp_path):
 
 def test_a_dry_run_names_what_is_not_on_this_machine(capsys, tmp_path):
     with hub_cache.only(tmp_path):
-        _, out = dry_run(capsys, *FINETUNE, "checkpoint.pretrained_checkpoint=someone/model")
+        given = ("checkpoint.pretrained_checkpoint=someone/model", "--data", "someone/data")
+        _, out = dry_run(capsys, *FINETUNE, *given)
+    assert "# note: dataset.dataset_name=someone/data is no file or folder here" in out
     assert "# note: checkpoint.pretrained_checkpoint=someone/model is not on this machine" in out
 
 

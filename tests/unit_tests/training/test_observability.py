@@ -11,9 +11,11 @@ import torch
 
 from megatron.bridge.backends.hardware.device_flops import BF16_TFLOPS, bf16_tflops
 from megatron.bridge.backends.hardware.energy import EnergyMeter
+from megatron.bridge.data.tokenizer import NullTokenizer
 from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.callbacks.observe.outputs import _times_line, _train_line
+from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
 from megatron.bridge.training.callbacks.observe.timing import PREFIX
 from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, OptimizerConfig, ValidationConfig
 from megatron.bridge.training.gpt_step import forward_step
@@ -244,3 +246,21 @@ def test_what_a_gpu_is_needed_for_is_asked_of_the_machine_that_runs():
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match=r"profiling.use_nsys_profiler=True needs a GPU"):
             config.validate()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (3, "3 is neither a text nor a list of messages"),
+        ("", "'' is neither"),
+        ([], "at least one message"),
+        ([{"role": "user"}], "content is missing"),
+        ([{"role": "user", "content": "hi"}], "needs a HuggingFaceTokenizer"),
+        ("7", "model.seq_length=64"),
+    ],
+)
+def test_a_wrong_sample_prompt_is_named(prompt, words):
+    tokenizer = NullTokenizer(vocab_size=8)
+    with pytest.raises(UserError) as error:
+        GenerationSamples([prompt]).check(tokenizer, 64)
+    assert words in str(error.value)

@@ -28,15 +28,9 @@ def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int
     Raises:
         UserError: A prompt and its new tokens do not fit into ``model.seq_length``.
     """
-    model, tokenizer = run.config.model, run.tokenizer
-    longest = max(map(len, prompts)) + max_new_tokens
-    if longest > model.seq_length:
-        raise UserError(
-            f"a prompt of {longest - max_new_tokens} tokens and {max_new_tokens} new tokens exceed "
-            f"model.seq_length={model.seq_length}: shorten the prompt, or generate fewer tokens"
-        )
+    tokenizer = run.tokenizer
     config = EngineConfig(
-        max_context=longest,
+        max_context=context_length(prompts, max_new_tokens, run.config.model.seq_length),
         vocabulary=tokenizer.vocab_size,
         ends=stop | {tokenizer.eod},
         max_requests=len(prompts),
@@ -47,3 +41,18 @@ def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int
         for _ in engine.run():
             pass
     return [job.completion.tokens for job in jobs]
+
+
+def context_length(prompts: Tokens, max_new_tokens: int, seq_length: int) -> int:
+    """The length of the longest prompt with its answer.
+
+    Raises:
+        UserError: It exceeds ``seq_length``.
+    """
+    longest = max(map(len, prompts)) + max_new_tokens
+    if longest > seq_length:
+        raise UserError(
+            f"a prompt of {longest - max_new_tokens} tokens and {max_new_tokens} new tokens exceed "
+            f"model.seq_length={seq_length}: shorten the prompt, or generate fewer tokens"
+        )
+    return longest

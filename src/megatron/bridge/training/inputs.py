@@ -15,6 +15,7 @@ from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig
 from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.models.conversion import pretrained
 from megatron.bridge.models.hf_pretrained.hub import is_hf_model, is_hub_id, on_this_machine
+from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
 from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.setup import add_tokenizer
@@ -26,13 +27,15 @@ TRIED_RECORDS = 32
 """Records of each split that are tokenized; a wrong template or function shows in the first ones."""
 
 
-def input_problems(resolved: Resolved[ConfigContainer]) -> Iterator[str]:
+def input_problems(resolved: Resolved[ConfigContainer]) -> list[str]:
     """What the run would refuse in its data, its tokenizer and its first weights, one sentence each."""
-    for check in (_check_data, _check_weights):
+    found: dict[str, None] = {}  # several checks read the data
+    for check in (_check_data, _check_records, _check_prompts, _check_weights):
         try:
             check(resolved)
         except UserError as error:
-            yield str(error)
+            found[str(error)] = None
+    return list(found)
 
 
 def elsewhere(config: ConfigContainer) -> Iterator[str]:
@@ -44,6 +47,12 @@ def elsewhere(config: ConfigContainer) -> Iterator[str]:
     for key, name in names.items():
         if _is_elsewhere(name):
             yield f"{key}={name} is not on this machine: the run downloads it, and this dry run has not read it"
+    for part in tuning_parts(config.dataset):
+        if isinstance(part, HFDatasetConfig) and not part.is_local:
+            yield (
+                f"dataset.dataset_name={part.dataset_name} is no file or folder here: the run loads it from the "
+                "hub, and this dry run has not read it"
+            )
 
 
 def _is_elsewhere(name: str | None) -> bool:
@@ -51,22 +60,34 @@ def _is_elsewhere(name: str | None) -> bool:
 
 
 def _check_data(resolved: Resolved[ConfigContainer]) -> None:
-    config = resolved.config
-    config.dataset.check_sources()
-    name = config.tokenizer.tokenizer_model
-    if _is_elsewhere(name):
-        return
-    if name is None and config.tokenizer.tokenizer_type != "NullTokenizer":
-        return  # a recipe on which nothing is set yet
-    tokenizer = add_tokenizer(resolved).tokenizer
-    for part in tuning_parts(config.dataset):
-        if isinstance(part, SFTDatasetConfig):
+    resolved.config.dataset.check_sources()
+
+
+def _check_records(resolved: Resolved[ConfigContainer]) -> None:
+    tokenizer = _tokenizer(resolved)
+    for part in tuning_parts(resolved.config.dataset):
+        if tokenizer is not None and isinstance(part, SFTDatasetConfig):
             _try_records(part, tokenizer)
+
+
+def _check_prompts(resolved: Resolved[ConfigContainer]) -> None:
+    tokenizer = _tokenizer(resolved)
+    for samples in GenerationSamples.of(resolved.config):
+        if tokenizer is not None:
+            samples.check(tokenizer, resolved.config.model.seq_length)
+
+
+def _tokenizer(resolved: Resolved[ConfigContainer]) -> Tokenizer | None:
+    """The run's tokenizer; None if it is not on this machine, or if a recipe has none yet."""
+    tokenizer = resolved.config.tokenizer
+    name = tokenizer.tokenizer_model
+    is_missing = name is None and tokenizer.tokenizer_type != "NullTokenizer"
+    return None if is_missing or _is_elsewhere(name) else add_tokenizer(resolved).tokenizer
 
 
 def _try_records(part: SFTDatasetConfig, tokenizer: Tokenizer) -> None:
     """Tokenize the first records of each split."""
-    if isinstance(part, HFDatasetConfig) and not Path(part.dataset_name).exists():
+    if isinstance(part, HFDatasetConfig) and not part.is_local:
         return
     encode = part.encoder(tokenizer)
     for split in SPLITS:

@@ -58,9 +58,14 @@ class HFDatasetConfig(SFTDatasetConfig):
             found.append("dataset.test_split is not set: name a split, or set dataset.do_test=false")
         return found
 
+    @property
+    def is_local(self) -> bool:
+        """Whether ``dataset_name`` is a file or a folder on this machine."""
+        return Path(self.dataset_name).exists()
+
     def check_sources(self) -> None:
         name = self.dataset_name
-        if name.startswith(("/", "./", "../", "~")) and not Path(name).exists():
+        if name.startswith(("/", "./", "../", "~")) and not self.is_local:
             raise UserError(f"dataset.dataset_name={name} does not exist: check the path")
 
     def source(self, split: Split) -> RecordSource | None:

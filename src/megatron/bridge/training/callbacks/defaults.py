@@ -20,6 +20,7 @@ from megatron.bridge.training.callbacks.guard.straggler_detection import Straggl
 from megatron.bridge.training.callbacks.observe.data_preview import DataPreview
 from megatron.bridge.training.callbacks.observe.logging import Logging
 from megatron.bridge.training.callbacks.observe.profiling import Profiling, StopProfiling
+from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.resiliency.nvrx_straggler import NVRxStragglerDetection
 
@@ -65,6 +66,7 @@ def default_callbacks(
             *stop_profiling,  # writing profiles does not count as time of the step
             NaNGuard(),  # a step with NaN is logged, but neither evaluated nor saved
             Evaluation(config),
+            *GenerationSamples.of(config),
             *users,  # their changes at a step belong to the checkpoint of that step
             *reruns,  # on the batches as the user's callbacks see them
             CheckpointSaving(),  # before the next batch is read

@@ -2,22 +2,27 @@
 """Answers of the model to a few prompts while it trains."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.data.records.chat_template import ChatTemplate
-from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+from megatron.bridge.data.records.chat_template import ChatTemplate, template_text
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron.bridge.inference.ends import end_of_turn, parse_chat
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.generation import generate
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.generation import context_length, generate
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import json_lines
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SAMPLES_FILE = "samples.jsonl"
 Prompt = str | list[dict[str, Any]]
+_WHERE = "a sample prompt (logger.sample_prompts)"
 
 
 class GenerationSamples(Callback):
@@ -44,11 +49,30 @@ class GenerationSamples(Callback):
                 f"GenerationSamples needs a prompt, an interval and max_new_tokens of at least 1, not "
                 f"{len(prompts)} prompts, interval={interval}, max_new_tokens={max_new_tokens}"
             )
+        for prompt in prompts:
+            _check(prompt)
         self._prompts = prompts
         self._interval = interval
         self._max_new_tokens = max_new_tokens
         self._template = chat_template
         self._sampled_step: int | None = None
+
+    @classmethod
+    def of(cls, config: ConfigContainer) -> "list[GenerationSamples]":
+        """The samples that ``logger.sample_prompts`` asks for, in the chat template of the data."""
+        logger = config.logger
+        if not logger.sample_prompts:
+            return []
+        template = template_text(getattr(config.dataset, "chat_template", None))
+        return [cls(logger.sample_prompts, logger.sample_interval, logger.sample_max_new_tokens, template)]
+
+    def check(self, tokenizer: Tokenizer, seq_length: int) -> None:
+        """Tokenize the prompts without generating.
+
+        Raises:
+            UserError: A prompt cannot be rendered, or does not fit into ``seq_length`` with its answer.
+        """
+        context_length(self._all_tokens(tokenizer), self._max_new_tokens, seq_length)
 
     def on_train_start(self, context: Run) -> None:
         self._sample(context)
@@ -63,8 +87,8 @@ class GenerationSamples(Callback):
 
     def _sample(self, run: Run) -> None:
         self._sampled_step = run.progress.step
-        prompts = [self._tokens(run, prompt) for prompt in self._prompts]
-        answers = generate(run, prompts, self._max_new_tokens, self._ends(run))
+        prompts = self._all_tokens(run.tokenizer)
+        answers = generate(run, prompts, self._max_new_tokens, self._ends(run.tokenizer))
         texts = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in self._prompts]
         lines = [
             {"step": run.progress.step, "prompt": text, "answer": run.tokenizer.detokenize(answer)}
@@ -76,25 +100,38 @@ class GenerationSamples(Callback):
         if folder is not None:
             on_first_rank(lambda: _append(Path(folder), lines))
 
-    def _tokens(self, run: Run, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return run.tokenizer.tokenize(prompt)
-        return run.tokenizer.continue_tokens(
-            self._chat_template(run).prompt(parse_chat(prompt, "prompt"), "prompt")
-        )
+    def _all_tokens(self, tokenizer: Tokenizer) -> list[list[int]]:
+        return [self._tokens(tokenizer, prompt) for prompt in self._prompts]
 
-    def _ends(self, run: Run) -> frozenset[int]:
+    def _tokens(self, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return tokenizer.tokenize(prompt)
+        chat = self._chat_template(tokenizer).prompt(parse_chat(prompt, _WHERE), _WHERE)
+        return tokenizer.continue_tokens(chat)
+
+    def _ends(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special token that the chat template puts after an answer, found by rendering one."""
         prompt = next((prompt for prompt in self._prompts if not isinstance(prompt, str)), None)
         if prompt is None:
             return frozenset()
-        self._chat_template(run)  # refuses a tokenizer without one
-        return frozenset(end_of_turn(run.tokenizer.hf, self._template, prompt))
+        return frozenset(end_of_turn(_transformers_tokenizer(tokenizer), self._template, prompt))
 
-    def _chat_template(self, run: Run) -> ChatTemplate:
-        if not isinstance(run.tokenizer, HuggingFaceTokenizer):
-            raise UserError("a conversation as a prompt needs a HuggingFaceTokenizer: pass the prompt as text")
-        return ChatTemplate(run.tokenizer.hf, self._template)
+    def _chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        return ChatTemplate(_transformers_tokenizer(tokenizer), self._template)
+
+
+def _transformers_tokenizer(tokenizer: Tokenizer) -> "PreTrainedTokenizerBase":
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise UserError(f"{_WHERE} that is a conversation needs a HuggingFaceTokenizer: write it as text")
+    return tokenizer.hf
+
+
+def _check(prompt: Any) -> None:
+    """Refuse what is neither a text nor a conversation."""
+    if isinstance(prompt, list):
+        parse_chat(prompt, _WHERE)
+    elif not isinstance(prompt, str) or not prompt:
+        raise UserError(f"{_WHERE} {prompt!r} is neither a text nor a list of messages with role and content")
 
 
 def _append(folder: Path, lines: list[dict[str, Any]]) -> None:

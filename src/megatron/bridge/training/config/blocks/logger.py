@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs, trackers and metrics."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass
@@ -45,3 +45,12 @@ class LoggerConfig:
     """Log the longest time over the ranks, the shortest and the longest, or the times of all ranks."""
     log_non_default_values: bool = False
     """Print the settings that differ from their defaults when the run starts."""
+    sample_prompts: list[Any] = field(default_factory=list[Any])
+    """Prompts that the model continues greedily before the first step, every ``sample_interval`` steps and after
+    the last step: texts, or conversations as lists of messages. The answers are printed, and kept in
+    ``samples.jsonl``.
+    """
+    sample_interval: int | None = None
+    """Steps between samples. None samples only before the first and after the last step."""
+    sample_max_new_tokens: int = 64
+    """The maximum number of tokens of an answer."""

@@ -43,6 +43,7 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
         *("ddp.suggested_communication_unit_size", "ddp.bucket_size", "ddp.num_buckets"),
         *("train.exit_interval", "train.iterations_to_skip", "validation.eval_interval"),
         *("checkpoint.save_interval", "checkpoint.non_persistent_save_interval", "straggler.interval"),
+        *("logger.sample_interval", "logger.sample_max_new_tokens"),
     ),
     NOT_NEGATIVE: (
         *("model.layernorm_epsilon", "model.init_method_std", "model.mtp_num_layers", "model.moe_aux_loss_coeff"),

@@ -28,6 +28,8 @@ NEEDS = {
     "checkpoint.async_save": "checkpoint.save",
     "checkpoint.async_strategy": "checkpoint.async_save",
     "logger.timing_log_option": "logger.timing_log_level",
+    "logger.sample_interval": "logger.sample_prompts",
+    "logger.sample_max_new_tokens": "logger.sample_prompts",
     "logger.wandb_entity": "logger.wandb_project",
     "logger.wandb_exp_name": "logger.wandb_project",
     "logger.wandb_save_dir": "logger.wandb_project",
