@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.model_options import add_trust_checkpoint, add_trust_remote_code
 from megatron.bridge.utils.errors import UserError
 
@@ -42,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_trust_remote_code(command)
         add_trust_checkpoint(command)
         command.set_defaults(action=action)
+        if action is merge:
+            command.add_argument(
+                "--dtype",
+                choices=model_options.DTYPES,
+                help="dtype of the merged weights; float32 loses nothing of a small adapter (default: the base's)",
+            )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def merge(args: argparse.Namespace) -> None:
     from megatron.bridge.models.conversion.engine import side_files
+    from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
     from megatron.bridge.peft.merging import rounding_loss
     from megatron.bridge.utils.console import console
 
@@ -58,9 +66,15 @@ def merge(args: argparse.Namespace) -> None:
     known = side_files.history_of(model, merge=True)
     if not _in_peft_format(args.adapter):
         known = side_files.history_of_checkpoint(args.adapter, adapters=known.adapters)
-    if lost := rounding_loss(model):
-        console().print(f"rounding to the dtype of the weights loses {lost:.1%} of the adapter's effect")
-    bridge.save_hf_pretrained(model, args.hf_path, history=known)
+    if lost := rounding_loss(model, to_dtype(args.dtype)):
+        console().print(
+            f"rounding to {args.dtype or 'the dtype of the weights'} loses {lost:.1%} of the adapter's effect"
+            + ("" if args.dtype else " (--dtype float32 loses nothing)")
+        )
+    if args.dtype == "float32":
+        for chunk in model:
+            chunk.float()  # before the sums, which are rounded to the dtype of their weights
+    bridge.save_hf_pretrained(model, args.hf_path, weight_dtype=args.dtype, history=known)
 
 
 def export(args: argparse.Namespace) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.peft import layers
+from megatron.bridge.peft.base import bare_chunks
 from megatron.bridge.peft.canonical_lora import GATED, QKV, CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA, LowRankPEFT
@@ -51,6 +53,9 @@ def adapted_model(
     method = peft_for(bridge, directory)
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     method(model, training=False)
+    for chunk in bare_chunks(model):
+        for module in layers.adapted(chunk):
+            module.adapter.float()  # as stored: a bf16 base would round them
     bridge.load_hf_adapter(model, directory)
     return bridge, model
 

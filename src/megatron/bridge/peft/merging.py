@@ -11,17 +11,21 @@ from megatron.bridge.peft.base import bare_chunks
 
 
 @torch.no_grad()
-def rounding_loss(model: Sequence[nn.Module]) -> float:
+def rounding_loss(model: Sequence[nn.Module], dtype: torch.dtype | None = None) -> float:
     """The part of the adapters' effect on the weights that rounding removes.
 
-    With W the weights in their dtype and M the merged weights in fp32, it is ``|round(M) - M| / |M - W|``, with
+    With W the weights and M the merged weights in fp32, it is ``|round(M) - M| / |M - W|``, with
     Frobenius norms over all adapted weights of this rank; 0 without adapters.
+
+    Args:
+        model: The chunks of the model.
+        dtype: What the sums are rounded to; None is the dtype of each weight.
     """
     lost, effect = 0.0, 0.0
     for chunk in bare_chunks(model):
         for module in layers.adapted(chunk):
             weights = module.adapted_site.weights
             for weight, merged in zip(weights, module.adapter.merged_weights(weights), strict=True):
-                lost += float((merged.to(weight.dtype).float() - merged).square().sum())
+                lost += float((merged.to(dtype or weight.dtype).float() - merged).square().sum())
                 effect += float((merged - weight.float()).square().sum())
     return (lost / effect) ** 0.5 if effect else 0.0
