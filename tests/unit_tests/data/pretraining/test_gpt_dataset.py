@@ -107,6 +107,19 @@ def source_of(sample):
     return int(sample["tokens"][sample["tokens"] != EOD][0]) // 3000
 
 
+def test_a_corpus_that_is_written_anew_does_not_get_the_old_indices(corpus, tmp_path):
+    """Megatron-Core names cached indices by path and settings alone."""
+    prefix, _ = corpus
+    values = {"split": "100,0,0", "path_to_cache": str(tmp_path / "cache")}
+    config(prefix, **values).build(request(4, 0, 0))
+    texts = write_corpus(prefix, 30)
+    (dataset, *_) = config(prefix, **values).build(request(4, 0, 0))
+    expected = naive_epoch(texts, 3)
+    assert len(dataset) == len(expected)
+    for sample, window in zip(dataset, expected, strict=True):
+        np.testing.assert_array_equal(text_of(sample), window)
+
+
 @pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [7, 1, 2]])
 def test_a_blend_always_draws_from_the_corpus_that_lags_most(tmp_path, weights):
     prefixes = [str(tmp_path / name) for name in "abc"]

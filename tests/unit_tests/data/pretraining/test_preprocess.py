@@ -16,6 +16,8 @@ from transformers import AutoTokenizer
 from megatron.bridge.cli import data as data_cli
 from megatron.bridge.data.config import DatasetRequest, GPTDatasetConfig
 from megatron.bridge.data.pretraining import preprocess as module
+from megatron.bridge.data.pretraining.corpus_digest import BLOCK, BLOCKS, digest
+from megatron.bridge.data.pretraining.gpt_builder import open_corpus
 from megatron.bridge.data.pretraining.indexed_writer import finished_state
 from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
 from tests.refusals import refused
@@ -110,6 +112,29 @@ def test_the_output_feeds_a_gpt_dataset(make, jsonl, tokenizer, tmp_path):
     windows = {tuple(stream[i : i + 4]) for i in range(len(stream))}
     inside = [tuple(splits.train[0]["tokens"][i : i + 4].tolist()) for i in range(13)]
     assert sum(window in windows for window in inside) >= 5  # all but those across a shuffled document's end
+
+
+@pytest.mark.parametrize(("ending", "place"), [(".bin", 40), (".bin", -1), (".idx", -16)])
+def test_a_corpus_that_has_changed_is_refused(make, jsonl, tmp_path, ending, place):
+    make(jsonl)
+    open_corpus(str(tmp_path / "out"))
+    path = tmp_path / f"out{ending}"
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with refused(f"{path} has changed", "out.source.json"):
+        open_corpus(str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK, BLOCK + 1, BLOCK * BLOCKS])
+def test_small_files_are_read_whole_for_their_digest(tmp_path, size):
+    path = tmp_path / "file"
+    content = np.random.default_rng(0).bytes(size)
+    path.write_bytes(content)
+    found = digest(path)
+    for place in range(0, size, max(size // 50, 1)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert digest(path) != found
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -11,8 +11,10 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig as CoreGPTDatase
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Splits
+from megatron.bridge.data.pretraining import corpus_digest
 from megatron.bridge.data.pretraining.blend import Blend
 from megatron.bridge.data.pretraining.fim_dataset import FIMDataset
+from megatron.bridge.data.pretraining.indexed_writer import finished_state
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,6 +26,22 @@ SAME_FIELDS = (
     *("mid_level_dataset_surplus", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
 )
 INDEX_HEADER = b"MMIDIDX\x00\x00"
+
+
+class CorpusDataset(GPTDataset):
+    """Samples of a corpus whose cached sample indices belong to its content, not to its path alone.
+
+    Megatron-Core would read the indices of the corpus that was there before.
+    """
+
+    @property
+    def unique_description_hash(self) -> str:
+        """The name of the indices in the cache."""
+        return self._hash
+
+    @unique_description_hash.setter
+    def unique_description_hash(self, of_settings: str) -> None:
+        self._hash = f"{of_settings}-{corpus_digest.digest(Path(f'{self.dataset_path}.idx'))}"
 
 
 def build_gpt_datasets(config: "GPTDatasetConfig", request: DatasetRequest) -> Splits:
@@ -39,7 +57,7 @@ def build_gpt_datasets(config: "GPTDatasetConfig", request: DatasetRequest) -> S
     _check_corpora(config, core, request)
     sizes: list[int] = list(request.sizes)
     try:
-        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, core).build()
+        built = BlendedMegatronDatasetBuilder(CorpusDataset, sizes, lambda: True, core).build()
     except FileNotFoundError as error:
         raise UserError(
             f"dataset.path_to_cache={config.path_to_cache}: the index {error.filename}, which rank 0 wrote, is "
@@ -132,6 +150,8 @@ def open_corpus(prefix: str) -> IndexedDataset:
     actual = Path(prefix + ".bin").stat().st_size
     if actual != expected:
         raise UserError(f"the corpus {prefix}.bin has {actual} bytes, its index says {expected}: write it again")
+    written = finished_state(Path(prefix))
+    corpus_digest.check(prefix, {} if written is None else written.digests)
     return corpus
 
 

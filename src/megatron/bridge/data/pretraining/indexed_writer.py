@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.bridge.data.pretraining import corpus_digest
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.errors import UserError
 
@@ -73,14 +74,17 @@ class WriterState:
     place: InputPosition = field(default_factory=InputPosition)
     """The input up to here has been written."""
     report: PreprocessReport = field(default_factory=PreprocessReport)
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+    """Digests of the finished files, by ending."""
 
     @classmethod
     def load(cls, path: Path) -> "WriterState | None":
         """The state in a file; None if there is none that can be read."""
         try:
             saved = json.loads(path.read_text())
-            return cls(saved["key"], InputPosition(*saved["place"]), PreprocessReport(**saved["report"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            place, report = InputPosition(*saved["place"]), PreprocessReport(**saved["report"])
+            return cls(saved["key"], place, report, dict(saved.get("digests", {})))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def save(self, path: Path) -> None:
@@ -176,6 +180,7 @@ class IndexedDatasetWriter:
             path.unlink(missing_ok=True)  # an old index must never describe new tokens
         self._tokens_path.replace(tokens)
         self._index.replace(index)
+        self.state.digests = {path.suffix: corpus_digest.digest(path) for path in (tokens, index)}
         self.state.save(source)
 
     def _cannot_write(self, error: OSError) -> UserError:
