@@ -20,6 +20,12 @@
 #SBATCH --signal=TERM@120
 set -uo pipefail
 
+if [ -z "${SLURM_SUBMIT_DIR:-}" ] || [ $# -eq 0 ] || [ "$1" = -h ] || [ "$1" = --help ]; then
+    sed -n '/^# Train with/,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then exit 0; fi
+    echo "error: $([ $# -eq 0 ] && echo "no recipe is given" || echo "this is no Slurm job"): submit it as above" >&2
+    exit 2
+fi
 cd "$SLURM_SUBMIT_DIR" || exit 1
 if [ ! -f scripts/training/run_recipe.py ]; then
     echo "error: scripts/training/run_recipe.py is not in $PWD: submit from the repository's folder" >&2

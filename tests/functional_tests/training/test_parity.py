@@ -29,7 +29,7 @@ IN_CI = {
         "DP2, Megatron-FSDP of state and gradients",
         "TP2+SP x DP2, Megatron-FSDP",
     ),
-    "dense, tied embeddings": ("TP2+SP", "PP2+VP2", "TP2+SP x PP2"),
+    "dense, tied embeddings": ("PP2+VP2", "TP2+SP x PP2"),
     "dense, means of microbatches": ("PP2", "CP2, all-gather", "DP2, average in collective"),
     "dense, 3 layers": ("PP2, embedding counts as a layer", "PP2, loss counts as a layer"),
     "experts": (
@@ -44,11 +44,9 @@ IN_CI = {
     "experts, means of microbatches": ("CP2, all-gather",),
     "norms of heads": ("TP2",),
     "norms across heads": ("TP2",),
-    "latent attention": ("TP2",),
     "latent attention, experts, 1 further token": ("TP2+SP", "PP2", "EP2"),
     "2 further tokens": ("PP2, stages Ettt and tmmL", "CP2, all-gather"),
     "2 further tokens, tied embeddings": ("PP2+VP2",),
-    "2 further tokens, means of microbatches": ("CP2, all-gather",),
     "packed": ("TP2+SP", "PP2+VP2", "CP2, all-gather", "DP2, distributed optimizer"),
     "padding-free": ("PP2", "PP2+VP2", "CP2, all-to-all"),
     "packed, 2 further tokens": ("CP2, all-gather",),
@@ -77,7 +75,7 @@ def pools(request):
 
 def as_tests(cells):
     """The cells as parameters; those that are not in CI are slow."""
-    assert IN_CI.keys() == parity.MODELS.keys()
+    assert IN_CI.keys() <= parity.MODELS.keys()
     assert {(model, layout) for model, layouts in IN_CI.items() for layout in layouts} <= set(cells)
     return [
         pytest.param(model, layout, marks=() if layout in IN_CI.get(model, ()) else pytest.mark.slow)

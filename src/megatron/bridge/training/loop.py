@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.bridge.training.state import BatchIterator, Progress, Run, StepResult
 from megatron.bridge.training.step.aux_losses import add_mtp_losses, collect_mtp_losses, router_losses
+from megatron.bridge.training.step.loss_function import checked
 from megatron.bridge.training.step.losses import LossReport, mean_losses
 
 
@@ -66,7 +67,7 @@ def forward_backward(run: Run, batches: list[BatchIterator], forward_only: bool 
     schedule = cast(Any, get_forward_backward_func())  # one of three functions that take the same keywords
     with collect_mtp_losses() as mtp_losses:
         reports = schedule(
-            forward_step_func=run.forward_step,
+            forward_step_func=checked(run.forward_step, config.model.calculate_per_token_loss),
             data_iterator=batches,
             model=run.model,
             num_microbatches=run.microbatches_of(samples),

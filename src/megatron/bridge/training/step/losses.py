@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.bridge.utils.distributed import broadcast_object
+from megatron.bridge.utils.errors import UserError
 
 LossReport = dict[str, torch.Tensor]
 
@@ -40,7 +41,11 @@ class LossTotals:
         if not self._names:
             return {}
         if reports:
-            assert names == self._names, f"the loss function reported {self._names} before and now {names}"
+            if names != self._names:
+                raise UserError(
+                    f"the loss function reported {', '.join(self._names)} before, and now {', '.join(names)}: "
+                    "report the same names for each microbatch"
+                )
             table = _sum_over_replicas(reports, names)
         else:
             device = torch.cuda.current_device()
