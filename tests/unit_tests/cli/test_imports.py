@@ -37,3 +37,27 @@ def test_naming_a_mistake_imports_nothing_heavy():
     assert {name: [one for one in HEAVY if one in found] for name, found in modules.items()} == {
         name: [] for name in MISTAKES
     }
+
+
+PATHS = [
+    ["inspect", "nope"],
+    ["checkpoint", "inspect", "nope"],
+    ["checkpoint", "diff", "nope", "nope"],
+    ["export", "--megatron-path", "nope", "--hf-path", "out"],
+    ["adapter", "merge", "--adapter", "nope", "--hf-path", "out"],
+    ["train", "--config", "nope.yaml"],
+    ["train", "--recipe", "llama32_1b_pretrain_confg"],
+]
+WITHOUT_TORCH = f"""
+import sys
+from megatron.bridge.cli.main import main
+for arguments in {PATHS!r}:
+    assert main(arguments) == 1, arguments
+    assert "torch" not in sys.modules, arguments
+"""
+
+
+def test_a_wrong_path_or_name_does_not_even_import_torch():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == len(PATHS)

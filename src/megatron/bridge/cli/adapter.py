@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.model_options import add_trust_checkpoint, add_trust_remote_code
 from megatron.bridge.utils.errors import UserError
@@ -52,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not _in_peft_format(args.adapter):
+        paths.resolve(args.adapter)  # before anything slow is imported
     args.action(args)
     return 0
 

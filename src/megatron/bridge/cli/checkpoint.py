@@ -98,9 +98,9 @@ def _state(directory: Path) -> str:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    directory = paths.resolve(args.path)  # before anything slow is imported
     from megatron.bridge.checkpoint.inspection import is_weight, list_tensors
 
-    directory = paths.resolve(args.path)
     found = list_tensors(directory)
     say(f"{directory}: {size(folder_size(directory))}, {_state(directory)}")
     for title, belongs in (("weights", is_weight), ("optimizer", lambda name: not is_weight(name))):

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatron.bridge.utils.errors import UserError
 
+    paths.resolve(args.megatron_path)  # before anything slow is imported
     if args.hf_model is not None:
         if args.architecture is not None:
             raise UserError(

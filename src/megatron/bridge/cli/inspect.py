@@ -64,11 +64,11 @@ def read(path: Path) -> Contents:
     Raises:
         UserError: the path is in neither format, or the checkpoint is damaged.
     """
+    if not path.exists():
+        raise UserError(f"{path} does not exist: give the directory of a model or of a checkpoint")
     from megatron.bridge.checkpoint import paths
     from megatron.bridge.models.hf_pretrained.hub import is_hf_model
 
-    if not path.exists():
-        raise UserError(f"{path} does not exist: give the directory of a model or of a checkpoint")
     if is_hf_model(path):
         return _hugging_face(path)
     if paths.iteration_of(path) is None and not any((path / name).is_file() for name in _MEGATRON):
