@@ -4,7 +4,6 @@
 import argparse
 import contextlib
 import functools
-import importlib
 import io
 import re
 import runpy
@@ -47,7 +46,7 @@ def _ours(arguments, processes=None):
     from megatron.bridge.cli import main
 
     name = arguments[0]
-    parser, _ = main._parsers(name, importlib.import_module(f"megatron.bridge.cli.{name}"))
+    parser, _ = main._parsers(name, main._load(name))
     args, extra = parser.parse_known_args(arguments)
     assert not extra or main._take_overrides(args, extra), f"unrecognized arguments: {extra}"
     if name == "train" and args.list is None:

@@ -3,6 +3,7 @@
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from megatron.bridge.cli.support.parser import Parser, count, workers
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
+    from megatron.bridge.data.pretraining.preprocess import PreprocessConfig
     from megatron.bridge.data.tokenizer import Tokenizer
     from megatron.bridge.training.config import ConfigContainer
 
@@ -87,7 +89,23 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output-prefix", type=Path, required=True, help="output path without .bin and .idx")
     parser.add_argument("--tokenizer-model", required=True, help="directory or hub id of a Hugging Face tokenizer")
-    parser.add_argument("--json-key", default="text", help="key of the text in a line of JSONL (default: text)")
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument("--json-key", default="text", help="key of the text in a line of JSONL (default: text)")
+    keys.add_argument(
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="one dataset for each of these keys, named PREFIX_KEY_document as by Megatron-LM",
+    )
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=("HuggingFaceTokenizer",),
+        default="HuggingFaceTokenizer",
+        help="the only type; other tokenizers are converted to Hugging Face's format first",
+    )
+    parser.add_argument(
+        "--partitions", type=workers, metavar="N", help="Megatron-LM's groups of workers; they are multiplied"
+    )
     parser.add_argument(
         "--format",
         choices=("jsonl", "text", "chat"),
@@ -190,8 +208,17 @@ def _run_preprocess(args: argparse.Namespace) -> int:
     from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
     from megatron.bridge.utils.console import console
 
-    report = preprocess(
-        PreprocessConfig(**{field.name: getattr(args, field.name) for field in fields(PreprocessConfig)})
-    )
-    console().print(f"{args.output_prefix}.bin and .idx: {report.summary()}")
+    args.workers *= args.partitions or 1
+    config = PreprocessConfig(**{field.name: getattr(args, field.name) for field in fields(PreprocessConfig)})
+    for part in _for_each_key(config, args.json_keys):
+        console().print(f"{part.output_prefix}.bin and .idx: {preprocess(part).summary()}")
     return 0
+
+
+def _for_each_key(config: "PreprocessConfig", keys: list[str] | None) -> "list[PreprocessConfig]":
+    """One dataset for each key, or ``config`` alone."""
+    prefix = config.output_prefix
+    return [
+        replace(config, json_key=key, output_prefix=prefix.with_name(f"{prefix.name}_{key}_document"))
+        for key in keys or ()
+    ] or [config]

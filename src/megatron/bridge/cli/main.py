@@ -37,6 +37,7 @@ SUBCOMMANDS = {
     "inspect": "show the contents of a Hugging Face or Megatron checkpoint",
     "verify": "prove that a Megatron checkpoint equals a Hugging Face model",
     "checkpoint": "list, inspect, verify, compare or convert Megatron checkpoints",
+    "from-megatron-lm": "translate a command line of Megatron-LM to a config",
     "adapter": "merge adapters, subtract them again, or write them for peft",
     "data": "prepare training data, and preview it",
     "plot": "plot loss and throughput of one or several runs",
@@ -78,7 +79,7 @@ def _run(arguments: list[str]) -> int:
 
 def _load(name: str) -> ModuleType:
     try:
-        return importlib.import_module(f"megatron.bridge.cli.{name}")
+        return importlib.import_module(f"megatron.bridge.cli.{name.replace('-', '_')}")
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
         raise UserError(f"megatron-bridge {name} cannot run: install the missing module {missing}") from error

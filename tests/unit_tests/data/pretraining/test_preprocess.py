@@ -304,3 +304,16 @@ def test_command_line(jsonl, tokenizer_dir, tmp_path, capsys):
     assert data_cli.run(args) == 0
     assert read(tmp_path / "o") == naive(tokenizer_dir, DOCUMENTS)
     assert "40 documents" in capsys.readouterr().err
+
+
+def test_arguments_of_megatron_lm(tokenizer_dir, tmp_path):
+    """One dataset for each key, named as by Megatron-LM's own tool."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text, "title": text[:9]}) + "\n" for text in DOCUMENTS))
+    parser = argparse.ArgumentParser()
+    data_cli.add_arguments(parser)
+    words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer_dir, "--partitions", "1"]
+    words += ["--json-keys", "text", "title", "--workers", "1", "--output-prefix", tmp_path / "o"]
+    assert data_cli.run(parser.parse_args(["preprocess", "--input", str(corpus), *map(str, words)])) == 0
+    assert read(tmp_path / "o_text_document") == naive(tokenizer_dir, DOCUMENTS)
+    assert read(tmp_path / "o_title_document") == naive(tokenizer_dir, [text[:9] for text in DOCUMENTS])

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge from-megatron-lm``: a command line of Megatron-LM as a config."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron.bridge.cli.support.parser import count
+from megatron.bridge.utils.errors import UserError
+
+DESCRIPTION = (
+    "Translate a command line of Megatron-LM's pretrain_gpt.py to a config for `train --config`. Each argument is "
+    "listed with the setting that it becomes, or with the reason why it has no counterpart."
+)
+EXAMPLES = """examples:
+  megatron-bridge from-megatron-lm "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ..." \\
+      --output run.yaml
+  megatron-bridge train --config run.yaml --dry-run
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="COMMAND", help="the command line as one word, or a file with it")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="YAML file to write (default: print it)")
+    parser.add_argument(
+        "--overrides",
+        action="store_true",
+        help="print dotted overrides for a recipe, one per line, instead of a whole config",
+    )
+    parser.add_argument(
+        "--world-size", type=count, metavar="N", help="processes of the run (default: those of torchrun)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatron.bridge.cli.migrate.megatron_lm import translate
+    from megatron.bridge.cli.migrate.megatron_lm_config import build
+    from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+
+    found = translate(_command(args.source), args.world_size)
+    if args.overrides:
+        text = "".join(f"{line}\n" for line in found.translation.overrides())
+    else:
+        text = build(found).to_yaml()
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        with refuse_unwritable(f"--output={args.output}"):
+            write_text(args.output, text)
+    sys.stderr.writelines(f"{line}\n" for line in found.translation.report())
+    return 0
+
+
+def _command(source: str) -> str:
+    if "--" in source:
+        return source
+    if not Path(source).is_file():
+        raise UserError(
+            f"{source} is neither a command line nor a file: give the command line in quotes, with its arguments"
+        )
+    from megatron.bridge.utils.atomic import read_text
+
+    return read_text(Path(source), source)

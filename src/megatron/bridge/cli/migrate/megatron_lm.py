@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a command line of Megatron-LM's ``pretrain_gpt.py`` to a config.
+
+Each argument becomes a dotted override by the tables in ``megatron_lm_table``. The overrides are applied to a
+config with the defaults of Megatron-LM.
+"""
+
+import ast
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+from megatron.bridge.cli.migrate import megatron_lm_table as table
+from megatron.bridge.cli.migrate.translation import Translation
+from megatron.bridge.utils.errors import UserError, did_you_mean, refuse
+
+type Arguments = dict[str, list[str]]
+"""Argument without dashes -> its values."""
+
+_VARIABLE = re.compile(r"\$(?:\{([^}:]*)(?::-([^}]*))?\}|(\w+|[@*]))")
+_PRECISION = {
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp8-format": "fp8",
+    "fp8-recipe": "fp8_recipe",
+    "fp8-amax-history-len": "fp8_amax_history_len",
+    "fp8-amax-compute-algo": "fp8_amax_compute_algo",
+    "first-last-layers-bf16": "first_last_layers_bf16",
+    "num-layers-at-start-in-bf16": "num_layers_at_start_in_bf16",
+    "num-layers-at-end-in-bf16": "num_layers_at_end_in_bf16",
+    "fp4-format": "fp4",
+    "fp4-recipe": "fp4_recipe",
+}
+LATENT_DEFAULTS: dict[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rotary_scaling_factor": 1.0,
+}
+_BLENDS = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
+_BLEND_FILES = ("data-args-path", "per-split-data-args-path")
+
+
+@dataclass
+class MegatronLMRun:
+    """A translated command line."""
+
+    translation: Translation
+    arguments: Arguments
+    world_size: int | None
+    """Number of processes that a ``torchrun`` in front of the script starts, if there is one."""
+
+
+def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
+    """Translate the arguments of a command line.
+
+    Args:
+        command: ``[torchrun ...] pretrain_gpt.py --argument value ...``, on one or several lines; the part up to
+            the script may be missing.
+        world_size: Number of processes; None takes it from ``torchrun``.
+
+    Raises:
+        UserError: An argument is unknown, a value is missing, or a shell variable is not set.
+    """
+    launcher, words = _split(_expand(command))
+    arguments = _parse(words)
+    found = Translation()
+    refuse(problem for name in arguments for problem in _unknown(name))
+    ranks = world_size or _launched(launcher)
+    for name, values in arguments.items():
+        _translate(name, values, arguments, found)
+    for derive in (_precision, _sizes, _data, _tokenizer, _unused):
+        derive(arguments, found)
+    _batch_size(arguments, found, ranks)
+    return MegatronLMRun(found, arguments, ranks)
+
+
+def _expand(command: str) -> str:
+    """Join continued lines, and replace shell variables by their values in the environment."""
+    text = re.sub(r"\\\r?\n", " ", command)
+    unset = [name for name, default in _variables(text) if os.environ.get(name) is None and not default]
+    if unset:
+        names = ", ".join(f"${name}" for name in dict.fromkeys(unset))
+        raise UserError(
+            f"the command line has shell variables without a value: {names}; export them, or put `echo` in front "
+            "of the command in its script and give what that prints"
+        )
+    return _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[3]) or match[2] or "", text)
+
+
+def _variables(text: str) -> list[tuple[str, str]]:
+    return [(match[1] or match[3] or match[0], match[2] or "") for match in _VARIABLE.finditer(text)]
+
+
+def _split(text: str) -> tuple[list[str], list[str]]:
+    """The words up to the script, and those after it."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise UserError(f"the command line cannot be read ({error}): close its quotes") from error
+    script = next((index for index, word in enumerate(words) if word.endswith(".py")), -1)
+    launcher, words = words[: script + 1], words[script + 1 :]
+    if not words or not words[0].startswith("--"):
+        raise UserError(
+            f"the command line has no arguments of Megatron-LM{f' ({words[0]})' if words else ''}: give "
+            "`pretrain_gpt.py --num-layers ...`, or the arguments alone"
+        )
+    return launcher, words
+
+
+def _parse(words: list[str]) -> Arguments:
+    """The values of each argument; the last one wins, as with argparse."""
+    arguments: Arguments = {}
+    values: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            values = arguments[name.replace("_", "-")] = [value] if equals else []
+        else:
+            values.append(word)
+    return arguments
+
+
+def _launched(words: list[str]) -> int | None:
+    """The processes that torchrun starts."""
+    text = " ".join(words)
+    each, nodes = (re.search(rf"--{name}[= ](\d+)", text) for name in ("nproc[_-]per[_-]node", "nnodes"))
+    return int(each[1]) * (int(nodes[1]) if nodes else 1) if each else None
+
+
+@cache
+def _core_fields() -> dict[str, str]:
+    """Argument -> dotted key, for the fields of Megatron-Core's configs."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig
+
+    groups = {"optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig, "model": MLATransformerConfig}
+    found = {
+        _dashed(entry.name): f"{group}.{entry.name}" for group, kind in groups.items() for entry in fields(kind)
+    }
+    for group, names in table.SAME_NAMES.items():
+        found |= {_dashed(name): f"{group}.{name.removeprefix('inprocess_')}" for name in names.split()}
+    return found
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+@cache
+def _reasons(without_loss: bool) -> dict[str, str]:
+    """Argument -> why it is not translated."""
+    groups = table.IMPLIED if without_loss else table.MISSING
+    return {name: reason for reason, names in groups.items() for name in names.split()}
+
+
+def _missing(name: str) -> str | None:
+    """Why the argument has no counterpart; None if it has one or is unknown."""
+    prefix = next((start for start in table.MISSING_PREFIXES if name.startswith(start)), None)
+    return _reasons(False).get(name) or (table.MISSING_PREFIXES[prefix] if prefix else None)
+
+
+def _unknown(name: str) -> list[str]:
+    known = (_SPECIAL, table.SETTINGS, _core_fields(), _reasons(True))
+    if any(name in names for names in known) or _missing(name):
+        return []
+    hint = did_you_mean(name, [*(known for names in known for known in names), *_reasons(False)])
+    return [f"--{name} is not an argument of Megatron-LM that this command knows{hint or ': leave it out'}"]
+
+
+def _translate(name: str, values: list[str], arguments: Arguments, found: Translation) -> None:
+    if name in _SPECIAL:
+        if (special := _SPECIAL[name]) is not None:
+            special(values, arguments, found)
+    elif name in _reasons(True):
+        found.implied[f"--{name}"] = _reasons(True)[name]
+    elif (reason := _missing(name)) is not None:
+        found.missing[f"--{name}"] = reason
+    else:
+        row = table.SETTINGS[name] if name in table.SETTINGS else _core_fields()[name]
+        if values and all("=" in part for part in row.split()):
+            raise UserError(f"--{name} takes no value, but {values[0]} follows it: remove that")
+        for part in row.split():
+            key, equals, value = part.partition("=")
+            found.set(key, value if equals else _value(name, key, values), f"--{name}")
+
+
+def _value(name: str, key: str, values: list[str]) -> str:
+    """The values as YAML."""
+    field = key.rpartition(".")[2]
+    if field in table.PATTERNS and values:
+        return json.dumps(_pattern(name, values[0]))
+    if len(values) > 1 or (values and field in table.LISTS):
+        return f"[{', '.join(' '.join(values).split())}]"
+    return values[0] if values else "true"
+
+
+def _pattern(name: str, text: str) -> int | list[int]:
+    """The value of an expression such as ``[0]*3+[1]*58``."""
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise UserError(f"--{name}={text}: give a number, or lists such as [0]*3+[1]*58") from error
+
+
+def _evaluate(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=items):
+            return [_evaluate(item) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _evaluate(left) + _evaluate(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _evaluate(left) * _evaluate(right)
+        case _:
+            raise ValueError(ast.dump(node))
+
+
+def _number(arguments: Arguments, *names: str) -> int | None:
+    """The value of the first of the arguments that is given."""
+    for name in names:
+        if values := arguments.get(name):
+            if not values[0].isdecimal():
+                raise UserError(f"--{name}={values[0]}: give a whole number")
+            return int(values[0])
+    return None
+
+
+def _precision(arguments: Arguments, found: Translation) -> None:
+    old = {"fp8-e4m3": "e4m3", "fp8-hybrid": "hybrid"}
+    given = {key: _value(name, key, arguments[name]) for name, key in _PRECISION.items() if name in arguments}
+    for name in old.keys() & arguments.keys():
+        given["fp8"] = old[name]
+    if given:
+        values = {"_target_": "MixedPrecisionConfig", **given}
+        text = ", ".join(f"{key}: {value}" for key, value in values.items())
+        names = [f"--{name}" for name in (*_PRECISION, *old) if name in arguments]
+        found.set("mixed_precision", f"{{{text}}}", " ".join(names))
+    if "fp16" in arguments and "accumulate-allreduce-grads-in-fp32" not in arguments:
+        found.set("ddp.grad_reduce_in_fp32", "false", "--fp16")
+
+
+def _sizes(arguments: Arguments, found: Translation) -> None:
+    """Widths that follow from others, and the virtual stages."""
+    hidden = _number(arguments, "hidden-size")
+    if hidden is not None and "ffn-hidden-size" not in arguments:
+        width = int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in arguments else 4 * hidden
+        found.set("model.ffn_hidden_size", width, "default of Megatron-LM")
+    each = _number(arguments, "num-layers-per-virtual-pipeline-stage")
+    if each is not None:
+        layers = _number(arguments, "num-layers", "encoder-num-layers", "decoder-num-layers") or 0
+        _set_virtual(layers // each, arguments, found, "--num-layers-per-virtual-pipeline-stage")
+    if layout := arguments.get("pipeline-model-parallel-layout"):
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        count = PipelineParallelLayerLayout.get_num_stages_from_str(layout[0])
+        _set_virtual(count, arguments, found, "--pipeline-model-parallel-layout")
+
+
+def _set_virtual(count: int, arguments: Arguments, found: Translation, source: str) -> None:
+    """Divide ``count`` stages among the pipeline's ranks."""
+    stages = _number(arguments, "pipeline-model-parallel-size") or 1
+    if count // stages > 1:
+        found.set("model.virtual_pipeline_model_parallel_size", count // stages, source)
+
+
+def _unused(arguments: Arguments, found: Translation) -> None:
+    """Leave out what Megatron-LM switches off, and what mock data has not."""
+    if (_number(arguments, "tensor-model-parallel-size", "model-parallel-size") or 1) == 1:
+        found.drop("model.sequence_parallel", "Megatron-LM switches it off without tensor parallelism")
+    if "num-experts" not in arguments and "E" not in found.settings.get("model.hybrid_override_pattern", ""):
+        found.drop("model.expert_tensor_parallel_size", "the model has no experts")
+    if "mock-data" in arguments:
+        for key in [key for key in found.settings if key.startswith("dataset.") and key not in _MOCK]:
+            found.drop(key, "mock data has no files")
+
+
+def _query_groups(values: list[str], arguments: Arguments, found: Translation) -> None:
+    if "group-query-attention" in arguments:
+        found.set("model.num_query_groups", values[0], "--num-query-groups")
+    else:
+        found.implied["--num-query-groups"] = "Megatron-LM reads it only with --group-query-attention"
+
+
+def _grouped(values: list[str], arguments: Arguments, found: Translation) -> None:
+    if "num-query-groups" not in arguments:
+        found.set("model.num_query_groups", 1, "--group-query-attention")
+
+
+def _implementation(values: list[str], arguments: Arguments, found: Translation) -> None:
+    if values == ["local"]:
+        found.set("model.backend", "torch", "--transformer-impl")
+    else:
+        found.implied["--transformer-impl"] = "Transformer Engine is used where it is installed"
+
+
+def _attention_backend(values: list[str], arguments: Arguments, found: Translation) -> None:
+    if values != ["auto"]:
+        found.set("model.attention_backend", values[0], "--attention-backend")
+    else:
+        found.implied["--attention-backend"] = "auto is the default"
+
+
+def _format(values: list[str], arguments: Arguments, found: Translation) -> None:
+    note = "checkpoints have one format here, torch_dist"
+    (found.implied if values == ["torch_dist"] else found.missing)["--ckpt-format"] = note
+
+
+def _asynchronous(values: list[str], arguments: Arguments, found: Translation) -> None:
+    found.set("checkpoint.async_strategy", "nvrx" if values == ["nvrx"] else "thread", "--async-strategy")
+
+
+def _window(values: list[str], arguments: Arguments, found: Translation) -> None:
+    sides = re.findall(r"-?\d+", " ".join(values))
+    found.set("model.window_size", f"[{', '.join(sides)}]", "--window-size")
+
+
+def _pattern_of_layers(values: list[str], arguments: Arguments, found: Translation) -> None:
+    pattern = values[0] if values else ""
+    found.set("model.hybrid_override_pattern", json.dumps(pattern), "--hybrid-layer-pattern")
+    if "num-layers" not in arguments:
+        found.set("model.num_layers", len(pattern.replace("|", "")), "--hybrid-layer-pattern")
+    _set_virtual(pattern.count("|") + 1, arguments, found, "--hybrid-layer-pattern")
+
+
+def _data(arguments: Arguments, found: Translation) -> None:
+    from megatron.bridge.data.pretraining.blend import get_blend_and_blend_per_split
+
+    given = {name: arguments[name] for name in _BLENDS if name in arguments}
+    files = {name: arguments[name][0] for name in _BLEND_FILES if arguments.get(name)}
+    values = {f"{name.replace('-', '_')}s": words for name, words in given.items()}
+    values |= {name.replace("-", "_"): path for name, path in files.items()}
+    blend, per_split = get_blend_and_blend_per_split(**values)  # pyright: ignore[reportArgumentType]
+    source = " ".join(f"--{name}" for name in (*given, *files))
+    if blend is not None:
+        found.set("dataset.blend", list(blend), source)
+        if "split" not in arguments:
+            found.set("dataset.split", "969,30,1", "default of Megatron-LM")
+    if per_split is not None:
+        found.set("dataset.blend_per_split", [part and list(part) for part in per_split], source)
+
+
+_MOCK = ("dataset.seq_length", "dataset.random_seed", "dataset.num_workers")
+"""Settings of mock data."""
+
+
+def _tokenizer(arguments: Arguments, found: Translation) -> None:
+    default = "GPT2BPETokenizer" if "merge-file" in arguments else None
+    kind = next(iter(arguments.get("tokenizer-type", [])), default)
+    model, size = arguments.get("tokenizer-model"), _number(arguments, "vocab-size")
+    if padded := _number(arguments, "padded-vocab-size"):
+        found.set("model.vocab_size", padded, "--padded-vocab-size")
+        found.set("model.should_pad_vocab", "false", "--padded-vocab-size")
+    elif size and kind != "NullTokenizer":
+        found.set("model.vocab_size", size, "--vocab-size")
+    if kind == "NullTokenizer" or (kind is None and not model and size):
+        found.set("tokenizer.tokenizer_type", "NullTokenizer", "--tokenizer-type")
+        for key in ("tokenizer.vocab_size", "model.vocab_size"):
+            found.set(key, (size or 0) + 1, "--vocab-size, and a token that ends documents")
+    elif kind == "HuggingFaceTokenizer" and model:
+        found.set("tokenizer.tokenizer_model", model[0], "--tokenizer-model")
+    elif kind == "GPT2BPETokenizer":
+        found.set("tokenizer.tokenizer_model", "openai-community/gpt2", f"--tokenizer-type={kind}")
+        found.set("model.vocab_size", size or 50257, f"--tokenizer-type={kind}")
+        for name in ("vocab-file", "merge-file"):
+            found.missing.pop(f"--{name}", None)
+            found.implied[f"--{name}"] = "openai-community/gpt2 has GPT-2's; give your directory if yours differ"
+    elif kind is not None:
+        found.missing["--tokenizer-type"] = (
+            f"{kind} reads a file; set tokenizer.tokenizer_model to the directory or hub id of the same tokenizer "
+            "in Hugging Face's format"
+        )
+
+
+def _batch_size(arguments: Arguments, found: Translation, ranks: int | None) -> None:
+    """Megatron-LM's default is one microbatch on each data-parallel rank."""
+    if "global-batch-size" in arguments or "micro-batch-size" not in arguments:
+        return
+    if ranks is None:
+        raise UserError(
+            "--global-batch-size is not given, so it depends on the number of processes: add it, or --world-size N"
+        )
+    sizes = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+    for name in sizes:
+        ranks //= _number(arguments, name) or 1
+    samples = max(ranks, 1) * (_number(arguments, "micro-batch-size") or 1)
+    found.set("train.global_batch_size", samples, "default of Megatron-LM")
+
+
+_SPECIAL: dict[str, Callable[[list[str], Arguments, Translation], None] | None] = {
+    **dict.fromkeys([*_PRECISION, "fp8-e4m3", "fp8-hybrid", *_BLENDS, *_BLEND_FILES]),
+    **dict.fromkeys(["tokenizer-type", "tokenizer-model", "vocab-size", "padded-vocab-size"]),
+    **dict.fromkeys(["num-layers-per-virtual-pipeline-stage"]),
+    "trust-remote-code": lambda values, arguments, found: found.set(
+        "tokenizer.trust_remote_code", "true", "--trust-remote-code"
+    ),
+    "num-query-groups": _query_groups,
+    "group-query-attention": _grouped,
+    "transformer-impl": _implementation,
+    "attention-backend": _attention_backend,
+    "ckpt-format": _format,
+    "async-strategy": _asynchronous,
+    "window-size": _window,
+    "hybrid-layer-pattern": _pattern_of_layers,
+    "hybrid-override-pattern": _pattern_of_layers,
+}
+"""Arguments that are more than one setting; None is handled together with others."""

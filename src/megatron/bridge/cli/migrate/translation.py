@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a translation found, and how it is shown."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Translation:
+    """Settings of another framework as settings of a run."""
+
+    settings: dict[str, str] = field(default_factory=dict[str, str])
+    """Dotted key -> value as YAML."""
+    origins: dict[str, str] = field(default_factory=dict[str, str])
+    """Dotted key -> the setting that it comes from."""
+    implied: dict[str, str] = field(default_factory=dict[str, str])
+    """Setting -> why nothing has to be set for it."""
+    missing: dict[str, str] = field(default_factory=dict[str, str])
+    """Setting -> why it has no counterpart."""
+
+    def set(self, key: str, value: Any, source: str) -> None:
+        """Set ``key``; text stays as it is, other values become YAML."""
+        self.settings[key] = value if isinstance(value, str) else json.dumps(value)
+        self.origins[key] = source
+
+    def drop(self, key: str, reason: str) -> None:
+        """Leave ``key`` unset, if it is set."""
+        if self.settings.pop(key, None) is not None:
+            self.implied[self.origins.pop(key)] = reason
+
+    def overrides(self) -> list[str]:
+        """``key=value`` items, as on the command line."""
+        return [f"{key}={value}" for key, value in self.settings.items()]
+
+    def report(self) -> Iterator[str]:
+        """A line for each setting, those without counterpart last."""
+        for key, value in self.settings.items():
+            yield f"{self.origins[key]}: {key}={value}"
+        for title, found in (("nothing to set for", self.implied), ("no counterpart for", self.missing)):
+            for name, reason in found.items():
+                yield f"{title} {name}: {reason}"

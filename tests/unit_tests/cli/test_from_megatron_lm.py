@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines of Megatron-LM as configs.
+
+``tests/fixtures/megatron_lm_commands.tsv`` has a name, the number of processes and the arguments of public
+training scripts of Megatron-LM (examples/ and tests/functional_tests/), with fictitious paths.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.bridge.cli.main import main
+from megatron.bridge.cli.migrate import megatron_lm_table as table
+from megatron.bridge.cli.migrate.megatron_lm import translate
+from megatron.bridge.cli.migrate.megatron_lm_config import build
+from megatron.bridge.models.conversion.model_bridge import function_fields
+from megatron.bridge.recipes.catalog import find
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils.errors import UserError
+
+LINES = Path(__file__).parents[2].joinpath("fixtures/megatron_lm_commands.tsv").read_text().splitlines()
+COMMANDS = {name: (int(ranks), command) for name, ranks, command in (line.split("\t") for line in LINES)}
+TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+RUN = "--micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3 --eval-iters 0 --mock-data "
+NULL = "--tokenizer-type NullTokenizer --vocab-size 127 "
+
+
+def _config(command, ranks=None):
+    return build(translate(command, ranks))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_public_command_lines_build_and_resolve(name):
+    ranks, command = COMMANDS[name]
+    config = _config(command, ranks)
+    text = config.to_yaml()
+    assert ConfigContainer.from_yaml(text).to_yaml() == text
+    config.resolve(ranks)
+
+
+LATENT = {"rope_type", "rope_parameters", "latent_layernorm_epsilon", "moe_router_pre_softmax", "num_query_groups"}
+"""Other spellings: YaRN's numbers are fields of Megatron-Core; the others change nothing with sigmoid scores and
+latent attention."""
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "published"),
+    [
+        ("gpt3_175b", "gpt3_175b_pretrain_config", {"max_position_embeddings"}),
+        ("mixtral_8x7b", "mixtral_8x7b_pretrain_config", set()),
+        ("llama3_8b_fp8", "llama3_8b_pretrain_config", {"rotary_base", "layernorm_zero_centered_gamma"}),
+        ("qwen2.5_0.5b", "qwen25_500m_pretrain_config", {"layernorm_epsilon"}),
+        ("qwen2.5_7b", "qwen25_7b_pretrain_config", {"layernorm_epsilon", "max_position_embeddings"}),
+        ("qwen3_4b", "qwen3_4b_pretrain_config", set()),
+        ("qwen3_32b", "qwen3_32b_pretrain_config", set()),
+        ("qwen3_8b", "qwen3_8b_pretrain_config", {"layernorm_epsilon"}),
+        ("qwen3_30b_a3b", "qwen3_30b_a3b_pretrain_config", {"layernorm_epsilon"}),
+        ("llama3.2_1b", "llama32_1b_pretrain_config", {"max_position_embeddings", "rope_parameters"}),
+        ("deepseek_r1", "deepseek_v3_pretrain_config", {"layernorm_epsilon", *LATENT}),
+        ("kimi_k2", "kimi_k2_pretrain_config", {"layernorm_epsilon", *LATENT}),
+    ],
+)
+def test_the_model_is_that_of_the_recipe(name, recipe, published):
+    """``published`` names what the public script sets to another value than the model's own config."""
+    ranks, command = COMMANDS[name]
+    found, wanted = (_comparable(model) for model in (_config(command, ranks).model, find(recipe).build().model))
+    assert {key for key in wanted if found[key] != wanted[key]} <= published
+
+
+def _comparable(model):
+    """The fields that decide what a model computes, with the defaults of Megatron-Core filled in."""
+    values = {name: getattr(model, name) for name in function_fields() if hasattr(model, name)}
+    values["kv_channels"] = model.kv_channels or model.hidden_size // model.num_attention_heads
+    if model.multi_latent_attention:
+        del values["kv_channels"]
+    values["moe_ffn_hidden_size"] = model.moe_ffn_hidden_size or (model.num_moe_experts and model.ffn_hidden_size)
+    for name in ("attention_bias", "mlp_bias"):
+        values[name] = model.add_bias_linear if getattr(model, name) is None else getattr(model, name)
+    if not any(model.window_attn_skip_freq or ()):
+        values["window_attn_skip_freq"] = None
+    del values["vocab_size"]  # that of the tokenizer
+    return values
+
+
+def test_settings_of_a_command_line():
+    command = (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 --nnodes=2 pretrain_gpt.py \\\n"
+        + TINY
+        + "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights \\\n --num-experts 4 "
+        "--moe-layer-freq '[0]*1+[1]*1' --tensor-model-parallel-size 2 --bf16 --fp8-format=hybrid "
+        "--micro-batch-size 3 --train-iters 5 --lr 1e-3 --data-path 30 corpus/a 70 corpus/b "
+        "--recompute-modules mlp --override-opt_param-scheduler --no-save-rng --seed 7"
+    )
+    config = _config(command)
+    model, dataset = config.model, config.dataset
+    assert (model.ffn_hidden_size, model.gated_linear_unit, model.add_bias_linear) == (128, True, False)
+    assert (model.share_embeddings_and_output_weights, model.moe_layer_freq) == (False, [0, 1])
+    assert (model.recompute_modules, config.rng.seed, dataset.random_seed) == (["mlp"], 7, 7)
+    assert (dataset.blend, dataset.split) == ((["corpus/a", "corpus/b"], [30, 70]), "969,30,1")
+    assert (config.mixed_precision.bf16, config.mixed_precision.fp8) == (True, "hybrid")
+    assert config.train.global_batch_size == 3 * 16 // 2
+    assert config.scheduler.override_opt_param_scheduler
+    assert not config.checkpoint.save_rng
+
+
+def test_what_is_not_translated_is_named():
+    found = translate(
+        TINY + RUN + NULL + "--use-mcore-models --sequence-parallel --spec a b --split 9,1,0"
+    ).translation
+    assert set(found.missing) == {"--spec"}
+    assert {"--use-mcore-models", "--sequence-parallel", "--split"} <= set(found.implied)
+    assert not any(key.startswith("model.sequence") for key in found.settings)
+    assert found.settings["tokenizer.vocab_size"] == "128"
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "way_out"),
+    [
+        ("--num-layer 3", "--num-layer ", "num-layers"),
+        ("--swiglu yes", "--swiglu", "remove"),
+        ("--moe-layer-freq import_os", "--moe-layer-freq=import_os", "[0]*3+[1]*58"),
+        ("--save $RUN_FOLDER/x --load ${ARGS[@]}", "$RUN_FOLDER, $ARGS[@]", "export"),
+        ("--pipeline-model-parallel-size two", "--pipeline-model-parallel-size=two", "whole number"),
+        ("--save 'x", "command line", "quotes"),
+    ],
+)
+def test_mistakes(extra, key, way_out, monkeypatch):
+    monkeypatch.delenv("RUN_FOLDER", raising=False)
+    with pytest.raises(UserError) as caught:
+        translate(TINY + RUN + "--num-layers-per-virtual-pipeline-stage 1 " + extra)
+    assert key in str(caught.value)
+    assert way_out in str(caught.value)
+
+
+def test_a_batch_size_that_depends_on_the_processes_is_asked_for():
+    with pytest.raises(UserError, match="--world-size"):
+        translate(TINY + "--micro-batch-size 2")
+
+
+def test_variables_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("LAYERS", "6")
+    found = translate("--num-layers $LAYERS --hidden-size ${HIDDEN:-256} " + RUN).translation
+    assert (found.settings["model.num_layers"], found.settings["model.hidden_size"]) == ("6", "256")
+
+
+def test_the_command_writes_a_config_that_train_reads(tmp_path, capsys):
+    """The block of docs/faq.md, with a small model."""
+    script = tmp_path / "command.txt"
+    script.write_text("torchrun --nproc_per_node 1 pretrain_gpt.py " + TINY + RUN + NULL)
+    output = tmp_path / "run.yaml"
+    assert main(["from-megatron-lm", str(script), "--output", str(output)]) == 0
+    assert "--num-layers: model.num_layers=2" in capsys.readouterr().err
+    assert main(["train", "--config", str(output), "--dry-run", "--summary"]) == 0
+    assert main(["from-megatron-lm", TINY + RUN, "--overrides"]) == 0
+    assert "model.num_layers=2" in capsys.readouterr().out.splitlines()
+    assert main(["from-megatron-lm", str(tmp_path / "none")]) == 1
+
+
+def test_each_argument_is_in_one_table():
+    groups = [table.SETTINGS, *(dict.fromkeys(names.split(), "") for names in table.IMPLIED.values())]
+    groups += [dict.fromkeys(names.split(), "") for names in table.MISSING.values()]
+    names = [name for group in groups for name in group]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
