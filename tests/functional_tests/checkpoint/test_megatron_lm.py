@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from safetensors.torch import load_file
 
+from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import inspection, model_io, paths
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 from tests.functional_tests.checkpoint import toy
 from tests.functional_tests.checkpoint.runs import STEPS, run_to
+from tests.toy_models import make_llama
 
 
 def _save_like_megatron_lm(root):
@@ -103,6 +106,42 @@ def _convert_on_first(root, target):
         subprocess.run(command, check=True, env=environment, capture_output=True)
     distributed.barrier()
     return target / "iter_0000000"
+
+
+def _export_without_run_config(root):
+    """A checkpoint of a Llama with a padded vocabulary, as Megatron-LM saves it, back to Hugging Face."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    bridge = AutoBridge.from_hf_pretrained(root / "hf")
+    provider = bridge.to_megatron_provider()
+    provider.tensor_model_parallel_size = 2
+    provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, 64
+    (chunk,) = provider.provide_distributed_model(wrap_with_ddp=False)
+    directory = root / "lm" / "iter_0000007"
+    if distributed.rank() == 0:
+        directory.mkdir(parents=True)
+        (root / "lm" / paths.TRACKER).write_text("7")
+    distributed.barrier()
+    state = {"args": Namespace(), "checkpoint_version": 3.0, "iteration": 7, "opt_param_scheduler": {}}
+    model = model_io.unwrap(chunk).sharded_state_dict()
+    dist_checkpointing.save({**state, "model": model}, str(directory), async_strategy="mcore")
+    bridge.export_ckpt(root / "lm", root / "out", show_progress=False)
+    return inspection.list_tensors(directory)["embedding.word_embeddings.weight"].shape[0]
+
+
+def _tensors(folder):
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def test_it_is_exported_with_a_model_that_says_what_it_is(two_workers, tmp_path):
+    """It has no run_config.yaml; the rows of padding are left out."""
+    make_llama(tmp_path / "hf")
+    assert two_workers.run(_export_without_run_config, tmp_path) == [128, 128]
+    given, found = (_tensors(tmp_path / folder) for folder in ("hf", "out"))
+    assert given.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in given.items())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "scratch" not in card
 
 
 class SavesLikeMegatronLM(Callback):

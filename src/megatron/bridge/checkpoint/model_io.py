@@ -117,6 +117,15 @@ def examine(
     return directory, stored_metadata(loading.load_common(directory))
 
 
+def has_run_config(path: str | Path) -> bool:
+    """Whether a checkpoint says which model it holds; one of Megatron-LM does not.
+
+    Raises:
+        UserError: no checkpoint there.
+    """
+    return (paths.resolve(path) / paths.RUN_CONFIG).is_file()
+
+
 def read_run_config(path: str | Path) -> dict[str, Any]:
     """The plain data of ``run_config.yaml``; key ``model`` is the provider.
 
@@ -128,7 +137,7 @@ def read_run_config(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(
             f"checkpoint {directory} has no {paths.RUN_CONFIG}, so its model is unknown; "
-            "give one that this package saved"
+            "give one that this package saved, or export it with --hf-model, a model of the same architecture"
         )
     config = yaml_text.read(_whole_text(file), str(file))
     if not isinstance(config, dict) or "model" not in config:

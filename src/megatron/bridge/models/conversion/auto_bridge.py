@@ -367,7 +367,7 @@ class AutoBridge(AdapterCalls):
             mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
             overwrite: replace the weights that an earlier save wrote to ``hf_path``.
         """
-        chunks, stored = streaming.stored_model(megatron_path, mp_overrides)
+        chunks, stored = streaming.stored_model(megatron_path, mp_overrides, self.to_megatron_provider)
         history = on_first_rank(lambda: side_files.history_of_checkpoint(megatron_path))
         options = SaveOptions(strict, folder=Path(hf_path))
         self._save_pretrained(
@@ -386,7 +386,7 @@ class AutoBridge(AdapterCalls):
         Yields:
             (param_name, weight), in the order of the model.
         """
-        chunks, stored = streaming.stored_model(megatron_path, mp_overrides)
+        chunks, stored = streaming.stored_model(megatron_path, mp_overrides, self.to_megatron_provider)
         source = self._export_source(chunks)
         plan = self._export_plan(chunks, source)
         yield from buckets.stream(self._bridge, plan, source, cpu=True, tasks=stored.filled(plan.tasks))

@@ -115,8 +115,10 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
     """
     directory = paths.resolve(path)
     steps = paths.iteration_of(directory) or 0
-    begun: Any = model_io.read_run_config(directory).get("checkpoint") or {}
-    from_scratch = bool(steps) and not any(begun.get(key) for key in ("pretrained_checkpoint", "load"))
+    described = model_io.has_run_config(directory)
+    begun: Any = (model_io.read_run_config(directory).get("checkpoint") if described else None) or {}
+    from_scratch = described and bool(steps)
+    from_scratch &= not any(begun.get(key) for key in ("pretrained_checkpoint", "load"))
     losses = model_card.last_losses(directory.parent, steps) if steps else {}
     return History(steps, from_scratch, adapters, note, losses)
 

@@ -3,18 +3,22 @@
 """The provider of a Megatron checkpoint, under the parallel sizes of the processes that load it."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron.bridge.checkpoint import model_io
+from megatron.bridge.checkpoint import inspection, model_io, paths
 from megatron.bridge.models.model_provider import EVEN_STAGES, PARALLEL_SIZES, PreWrapHook
 from megatron.bridge.utils import unpickling
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError, did_you_mean
+
+MakeProvider = Callable[[bool], Any]
+"""Makes a provider, with or without weights."""
+EMBEDDING = "embedding.word_embeddings.weight"
 
 # what a provider says about the layout, as it is for one process
 ONE_PROCESS: dict[str, Any] = {
@@ -38,22 +42,37 @@ def load_hook(path: str | Path) -> PreWrapHook:
     return PreWrapHook(lambda chunks: model_io.load_model(chunks, path), fills_every_parameter=True)
 
 
-def read_for_layout(path: str | Path, mp_overrides: Mapping[str, Any] | None) -> Any:
+def read_for_layout(
+    path: str | Path, mp_overrides: Mapping[str, Any] | None, default: MakeProvider | None = None
+) -> Any:
     """The provider under other parallel sizes: those of the running process groups, else of one process.
 
     Args:
         path: root of a checkpoint, or one of its iterations.
         mp_overrides: parallel sizes that go before these.
+        default: makes the provider of a checkpoint that does not describe its model, such as Megatron-LM's.
 
     Raises:
         UserError: an override that is not a parallel size.
     """
-    provider = read(path)
+    described = default is None or model_io.has_run_config(path)
+    provider = read(path) if described else default(False)
     for name, value in {**_running_layout(), **(mp_overrides or {})}.items():
         if name not in ONE_PROCESS:
             raise UserError(f"mp_overrides.{name} is not a parallel size{did_you_mean(name, ONE_PROCESS)}")
         setattr(provider, name, value)
+    if not described:
+        _pad_vocabulary(provider, path)
     return provider
+
+
+def _pad_vocabulary(provider: Any, path: str | Path) -> None:
+    """Give the embedding as many rows as it has in the checkpoint; Megatron-LM saves its padding."""
+    stored = inspection.list_tensors(paths.resolve(path)).get(EMBEDDING)
+    ranks = provider.tensor_model_parallel_size
+    if stored is not None and stored.shape[0] > provider.vocab_size and stored.shape[0] % ranks == 0:
+        provider.should_pad_vocab = True
+        provider.make_vocab_size_divisible_by = stored.shape[0] // ranks
 
 
 def _running_layout() -> dict[str, Any]:

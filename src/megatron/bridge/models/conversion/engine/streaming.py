@@ -145,9 +145,14 @@ class StoredModel:
         )
 
 
-def stored_model(path: str | Path, mp_overrides: Mapping[str, Any] | None = None) -> tuple[list[Any], StoredModel]:
-    """The chunks of a Megatron checkpoint without memory, and their numbers."""
-    outline = stored_provider.read_for_layout(path, mp_overrides).meta_model()
+def stored_model(
+    path: str | Path, mp_overrides: Mapping[str, Any] | None, default: stored_provider.MakeProvider
+) -> tuple[list[Any], StoredModel]:
+    """The chunks of a Megatron checkpoint without memory, and their numbers.
+
+    The arguments are those of ``stored_provider.read_for_layout``.
+    """
+    outline = stored_provider.read_for_layout(path, mp_overrides, default).meta_model()
     chunks = to_half_precision(outline, outline[0].config)
     return chunks, StoredModel(chunks, path)
 
