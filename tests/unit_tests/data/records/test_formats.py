@@ -4,6 +4,9 @@
 import pytest
 
 from megatron.bridge.data.records.formats import Chat, PromptCompletion, Text, parse
+from megatron.bridge.data.records.presets import alpaca_example
+from megatron.bridge.utils.config.names import locate
+from megatron.bridge.utils.errors import UserError
 from tests.refusals import refused
 
 USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -116,3 +119,21 @@ def test_conversational_prompt_and_completion():
 def test_what_is_wrong_is_named(record, parts):
     with refused("x: ", *parts):
         parse(record, "x")
+
+
+def test_alpaca():
+    """Named by ``process_example_fn``, since other datasets use its keys otherwise."""
+    record = {"instruction": "Add.", "input": "1 + 1", "output": "2", "history": [["Hi", "Hello"]], "id": 7}
+    chat = parse(locate("alpaca_example")({**record, "system": "Calculate."}), "x")
+    said = [(message["role"], message["content"]) for message in chat.messages]
+    assert said == [
+        ("system", "Calculate."),
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+        ("user", "Add.\n1 + 1"),
+        ("assistant", "2"),
+    ]
+    assert alpaca_example({"instruction": "a", "input": "", "output": "b"})["messages"][0]["content"] == "a"
+    assert alpaca_example(record)["id"] == 7
+    with pytest.raises(UserError, match=r"output .*dataset\.process_example_fn"):
+        alpaca_example({"instruction": "a", "response": "b"})

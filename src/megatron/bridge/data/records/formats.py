@@ -135,8 +135,8 @@ def _format(record: Record, where: str) -> str:
     found = [name for name, keys in FORMATS.items() if present.issuperset(keys)]
     if "instruction" in present:
         raise UserError(
-            f"{where}: the key instruction has no common meaning across datasets: join instruction and input into "
-            f"a prompt with a process_example_fn"
+            f"{where}: the key instruction has no common meaning across datasets: for Alpaca's format set "
+            f"dataset.process_example_fn=alpaca_example, for others write a process_example_fn"
         )
     if len(found) == 1:
         return found[0]

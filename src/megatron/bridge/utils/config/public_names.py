@@ -46,6 +46,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "PreloadedVLMConversationProvider",
     ),
     "megatron.bridge.data.energon": ("EnergonProvider",),
+    "megatron.bridge.data.records.presets": ("alpaca_example",),
     "megatron.bridge.data.tokenizer": ("TokenizerConfig",),
     "megatron.bridge.models.gpt_provider": ("GPTModelProvider",),
     "megatron.bridge.models.heterogeneous_provider": ("HeterogeneousModelProvider",),

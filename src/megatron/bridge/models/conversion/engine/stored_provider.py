@@ -55,13 +55,13 @@ def read_for_layout(
     Raises:
         UserError: an override that is not a parallel size.
     """
-    described = default is None or model_io.has_run_config(path)
-    provider = read(path) if described else default(False)
+    undescribed = default is not None and not model_io.has_run_config(path)
+    provider = default(False) if default is not None and undescribed else read(path)
     for name, value in {**_running_layout(), **(mp_overrides or {})}.items():
         if name not in ONE_PROCESS:
             raise UserError(f"mp_overrides.{name} is not a parallel size{did_you_mean(name, ONE_PROCESS)}")
         setattr(provider, name, value)
-    if not described:
+    if undescribed:
         _pad_vocabulary(provider, path)
     return provider
 
