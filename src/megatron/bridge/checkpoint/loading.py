@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -24,6 +25,7 @@ from megatron.bridge.checkpoint import (
 )
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, root_cause
 from megatron.bridge.checkpoint.manifest import DamagedError
+from megatron.bridge.checkpoint.replicas import digest
 from megatron.bridge.utils import distributed, strict_json, unpickling
 from megatron.bridge.utils.errors import UserError, first_few
 
@@ -205,7 +207,22 @@ def wanted_keys(state: dict[str, Any]) -> dict[str, ShardedTensor | ShardedObjec
     expanded, _, _ = load_preprocess(state)
     sharded, _ = extract_sharded_base(expanded)
     mine = {entry.key: entry.without_data() for entry in nested_values(sharded)}
-    return {key: entry for part in distributed.all_gather_object(mine) for key, entry in part.items()}
+    return united(mine)
+
+
+def united[T](mine: dict[str, T]) -> dict[str, T]:
+    """The entries of all ranks. The first rank that has a key sends its entry, all others a hash of the key."""
+    keys = {digest(key): key for key in mine}
+    everyone = distributed.all_gather_object(np.array(list(keys), dtype=np.int64))
+    found, places = np.unique(np.concatenate(everyone), return_index=True)
+    start = sum(len(part) for part in everyone[: distributed.rank()])
+    sent = [
+        keys[number]
+        for number, place in zip(found.tolist(), places, strict=True)
+        if 0 <= place - start < len(keys)
+    ]
+    parts = distributed.all_gather_object({key: mine[key] for key in sent})
+    return {key: entry for part in parts for key, entry in part.items()}
 
 
 def compare(

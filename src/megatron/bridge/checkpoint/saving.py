@@ -13,12 +13,8 @@ from typing import Any, cast
 
 from megatron.core.dist_checkpointing.core import save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    distribute_main_replicas_with_precomputed_distribution,
-)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -31,6 +27,7 @@ from megatron.bridge.checkpoint.collective import forget_frames, on_first_rank, 
 from megatron.bridge.checkpoint.hashing_writer import PreparedSave, WrittenFiles, collective_steps, prepare_save
 from megatron.bridge.checkpoint.host_buffers import copy_size
 from megatron.bridge.checkpoint.loading import COMMON_STATE, FORMAT, without_torch_warnings
+from megatron.bridge.checkpoint.replicas import distribute_replicas
 from megatron.bridge.utils import atomic, distributed
 from megatron.bridge.utils.errors import UserError
 
@@ -109,11 +106,8 @@ class _SaveAttempt:
         """Make the staging directory and agree on who writes what."""
         on_first_rank(self._create)
         save_id = on_first_rank(manifest.new_save_id)
-        planner = planner or MCoreSavePlanner(
-            dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
-        )
         with without_torch_warnings():
-            self.prepared = prepare_save(_torch_state(state), self._staging, planner, save_id)
+            self.prepared = prepare_save(torch_state(state), self._staging, planner or save_planner(), save_id)
 
     def finish(self, outcome: Callable[[], WrittenFiles]) -> None:
         """Publish what all ranks have written; ``outcome`` tells what this one has."""
@@ -136,8 +130,18 @@ class _SaveAttempt:
         self._published()
 
 
-def _torch_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's state dict as torch's writer takes it, with the common state as one object."""
+def save_planner() -> MCoreSavePlanner:
+    """The planner of a state that is in memory."""
+    return MCoreSavePlanner(
+        dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+    )
+
+
+def torch_state(state: dict[str, Any]) -> dict[str, Any]:
+    """What this rank writes of Megatron's state dict, as torch's writer takes it.
+
+    The common state is one object.
+    """
     sharded, common = _distribute_replicas(state)
     sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=distributed.rank())
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
@@ -147,14 +151,13 @@ def _torch_state(state: dict[str, Any]) -> dict[str, Any]:
 def _distribute_replicas(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is sharded of a state, and the rest.
 
-    If several ranks hold the same data, each of them writes an equal part of it. Who writes what
-    follows from the sizes alone, and no tensor is sent.
+    Megatron-Core's check that the shards cover each tensor once sends every description to every rank. The first
+    rank makes the same check on the plan, so it is off here.
     """
-    sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], save_preprocess(state))
+    whole = cast(Any, save_preprocess(state, validate_access_integrity=False))
+    sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], whole)
     if distributed.world_size() > 1:
-        every: Any = None  # the group of all ranks
-        writers = determine_main_replica_uniform_distribution(sharded, every)
-        distribute_main_replicas_with_precomputed_distribution(sharded, every, writers)
+        distribute_replicas(sharded)
     return sharded, common
 
 

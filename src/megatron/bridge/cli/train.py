@@ -16,6 +16,7 @@ EXAMPLES = """examples:
   megatron-bridge train --list llama pretrain
   megatron-bridge train --recipe llama32_1b_pretrain_config --dry-run model.tensor_model_parallel_size=2
   megatron-bridge train --recipe llama3_70b_pretrain_config --rehearse
+  megatron-bridge train --recipe llama31_405b_pretrain_config --rehearse-rank 517 --world-size 16384
   torchrun --nproc-per-node=8 -m megatron.bridge.cli.main train --recipe llama32_1b_pretrain_config \\
       --data corpus/text checkpoint.save=runs/llama train.train_iters=5000
 """
@@ -49,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the same layout at toy size on this machine (steps, checkpoint, resume, export), and exit",
     )
     parser.add_argument(
+        "--rehearse-rank",
+        type=int,
+        metavar="RANK",
+        help="set up one rank of a large job in this process, without memory, print each part's cost, and exit",
+    )
+    parser.add_argument(
         "--world-size", type=count, metavar="N", help="processes to assume in a dry run or a rehearsal"
     )
 
@@ -61,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
         job = prepare(args)
         if args.dry_run:
             return _dry_run(job, args)
+    if args.rehearse_rank is not None:
+        from megatron.bridge.cli.rehearse.rank import rehearse_rank
+
+        return rehearse_rank(job, args.rehearse_rank, args.world_size)
     if args.rehearse is not None:
         from megatron.bridge.cli.rehearse.command import rehearse
 
@@ -69,15 +80,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    if args.world_size is not None and not args.dry_run and args.rehearse is None:
+    given = {"--dry-run": args.dry_run or None, "--rehearse": args.rehearse, "--rehearse-rank": args.rehearse_rank}
+    modes = [option for option, value in given.items() if value is not None]
+    if args.world_size is not None and not modes:
         raise UserError(
             "--world-size is for --dry-run and --rehearse; torchrun --nproc-per-node starts that many processes"
         )
     for option, value in {"--timeline": args.timeline, "--summary": args.summary or None}.items():
         if value is not None and not args.dry_run:
             raise UserError(f"{option} needs --dry-run: add it, or leave {option} out")
-    if args.dry_run and args.rehearse is not None:
-        raise UserError("--dry-run and --rehearse cannot be used together: leave one out")
+    if len(modes) > 1:
+        raise UserError(f"{' and '.join(modes[:2])} cannot be used together: leave one out")
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -107,6 +107,11 @@ def all_gather_object[T](value: T, group: dist.ProcessGroup | None = None) -> li
     return values
 
 
+def group_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in ``group``, of which it is a member; None stands for all ranks."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
 def reduce_numbers(numbers: Sequence[float], how: Literal["SUM", "MIN", "MAX"]) -> list[float]:
     """Each of ``numbers``, reduced over all ranks in float64."""
     if not is_initialized() or dist.get_world_size() == 1:

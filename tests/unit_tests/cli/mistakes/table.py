@@ -90,6 +90,22 @@ NAMES = [
     Mistake(
         "two things at once", [*PRETRAIN, "--dry-run", "--rehearse"], ("--dry-run and --rehearse", "leave one out")
     ),
+    Mistake(
+        "a rank beyond the last",
+        [*PRETRAIN, "--rehearse-rank", "16", "--world-size", "16"],
+        ("--rehearse-rank 16", "--world-size 16", "0 to 15"),
+    ),
+    Mistake(
+        "ranks that the layout does not divide",
+        [*PRETRAIN, "--rehearse-rank", "1", "--world-size", "7", "model.tensor_model_parallel_size=2"],
+        ("needs 2 processes", "start 6 or 8"),
+    ),
+    Mistake(
+        "adapters of one rank", [*TUNE, "--rehearse-rank", "0", "--peft_scheme", "lora"], ("peft", "pretrain")
+    ),
+    Mistake(
+        "two rehearsals", [*PRETRAIN, "--rehearse", "--rehearse-rank", "0"], ("--rehearse-rank", "leave one out")
+    ),
     Mistake("a rehearsal of nothing", [*PRETRAIN, "--rehearse", "0"], ("--rehearse: 0", "from 1 to")),
 ]
 

@@ -24,6 +24,7 @@ from megatron.bridge.backends.hardware import compiler
 
 _MARK = "__megatron_bridge_cpu__"
 _CPU = torch.device("cpu")
+_place = [_CPU]
 
 
 def has_cuda() -> bool:
@@ -62,7 +63,7 @@ def _patch_current_device() -> None:
 
     @_marked
     def current_device() -> torch.device:
-        return _CPU
+        return _place[-1]
 
     torch.cuda.current_device = current_device  # type: ignore[assignment]
     torch.cuda.is_current_stream_capturing = lambda: False
@@ -70,6 +71,16 @@ def _patch_current_device() -> None:
         setattr(torch.cuda, name, _no_op())
     torch.cuda.nvtx.range_push = _no_op()
     torch.cuda.nvtx.range_pop = _no_op()
+
+
+@contextlib.contextmanager
+def placed_on(place: torch.device) -> Iterator[None]:
+    """Let ``place`` be the current device, and ``device="cuda"``, for a time."""
+    _place.append(place)
+    try:
+        yield
+    finally:
+        _place.pop()
 
 
 def _no_op() -> Callable[..., None]:
@@ -225,7 +236,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs:
             if _is_cuda(kwargs.get("device")):
-                kwargs["device"] = _CPU
+                kwargs["device"] = _place[-1]
             kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a large job in this process: other ranks answer nothing, and tensors take no memory."""
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from megatron.bridge.backends.cpu import device
+from megatron.bridge.utils.errors import UserError
+
+
+@dataclass
+class Traffic:
+    """Python objects that ranks exchanged."""
+
+    received: int = 0
+    """Bytes that this rank received."""
+
+
+@contextmanager
+def one_rank(rank: int, world_size: int) -> Iterator[Traffic]:
+    """Be rank ``rank`` of ``world_size``, with torch's backend ``fake``, which sends nothing.
+
+    Tensors of the device are on the meta device. In exchanges of Python objects, every rank answers what this one
+    says, so they take the processor time and the memory that they would take.
+
+    Raises:
+        UserError: The machine has a GPU, whose kernels cannot run on the meta device.
+    """
+    if device.has_cuda():
+        raise UserError(
+            "a rehearsal of one rank runs without a GPU, but this process sees one: set CUDA_VISIBLE_DEVICES= "
+            "(empty) in its environment"
+        )
+    # registers the backend "fake", which ships with torch
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # pyright: ignore
+
+    traffic = Traffic()
+    dist.init_process_group("fake", store=cast(Any, dist.HashStore()), rank=rank, world_size=world_size)
+    try:
+        with _everyone_says_the_same(traffic), _on_meta():
+            yield traffic
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    meta, named = torch.device("meta"), torch.Tensor.type
+
+    def type_of(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Megatron-Core's optimizer accepts only tensors of the GPU."""
+        answer = named(tensor, *args, **options)
+        return answer.replace("torch.meta.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_of  # type: ignore[assignment]
+    try:
+        with device.placed_on(meta), meta:
+            yield
+    finally:
+        torch.Tensor.type = named  # type: ignore[assignment]
+
+
+@contextmanager
+def _everyone_says_the_same(traffic: Traffic) -> Iterator[None]:
+    before = dist.all_gather_object, dist.broadcast_object_list
+
+    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+        data = pickle.dumps(value)
+        traffic.received += len(data) * len(found)
+        found[:] = [pickle.loads(data) for _ in found]
+
+    def broadcast_object_list(objects: list[Any], *args: Any, **options: Any) -> None:
+        """Leave what this rank has, whoever sends."""
+
+    dist.all_gather_object, dist.broadcast_object_list = all_gather_object, broadcast_object_list
+    try:
+        yield
+    finally:
+        dist.all_gather_object, dist.broadcast_object_list = before

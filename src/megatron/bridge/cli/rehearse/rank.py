@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge train --rehearse-rank``: set up one rank of a large job in this process, without memory.
+
+The real set-up code runs on a process group that sends nothing and on parameters of the meta device. It shows what
+each part costs this rank, and what the first rank has to do for all others.
+"""
+
+import pickle
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from megatron.bridge.cli.support.train_job import Job
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.backends.cpu.without_memory import Traffic
+    from megatron.bridge.training.config import ConfigContainer
+
+VOCAB_SIZE = 128 * 1024
+"""Of a recipe whose vocabulary the tokenizer decides."""
+PLANS = 256
+"""Plans that are merged, to estimate the time for those of all ranks."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of the set-up cost."""
+
+    name: str
+    wall: float
+    """Seconds."""
+    cpu: float
+    """Processor seconds of this process, which do not depend on what else the machine does."""
+    memory: float
+    """Megabytes by which the peak memory of the process grew."""
+    received: float
+    """Megabytes of Python objects that other ranks would send to this one."""
+    facts: str
+
+
+@dataclass
+class Clock:
+    """Measures the parts of a set-up, one after the other."""
+
+    report: Callable[[Part], None]
+    """Called after each part."""
+    traffic: "Traffic"
+    parts: list[Part] = field(default_factory=list)
+
+    def measure[T](self, name: str, action: Callable[[], T], facts: Callable[[T], str]) -> T:
+        """The result of ``action``, after it is recorded as part ``name``."""
+        before = self._now()
+        found = action()
+        wall, cpu, memory, received = (after - start for start, after in zip(before, self._now(), strict=True))
+        self.parts.append(Part(name, wall, cpu, memory, received, facts(found)))
+        self.report(self.parts[-1])
+        return found
+
+    def _now(self) -> tuple[float, float, float, float]:
+        return time.perf_counter(), time.process_time(), _peak_memory(), self.traffic.received / 1e6
+
+
+def _peak_memory() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def rehearse_rank(job: Job, rank: int, asked: int | None) -> int:
+    """Set up one rank of the job and print what each part costs.
+
+    Args:
+        job: The job.
+        rank: The rank.
+        asked: Number of processes of the job, if given.
+
+    Raises:
+        UserError: The config cannot run with so many processes, or there is no such rank.
+    """
+    world_size = asked or job.world_size or 1
+    check_rank(rank, world_size)
+    config = resolved_config(job, world_size)
+    _say(f"rank {rank} of {world_size} of {job.source}: set-up without memory and without other processes")
+    _say(f"{'part':<24}{'seconds':>9}{'cpu':>9}{'MB':>9}{'received':>10}")
+    set_up(config, rank, world_size, lambda part: _say(_line(part)))
+    _say("not rehearsed: the connections of NCCL, the network, the file system, and the step itself")
+    return 0
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Refuse a rank that does not exist."""
+    if not 0 <= rank < world_size:
+        raise UserError(
+            f"--rehearse-rank {rank}, but the ranks of --world-size {world_size} are 0 to {world_size - 1}"
+        )
+
+
+def resolved_config(job: Job, world_size: int) -> "ConfigContainer":
+    """The config that the rank runs: without data, weights and adapters of its own."""
+    config = job.resolve(world_size).config
+    for name in ("peft", "distill", "dpo"):
+        if getattr(config, name) is not None:
+            raise UserError(f"--rehearse-rank does not support {name} of {job.source}: rehearse a pretrain recipe")
+    if getattr(config.model, "vision", None) is not None:
+        raise UserError(f"--rehearse-rank does not support the vision tower of {job.source}: use --dry-run")
+    if config.dist.use_torch_fsdp2 or config.ddp.use_megatron_fsdp:
+        raise UserError(f"--rehearse-rank does not support the sharded weights of {job.source}: unset FSDP")
+    config.model.vocab_size = config.model.vocab_size or VOCAB_SIZE
+    config.model.perform_initialization = False
+    return config
+
+
+def set_up(config: "ConfigContainer", rank: int, world_size: int, report: Callable[[Part], None]) -> list[Part]:
+    """Set up the rank.
+
+    Args:
+        config: A result of ``resolved_config``.
+        rank: The rank.
+        world_size: Number of processes of the job.
+        report: Called after each part.
+
+    Returns:
+        What each part cost.
+    """
+    from megatron.core import parallel_state
+
+    from megatron.bridge.backends.cpu.without_memory import one_rank
+    from megatron.bridge.training import setup
+
+    with one_rank(rank, world_size) as traffic:
+        clock = Clock(report, traffic)
+        try:
+            clock.measure("process groups", lambda: setup.initialize(config), lambda _: _place())
+            model = clock.measure("model chunks", lambda: setup.build_model(config), _parameters)
+            optimizer = clock.measure("optimizer", lambda: _optimizer(config, model), lambda _: "with its state")
+            clock.measure("data position", lambda: _first_samples(config), str)
+            _checkpoint(clock, model, optimizer, world_size)
+        finally:
+            parallel_state.destroy_model_parallel()
+    return clock.parts
+
+
+def _place() -> str:
+    from megatron.core import parallel_state
+    from torch.distributed import distributed_c10d
+
+    ranks = {
+        "tensor": parallel_state.get_tensor_model_parallel_rank(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
+        "context": parallel_state.get_context_parallel_rank(),
+        "expert": parallel_state.get_expert_model_parallel_rank(),
+        "data": parallel_state.get_data_parallel_rank(),
+    }
+    member = len(distributed_c10d._world.pg_map)
+    return ", ".join(f"{name} {rank}" for name, rank in ranks.items()) + f"; in {member} groups"
+
+
+def _parameters(model: list[Any]) -> str:
+    count = sum(parameter.numel() for chunk in model for parameter in chunk.parameters())
+    return f"{count / 1e9:.2f} billion parameters on this rank, {len(model)} chunks"
+
+
+def _optimizer(config: "ConfigContainer", model: list[Any]) -> Any:
+    from megatron.bridge.training.optim.optimizer import allocate_state
+    from megatron.bridge.training.setup import build_optimizer
+
+    optimizer = build_optimizer(config.optimizer, model)
+    allocate_state(optimizer)
+    return optimizer
+
+
+def _first_samples(config: "ConfigContainer") -> str:
+    from megatron.core import parallel_state
+
+    from megatron.bridge.data.samplers import MegatronPretrainingSampler
+    from megatron.bridge.training.config.batch_size import samples_of
+
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    total, micro = samples_of(config.train), config.train.micro_batch_size
+    rounds = config.train.global_batch_size // (micro * ranks)
+    sampler = MegatronPretrainingSampler(total, 0, micro, rank, ranks)
+    ids = [number for part in islice(sampler, rounds) for number in part]
+    return f"{len(ids)} of {config.train.global_batch_size} samples of a step, first {ids[0]}, last {ids[-1]}"
+
+
+def _checkpoint(clock: Clock, model: list[Any], optimizer: Any, world_size: int) -> None:
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+
+    from megatron.bridge.checkpoint import model_io, saving
+    from megatron.bridge.checkpoint.hashing_writer import gc_paused
+    from megatron.bridge.training.optim.optimizer_state import sharded_optimizer_state
+
+    def describe() -> dict[str, Any]:
+        state = model_io.model_state(model, model_io.MODEL_METADATA)
+        state["optimizer"] = sharded_optimizer_state(optimizer, state)
+        return state
+
+    def plan_mine(state: dict[str, Any]) -> bytes:
+        planner = saving.save_planner()
+        planner.set_up_planner(saving.torch_state(state), storage_meta=None, is_coordinator=False)
+        return pickle.dumps(planner.create_local_plan())
+
+    def merge(plan: bytes) -> Any:
+        with gc_paused():
+            return create_default_global_save_plan([_slices_only(plan) for _ in range(PLANS)])
+
+    state = clock.measure(
+        "checkpoint state", describe, lambda state: f"{len(state['optimizer'])} slices of states"
+    )
+    plan = clock.measure(
+        "checkpoint plan",
+        lambda: plan_mine(state),
+        lambda plan: f"of {len(plan) / 1e3:.0f} kB",
+    )
+    clock.measure(
+        f"rank 0 merges {PLANS} plans",
+        lambda: merge(plan),
+        lambda _: f"it gets {world_size} of them, {len(plan) * world_size / 1e9:.2f} GB",
+    )
+
+
+def _slices_only(plan: bytes) -> Any:
+    """A plan without whole tensors and objects, of which only one rank can have each."""
+    found = pickle.loads(plan)
+    return replace(found, items=[item for item in found.items if item.type.name == "SHARD"])
+
+
+def _say(line: str) -> None:
+    """Print a line; the process is not rank 0, which alone prints in a run."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _line(part: Part) -> str:
+    line = f"{part.name:<24}{part.wall:>9.2f}{part.cpu:>9.2f}{part.memory:>9.0f}{part.received:>10.1f}"
+    return f"{line}  {part.facts}".rstrip()
