@@ -46,7 +46,7 @@ def draw(table: dict[int, list[dict[str, Any]]], path: Path) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:

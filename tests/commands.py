@@ -245,7 +245,7 @@ TOY = {
 def _small(arguments):
     """What SmolLM2's 135M parameters are made for a test, where the command trains and does not say it itself."""
     trains = arguments[0] == "train" or RUN_RECIPE in arguments
-    if not trains or {"--list", "--dry-run", "--rehearse"} & set(arguments):
+    if not trains or {"--list", "--dry-run", "--rehearse", "--rehearse-rank"} & set(arguments):
         return arguments
     toy = TOY | ({"tokenizer.tokenizer_model": "MODEL"} if "--data" in arguments else {"tokenizer.vocab_size": 64})
     if "--seq_length" not in arguments:

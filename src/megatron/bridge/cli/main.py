@@ -40,6 +40,7 @@ SUBCOMMANDS = {
     "from-megatron-lm": "translate a command line of Megatron-LM to a config",
     "adapter": "merge adapters, subtract them again, or write them for peft",
     "data": "prepare training data, and preview it",
+    "watch": "show a run in the terminal while it trains: curves, speed, expected end, checkpoints",
     "plot": "plot loss and throughput of one or several runs",
     "doctor": "show what this machine has, which kernels a run uses on it, and how fast it is",
     "trace": "merge the profiler traces of all ranks into one",

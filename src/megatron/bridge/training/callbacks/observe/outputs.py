@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs for the metrics of a run: the console, ``metrics.jsonl`` and TensorBoard."""
+"""Outputs for the metrics of a run; the console, ``metrics.jsonl`` and TensorBoard are here."""
 
 import json
 import time
@@ -12,12 +12,14 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron.bridge.training.callbacks.observe.metrics import Metrics
+from megatron.bridge.training.callbacks.observe.prometheus import PrometheusOutput
 from megatron.bridge.training.callbacks.observe.timing import PREFIX
 from megatron.bridge.training.callbacks.observe.trackers import MLflowOutput, WandbOutput
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils import json_lines
 from megatron.bridge.utils.atomic import refuse_unwritable, write_text
 from megatron.bridge.utils.console import console
+from megatron.bridge.utils.durations import remaining
 from megatron.bridge.utils.loss_curves import METRICS
 
 
@@ -47,6 +49,8 @@ def outputs(config: ConfigContainer) -> list[Output]:
         chosen.append(WandbOutput(config))
     if config.logger.mlflow_experiment:
         chosen.append(MLflowOutput(config))
+    if config.logger.prometheus_port is not None:
+        chosen.append(PrometheusOutput(config))
     return chosen
 
 
@@ -87,20 +91,6 @@ class ConsoleOutput:
         """Estimated time to the last step, at the average speed so far, including the time between steps."""
         per_step = (time.monotonic() - self._started) / max(step - self._first_step, 1)
         return remaining(timedelta(seconds=round(per_step * (self._train_iters - step))), datetime.now())
-
-
-def remaining(left: timedelta, now: datetime) -> str:
-    """The time until the end of a run, and the end in local time if that is more than a minute away.
-
-    Example:
-        >>> remaining(timedelta(hours=30), datetime(2026, 1, 2, 22, 15))
-        '1 day, 6:00:00 left, ends Sun Jan 4 04:15'
-    """
-    if left < timedelta(minutes=1):
-        return f"{left} left"
-    end = now + left
-    day = "" if end.date() == now.date() else f"{end:%a %b} {end.day} "
-    return f"{left} left, ends {day}{end:%H:%M}"
 
 
 # Formats of metrics on the console. None: the console does not show it. A metric without a row is a loss.

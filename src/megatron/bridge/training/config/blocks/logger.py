@@ -29,6 +29,10 @@ class LoggerConfig:
     """MLflow run name."""
     mlflow_tracking_uri: str | None = None
     """MLflow tracking URI. None leaves it to MLflow's environment variables."""
+    prometheus_port: int | None = None
+    """Port at which the first rank serves the metrics to Prometheus. None serves nothing."""
+    prometheus_host: str = "127.0.0.1"
+    """Address of that port; ``0.0.0.0`` lets other machines read the metrics, without a password."""
     peak_tflops: float | None = None
     """Peak dense bf16 TFLOP/s of one device, for MFU. None looks the GPU up in a table, and shows no MFU for a GPU
     that is not in it.

@@ -10,6 +10,7 @@ from megatron.bridge.utils.optional_imports import installed, missing_message
 PACKAGES = {
     "logger.wandb_project": ("wandb", "wandb"),
     "logger.mlflow_experiment": ("mlflow", "mlflow"),
+    "logger.prometheus_port": ("prometheus_client", "prometheus"),
     "checkpoint.async_strategy": ("nvidia_resiliency_ext", "resiliency"),
 }
 """Setting -> the package that it needs if it is not the default, and the extra that installs the package."""

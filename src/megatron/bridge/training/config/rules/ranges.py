@@ -67,6 +67,7 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
     Range("be at least 0 and at most 1", least=0, most=1): ("model.rotary_percent",),
     COUNT: ("model.num_layers", "model.num_attention_heads"),  # each is built or planned on its own
     Range("be at least 0 and at most 1024", least=0, most=1024): ("dataset.workers", "dataset.num_workers"),
+    Range("be at least 1 and at most 65535", least=1, most=65_535): ("logger.prometheus_port",),
     SEED: ("rng.seed", "dataset.random_seed", "dataset.seed"),
 }
 ELEMENTWISE = ("train.iterations_to_skip",)

@@ -35,6 +35,7 @@ NEEDS = {
     "logger.wandb_save_dir": "logger.wandb_project",
     "logger.mlflow_run_name": "logger.mlflow_experiment",
     "logger.mlflow_tracking_uri": "logger.mlflow_experiment",
+    "logger.prometheus_host": "logger.prometheus_port",
     "profiling.memory_snapshot_path": "profiling.record_memory_history",
     "rerun_state_machine.spiky_loss_factor": "rerun_state_machine.check_for_spiky_loss",
     "rerun_state_machine.spiky_loss_samples": "rerun_state_machine.check_for_spiky_loss",

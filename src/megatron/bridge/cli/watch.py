@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge watch``: a run in the terminal, while it trains or afterwards."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.bridge.cli.support.parser import count
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from megatron.bridge.utils.run_status import RunStatus
+
+DESCRIPTION = "Show curves, speed, the expected end and the newest checkpoint of a run, until it ends."
+EXAMPLES = """examples:
+  megatron-bridge watch runs/llama
+  megatron-bridge watch runs/llama --once --metric "grad norm"
+  megatron-bridge watch runs/llama --once --html llama.html
+"""
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
+    parser.add_argument(
+        "--metric",
+        action="append",
+        metavar="NAME",
+        help="curve to show; repeatable (default: loss and throughput)",
+    )
+    parser.add_argument(
+        "--interval",
+        type=count,
+        default=5,
+        metavar="SECONDS",
+        help="time between two looks (default: %(default)s)",
+    )
+    parser.add_argument("--once", action="store_true", help="print the run as it is, and exit; so does a pipe")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="also write a page for a browser, which needs no network"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    from megatron.bridge.utils.run_status import read_status
+
+    console = Console(highlight=False)
+    status = read_status(args.run)
+    metrics = _metrics(status, args.metric)
+    if args.once or not console.is_terminal:
+        _write_page(status, metrics, args.html)
+        console.print(_view(status, metrics))
+        return 0
+    with Live(console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(_view(status, metrics), refresh=True)
+                _write_page(status, metrics, args.html)
+                if status.state == "finished":
+                    break
+                time.sleep(args.interval)
+                status = read_status(args.run)
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+    return 0
+
+
+def _metrics(status: "RunStatus", asked: list[str] | None) -> list[str]:
+    from megatron.bridge.utils.loss_curves import LOSS, THROUGHPUT
+
+    known = list(dict.fromkeys(name for row in status.rows for name in row if name not in ("step", "kind")))
+    for name in asked or ():
+        if known and name not in known:
+            hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+            raise UserError(f"--metric {name} is not in {status.folder}{hint}")
+    return list(dict.fromkeys(asked)) if asked else [name for name in (LOSS, THROUGHPUT) if name in known]
+
+
+def _view(status: "RunStatus", metrics: list[str]) -> "Group":
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in status.summary(datetime.now()).items():
+        table.add_row(Text(name), Text(value, overflow="fold"))
+    for metric in metrics:
+        for kind in ("train", "validation", "test"):
+            values = [value for _, value in status.values(metric, kind)]
+            if values:
+                label = metric if kind == "train" else f"{metric} ({kind})"
+                ends = (
+                    f"{values[0]:,.5g} to {values[-1]:,.5g}, lowest {min(values):,.5g}, highest {max(values):,.5g}"
+                )
+                table.add_row(Text(label), Text(f"{sparkline(values, WIDTH)}\n{ends}"))
+    return Group(Text(str(status.folder), style="bold"), table)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve in one line of at most ``width`` characters, each the mean of its share of the values.
+
+    Example:
+        >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8), sparkline([2, 4, 0, 0], 2)
+        ('▁▂▃▄▅▆▇█', '█▁')
+    """
+    edges = [len(values) * place // min(width, len(values)) for place in range(min(width, len(values)) + 1)]
+    means = [_mean(values[start:end]) for start, end in pairwise(edges)]
+    finite = [mean for mean in means if isfinite(mean)]
+    least, most = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join(_bar(mean, least, most) for mean in means)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _bar(value: float, least: float, most: float) -> str:
+    if not least <= value <= most:
+        return "?"  # NaN or infinite
+    share = 0.0 if most == least else (value - least) / (most - least)
+    return BARS[min(int(share * len(BARS)), len(BARS) - 1)]
+
+
+def _write_page(status: "RunStatus", metrics: list[str], file: Path | None) -> None:
+    if file is None:
+        return
+    from megatron.bridge.cli.support.run_page import page
+    from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+
+    with refuse_unwritable(f"--html {file}", "choose another file"):
+        write_text(file, page(status, metrics, datetime.now()))

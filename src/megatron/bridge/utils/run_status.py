@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run is: its progress, speed, end and newest checkpoint, from the files that it writes."""
+
+import re
+import time
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.utils import json_lines, loss_curves
+from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.utils.durations import remaining
+from megatron.bridge.utils.errors import UserError
+
+CONFIG = "run_config.yaml"
+TRACKER = "latest_checkpointed_iteration.txt"
+SILENCE = 120.0
+"""Seconds without a new line after which a run is not taken for a running one, if its steps are short."""
+_TIMER = re.compile(r"time/(.+) rank (\d+)")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run at one moment."""
+
+    folder: Path
+    rows: list[json_lines.Row]
+    """The lines of ``metrics.jsonl``."""
+    train_iters: int | None
+    """The step at which the run ends; None if its config is missing."""
+    age: float
+    """Seconds since the last line."""
+    checkpoint: str
+    """The newest checkpoint, in words."""
+
+    @property
+    def train(self) -> list[json_lines.Row]:
+        """The rows of training."""
+        return [row for row in self.rows if row["kind"] == "train"]
+
+    def values(self, metric: str, kind: str) -> list[tuple[json_lines.Row, float]]:
+        """The rows of ``kind`` that have ``metric``, with its value."""
+        return [(row, row[metric]) for row in self.rows if row["kind"] == kind and metric in row]
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged."""
+        return self.rows[-1]["step"] if self.rows else 0
+
+    @property
+    def state(self) -> str:
+        """``finished``, ``running`` or ``silent``: stopped, or in a long pause."""
+        if self.train_iters is not None and self.step >= self.train_iters:
+            return "finished"
+        between = [after["step"] - before["step"] for before, after in pairwise(self.train)]
+        usual = max(between, default=1) * self._step_time
+        return "running" if self.age <= max(SILENCE, 3 * usual) else "silent"
+
+    @property
+    def _step_time(self) -> float:
+        return self.train[-1].get("step time", 0.0) if self.train else 0.0
+
+    def summary(self, now: datetime) -> dict[str, str]:
+        """What to show, by name.
+
+        Args:
+            now: Local time, from which the end is counted. The steps alone count, without evaluations and saves.
+        """
+        total = (
+            "" if self.train_iters is None else f" of {self.train_iters:,} ({self.step / self.train_iters:.0%})"
+        )
+        found = {"state": self._state_in_words(), "step": f"{self.step:,}{total}"}
+        last = self.train[-1] if self.train else {}
+        if self.state == "running" and self.train_iters is not None and self._step_time:
+            seconds = max(0.0, (self.train_iters - self.step) * self._step_time - self.age)
+            found["time"] = remaining(timedelta(seconds=round(seconds)), now)
+        formats = {
+            "tokens per second": "{:,.0f}",
+            "step time": "{:.3g} s",
+            "MFU": "{:.1%}",
+            "peak memory GB": "{:.2f}",
+        }
+        formats |= {"consumed tokens": "{:,}", "skipped steps": "{}"}
+        found |= {name: form.format(last[name]) for name, form in formats.items() if name in last}
+        found["checkpoint"] = self.checkpoint
+        return found | self._slowest_rank(last)
+
+    def _state_in_words(self) -> str:
+        if self.state != "silent":
+            return self.state
+        return f"no new line for {timedelta(seconds=round(self.age))}: stopped, or in a long pause"
+
+    def _slowest_rank(self, last: json_lines.Row) -> dict[str, str]:
+        """The slowest rank, if the run logs the times of all (``logger.timing_log_option=all``)."""
+        times = {(match[1], int(match[2])): last[name] for name in last if (match := _TIMER.fullmatch(name))}
+        if not times:
+            return {}
+        part = max(times, key=lambda key: times[key])[0]
+        of_part = {rank: seconds for (name, rank), seconds in times.items() if name == part}
+        rank = max(of_part, key=lambda key: of_part[key])
+        usual = sorted(of_part.values())[len(of_part) // 2]
+        return {"slowest rank": f"{rank}, {part} {of_part[rank]:.3g} s, the median is {usual:.3g} s"}
+
+
+def read_status(place: Path) -> RunStatus:
+    """The status of the run in a folder.
+
+    Args:
+        place: The run's folder (``logger.log_dir``), or its ``metrics.jsonl``.
+
+    Raises:
+        UserError: There is no run, or a file of it is damaged.
+    """
+    folder = place if place.is_dir() else place.parent
+    rows = loss_curves.read_metrics(place)
+    file = folder / loss_curves.METRICS if place.is_dir() else place
+    config = _config(folder / CONFIG)
+    iterations = config.get("train", {}).get("train_iters")
+    saved = config.get("checkpoint", {}).get("save")
+    age = max(0.0, time.time() - file.stat().st_mtime)
+    return RunStatus(folder, rows, iterations, age, _checkpoint(folder, saved))
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        found = yaml_text.read(file.read_text(), str(file)) if file.is_file() else {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read ({error}): repair or remove it") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _checkpoint(folder: Path, saved: str | None) -> str:
+    """The newest checkpoint: of the configured folder or, if the run was moved, of its own."""
+    for root in [folder, *([Path(saved)] if saved else [])]:
+        tracker = root / TRACKER
+        if tracker.is_file():
+            at = datetime.fromtimestamp(tracker.stat().st_mtime)
+            return f"step {tracker.read_text().strip()}, {at:%Y-%m-%d %H:%M}, in {root}"
+    return "none yet" if saved else "the run saves none"
