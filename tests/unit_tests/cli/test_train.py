@@ -273,6 +273,17 @@ def test_a_dry_run_reads_what_the_run_reads(capsys, tmp_path):
     assert all(line.startswith("#") for line in out.splitlines())
 
 
+def test_the_vocabulary_of_a_dry_run_is_that_of_the_tokenizer(capsys):
+    kind = "tokenizer.tokenizer_type=HuggingFaceTokenizer"
+    given = (*RECIPE, "model.vocab_size=null", kind, "tokenizer.vocab_size=null")
+    config, _ = dry_run(capsys, *given, f"tokenizer.tokenizer_model={TOKENIZER}")
+    vocabulary = json.loads((TOKENIZER / "tokenizer.json").read_text())["model"]["vocab"]
+    assert config.model.vocab_size >= len(vocabulary)
+    _, _, error = run(capsys, *given, "--dry-run", "tokenizer.tokenizer_model=one/else")
+    assert "model.vocab_size" in error
+    assert "tokenizer.tokenizer_model=one/else is not on this machine" in error
+
+
 def test_a_dry_run_tries_the_sample_prompts(capsys, tmp_path):
     (tmp_path / "training.jsonl").write_text(json.dumps({"prompt": "x", "completion": "y"}) + "\n")
     splits = ("dataset.do_validation=false", "dataset.do_test=false")

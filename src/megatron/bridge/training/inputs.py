@@ -27,6 +27,23 @@ TRIED_RECORDS = 32
 """Records of each split that are tokenized; a wrong template or function shows in the first ones."""
 
 
+def with_vocabulary(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigContainer]:
+    """``resolved``, with ``model.vocab_size`` from the tokenizer if it is unset, as in the run.
+
+    Raises:
+        UserError: The tokenizer cannot be read, or is not on this machine.
+    """
+    name = resolved.config.tokenizer.tokenizer_model
+    if resolved.config.model.vocab_size is not None or name is None:
+        return resolved
+    if _is_elsewhere(name):
+        raise UserError(
+            f"model.vocab_size is not set, and tokenizer.tokenizer_model={name} is not on this machine: a dry run "
+            "needs one of them"
+        )
+    return add_tokenizer(resolved)
+
+
 def input_problems(resolved: Resolved[ConfigContainer]) -> list[str]:
     """What the run would refuse in its data, its tokenizer and its first weights, one sentence each."""
     found: dict[str, None] = {}  # several checks read the data
