@@ -13,9 +13,17 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 
 from megatron.bridge.utils.config.origins import Origins, annotated_yaml, leaf_values
-from megatron.bridge.utils.config.overrides import Layer, apply_layers, apply_overrides, check_sticks, dotted_keys
+from megatron.bridge.utils.config.overrides import (
+    Layer,
+    apply_layers,
+    apply_overrides,
+    check_sticks,
+    dotted_keys,
+    settle_types,
+)
 from megatron.bridge.utils.config.serialize import load_yaml
 from megatron.bridge.utils.errors import UserError
+from tests.refusals import refused
 
 
 class Backend(enum.Enum):
@@ -248,6 +256,33 @@ def test_values_of_a_file_are_typed_and_named_alike():
         UserError, match=r"there is no train\.train_itres in Train; did you mean train\.train_iters"
     ):
         apply_layers(config, [Layer("file run.yaml", {"train": {"train_itres": 3}})])
+
+
+@dataclass
+class Parts:
+    parts: list[Model] = field(default_factory=list)
+
+
+def test_a_value_of_a_file_gets_the_type_of_its_field():
+    config = load_yaml(
+        f"""
+_target_: {__name__}.Parts
+parts:
+- _target_: {__name__}.Model
+  function: torch.nn.functional.silu
+  rate: 1
+  many: [1, 2]
+  backend: unfused
+  block: {{_target_: {__name__}.Block, bucket: 3}}
+""",
+        trust=True,
+    )
+    settle_types(config)
+    values = {"function": F.silu, "many": (1, 2), "backend": Backend.unfused, "block": Block(bucket=3)}
+    assert config.parts == [Model(rate=1.0, **values)]
+    config.parts[0].layers = "many"
+    with refused("parts[0].layers", "integer", "many"):
+        settle_types(config)
 
 
 def test_value_replaced_later_is_found():

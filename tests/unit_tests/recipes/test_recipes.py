@@ -29,7 +29,7 @@ from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.requirements import RECOMPUTED_BY_ENGINE
 from megatron.bridge.utils.config.origins import Origins, annotated_yaml, leaf_values
-from megatron.bridge.utils.config.overrides import apply_overrides, check_types
+from megatron.bridge.utils.config.overrides import apply_overrides, settle_types
 from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.errors import UserError
 from scripts.docs import recipes as recipes_page
@@ -128,7 +128,7 @@ class TestEveryRecipe:
         expected += ["model.calculate_per_token_loss=True is used"] * made_up
         pairs = zip(sorted(notes), sorted(expected), strict=True)
         assert all(note.startswith(text) for note, text in pairs), notes
-        check_types(config)
+        settle_types(config)
 
     def test_round_trips_through_yaml(self, recipe):
         config = recipe.build()

@@ -251,7 +251,7 @@ def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> "tuple
     from megatron.bridge.training.config import ConfigContainer
     from megatron.bridge.utils.config.interpolation import references_in, resolve_tree
     from megatron.bridge.utils.config.origins import Origins
-    from megatron.bridge.utils.config.overrides import Layer, apply_layers, check_types
+    from megatron.bridge.utils.config.overrides import Layer, apply_layers, settle_types
     from megatron.bridge.utils.config.serialize import from_plain
 
     of_recipes = {"hf-model": args.hf_model, "data": args.data, "peft_scheme": args.peft_scheme}
@@ -267,7 +267,7 @@ def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> "tuple
     origin = f"file {args.config}"
     layers = [Layer(origin, references_in(values))]  # again after overrides, which references may name
     apply_layers(config, layers)
-    check_types(config)
+    settle_types(config)
     mode = "pretrain" if config.checkpoint.pretrained_checkpoint is None else "sft"
     return Job(config, Origins.of(config, origin), str(args.config), mode, None), layers
 

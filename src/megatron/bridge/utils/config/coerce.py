@@ -227,7 +227,7 @@ _CONVERTERS: dict[Any, Callable[[Any, Sequence[Any], str | None], Any]] = {
     int: _coerce_int,
     float: lambda value, args, text: float(value) if type(value) in (int, float) else _refuse("a number", value),
     str: _coerce_str,
-    Path: lambda value, args, text: Path(_coerce_str(value, args, text)),
+    Path: lambda value, args, text: value if isinstance(value, Path) else Path(_coerce_str(value, args, text)),
     list: _coerce_list,
     tuple: _coerce_tuple,
     dict: _coerce_dict,

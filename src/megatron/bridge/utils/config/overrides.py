@@ -123,23 +123,31 @@ def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
     return transaction.changes
 
 
-def check_types(config: Any) -> None:
-    """Refuse a config, read from a file, in which a value does not match the type of its field.
+def settle_types(config: Any) -> None:
+    """Give each value of a config, read from a file, the type of its field: a name becomes the function.
 
     Raises:
-        UserError: names every such key.
+        UserError: names every key whose value has the wrong type.
     """
-    problems: list[str] = []
+    refuse([*_settle_types(config, "")])
+
+
+def _settle_types(config: Any, prefix: str) -> Iterator[str]:
     for key in dotted_keys(config):
         slot = _find(config, key)
         value = slot.get()
         if is_group(value) or (value is None and slot.nullable):
             continue
         try:
-            coerce(value, slot.annotation)
+            found = coerce(value, slot.annotation)
         except UserError as error:
-            problems.append(f"{key} {error}")
-    refuse(problems)
+            yield f"{prefix}{key} {error}"
+            continue
+        if type(found) is not type(value):
+            slot.set(found)
+        for index, item in enumerate(cast("list[Any]", found) if isinstance(found, list | tuple) else ()):
+            if is_group(item):
+                yield from _settle_types(item, f"{prefix}{key}[{index}].")
 
 
 def check_sticks(config: Any, changes: Iterable[Change]) -> None:
