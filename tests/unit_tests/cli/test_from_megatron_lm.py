@@ -159,5 +159,6 @@ def test_the_command_writes_a_config_that_train_reads(tmp_path, capsys):
 def test_each_argument_is_in_one_table():
     groups = [table.SETTINGS, *(dict.fromkeys(names.split(), "") for names in table.IMPLIED.values())]
     groups += [dict.fromkeys(names.split(), "") for names in table.MISSING.values()]
+    groups += [dict(pair.split("=") for pair in pairs.split()) for pairs in table.RENAMED.values()]
     names = [name for group in groups for name in group]
     assert sorted({name for name in names if names.count(name) > 1}) == []

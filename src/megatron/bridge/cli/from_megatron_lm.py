@@ -2,7 +2,6 @@
 """``megatron-bridge from-megatron-lm``: a command line of Megatron-LM as a config."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from megatron.bridge.cli.support.parser import count
@@ -35,19 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatron.bridge.cli.migrate.megatron_lm import translate
     from megatron.bridge.cli.migrate.megatron_lm_config import build
-    from megatron.bridge.utils.atomic import refuse_unwritable, write_text
 
     found = translate(_command(args.source), args.world_size)
     if args.overrides:
         text = "".join(f"{line}\n" for line in found.translation.overrides())
     else:
         text = build(found).to_yaml()
-    if args.output is None:
-        sys.stdout.write(text)
-    else:
-        with refuse_unwritable(f"--output={args.output}"):
-            write_text(args.output, text)
-    sys.stderr.writelines(f"{line}\n" for line in found.translation.report())
+    found.translation.show(text, args.output)
     return 0
 
 

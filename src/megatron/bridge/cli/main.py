@@ -38,6 +38,7 @@ SUBCOMMANDS = {
     "verify": "prove that a Megatron checkpoint equals a Hugging Face model",
     "checkpoint": "list, inspect, verify, compare or convert Megatron checkpoints",
     "from-megatron-lm": "translate a command line of Megatron-LM to a config",
+    "from-trainer": "translate settings of the Trainer, axolotl or LLaMA-Factory",
     "adapter": "merge adapters, subtract them again, or write them for peft",
     "data": "prepare training data, and preview it",
     "watch": "show a run in the terminal while it trains: curves, speed, expected end, checkpoints",

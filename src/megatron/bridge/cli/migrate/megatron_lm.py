@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -23,27 +24,18 @@ type Arguments = dict[str, list[str]]
 """Argument without dashes -> its values."""
 
 _VARIABLE = re.compile(r"\$(?:\{([^}:]*)(?::-([^}]*))?\}|(\w+|[@*]))")
-_PRECISION = {
-    "bf16": "bf16",
-    "fp16": "fp16",
-    "fp8-format": "fp8",
-    "fp8-recipe": "fp8_recipe",
-    "fp8-amax-history-len": "fp8_amax_history_len",
-    "fp8-amax-compute-algo": "fp8_amax_compute_algo",
-    "first-last-layers-bf16": "first_last_layers_bf16",
-    "num-layers-at-start-in-bf16": "num_layers_at_start_in_bf16",
-    "num-layers-at-end-in-bf16": "num_layers_at_end_in_bf16",
-    "fp4-format": "fp4",
-    "fp4-recipe": "fp4_recipe",
+_FORMATS = (
+    "bf16 fp16 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 fp4_recipe "
+    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+)
+_PRECISION = {"fp8-format": "fp8", "fp4-format": "fp4"} | {
+    name.replace("_", "-"): name for name in _FORMATS.split()
 }
-LATENT_DEFAULTS: dict[str, Any] = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "rotary_scaling_factor": 1.0,
-}
+LATENT_DEFAULTS: dict[str, Any] = {"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0}
+_IMPLIED, _MISSING = (
+    {name: reason for reason, names in groups.items() for name in names.split()}
+    for groups in (table.IMPLIED, table.MISSING)
+)
 _BLENDS = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
 _BLEND_FILES = ("data-args-path", "per-split-data-args-path")
 
@@ -85,18 +77,15 @@ def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
 def _expand(command: str) -> str:
     """Join continued lines, and replace shell variables by their values in the environment."""
     text = re.sub(r"\\\r?\n", " ", command)
-    unset = [name for name, default in _variables(text) if os.environ.get(name) is None and not default]
+    found = [(match[1] or match[3] or match[0], match[2]) for match in _VARIABLE.finditer(text)]
+    unset = [f"${name}" for name, default in found if os.environ.get(name) is None and not default]
     if unset:
-        names = ", ".join(f"${name}" for name in dict.fromkeys(unset))
+        names = ", ".join(dict.fromkeys(unset))
         raise UserError(
             f"the command line has shell variables without a value: {names}; export them, or put `echo` in front "
             "of the command in its script and give what that prints"
         )
     return _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[3]) or match[2] or "", text)
-
-
-def _variables(text: str) -> list[tuple[str, str]]:
-    return [(match[1] or match[3] or match[0], match[2] or "") for match in _VARIABLE.finditer(text)]
 
 
 def _split(text: str) -> tuple[list[str], list[str]]:
@@ -136,8 +125,8 @@ def _launched(words: list[str]) -> int | None:
 
 
 @cache
-def _core_fields() -> dict[str, str]:
-    """Argument -> dotted key, for the fields of Megatron-Core's configs."""
+def _fields() -> dict[str, str]:
+    """Argument -> dotted key, for all arguments that give a field its value."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig
@@ -146,33 +135,37 @@ def _core_fields() -> dict[str, str]:
     found = {
         _dashed(entry.name): f"{group}.{entry.name}" for group, kind in groups.items() for entry in fields(kind)
     }
+    found |= {f"ddp-{name}": key for name, key in found.items() if key.startswith("ddp.")}
+    for group, pairs in table.RENAMED.items():
+        found |= {name: f"{group}.{key}" for name, _, key in (pair.partition("=") for pair in pairs.split())}
     for group, names in table.SAME_NAMES.items():
-        found |= {_dashed(name): f"{group}.{name.removeprefix('inprocess_')}" for name in names.split()}
+        prefix = {"dataset.fim": "fim_", "inprocess_restart": "inprocess_"}.get(group, "")
+        found |= {_dashed(name): f"{group}.{name.removeprefix(prefix)}" for name in names.split()}
     return found
+
+
+def _row(name: str) -> str | None:
+    """What an argument sets, as in ``table.SETTINGS``."""
+    known = _fields()
+    negated = known.get(name.removeprefix("no-")) if name.startswith("no-") else None
+    return table.SETTINGS.get(name) or known.get(name) or (f"{negated}=false" if negated else None)
 
 
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
-@cache
-def _reasons(without_loss: bool) -> dict[str, str]:
-    """Argument -> why it is not translated."""
-    groups = table.IMPLIED if without_loss else table.MISSING
-    return {name: reason for reason, names in groups.items() for name in names.split()}
-
-
 def _missing(name: str) -> str | None:
     """Why the argument has no counterpart; None if it has one or is unknown."""
-    prefix = next((start for start in table.MISSING_PREFIXES if name.startswith(start)), None)
-    return _reasons(False).get(name) or (table.MISSING_PREFIXES[prefix] if prefix else None)
+    if name in table.SETTINGS or name in _fields() or name in _SPECIAL:
+        return _MISSING.get(name)
+    return next((reason for pattern, reason in _MISSING.items() if fnmatchcase(name, pattern)), None)
 
 
 def _unknown(name: str) -> list[str]:
-    known = (_SPECIAL, table.SETTINGS, _core_fields(), _reasons(True))
-    if any(name in names for names in known) or _missing(name):
+    if name in _SPECIAL or name in _IMPLIED or _missing(name) or _row(name):
         return []
-    hint = did_you_mean(name, [*(known for names in known for known in names), *_reasons(False)])
+    hint = did_you_mean(name, [*_SPECIAL, *table.SETTINGS, *_fields(), *_IMPLIED, *_MISSING])
     return [f"--{name} is not an argument of Megatron-LM that this command knows{hint or ': leave it out'}"]
 
 
@@ -180,12 +173,12 @@ def _translate(name: str, values: list[str], arguments: Arguments, found: Transl
     if name in _SPECIAL:
         if (special := _SPECIAL[name]) is not None:
             special(values, arguments, found)
-    elif name in _reasons(True):
-        found.implied[f"--{name}"] = _reasons(True)[name]
+    elif name in _IMPLIED:
+        found.implied[f"--{name}"] = _IMPLIED[name]
     elif (reason := _missing(name)) is not None:
         found.missing[f"--{name}"] = reason
     else:
-        row = table.SETTINGS[name] if name in table.SETTINGS else _core_fields()[name]
+        row = _row(name) or ""
         if values and all("=" in part for part in row.split()):
             raise UserError(f"--{name} takes no value, but {values[0]} follows it: remove that")
         for part in row.split():
@@ -196,9 +189,9 @@ def _translate(name: str, values: list[str], arguments: Arguments, found: Transl
 def _value(name: str, key: str, values: list[str]) -> str:
     """The values as YAML."""
     field = key.rpartition(".")[2]
-    if field in table.PATTERNS and values:
+    if field in table.PATTERNS.split() and values:
         return json.dumps(_pattern(name, values[0]))
-    if len(values) > 1 or (values and field in table.LISTS):
+    if len(values) > 1 or (values and field in table.LISTS.split()):
         return f"[{', '.join(' '.join(values).split())}]"
     return values[0] if values else "true"
 
@@ -257,7 +250,7 @@ def _sizes(arguments: Arguments, found: Translation) -> None:
         found.set("model.ffn_hidden_size", width, "default of Megatron-LM")
     each = _number(arguments, "num-layers-per-virtual-pipeline-stage")
     if each is not None:
-        layers = _number(arguments, "num-layers", "encoder-num-layers", "decoder-num-layers") or 0
+        layers = _number(arguments, "num-layers") or 0
         _set_virtual(layers // each, arguments, found, "--num-layers-per-virtual-pipeline-stage")
     if layout := arguments.get("pipeline-model-parallel-layout"):
         from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -286,14 +279,9 @@ def _unused(arguments: Arguments, found: Translation) -> None:
 
 def _query_groups(values: list[str], arguments: Arguments, found: Translation) -> None:
     if "group-query-attention" in arguments:
-        found.set("model.num_query_groups", values[0], "--num-query-groups")
+        found.set("model.num_query_groups", arguments.get("num-query-groups", ["1"])[0], "--num-query-groups")
     else:
         found.implied["--num-query-groups"] = "Megatron-LM reads it only with --group-query-attention"
-
-
-def _grouped(values: list[str], arguments: Arguments, found: Translation) -> None:
-    if "num-query-groups" not in arguments:
-        found.set("model.num_query_groups", 1, "--group-query-attention")
 
 
 def _implementation(values: list[str], arguments: Arguments, found: Translation) -> None:
@@ -301,22 +289,6 @@ def _implementation(values: list[str], arguments: Arguments, found: Translation)
         found.set("model.backend", "torch", "--transformer-impl")
     else:
         found.implied["--transformer-impl"] = "Transformer Engine is used where it is installed"
-
-
-def _attention_backend(values: list[str], arguments: Arguments, found: Translation) -> None:
-    if values != ["auto"]:
-        found.set("model.attention_backend", values[0], "--attention-backend")
-    else:
-        found.implied["--attention-backend"] = "auto is the default"
-
-
-def _format(values: list[str], arguments: Arguments, found: Translation) -> None:
-    note = "checkpoints have one format here, torch_dist"
-    (found.implied if values == ["torch_dist"] else found.missing)["--ckpt-format"] = note
-
-
-def _asynchronous(values: list[str], arguments: Arguments, found: Translation) -> None:
-    found.set("checkpoint.async_strategy", "nvrx" if values == ["nvrx"] else "thread", "--async-strategy")
 
 
 def _window(values: list[str], arguments: Arguments, found: Translation) -> None:
@@ -404,11 +376,8 @@ _SPECIAL: dict[str, Callable[[list[str], Arguments, Translation], None] | None] 
         "tokenizer.trust_remote_code", "true", "--trust-remote-code"
     ),
     "num-query-groups": _query_groups,
-    "group-query-attention": _grouped,
+    "group-query-attention": _query_groups,
     "transformer-impl": _implementation,
-    "attention-backend": _attention_backend,
-    "ckpt-format": _format,
-    "async-strategy": _asynchronous,
     "window-size": _window,
     "hybrid-layer-pattern": _pattern_of_layers,
     "hybrid-override-pattern": _pattern_of_layers,

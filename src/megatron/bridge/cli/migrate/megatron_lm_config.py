@@ -21,13 +21,8 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.utils.config.overrides import apply_overrides
 
-_MODEL: dict[str, Any] = {
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "add_bias_linear": True,
-    "hidden_dropout": 0.1,
-    "should_pad_vocab": True,
-}
+_MODEL: dict[str, Any] = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}
+_MODEL |= {"add_bias_linear": True, "hidden_dropout": 0.1, "should_pad_vocab": True}
 
 
 def build(run: MegatronLMRun) -> ConfigContainer:

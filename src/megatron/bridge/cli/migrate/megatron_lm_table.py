@@ -2,84 +2,59 @@
 """Megatron-LM's arguments and what corresponds to them here.
 
 An argument that is in none of these tables, but names a field of Megatron-Core's configs, sets that field:
-``--num-layers`` is ``model.num_layers``.
+``--num-layers`` is ``model.num_layers``. ``--no-`` before the name of a field sets it to false, and fields of
+data parallelism may begin with ``--ddp-``.
 """
+
+RENAMED = {
+    "model": (
+        "activations-checkpoint-num-layers=recompute_num_layers "
+        "decoder-first-pipeline-num-layers=num_layers_in_first_pipeline_stage "
+        "decoder-last-pipeline-num-layers=num_layers_in_last_pipeline_stage "
+        "microbatch-group-size-per-virtual-pipeline-stage=microbatch_group_size_per_vp_stage "
+        "model-parallel-size=tensor_model_parallel_size norm-epsilon=layernorm_epsilon "
+        "num-experts=num_moe_experts num-virtual-stages-per-pipeline-rank=virtual_pipeline_model_parallel_size "
+        "overlap-p2p-communication-warmup-flush=overlap_p2p_comm_warmup_flush "
+        "rotary-seq-len-interpolation-factor=seq_len_interpolation_factor"
+    ),
+    "ft": "calc-ft-timeouts=calc_ft_timeouts enable-ft-package=enable_ft_package",
+    "rerun_state_machine": "check-for-spiky-loss=check_for_spiky_loss",
+    "dataset": "data-cache-path=path_to_cache",
+    "inprocess_restart": "inprocess-restart=enabled",
+    "checkpoint": "persistent-save-interval=save_interval",
+    "profiling": "profile=use_nsys_profiler",
+    "comm_overlap": "tp-comm-overlap-cfg=tp_comm_overlap_cfg",
+    "ddp": "use-nccl-ub=nccl_ub",
+    "dist": "use-torch-fsdp2=use_torch_fsdp2",
+}
+"""Group -> arguments, and the fields that take their values."""
 
 SETTINGS = {
     "accumulate-allreduce-grads-in-fp32": "ddp.grad_reduce_in_fp32=true",
     "activations-checkpoint-method": "model.recompute_granularity=full model.recompute_method",
-    "activations-checkpoint-num-layers": "model.recompute_num_layers",
     "apply-layernorm-1p": "model.layernorm_zero_centered_gamma=true",
-    "batch-size": "train.micro_batch_size",
-    "calc-ft-timeouts": "ft.calc_ft_timeouts",
-    "check-for-spiky-loss": "rerun_state_machine.check_for_spiky_loss",
     "checkpoint-activations": "model.recompute_granularity=full model.recompute_method=uniform "
     "model.recompute_num_layers=1",
-    "data-cache-path": "dataset.path_to_cache",
-    "ddp-average-in-collective": "ddp.average_in_collective",
-    "ddp-bucket-size": "ddp.bucket_size",
-    "ddp-num-buckets": "ddp.num_buckets",
-    "ddp-pad-buckets-for-high-nccl-busbw": "ddp.pad_buckets_for_high_nccl_busbw",
-    "ddp-reduce-scatter-with-fp32-accumulation": "ddp.reduce_scatter_with_fp32_accumulation",
-    "decoder-first-pipeline-num-layers": "model.num_layers_in_first_pipeline_stage",
-    "decoder-last-pipeline-num-layers": "model.num_layers_in_last_pipeline_stage",
-    "decoder-num-layers": "model.num_layers",
     "disable-bias-linear": "model.add_bias_linear=false",
-    "enable-ft-package": "ft.enable_ft_package",
-    "encoder-num-layers": "model.num_layers",
-    "fim-middle-token": "dataset.fim.middle_token",
-    "fim-prefix-token": "dataset.fim.prefix_token",
-    "fim-rate": "dataset.fim.rate",
-    "fim-spm-rate": "dataset.fim.spm_rate",
-    "fim-suffix-token": "dataset.fim.suffix_token",
     "grad-reduce-in-bf16": "ddp.grad_reduce_in_fp32=false",
-    "inprocess-restart": "inprocess_restart.enabled",
-    "microbatch-group-size-per-virtual-pipeline-stage": "model.microbatch_group_size_per_vp_stage",
-    "model-parallel-size": "model.tensor_model_parallel_size",
-    "no-add-qkv-bias": "model.add_qkv_bias=false",
-    "no-align-param-gather": "ddp.align_param_gather=false",
-    "no-bias-dropout-fusion": "model.bias_dropout_fusion=false",
     "no-bias-gelu-fusion": "model.bias_activation_fusion=false",
     "no-bias-swiglu-fusion": "model.bias_activation_fusion=false",
     "no-check-for-nan-in-loss-and-grad": "rerun_state_machine.check_for_nan_in_loss=false "
     "rerun_state_machine.check_for_nan_in_grad=false",
-    "no-fp8-wgrad": "model.fp8_wgrad=false",
-    "no-gradient-accumulation-fusion": "model.gradient_accumulation_fusion=false",
-    "no-gradient-reduce-div-fusion": "ddp.gradient_reduce_div_fusion=false",
-    "no-load-optim": "checkpoint.load_optim=false",
-    "no-load-rng": "checkpoint.load_rng=false",
-    "no-masked-softmax-fusion": "model.masked_softmax_fusion=false",
-    "no-mmap-bin-files": "dataset.mmap_bin_files=false",
     "no-overlap-p2p-communication": "model.overlap_p2p_comm=false",
-    "no-persist-layer-norm": "model.persist_layer_norm=false",
-    "no-pin-cpu-grads": "optimizer.pin_cpu_grads=false",
-    "no-pin-cpu-params": "optimizer.pin_cpu_params=false",
     "no-rope-fusion": "model.apply_rope_fusion=false",
-    "no-save-optim": "checkpoint.save_optim=false",
-    "no-save-rng": "checkpoint.save_rng=false",
-    "norm-epsilon": "model.layernorm_epsilon",
-    "num-experts": "model.num_moe_experts",
-    "num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
-    "overlap-p2p-communication-warmup-flush": "model.overlap_p2p_comm_warmup_flush",
-    "persistent-save-interval": "checkpoint.save_interval",
-    "profile": "profiling.use_nsys_profiler",
     "quick-geglu": "model.gated_linear_unit=true "
     "model.activation_func=megatron.core.fusions.fused_bias_geglu.quick_gelu",
     "recompute-activations": "model.recompute_granularity=selective",
-    "rotary-seq-len-interpolation-factor": "model.seq_len_interpolation_factor",
     "seed": "rng.seed dataset.random_seed",
     "seq-length": "dataset.seq_length model.seq_length",
     "squared-relu": "model.activation_func=megatron.core.activations.squared_relu",
     "swiglu": "model.gated_linear_unit=true model.activation_func=torch.nn.functional.silu",
-    "tp-comm-bootstrap-backend": "comm_overlap.tp_comm_bootstrap_backend",
-    "tp-comm-overlap-cfg": "comm_overlap.tp_comm_overlap_cfg",
     "untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights=false",
-    "use-nccl-ub": "ddp.nccl_ub",
     "use-rope-scaling": "model.rope_scaling=true",
     "use-rotary-position-embeddings": "model.position_embedding_type=rope",
-    "use-torch-fsdp2": "dist.use_torch_fsdp2",
 }
-"""Argument -> the fields that take its value; ``field=value`` sets a field to a value of its own."""
+"""Argument -> the fields that it sets: ``field=value``, or a field that takes the value of the argument."""
 
 SAME_NAMES = {
     "model": "fp16_lm_cross_entropy make_vocab_size_divisible_by max_position_embeddings position_embedding_type "
@@ -92,7 +67,8 @@ SAME_NAMES = {
     "start_weight_decay end_weight_decay weight_decay_incr_style use_checkpoint_opt_param_scheduler "
     "override_opt_param_scheduler",
     "checkpoint": "save load save_interval pretrained_checkpoint finetune async_save non_persistent_save_interval "
-    "non_persistent_ckpt_type non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir",
+    "non_persistent_ckpt_type non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir "
+    "save_optim save_rng load_optim load_rng",
     "logger": "log_interval tensorboard_dir wandb_project wandb_entity wandb_exp_name wandb_save_dir "
     "log_params_norm log_energy timing_log_level timing_log_option",
     "rng": "data_parallel_random_init",
@@ -100,26 +76,23 @@ SAME_NAMES = {
     "profiling": "profile_step_start profile_step_end profile_ranks use_pytorch_profiler record_memory_history "
     "memory_snapshot_path record_shapes nvtx_ranges",
     "dataset": "split dataloader_type num_workers reset_position_ids reset_attention_mask eod_mask_loss "
-    "num_dataset_builder_threads mid_level_dataset_surplus",
+    "num_dataset_builder_threads mid_level_dataset_surplus "
+    "mmap_bin_files",
+    "dataset.fim": "fim_rate fim_spm_rate fim_prefix_token fim_suffix_token fim_middle_token",
     "inprocess_restart": "inprocess_max_iterations inprocess_soft_timeout inprocess_hard_timeout "
     "inprocess_heartbeat_interval inprocess_heartbeat_timeout inprocess_barrier_timeout "
     "inprocess_completion_timeout inprocess_last_call_wait inprocess_termination_grace_time "
     "inprocess_monitor_thread_interval inprocess_monitor_process_interval inprocess_progress_watchdog_interval",
 }
-"""Group -> fields whose argument has their name (those of ``inprocess_restart`` without the prefix)."""
+"""Group -> fields whose argument has their name (``inprocess_`` and ``fim_`` are prefixes)."""
 
 LISTS = (
-    "cuda_graph_modules",
-    "hierarchical_context_parallel_sizes",
-    "iterations_to_skip",
-    "offload_modules",
-    "profile_ranks",
-    "rampup_batch_size",
-    "recompute_modules",
+    "cuda_graph_modules hierarchical_context_parallel_sizes iterations_to_skip offload_modules profile_ranks "
+    "rampup_batch_size recompute_modules"
 )
 """Fields that take a list even of one value."""
 
-PATTERNS = ["moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"]
+PATTERNS = "moe_layer_freq window_attn_skip_freq no_rope_freq linear_attention_freq"
 """Fields that take an expression such as ``[0]*3+[1]*58``."""
 
 IMPLIED = {
@@ -140,48 +113,39 @@ IMPLIED = {
 
 MISSING = {
     "checkpoints have one format here, torch_dist, and resume under every layout": (
-        "dist-ckpt-format dist-ckpt-strictness dist-ckpt-workers dist-ckpt-optim-fully-reshardable "
-        "ckpt-assume-constant-structure ckpt-convert-format ckpt-convert-save "
-        "ckpt-convert-update-legacy-dist-opt-format ckpt-fully-parallel-load-exchange-algo "
-        "ckpt-fully-parallel-load-per-rank-objects ckpt-drop-redundant-extra-state "
-        "no-ckpt-fully-parallel-save no-ckpt-load-validate-sharding-integrity "
-        "distrib-optim-fully-reshardable-mem-efficient use-persistent-ckpt-worker async-ckpt-cpu-priority "
-        "async-ckpt-io-priority async-ckpt-use-cpu-shm non-persistent-local-ckpt-algo replication "
-        "replication-jump replication-factor load-main-params-from-ckpt strict-fsdp-dtensor-load"
+        "ckpt-* async-strategy dist-ckpt-* no-ckpt-fully-parallel-save no-ckpt-load-validate-sharding-integrity "
+        "distrib-optim-fully-reshardable-mem-efficient use-persistent-ckpt-worker async-ckpt-* "
+        "non-persistent-local-ckpt-algo replication* load-main-params-from-ckpt strict-fsdp-dtensor-load"
     ),
     "a run resumes from the newest checkpoint in checkpoint.save; its config is run_config.yaml": (
         "ckpt-step use-checkpoint-args use-mp-args-from-checkpoint-args "
-        "no-use-tokenizer-model-from-checkpoint-args exit-on-missing-checkpoint override-ckpt-iteration "
-        "save-retain-interval"
+        "no-use-tokenizer-model-from-checkpoint-args exit-on-missing-checkpoint "
+        "override-ckpt-iteration save-retain-interval"
     ),
     "the tokenizer's own files say it": (
-        "vocab-file merge-file vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens "
-        "tiktoken-special-tokens tokenizer-metadata tokenizer-special-tokens tokenizer-sentencepiece-legacy "
-        "tokenizer-hf-no-use-fast tokenizer-hf-no-include-special-tokens null-tokenizer-eod-id "
-        "null-tokenizer-pad-id chat-template use-gigatoken"
+        "vocab-file merge-file vocab-extra-ids tiktoken-* tokenizer-metadata tokenizer-special-tokens "
+        "tokenizer-sentencepiece-legacy tokenizer-hf-* null-tokenizer-* chat-template use-gigatoken"
     ),
     "weights stay in bf16 here, so that checkpoints do not depend on FP8": (
         "fp8-param-gather fp4-param-gather reuse-grad-buf-for-mxfp8-param-ag"
     ),
     "Megatron-Core's own debugging and logging options are not exposed": (
-        "log-max-attention-logit logging-level log-straggler straggler-ctrlr-port straggler-minmax-count "
-        "disable-straggler-on-startup check-weight-hash-across-dp-replicas-interval gpu-sniff-test-interval "
-        "error-injection-rate error-injection-type rerun-mode result-rejected-tracker-filename "
-        "log-device-memory-used log-memory-interval no-barrier-with-level-1-timing config-logger-dir "
-        "save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
-        "save-dgrads-interval test-mode fake-process-group dump-param-to-param-group-map "
-        "te-rng-tracker inference-rng-tracker onnx-safe run-workload-inspector-server "
-        "pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra"
+        "log-max-attention-logit logging-level log-straggler straggler-* disable-straggler-on-startup "
+        "check-weight-hash-* gpu-sniff-test-interval error-injection-* rerun-mode "
+        "result-rejected-tracker-filename log-device-memory-used log-memory-interval "
+        "no-barrier-with-level-1-timing config-logger-dir save-params-interval save-activations-interval "
+        "save-tokens-per-expert-interval save-wgrads-interval save-dgrads-interval test-mode fake-process-group "
+        "dump-param-to-param-group-map te-rng-tracker onnx-safe run-workload-inspector-server "
+        "pytorch-profiler-collect-*"
     ),
     "logger.log_interval is the interval of all trackers": "tensorboard-log-interval tensorboard-queue-size",
     "Megatron-Core makes its process groups by itself here": (
         "use-tp-pp-dp-mapping disable-gloo-process-groups enable-gloo-process-groups "
-        "nccl-communicator-config-path use-sharp sharp-enabled-group high-priority-stream-groups "
-        "lazy-mpu-init local-rank distributed-timeout-seconds-after-init create-all-gather-group "
-        "align-grad-reduce no-align-grad-reduce DDP-impl use-ring-exchange-p2p "
-        "no-contiguous-buffers-in-local-ddp scatter-gather-tensors-in-pipeline "
-        "no-scatter-gather-tensors-in-pipeline standalone-embedding-stage local-ddp flight-recorder-dump-path "
-        "flight-recorder-trace-buffer-size"
+        "nccl-communicator-config-path use-sharp sharp-enabled-group high-priority-stream-groups lazy-mpu-init "
+        "local-rank distributed-timeout-seconds-after-init create-all-gather-group align-grad-reduce "
+        "no-align-grad-reduce DDP-impl use-ring-exchange-p2p no-contiguous-buffers-in-local-ddp "
+        "scatter-gather-tensors-in-pipeline no-scatter-gather-tensors-in-pipeline standalone-embedding-stage "
+        "local-ddp flight-recorder-*"
     ),
     "the batch size ramps in equal steps here: see train.rampup_batch_size": (
         "step-batch-size-schedule decrease-batch-size-if-needed"
@@ -195,13 +159,11 @@ MISSING = {
         "empty-unused-memory-level no-manual-gc-eval"
     ),
     "layers follow from the other settings; a spec of your own is model.transformer_layer_spec": (
-        "spec use-legacy-models enable-gpt-oss enable-experimental te-precision-config-file "
-        "kitchen-config-file kitchen-recipe-number"
+        "spec use-legacy-models enable-gpt-oss enable-experimental te-precision-config-file kitchen-*"
     ),
     "FSDP has no such option here": (
-        "megatron-fsdp-version no-use-layer-wise-param-layout torch-fsdp2-no-reshard-after-forward "
-        "gtp-remat-reduce-scatter-with-fp32-accumulation enable-full-sharding-in-hsdp gtp-remat-nccl-ub "
-        "gtp-expert-remat-nccl-ub"
+        "megatron-fsdp-version no-use-layer-wise-param-layout torch-fsdp2-no-reshard-after-forward gtp-* "
+        "enable-full-sharding-in-hsdp"
     ),
     "records for fine-tuning are a dataset of their own: see docs/finetuning.md": (
         "sft sft-tokenizer-prompt-format dataloader-inter-document-masking phase-transition-iterations"
@@ -215,39 +177,24 @@ MISSING = {
     ),
     "the learning rate of parameters is optimizer.overrides": "head-lr-mult",
     "NVIDIA's services and autoresume are not part of this package": (
-        "no-one-logger one-logger-project one-logger-run-name one-logger-async enable-one-logger "
-        "app-tag-run-name app-tag-run-version otel-enabled otel-service-name otel-span-groups adlr-autoresume "
-        "adlr-autoresume-interval ft-num-warmup-iters inprocess-granularity inprocess-active-world-size "
-        "inprocess-empty-cuda-cache"
+        "no-one-logger one-logger-* enable-one-logger app-tag-run-* otel-* adlr-autoresume* ft-num-warmup-iters "
+        "inprocess-granularity inprocess-active-* inprocess-empty-cuda-cache"
     ),
-    "the config files of Megatron-LM are not read: give the arguments": (
-        "yaml-cfg heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json"
-    ),
+    "the config files of Megatron-LM are not read: give the arguments": "yaml-cfg heterogeneous-layers-config-*",
     "this package does not have it": (
-        "openai-gelu warmup moe-extended-tp relative-attention-num-buckets relative-attention-max-distance "
-        "hybrid-attention-ratio hybrid-mlp-ratio moe-use-upcycling moe-upcycling-granularity "
-        "freeze-all-layers allow-ambiguous-pad-tokens sample-rate encoder-seq-length decoder-seq-length "
-        "mask-prob short-seq-prob yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow "
-        "yarn-correction-range-round-to-int init-method-xavier-uniform no-weight-decay-cond-type "
-        "output-logit-dtype perform-rl-step logits-save-dir logits-load-dir bert-no-binary-head "
-        "pad-vocab-size no-pad-vocab-size mtp-hybrid-override-pattern"
+        "encoder-num-layers decoder-num-layers batch-size openai-gelu warmup moe-extended-tp "
+        "relative-attention-* hybrid-*-ratio moe-use-upcycling moe-upcycling-granularity freeze-all-layers "
+        "allow-ambiguous-pad-tokens sample-rate encoder-seq-length decoder-seq-length mask-prob short-seq-prob "
+        "yarn-* init-method-xavier-uniform no-weight-decay-cond-type output-logit-dtype perform-rl-step "
+        "bert-no-binary-head pad-vocab-size no-pad-vocab-size mtp-hybrid-override-pattern"
     ),
+    "serving is megatron-bridge serve, with options of its own": "inference-*",
+    "RL frameworks train with this package: see docs/rl.md": "rl-* grpo-* langrl-* refit-*",
+    "Retro models are not part of this package": "retro-*",
+    "distillation is megatron-bridge train --mode distill": "export-kd-*",
+    "the options of NVIDIA's Model Optimizer are not part of this package": "export-*",
+    "distillation from a cache is megatron-bridge train --mode cache-teacher": "logits-*",
+    "the traces of routers are not part of this package": "moe-routing-trace-*",
+    "only language models are translated": "dino-* swin-* biencoder-*",
 }
-"""Why there is no counterpart -> such arguments. Whole families of arguments are in ``MISSING_PREFIXES``."""
-
-MISSING_PREFIXES = {
-    "inference-": "serving is megatron-bridge serve, with options of its own",
-    "rl-": "RL frameworks train with this package: see docs/rl.md",
-    "grpo-": "RL frameworks train with this package: see docs/rl.md",
-    "retro-": "Retro models are not part of this package",
-    "export-kd-": "distillation is megatron-bridge train --mode distill",
-    "export-": "the options of NVIDIA's Model Optimizer are not part of this package",
-    "langrl-": "RL frameworks train with this package: see docs/rl.md",
-    "refit-": "RL frameworks train with this package: see docs/rl.md",
-    "logits-": "distillation from a cache is megatron-bridge train --mode cache-teacher",
-    "moe-routing-trace-": "the traces of routers are not part of this package",
-    "dino-": "only language models are translated",
-    "swin-": "only language models are translated",
-    "biencoder-": "only language models are translated",
-}
-"""Beginning of an argument -> why there is no counterpart."""
+"""Why there is no counterpart -> such arguments; ``*`` stands for any characters."""

@@ -2,9 +2,13 @@
 """What a translation found, and how it is shown."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from megatron.bridge.utils.atomic import refuse_unwritable, write_text
 
 
 @dataclass
@@ -33,6 +37,15 @@ class Translation:
     def overrides(self) -> list[str]:
         """``key=value`` items, as on the command line."""
         return [f"{key}={value}" for key, value in self.settings.items()]
+
+    def show(self, text: str, output: Path | None) -> None:
+        """Write ``text`` to a file or to standard output, and the report to standard error."""
+        if output is None:
+            sys.stdout.write(text)
+        else:
+            with refuse_unwritable(f"--output={output}"):
+                write_text(output, text)
+        sys.stderr.writelines(f"{line}\n" for line in self.report())
 
     def report(self) -> Iterator[str]:
         """A line for each setting, those without counterpart last."""
