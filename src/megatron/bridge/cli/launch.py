@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge launch``: start a recipe on this machine or on a Slurm cluster, through NeMo-Run."""
+"""``megatron-bridge launch``: start a recipe here or on Slurm through NeMo-Run, or write it for Kubernetes."""
 
 import argparse
 from collections.abc import Iterator
@@ -18,6 +18,8 @@ EXAMPLES = """examples:
   megatron-bridge launch --local --recipe llama32_1b_pretrain_config --devices 2 train.train_iters=10
   megatron-bridge launch --recipe llama3_8b_pretrain_config --nodes 4 --devices 8 --partition gpu --account A \\
       --time 04:00:00 --retries 5 checkpoint.save=runs/llama
+  megatron-bridge launch --on kubernetes --recipe llama3_8b_pretrain_config --nodes 4 --devices 8 \\
+      --container-image registry/bridge:1 --mount shared:/shared --rdma rdma/ib=8 checkpoint.save=/shared/llama
 """
 RUN_RECIPE = "run_recipe.py"
 
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--script", default=RUN_RECIPE, metavar="FILE", help="Python script (default: %(default)s)")
     _add_processes(parser)
     _add_slurm(parser)
+    _add_kubernetes(parser)
     _add_environment(parser)
 
 
@@ -91,6 +94,21 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Kubernetes (a manifest is written, nothing is submitted)")
+    group.add_argument("--on", choices=("slurm", "kubernetes"), default="slurm", help="cluster (default: slurm)")
+    group.add_argument("--kind", choices=("jobset", "pytorchjob"), help="object of the manifest (default: jobset)")
+    group.add_argument("--namespace", metavar="NAME", help="namespace (default: that of kubectl's context)")
+    group.add_argument(
+        "--resource",
+        action="append",
+        metavar="NAME=QUANTITY",
+        help="further resource of a pod, such as memory=900Gi; repeatable",
+    )
+    group.add_argument("--rdma", metavar="NAME=COUNT", help="network adapters of a pod, such as rdma/ib=8")
+    group.add_argument("--output", type=Path, metavar="FILE", help="manifest (default: standard output)")
+
+
 def _add_environment(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("environment of the job")
     group.add_argument("--container-image", metavar="IMAGE", help="container image to run in (pyxis)")
@@ -99,7 +117,7 @@ def _add_environment(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FROM:TO",
-        help="directory to mount into the container; repeatable",
+        help="directory to mount into the container, on Kubernetes CLAIM:/PATH; repeatable",
     )
     group.add_argument(
         "--venv", type=Path, metavar="DIR", help="virtual environment of the job (default: the current one)"
@@ -124,6 +142,9 @@ def _add_environment(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked on this machine, quick checks first; then submit or run."""
+    if args.on == "kubernetes":
+        return _write_manifest(args)
+    _refuse(args, ("kind", "namespace", "resource", "rdma", "output"), "needs --on kubernetes")
     options = _options(args)
     options.validate()
     from megatron.bridge.launchers import job_folder, preflight
@@ -157,6 +178,61 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+_SLURM_ONLY = (
+    *("local", "launcher", "dry_run", "detach", "tail_logs", "partition", "account", "time", "gres", "chain"),
+    *("ssh_tunnel", "host", "user", "identity", "remote_job_dir", "venv", "packager", "nsys", "perf_env"),
+)
+
+
+def _refuse(args: argparse.Namespace, names: tuple[str, ...], reason: str) -> None:
+    """Refuse options that were given and would have no effect."""
+    defaults = argparse.ArgumentParser()
+    add_arguments(defaults)
+    given = [name for name in names if getattr(args, name) != defaults.get_default(name)]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{options} {reason}: leave {'it' if len(given) == 1 else 'them'} out, or change --on")
+
+
+def _write_manifest(args: argparse.Namespace) -> int:
+    """Check the config, and write the manifest of a run on Kubernetes."""
+    from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest_text
+    from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+
+    _refuse(args, _SLURM_ONLY, "has no effect on Kubernetes")
+    if args.container_image is None:
+        raise UserError("--on kubernetes needs --container-image: name an image that has this package")
+    own_script = args.script != RUN_RECIPE
+    program = [args.script] if own_script else ["-m", "megatron.bridge.cli.main", "train"]
+    text = manifest_text(
+        KubernetesOptions(
+            kind=args.kind or "jobset",
+            name=args.experiment_name or (args.recipe or Path(args.script).stem).replace("_", "-").lower(),
+            namespace=args.namespace,
+            image=args.container_image,
+            program=(*program, *_forwarded(args)),
+            nodes=args.nodes,
+            devices=args.devices,
+            cpu=args.cpu,
+            volumes=tuple(args.mount),
+            resources=dict(_variable(item, "--resource") for item in args.resource or ()),
+            rdma=args.rdma,
+            env=dict(_variable(item) for item in args.env),
+            retries=args.retries,
+            grace_seconds=args.preempt_time,
+        )
+    )
+    if not own_script:
+        train_job.prepare(args).resolve(args.nodes * args.devices)
+    if args.output is None:
+        say(text.rstrip())
+        return 0
+    with refuse_unwritable(f"--output {args.output}", "choose another file"):
+        write_text(args.output, text)
+    say(f"{args.output}: start it with kubectl apply -f {args.output}")
+    return 0
+
+
 def _options(args: argparse.Namespace) -> "LaunchOptions":
     from dataclasses import fields
 
@@ -182,10 +258,10 @@ def _script(name: str) -> Path:
     raise UserError(f"--script {name} does not exist: give the path of a Python script")
 
 
-def _variable(item: str) -> tuple[str, str]:
+def _variable(item: str, option: str = "--env") -> tuple[str, str]:
     name, equals, value = item.partition("=")
     if not equals:
-        raise UserError(f"--env {item} has no value: write NAME=VALUE")
+        raise UserError(f"{option} {item} has no value: write NAME=VALUE")
     return name, value
 
 

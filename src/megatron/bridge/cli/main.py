@@ -24,7 +24,7 @@ from megatron.bridge.version import __version__
 
 SUBCOMMANDS = {
     "train": "pretrain or fine-tune a model from a recipe",
-    "launch": "start a recipe on this machine or on a Slurm cluster",
+    "launch": "start a recipe on this machine or on a Slurm cluster, or write it for Kubernetes",
     "tune": "find the fastest parallel layout that fits, without a GPU",
     "generate": "continue prompts with any checkpoint",
     "chat": "chat with any checkpoint",
