@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from megatron.bridge.utils.config.origins import Origins, annotated_yaml, leaf_values
 from megatron.bridge.utils.config.overrides import (
+    Change,
     Layer,
     apply_layers,
     apply_overrides,
@@ -292,6 +293,16 @@ def test_value_replaced_later_is_found():
     config.train.seed = 6
     with pytest.raises(UserError, match=r"train\.seed=5 from the command line does not stick: it became 6"):
         check_sticks(config, changes)
+
+
+def test_a_block_that_was_given_whole_sticks_but_for_what_is_derived():
+    config = Config()
+    config.model.block = Block(bucket=3)
+    change = Change("model.block", None, Block(), "file run.yaml")
+    check_sticks(config, [change])
+    config.model.block.overlap = True
+    with pytest.raises(UserError, match=r"model\.block=.* from the file run\.yaml does not stick"):
+        check_sticks(config, [change])
 
 
 def test_every_dotted_key_of_a_megatron_config_can_be_read_back():

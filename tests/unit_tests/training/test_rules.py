@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.data.config import (
+    ClassificationDatasetConfig,
     FinetuningDatasetConfig,
     GPTDatasetConfig,
     PackedSequenceSpecs,
@@ -57,6 +58,7 @@ def packed(**specs):
     )
 
 
+CLASSES = ClassificationDatasetConfig(seq_length=32, dataset_root=".")
 VISION = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96, "seq_length": 32}
 
 # rule: (what is set, number of processes, what the sentence says)
@@ -156,6 +158,21 @@ CASES = {
         {"dpo": DPOConfig()},
         1,
         ["dataset is a MockGPTDatasetConfig", "PreferenceDatasetConfig"],
+    ),
+    "head_fits_the_data": (
+        {"model.head": "sequence_classification", "model.num_labels": 1, "dataset": CLASSES},
+        1,
+        ["num_labels=1", "RewardDatasetConfig", "dataset is a ClassificationDatasetConfig"],
+    ),
+    "heads_have_their_own_losses": (
+        {"model.head": "embedding", "dpo": DPOConfig()},
+        1,
+        ["model.head=embedding with dpo", "unset one"],
+    ),
+    "contrastive_training_has_negatives": (
+        {"model.head": "embedding", "train.micro_batch_size": 1, "model.contrastive_temperature": 0.0},
+        1,
+        ["micro_batch_size=1", "use 2 or more", "contrastive_temperature=0.0"],
     ),
     "adapters_can_be_switched_off": (
         {"dpo": DPOConfig(), "peft": LoRA(modules_to_save=["embedding"])},

@@ -12,6 +12,11 @@ from megatron.bridge.data.energon.energon_config import EnergonProvider
 from megatron.bridge.data.finetuning.blended_config import BlendedDatasetConfig
 from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig
 from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig, SFTDatasetConfig
+from megatron.bridge.data.labels.label_config import (
+    ClassificationDatasetConfig,
+    EmbeddingDatasetConfig,
+    RewardDatasetConfig,
+)
 from megatron.bridge.data.preference.preference_config import PreferenceDatasetConfig
 from megatron.bridge.data.pretraining.gpt_config import FIMConfig, GPTDatasetConfig
 from megatron.bridge.data.pretraining.mock_config import MockGPTDatasetConfig
@@ -25,8 +30,10 @@ from megatron.bridge.data.vlm_datasets import (
 __all__ = [
     "SPLITS",
     "BlendedDatasetConfig",
+    "ClassificationDatasetConfig",
     "DatasetConfig",
     "DatasetRequest",
+    "EmbeddingDatasetConfig",
     "EnergonProvider",
     "FIMConfig",
     "FinetuningDatasetConfig",
@@ -39,6 +46,7 @@ __all__ = [
     "PreferenceDatasetConfig",
     "PreloadedVLMConversationProvider",
     "RecordDatasetConfig",
+    "RewardDatasetConfig",
     "SFTDatasetConfig",
     "Splits",
     "StreamingDatasetConfig",

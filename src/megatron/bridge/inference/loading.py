@@ -76,6 +76,10 @@ def load(
     else:
         bridge, provider = None, stored_provider.read_for_layout(path, sizes)
         folder, hook = model_io.tokenizer_dir(path), stored_provider.load_hook(path)
+    if getattr(provider, "head", None) is not None:
+        raise UserError(
+            f"{path} has head={provider.head} and generates no tokens: call the model of AutoBridge itself"
+        )
     _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=hook, **precision)

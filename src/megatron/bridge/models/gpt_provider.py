@@ -16,6 +16,7 @@ from megatron.bridge.backends.specs.layer_features import NormPlacement, Paralle
 from megatron.bridge.models.features import (
     biases,
     gated_delta_net,
+    heads,
     multipliers,
     padding,
     positions,
@@ -23,6 +24,7 @@ from megatron.bridge.models.features import (
     rope,
     routing,
 )
+from megatron.bridge.models.features.heads import HeadName, Pooling
 from megatron.bridge.models.model_provider import ModelProvider, silenced
 from megatron.bridge.utils.errors import UserError
 
@@ -111,6 +113,16 @@ class GPTModelProvider(ModelProvider):
     """Append groups of attention heads that are all zero until the number of groups divides by this, so that
     tensor parallelism fits a model whose heads do not split evenly. Such heads output zero and get zero gradients:
     the function that is trained is the same, and an export leaves them out."""
+    head: HeadName | None = None
+    """What stands in the place of the output layer: a linear layer that scores ``num_labels`` classes from the
+    last token (``sequence_classification``; with one label, a reward model) or for each token
+    (``token_classification``), or nothing, so that the hidden states are the output (``embedding``)."""
+    num_labels: int | None = None
+    """Classes of a classification head."""
+    pooling: Pooling = "last_token"
+    """How training with ``head='embedding'`` makes one vector of a text."""
+    contrastive_temperature: float = 0.05
+    """Divides the similarities of embeddings in the contrastive loss."""
     cuda_graph_modules: Any = field(default_factory=list)  # Megatron-Core's own default is deprecated
     transformer_layer_spec: ModuleSpec | Callable[..., ModuleSpec] | None = None
     """A spec, or a function from this config to one; None takes ``backend``'s."""
@@ -146,6 +158,7 @@ class GPTModelProvider(ModelProvider):
         rope.check_parameters(self.local_rope_parameters or {})
         self._check_layer_lists()
         self._check_expert_biases()
+        heads.derive(self)
         gated_delta_net.check(self)
         positions.check(self)
         routing.check(self)
@@ -241,6 +254,7 @@ class GPTModelProvider(ModelProvider):
         routing.apply_routing(model, self)
         multipliers.apply_multipliers(model, self)
         padding.apply_padding(model, self)
+        heads.apply_head(model, self)
 
     def _refuse_ineffective(self, defaults: Mapping[str, Any], where: str) -> None:
         """Refuse fields that have no effect ``where`` and are not at their defaults."""

@@ -92,8 +92,8 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step_func",
         metavar="NAME",
-        help="gpt_step, vlm_step, or package.module.function of your own (default: vlm_step for a model with a "
-        "vision tower, gpt_step for others)",
+        help="gpt_step, vlm_step, head_step, or package.module.function of your own (default: vlm_step for a "
+        "model with a vision tower, head_step for one with model.head, gpt_step for others)",
     )
     parser.add_argument("--seq_length", type=int, metavar="N", help="tokens per sample, for data and model")
     parser.add_argument("--peft_scheme", metavar="NAME", help="adapter to train, lora or dora; the same as --mode")
@@ -310,7 +310,7 @@ def _data_option(recipe: "Recipe", paths: list[str] | None) -> dict[str, Any]:
     return {"dataset_root": paths[0]}
 
 
-STEPS = ("gpt_step", "vlm_step")
+STEPS = ("gpt_step", "vlm_step", "head_step")
 
 
 def forward_step(name: str | None, config: "ConfigContainer") -> Any:
@@ -323,7 +323,7 @@ def forward_step(name: str | None, config: "ConfigContainer") -> Any:
 
     has_tower = getattr(config.model, "vision", None) is not None
     if name is None:
-        name = STEPS[has_tower]
+        name = "head_step" if config.model.head else STEPS[has_tower]
     if name == "vlm_step" and not has_tower:
         raise UserError("--step_func vlm_step, and the model has no vision tower: leave it out")
     if "." not in name:

@@ -37,6 +37,7 @@ from megatron.bridge.models.conversion.model_bridge import (
     architectures,
     as_dict,
     bridge_for,
+    is_known,
 )
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
@@ -96,12 +97,11 @@ class AutoBridge(AdapterCalls):
     @staticmethod
     def supports(config: Any) -> bool:
         """Whether the architecture of a transformers config is supported."""
-        known = architectures()
-        return any(name in known for name in getattr(config, "architectures", None) or ())
+        return is_known(config)
 
     @staticmethod
     def list_supported_models() -> list[str]:
-        """Names of the supported Hugging Face architectures."""
+        """Names of the supported Hugging Face architectures; classes with a head come on top."""
         return architectures()
 
     @property
@@ -175,8 +175,7 @@ class AutoBridge(AdapterCalls):
         Raises:
             UserError: missing, surplus or damaged tensors, wrong shapes or dtypes; nothing was changed.
         """
-        pretrained = self._weights(hf_path)
-        plan = self.plan(model, hf_path)
+        pretrained, plan = self._weights(hf_path), self.plan(model, hf_path)
         self._note_left_out(plan, pretrained.state)
         load.load(self._bridge, plan, pretrained.state, pretrained.declared_dtype, allowed_mismatched_params)
 
@@ -481,6 +480,7 @@ class AutoBridge(AdapterCalls):
             (*self._bridge.buffers, *self._bridge.carried_by(config, entries)),
             self._bridge.copies,
             self._left_out(config),
+            self._bridge.replaced_by_head(config),
         )
 
     @cached_property

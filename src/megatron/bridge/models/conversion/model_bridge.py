@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 from torch import Tensor
 
 from megatron.bridge.models.conversion.declare import fields as config_fields
-from megatron.bridge.models.conversion.declare import vocabulary
+from megatron.bridge.models.conversion.declare import heads, vocabulary
 from megatron.bridge.models.conversion.declare.blocks import Block, SizedBlock
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, Field
 from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
@@ -90,6 +90,8 @@ class MegatronModelBridge:
     carried: ClassVar[tuple[str, ...]] = ()
     """Tensors of parts that are not converted, such as a vision tower: an export takes them from its source."""
     registration: ClassVar[Registration | None] = None
+    head: str | None = None
+    """The head of the Hugging Face class that is converted; None is a causal language model's output layer."""
 
     @classmethod
     def register_bridge(
@@ -148,6 +150,12 @@ class MegatronModelBridge:
         """``registry`` for the tensors of a checkpoint, where an architecture is stored in several ways."""
         del entries
         return registry
+
+    def replaced_by_head(self, config: Any) -> frozenset[str]:
+        """Tensors of the output layer in whose place a model of the provider ``config`` has a head."""
+        if getattr(config, "head", None) is None:
+            return frozenset()
+        return heads.output_tensors(self.mapping_registry())
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
         """The Hugging Face config of a provider; empty where the bridge does not say."""
@@ -217,10 +225,11 @@ class DecoderBridge(MegatronModelBridge):
         """
         try:
             config = without_quantization(as_dict(hf_pretrained.config))
-            values = config_fields.read_all(self.fields, config, {**IRRELEVANT, **self.irrelevant}, _key_hint)
+            irrelevant = {**IRRELEVANT, **(heads.IRRELEVANT_WITH_HEAD if self.head else {}), **self.irrelevant}
+            values = config_fields.read_all(self.fields, config, irrelevant, _key_hint)
         except UserError as error:
             raise UserError(f"config of {self._architecture}: {error}") from error
-        return self._provider(**{**self.fixed, **values})
+        return self._provider(**{**self.fixed, **values, **heads.read(self.head, config)})
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """All blocks whose names do not depend on the size of the model."""
@@ -228,15 +237,22 @@ class DecoderBridge(MegatronModelBridge):
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
         """All blocks in one registry."""
-        return _registry(block(config) if callable(block) else block for block in self.weights)
+        registry = _registry(block(config) if callable(block) else block for block in self.weights)
+        return heads.with_head(registry, config, self._model_type)
+
+    def spelled_as(
+        self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
+    ) -> MegatronMappingRegistry:
+        """``registry`` for a checkpoint of the bare decoder, too."""
+        return heads.without_prefix(registry, entries)
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
         """All keys that the fields cover, with the architecture's name."""
         registration = self.registration
-        known = {"architectures": [self._architecture]}
+        known: dict[str, Any] = {"architectures": [self._architecture]}
         if registration is not None and registration.model_type:
-            known["model_type"] = registration.model_type  # type: ignore[assignment]
-        return {**known, **config_fields.write_all(self.fields, provider)}
+            known["model_type"] = registration.model_type
+        return {**known, **config_fields.write_all(self.fields, provider), **heads.changed_keys(provider, known)}
 
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Compared by meaning, so that a synonym in the source stays as it is.
@@ -249,7 +265,8 @@ class DecoderBridge(MegatronModelBridge):
                 f"a config of {self._architecture} cannot say {', '.join(unsaid)}, so transformers would compute "
                 "something else: write the weights alone (save_hf_weights)"
             )
-        return config_fields.changed_keys(self.fields, provider, hf_config)
+        changed = config_fields.changed_keys(self.fields, provider, hf_config)
+        return {**changed, **heads.changed_keys(provider, hf_config)}
 
     def can_say(self, provider: Any) -> bool:
         """Whether nothing keeps a config of this architecture from describing the model."""
@@ -265,6 +282,10 @@ class DecoderBridge(MegatronModelBridge):
     @property
     def _architecture(self) -> str:
         return next(name for name, found in _REGISTRY.items() if found.bridge is type(self))
+
+    @property
+    def _model_type(self) -> str | None:
+        return self.registration.model_type if self.registration else None
 
     @property
     def _provider(self) -> Any:
@@ -399,16 +420,32 @@ def bridge_for(config: Any) -> MegatronModelBridge:
         raise UserError("the config names no architecture: add `architectures`, such as ['LlamaForCausalLM']")
     known = architectures()
     for name in names:
-        if name in known:
-            registration = _REGISTRY[name]
+        headed = None if name in known else _headed(name, config)
+        if name in known or headed is not None:
+            registration = _REGISTRY[headed.causal if headed else name]
             bridge = registration.bridge()
             bridge.registration = registration  # type: ignore[misc]
+            bridge.head = headed.head if headed else None
             return bridge
     hint = misspelling(names[0], known) or (
         ": AutoBridge.list_supported_models() lists those that are, `megatron-bridge port` drafts a bridge for "
         "others and docs/adding-a-family.md explains it"
     )
     raise UserError(f"architecture {names[0]} is not supported{hint}")
+
+
+def is_known(config: Any) -> bool:
+    """Whether there is a bridge for one of the architectures that a Hugging Face config names."""
+    names = getattr(config, "architectures", None) or ()
+    return any(name in architectures() or _headed(name, config) is not None for name in names)
+
+
+def _headed(architecture: str, config: Any) -> heads.HeadedClass | None:
+    """What a class with a head is, if the bridge of its decoder is a declaration."""
+    found = heads.headed_class(architecture, getattr(config, "model_type", None))
+    if found is None or found.causal.endswith("ForConditionalGeneration"):  # images need more than a decoder
+        return None
+    return found if found.causal in declared_bridges() else None
 
 
 def _is_derived(key: str, value: Any, config: Mapping[str, Any]) -> bool:

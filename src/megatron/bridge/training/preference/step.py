@@ -80,16 +80,20 @@ class PreferenceLoss:
     def _log_probs(self, token_losses: Tensor) -> LogProbs:
         """Sums over the trained tokens of each answer; for ``ipo`` means."""
         mask = self.batch["loss_mask"].view(-1).float()
-        found = self._sum_by_answer(-token_losses.view(-1).float() * mask)
+        found = sum_by_answer(self.batch, -token_losses.view(-1).float() * mask)
         if self.settings.loss_type == "ipo":
-            found = found / self._sum_by_answer(mask)
+            found = found / sum_by_answer(self.batch, mask)
         return LogProbs(found[0::2], found[1::2])
 
-    def _sum_by_answer(self, values: Tensor) -> Tensor:
-        """Sums over the tokens of each answer, on all context-parallel ranks; each gets its tokens' gradient."""
-        answers = len(self.batch["cu_seqlens"]) - 1
-        sums = values.new_zeros(answers).index_add(0, answer_of_token(self.batch), values)
-        return reduce_from_tensor_model_parallel_region(sums, parallel_state.get_context_parallel_group())
+
+def sum_by_answer(batch: dict[str, Any], values: Tensor) -> Tensor:
+    """Sums of ``values`` [tokens, ...] over each answer, on all context-parallel ranks.
+
+    Each rank gets the gradient of its tokens.
+    """
+    answers = len(batch["cu_seqlens"]) - 1
+    sums = values.new_zeros(answers, *values.shape[1:]).index_add(0, answer_of_token(batch), values)
+    return reduce_from_tensor_model_parallel_region(sums, parallel_state.get_context_parallel_group())
 
 
 def answer_of_token(batch: dict[str, Any]) -> Tensor:

@@ -5,52 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.bridge.checkpoint.model_io import as_chunks, unwrap
+from megatron.bridge.models.features.heads import LinearForLastLayer
 
 ModelHook = Callable[[Any], Any]
 _FROZEN = {"router": ("weight", "bias"), "shared_experts": ("gate_weight", "gate_bias")}
-
-
-class LinearForLastLayer(nn.Linear):
-    """A head in place of the output layer: hidden states [sequence, batch, hidden] to values in fp32.
-
-    Args:
-        input_size: of the hidden states.
-        output_size: values of each token; 1 is a critic's.
-        sequence_parallel: each rank has part of the sequence, and gathers the values.
-    """
-
-    def __init__(self, input_size: int, output_size: int, *, sequence_parallel: bool = False) -> None:
-        super().__init__(input_size, output_size, bias=False)
-        self.sequence_parallel = sequence_parallel
-        if sequence_parallel:
-            self.weight.sequence_parallel = True  # type: ignore[attr-defined]
-
-    def forward(  # type: ignore[override]
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        """(values [sequence, batch, output_size], no bias); the other arguments are those of an output layer."""
-        del weight, runtime_gather_output
-        values = super().forward(input_.to(self.weight.dtype)).float()
-        if self.sequence_parallel:
-            values = tensor_parallel.gather_from_sequence_parallel_region(
-                values, tensor_parallel_output_grad=False
-            )
-        return values, None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """The weight, whole on every rank."""
-        del metadata
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-        return make_sharded_tensors_for_checkpoint(
-            {"weight": self.weight}, prefix, sharded_offsets=sharded_offsets
-        )
 
 
 def create_value_head_hook(hidden_size: int, sequence_parallel: bool = False, output_size: int = 1) -> ModelHook:

@@ -160,7 +160,7 @@ def check_sticks(config: Any, changes: Iterable[Change]) -> None:
         [
             f"{change.key}={change.new!r} from the {change.origin} does not stick: it became {now!r}"
             for change in {change.key: change for change in changes}.values()
-            if not _same(now := _value_at(config, change.key), change.new)
+            if not _holds(now := _value_at(config, change.key), change.new)
         ]
     )
 
@@ -485,3 +485,13 @@ def _value_at(config: Any, key: str) -> Any:
 
 def _same(left: Any, right: Any) -> bool:
     return left is right or repr(left) == repr(right) or bool(left == right)
+
+
+def _holds(now: Any, given: Any) -> bool:
+    """Whether ``now`` is what was given; of a block that was given whole, a None may have been derived."""
+    if _same(now, given):
+        return True
+    if not is_group(given) or type(now) is not type(given):
+        return False
+    pairs = [(getattr(now, entry.name), getattr(given, entry.name)) for entry in config_fields(given)]
+    return all(theirs is None or _holds(ours, theirs) for ours, theirs in pairs)

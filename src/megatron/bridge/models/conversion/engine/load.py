@@ -60,6 +60,8 @@ def checked(
     """The tasks of this rank that can be done; see ``load``."""
     tasks = [task for task in plan.tasks if task.param_weight is not None]
     if not bridge.computes_on_load:
+        plan, new = _without_new_head(bridge, plan, checkpoint)
+        tasks = [task for task in tasks if task.global_param_name not in new]
         tasks = _check(plan, tasks, checkpoint, declared_dtype, allowed_mismatched_params or ())
     _check_ties(plan, checkpoint)
     return tasks
@@ -143,6 +145,23 @@ def _check(
     if problems:
         raise UserError(first_problems(problems))
     return [task for task in tasks if task.global_param_name not in skipped]
+
+
+def _without_new_head(
+    bridge: MegatronModelBridge, plan: Plan, checkpoint: SafetensorsCheckpoint
+) -> tuple[Plan, set[str]]:
+    """The plan without the head that the model declares and a language model's checkpoint lacks, and its names."""
+    new = {
+        task.global_param_name
+        for task in plan.tasks
+        if bridge.head is None
+        and getattr(task.shard.config, "head", None)
+        and any(name in plan.heads and name not in checkpoint for name in task.mapping.hf_names)
+    }
+    if new:
+        text = f"note: {', '.join(sorted(new))} of the new head starts with random weights"
+        console.console().print(text, markup=False)
+    return replace(plan, tasks=tuple(task for task in plan.tasks if task.global_param_name not in new)), new
 
 
 def _missing(task: WeightConversionTask, plan: Plan, checkpoint: SafetensorsCheckpoint) -> list[str]:

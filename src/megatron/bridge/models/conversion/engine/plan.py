@@ -113,6 +113,8 @@ class Plan:
     """Names in ``ties`` of tensors that the architecture stores a second time, tied or not."""
     heads: frozenset[str] = frozenset()
     """Hugging Face tensors of a head that stands for the output layer; a checkpoint may lack them."""
+    replaced: frozenset[str] = frozenset()
+    """Hugging Face tensors of the output layer that a declared head stands for; neither read nor written."""
 
     @property
     def hf_names(self) -> list[str]:
@@ -148,6 +150,7 @@ def build_plan(
     buffers: Sequence[str] = (),
     copies: Mapping[str, str] = MappingProxyType({}),
     left_out: MTPLayers | None = None,
+    replaced: frozenset[str] = frozenset(),
 ) -> Plan:
     """Match every parameter of the model with the tensors of a checkpoint.
 
@@ -158,12 +161,15 @@ def build_plan(
         buffers: patterns of tensors that may be in the checkpoint and are not converted.
         copies: patterns of tensors that may be in the checkpoint a second time, and what they are copies of.
         left_out: layers that may be in the checkpoint, and that the model was built without.
+        replaced: tensors that may be in the checkpoint, and in whose place the model has a head.
 
     Raises:
         UserError: the plan does not close: a parameter without a mapping, a tensor that is missing, left over or
             claimed twice.
     """
     config = cast(Any, chunks[0]).config
+    if entries is not None and replaced:
+        entries = {name: entry for name, entry in entries.items() if name not in replaced}
     modules = _parameters(chunks)
     located = _locate(registry, modules, config)
     tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
@@ -198,7 +204,7 @@ def build_plan(
         problems += _incomplete(unbuilt, entries)
     if problems:
         raise UserError(_summary("the conversion plan does not close", problems))
-    return Plan(tuple(tasks), ties, found, frozenset(again), frozenset(of_heads))
+    return Plan(tuple(tasks), ties, found, frozenset(again), frozenset(of_heads), replaced)
 
 
 def global_name(chunk: nn.Module, local_name: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from megatron.bridge.data.config import (
     BlendedDatasetConfig,
+    ClassificationDatasetConfig,
     DatasetConfig,
     PackedSequenceSpecs,
     RecordDatasetConfig,
@@ -23,6 +24,7 @@ def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
     for part in parts:
         _pad_for_layout(part, config)
         _process_images(part, config)
+        _count_classes(part, config)
     findings.notes += [*_count_tokens(config, parts), *_vary_lengths(config)]
 
 
@@ -60,6 +62,11 @@ def _process_images(part: RecordDatasetConfig, config: RunConfig) -> None:
     path = None if isinstance(part, EnergonProvider) else config.tokenizer.tokenizer_model
     if part.hf_processor_path is None and has_tower(config) and path and has_processor(path):
         part.hf_processor_path = path
+
+
+def _count_classes(part: RecordDatasetConfig, config: RunConfig) -> None:
+    if isinstance(part, ClassificationDatasetConfig) and part.num_labels is None:
+        part.num_labels = config.model.num_labels
 
 
 def _count_tokens(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> list[str]:

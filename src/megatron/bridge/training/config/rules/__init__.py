@@ -17,6 +17,7 @@ from megatron.bridge.training.config.rules import (
     exclusions,
     experts,
     fields,
+    heads,
     layout,
     model,
     optimizers,
@@ -62,7 +63,22 @@ LOCAL_RULES: tuple[Rule, ...] = (
 )
 
 _MODULES = (
-    *(ranges, fields, layout, stages, experts, model, optimizers, schedule, peft, distill, dpo, overlap, data),
+    *(
+        ranges,
+        fields,
+        layout,
+        stages,
+        experts,
+        model,
+        optimizers,
+        schedule,
+        peft,
+        distill,
+        dpo,
+        heads,
+        overlap,
+        data,
+    ),
     *(profiling, sharding, checkpoint, resiliency, exclusions, unused_settings),
 )
 RULES: tuple[Rule, ...] = tuple(

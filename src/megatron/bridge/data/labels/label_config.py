@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configs of data for models with a head."""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig
+from megatron.bridge.data.labels.label_rules import LabelRules, TextPairRules
+from megatron.bridge.data.preference.preference_config import PreferenceDatasetConfig
+from megatron.bridge.data.records.record_config import EncodingRules
+
+if TYPE_CHECKING:
+    from megatron.bridge.data.labels.label_encoding import (
+        EmbeddingPairEncoder,
+        LabelEncoder,
+        RewardPairEncoder,
+    )
+    from megatron.bridge.data.tokenizer import Tokenizer
+
+
+@dataclass(kw_only=True)
+class ClassificationDatasetConfig(FinetuningDatasetConfig):
+    """Texts with a class in the files ``training``, ``validation`` and ``test`` of a folder.
+
+    A record has the key ``label``, a number from 0 or a name of ``label_names``, beside its text in any format of
+    ``RecordDatasetConfig``: ``text``, ``prompt`` and ``completion``, or ``messages``. The last token of the text
+    is scored, and nothing is appended to what the tokenizer makes of it. ``train_on`` has no effect.
+    """
+
+    num_labels: int | None = None
+    """Number of classes; None takes ``model.num_labels``."""
+    label_names: list[str] | None = None
+    """Names of the classes, in the order of their numbers; None takes numbers only."""
+
+    def encoding_rules(self) -> EncodingRules:
+        return LabelRules(
+            **_values(super().encoding_rules()),
+            num_labels=self.num_labels,
+            label_names=tuple(self.label_names or ()),
+        )
+
+    def encoder(self, tokenizer: "Tokenizer") -> "LabelEncoder":
+        """What tokenizes the records."""
+        from megatron.bridge.data.labels.label_encoding import LabelEncoder  # imports torch
+
+        return LabelEncoder(tokenizer, self.encoding_rules())
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.split_turns:
+            found.append("dataset.split_turns=True: a record has one label, so it is one sample, set it to False")
+        names = self.label_names
+        if names is not None and self.num_labels is not None and len(names) != self.num_labels:
+            found.append(
+                f"dataset.label_names has {len(names)} names, and there are {self.num_labels} classes: name "
+                "each class, or set model.num_labels"
+            )
+        return found
+
+
+@dataclass(kw_only=True)
+class _TextPairsConfig(PreferenceDatasetConfig):
+    """Pairs of whole texts, of which the last token counts."""
+
+    def pair_rules(self) -> EncodingRules:
+        return TextPairRules(**_values(super().pair_rules()))
+
+
+@dataclass(kw_only=True)
+class RewardDatasetConfig(_TextPairsConfig):
+    """Pairs of answers for a reward model, in the format of ``PreferenceDatasetConfig``.
+
+    The last token of each answer is scored, and nothing is appended to what the tokenizer makes of prompt and
+    answer.
+    """
+
+    def encoder(self, tokenizer: "Tokenizer") -> "RewardPairEncoder":  # pyright: ignore
+        """What tokenizes the pairs."""
+        from megatron.bridge.data.labels.label_encoding import RewardPairEncoder  # imports torch
+
+        return RewardPairEncoder(tokenizer, self.pair_rules())
+
+
+@dataclass(kw_only=True)
+class EmbeddingDatasetConfig(_TextPairsConfig):
+    """Pairs of texts that belong together, for an embedding model.
+
+    A record has ``query`` and ``positive``, each a text or a list of messages. ``seq_length`` limits a pair: each
+    text may have half as many tokens.
+    """
+
+    def encoder(self, tokenizer: "Tokenizer") -> "EmbeddingPairEncoder":  # pyright: ignore
+        """What tokenizes the pairs."""
+        from megatron.bridge.data.labels.label_encoding import EmbeddingPairEncoder  # imports torch
+
+        return EmbeddingPairEncoder(tokenizer, self.pair_rules())
+
+
+def _values(rules: EncodingRules) -> dict[str, Any]:
+    return {entry.name: getattr(rules, entry.name) for entry in fields(rules)}

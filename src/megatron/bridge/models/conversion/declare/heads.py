@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's side of heads: the classes, the names of their tensors, and the config of an export.
+
+A classification or embedding class of transformers is the decoder of its causal class with another last layer. So
+the bridge of the causal class converts it, and this module replaces the last mapping.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
+from megatron.bridge.utils.errors import UserError
+
+_TABLES = {
+    "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "embedding": "MODEL_MAPPING_NAMES",
+}
+"""Heads, and transformers' tables from a ``model_type`` to the class with that head."""
+_OUTPUT = "output_layer."
+_CLASSIFIER = ("GPT2ForTokenClassification", "GPTNeoXForTokenClassification")
+"""Classes that call their head ``classifier``; all others call it ``score``."""
+IRRELEVANT_WITH_HEAD: dict[str, tuple[Any, ...] | None] = {"classifier_dropout": None}
+
+
+class HeadedClass(NamedTuple):
+    """A class of transformers with a head."""
+
+    head: str
+    causal: str
+    """The class of the same decoder with an output layer."""
+
+
+def headed_class(architecture: str, model_type: str | None) -> HeadedClass | None:
+    """What ``architecture`` is, if it is one of transformers' classes with a head."""
+    causal = _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
+    found = [head for head, table in _TABLES.items() if _table(table).get(model_type) == architecture]
+    return HeadedClass(found[0], causal) if found and isinstance(causal, str) else None
+
+
+def architecture_of(head: str, model_type: str | None) -> str:
+    """The class of transformers for ``head``.
+
+    Raises:
+        UserError: transformers has no such class for the architecture.
+    """
+    found = _table(_TABLES[head]).get(model_type)
+    if not isinstance(found, str):
+        raise UserError(
+            f"model.head={head}: transformers has no such class for model_type={model_type}, so the model has no "
+            "Hugging Face form: use another architecture"
+        )
+    return found
+
+
+def _table(name: str) -> Mapping[str | None, Any]:
+    from transformers.models.auto import modeling_auto
+
+    return getattr(modeling_auto, name)
+
+
+def read(head: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The provider's attributes of a model of a class with ``head``."""
+    if head is None:
+        return {}
+    return {"head": head, "num_labels": None if head == "embedding" else len(config.get("id2label") or (0, 1))}
+
+
+def with_head(registry: MegatronMappingRegistry, config: Any, model_type: str | None) -> MegatronMappingRegistry:
+    """``registry`` with the tensors of the head of the provider ``config`` in place of the output layer's."""
+    if getattr(config, "head", None) is None:
+        return registry
+    kept = [it for it in registry.get_all_mappings() if not it.megatron_param.startswith(_OUTPUT)]
+    if config.head == "embedding":
+        return MegatronMappingRegistry(*kept)
+    name = "classifier" if architecture_of(config.head, model_type) in _CLASSIFIER else "score"
+    own = (AutoMapping(f"{_OUTPUT}{part}", f"{name}.{part}") for part in ("weight", "bias"))
+    return MegatronMappingRegistry(*kept, *own)
+
+
+def output_tensors(registry: MegatronMappingRegistry) -> frozenset[str]:
+    """Hugging Face's names of the output layer, which a head replaces."""
+    outputs = (it for it in registry.get_all_mappings() if it.megatron_param.startswith(_OUTPUT))
+    return frozenset(name for mapping in outputs for name in mapping.hf_names)
+
+
+def without_prefix(
+    registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
+) -> MegatronMappingRegistry:
+    """``registry`` for a checkpoint of the bare decoder, whose names lack the first part (``model.``)."""
+    names = [name for mapping in registry.get_all_mappings() for name in mapping.hf_names]
+    prefix = next((name.partition(".")[0] + "." for name in names if ".layers." in name or ".h." in name), "")
+    bare = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+    if any(name.startswith(prefix) for name in entries) or not any(n.partition(".")[0] in bare for n in entries):
+        return registry
+    mappings = registry.get_all_mappings()
+    return MegatronMappingRegistry(*(it.renamed(str, lambda name: name.removeprefix(prefix)) for it in mappings))
+
+
+def changed_keys(provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a Hugging Face ``config`` that do not describe the head of ``provider``, as they should be."""
+    if getattr(provider, "head", None) is None:
+        return {}
+    changed: dict[str, Any] = {"architectures": [architecture_of(provider.head, config.get("model_type"))]}
+    if provider.num_labels is not None and len(config.get("id2label") or (0, 1)) != provider.num_labels:
+        labels = {str(number): f"LABEL_{number}" for number in range(provider.num_labels)}
+        changed |= {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
+    return {key: value for key, value in changed.items() if config.get(key) != value}

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads in the place of the output layer: scores of classes, or the hidden states themselves."""
+
+from typing import Any, Literal
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+
+from megatron.bridge.utils.errors import UserError
+
+HeadName = Literal["sequence_classification", "token_classification", "embedding"]
+Pooling = Literal["last_token", "mean"]
+HAS_BIAS = {"sequence_classification": False, "token_classification": True}
+"""The heads with scores, and whether transformers gives them a bias."""
+_FIRST_WEIGHTS_SEED = 1234
+
+
+class LinearForLastLayer(nn.Linear):
+    """A head in place of the output layer: hidden states [sequence, batch, hidden] to values in fp32.
+
+    Args:
+        input_size: of the hidden states.
+        output_size: values of each token; 1 is a critic's.
+        sequence_parallel: each rank has part of the sequence, and gathers the values.
+        bias: whether the head has a bias.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, sequence_parallel: bool = False, bias: bool = False
+    ) -> None:
+        super().__init__(input_size, output_size, bias=bias)
+        self.sequence_parallel = sequence_parallel
+        if sequence_parallel:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(  # type: ignore[override]
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """(values [sequence, batch, output_size], no bias); the other arguments are those of an output layer."""
+        del weight, runtime_gather_output
+        values = super().forward(input_.to(self.weight.dtype)).float()
+        return (_whole_sequence(values) if self.sequence_parallel else values), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The parameters, whole on every rank."""
+        del metadata
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            dict(self.named_parameters()), prefix, sharded_offsets=sharded_offsets
+        )
+
+
+class HiddenStates(nn.Module):
+    """The head of an embedding model: hidden states [sequence, batch, hidden] as they are, in fp32.
+
+    Args:
+        sequence_parallel: each rank has part of the sequence, and gathers the states.
+    """
+
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """(states [sequence, batch, hidden], no bias); the other arguments are those of an output layer."""
+        del weight, runtime_gather_output
+        states = input_.float()
+        return (_whole_sequence(states) if self.sequence_parallel else states), None
+
+
+def _whole_sequence(values: Tensor) -> Tensor:
+    return tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+
+
+def derive(config: Any) -> None:
+    """Refuse what a head cannot be combined with, and untie the output layer, which is not there.
+
+    Raises:
+        UserError: with the setting that does not go with ``config.head``.
+    """
+    if config.head is None:
+        _refuse_settings_without_head(config)
+        return
+    if config.head in HAS_BIAS and (config.num_labels is None or config.num_labels < 1):
+        raise UserError(
+            f"model.head={config.head} needs model.num_labels, which is {config.num_labels}: set the number of "
+            "classes, 1 for a reward model"
+        )
+    if config.head == "embedding" and config.num_labels is not None:
+        raise UserError(f"model.num_labels={config.num_labels} has no effect with model.head=embedding: unset it")
+    for name in ("mtp_num_layers", "use_mup", "vision"):
+        if value := getattr(config, name, None):
+            shown = value if isinstance(value, int) else "..."
+            raise UserError(f"model.head={config.head} does not go with model.{name}={shown}: unset one of them")
+    config.share_embeddings_and_output_weights = False
+
+
+def _refuse_settings_without_head(config: Any) -> None:
+    for name, unset in (("num_labels", None), ("pooling", "last_token"), ("contrastive_temperature", 0.05)):
+        if (value := getattr(config, name)) != unset:
+            raise UserError(f"model.{name}={value} has no effect without model.head: set model.head")
+
+
+def apply_head(model: nn.Module, config: Any) -> None:
+    """Replace the output layer of a built chunk by the head that ``config`` declares.
+
+    New weights are normal with ``init_method_std``, and the same under every parallel layout.
+    """
+    if config.head is None or not getattr(model, "post_process", False):
+        return
+    like = next(model.parameters())
+    if config.head == "embedding":
+        model.output_layer = HiddenStates(config.sequence_parallel)
+    else:
+        model.output_layer = _linear_head(config).to(device=like.device, dtype=like.dtype)
+    model.compute_language_model_loss = _no_language_model_loss  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def _linear_head(config: Any) -> LinearForLastLayer:
+    sizes = (config.hidden_size, config.num_labels)
+    with torch.device("cpu"):
+        head = LinearForLastLayer(
+            *sizes, sequence_parallel=config.sequence_parallel, bias=HAS_BIAS[config.head]
+        ).float()
+        generator = torch.Generator().manual_seed(_FIRST_WEIGHTS_SEED)
+        head.weight.normal_(std=config.init_method_std, generator=generator)
+    if head.bias is not None:  # pyright: ignore[reportUnnecessaryComparison] - a head may have none
+        head.bias.zero_()
+    return head
+
+
+def _no_language_model_loss(*_: Any, **__: Any) -> Tensor:
+    raise UserError(
+        "a model with model.head has no language-model loss: use megatron.bridge.training.head_step.forward_step, "
+        "or call the model without labels"
+    )

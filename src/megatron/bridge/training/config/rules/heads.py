@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules on models with a head."""
+
+from collections.abc import Iterator
+
+from megatron.bridge.data.config import (
+    ClassificationDatasetConfig,
+    EmbeddingDatasetConfig,
+    RecordDatasetConfig,
+    RewardDatasetConfig,
+)
+from megatron.bridge.training.config.resolve.data import tuning_parts
+from megatron.bridge.training.config.run_config import RunConfig
+
+_OF_HEADS = (ClassificationDatasetConfig, EmbeddingDatasetConfig, RewardDatasetConfig)
+
+
+def head_fits_the_data(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Records of texts and classes are for the head that learns from them."""
+    wanted = _dataset_for(config)
+    for part in tuning_parts(config.dataset):
+        if wanted is None and isinstance(part, _OF_HEADS):
+            yield f"dataset is a {type(part).__name__}, but model.head is not set: set it, or use other data"
+        elif wanted is not None and not isinstance(part, wanted):
+            yield (
+                f"model.head={config.model.head} with num_labels={config.model.num_labels} learns from a "
+                f"{wanted.__name__}, but dataset is a {type(part).__name__}: change one of them"
+            )
+
+
+def _dataset_for(config: RunConfig) -> type[RecordDatasetConfig] | None:
+    model = config.model
+    if model.head is None:
+        return None
+    if model.head == "embedding":
+        return EmbeddingDatasetConfig
+    return RewardDatasetConfig if model.num_labels == 1 else ClassificationDatasetConfig
+
+
+def heads_have_their_own_losses(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Distillation and DPO compare probabilities of tokens, which a model with a head has not."""
+    for name in ("distill", "dpo"):
+        if config.model.head is not None and getattr(config, name) is not None:
+            yield f"model.head={config.model.head} with {name}: a head has no tokens to compare, unset one of them"
+
+
+def contrastive_training_has_negatives(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The other texts of a microbatch are what a query is told apart from."""
+    model, micro = config.model, config.train.micro_batch_size
+    if model.head != "embedding":
+        return
+    if micro < 2:
+        yield f"train.micro_batch_size={micro} with model.head=embedding: use 2 or more, the others are negatives"
+    if not model.contrastive_temperature > 0:
+        yield f"model.contrastive_temperature={model.contrastive_temperature}: must be above 0"

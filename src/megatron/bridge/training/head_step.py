@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward step of a model with a head: classification, rewards, and contrastive training of embeddings."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.training.distillation.step import model_inputs
+from megatron.bridge.training.gpt_step import next_batch
+from megatron.bridge.training.preference.step import answer_of_token, sum_by_answer
+from megatron.bridge.training.state import BatchIterator, LossFunction
+from megatron.bridge.training.step.losses import LossReport
+
+Loss = tuple[Tensor, Tensor, LossReport]
+
+
+def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
+    """Run one model chunk on the next microbatch.
+
+    Returns:
+        The chunk's output (on the last stage what the head makes of each token, [micro_batch_size, sequence of
+        this context-parallel rank, classes or hidden size]) and the function that computes the loss from it:
+        ``classification_loss``, with one label ``reward_loss``, of an embedding model ``contrastive_loss``.
+    """
+    batch, config = next_batch(data_iterator), get_model_config(model)
+    assert isinstance(config, GPTModelProvider), "the model was not built by a provider"
+    return model(**model_inputs(batch)), partial(_loss_of(config), batch)
+
+
+forward_step.has_losses_of_heads = True  # type: ignore[attr-defined]
+
+
+def _loss_of(config: GPTModelProvider) -> Any:
+    if config.head == "embedding":
+        return partial(contrastive_loss, config)
+    return reward_loss if config.num_labels == 1 else classification_loss
+
+
+def classification_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
+    """Cross-entropy of the class at each position in the loss, as transformers' classification models have it.
+
+    Args:
+        batch: with ``labels`` and ``loss_mask``, [batch, sequence]; labels outside of the mask are not read.
+        scores: [batch, sequence, classes].
+    """
+    mask = batch["loss_mask"].view(-1) > 0
+    labels, chosen = batch["labels"].view(-1)[mask], scores.flatten(0, 1)[mask].float()
+    losses = F.cross_entropy(chosen, labels, reduction="none")
+    count = mask.sum()
+    right = (chosen.argmax(-1) == labels).sum()
+    report = {"classification loss": losses.detach().sum(), "accuracy": right}
+    # 0 times the sum: a rank without a position in the loss still takes part in the backward pass
+    return losses.sum() + 0.0 * scores.sum(), count.to(torch.int), _report(report, count)
+
+
+def reward_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
+    """``-log sigmoid(chosen - rejected)`` of the scores of the last tokens (https://arxiv.org/abs/2203.02155).
+
+    Args:
+        batch: rows of ``PairRows``.
+        scores: [1, tokens of this context-parallel rank, 1].
+    """
+    found = last_token(batch, scores)[:, 0]
+    chosen, rejected = found[0::2], found[1::2]
+    losses = -F.logsigmoid(chosen - rejected)
+    return _of_pairs(
+        losses,
+        {
+            "reward loss": losses,
+            "chosen reward": chosen,
+            "rejected reward": rejected,
+            "reward accuracy": (chosen > rejected).float(),
+        },
+    )
+
+
+def contrastive_loss(config: GPTModelProvider, batch: dict[str, Any], states: Tensor) -> Loss:
+    """Cross-entropy of finding a query's text among all of the microbatch, by cosine (InfoNCE).
+
+    See https://arxiv.org/abs/1807.03748.
+
+    Args:
+        config: with ``pooling`` and ``contrastive_temperature``.
+        batch: rows of ``PairRows``.
+        states: [1, tokens of this context-parallel rank, hidden size].
+    """
+    pooled = last_token(batch, states) if config.pooling == "last_token" else mean_of_tokens(batch, states)
+    vectors = F.normalize(pooled, dim=-1)
+    similarities = vectors[0::2] @ vectors[1::2].T / config.contrastive_temperature
+    wanted = torch.arange(len(similarities), device=similarities.device)
+    losses = F.cross_entropy(similarities, wanted, reduction="none")
+    found = (similarities.argmax(-1) == wanted).float()
+    return _of_pairs(losses, {"contrastive loss": losses, "retrieval accuracy": found})
+
+
+def last_token(batch: dict[str, Any], values: Tensor) -> Tensor:
+    """What ``values`` [1, tokens, n] says of the last token of each text, [texts, n]; equal on all CP ranks."""
+    mask = batch["loss_mask"].view(-1, 1).float()
+    return sum_by_answer(batch, values.flatten(0, 1).float() * mask)
+
+
+def mean_of_tokens(batch: dict[str, Any], values: Tensor) -> Tensor:
+    """The mean of ``values`` [1, tokens, n] over the tokens of each text, [texts, n], without its padding."""
+    positions, mask = batch["position_ids"].view(-1).float(), batch["loss_mask"].view(-1).float()
+    last = sum_by_answer(batch, positions * mask)
+    inside = (positions <= last[answer_of_token(batch)]).float()
+    sums = sum_by_answer(batch, values.flatten(0, 1).float() * inside[:, None])
+    return sums / (last + 1)[:, None]
+
+
+def _of_pairs(losses: Tensor, reported: dict[str, Tensor]) -> Loss:
+    """Context-parallel ranks compute the same losses, so only the first of them counts pairs and reports."""
+    is_first = parallel_state.get_context_parallel_rank() == 0
+    pairs = torch.tensor(len(losses) * is_first, dtype=torch.int, device=losses.device)
+    sums = {name: value.detach().sum() * is_first for name, value in reported.items()}
+    return losses.sum(), pairs, _report(sums, pairs)
+
+
+def _report(sums: dict[str, Tensor], count: Tensor) -> LossReport:
+    return {name: torch.stack((value.double(), count.double())) for name, value in sums.items()}

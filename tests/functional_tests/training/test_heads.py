@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of models with a head against plain loops over transformers' classes, and any layout."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.data.config import (
+    ClassificationDatasetConfig,
+    EmbeddingDatasetConfig,
+    PackedSequenceSpecs,
+    RewardDatasetConfig,
+)
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.head_step import forward_step
+from tests.toy_heads import as_transformers, expected, ids_without_padding, make
+from tests.toy_models import tokens
+from tests.toy_run import SEQUENCE, VOCABULARY, toy_config
+from tests.workers import forget_model_parallel, leave
+
+STEPS, RATE, EPSILON, CLASSES = 3, 2e-4, 1e-6, 3
+LENGTHS = [(5, 9), (11, 4), (7, 2), (6, 8)]
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+LAYOUTS = {"sp2": {**TP2, "sequence_parallel": True}, "tp2": TP2, "pp2": PP2, "cp2": {"context_parallel_size": 2}}
+KINDS = {
+    "classes": ("LlamaForSequenceClassification", CLASSES, "classification loss"),
+    "rewards": ("LlamaForSequenceClassification", 1, "reward loss"),
+    "mean": ("LlamaModel", None, "contrastive loss"),
+    "last_token": ("LlamaModel", None, "contrastive loss"),
+}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": SEQUENCE,
+    "rope_theta": 10000.0,
+}
+
+
+def texts():
+    """Two texts of token ids for each record."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randint(1, VOCABULARY - 1, (length,), generator=generator).tolist() for length in lengths]
+        for lengths in LENGTHS
+    ]
+
+
+def as_text(ids):
+    return " ".join(map(str, ids)) + " "
+
+
+def record(kind, number, first, second):
+    if kind == "classes":
+        return {"text": as_text(first), "label": number % CLASSES}
+    if kind == "rewards":  # the first two tokens of the first text are the prompt of both
+        answers = {"chosen": as_text(first[2:]), "rejected": as_text(second)}
+        return {"prompt": as_text(first[:2]), **answers}
+    return {"query": as_text(first), "positive": as_text(second)}
+
+
+def pair_of(kind, first, second):
+    return (first, [*first[:2], *second]) if kind == "rewards" else (first, second)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Models and data of each kind."""
+    root = tmp_path_factory.mktemp("heads")
+    for kind, (name, labels, _) in KINDS.items():
+        (root / kind).mkdir()
+        torch.manual_seed(0)
+        own = {} if labels is None else {"num_labels": labels}
+        config = transformers.LlamaConfig(**SIZES, **own, pad_token_id=0, initializer_range=0.15)
+        getattr(transformers, name)(config).save_pretrained(root / kind / "model")
+        rows = [record(kind, number, *pair) for number, pair in enumerate(texts())]
+        (root / kind / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def dataset(kind, folder, packed):
+    shared = {"dataset_root": str(folder), "seq_length": SEQUENCE}
+    if kind == "classes":
+        specs = PackedSequenceSpecs(packed_sequence_size=SEQUENCE) if packed else None
+        return ClassificationDatasetConfig(**shared, packed_sequence_specs=specs)
+    return (RewardDatasetConfig if kind == "rewards" else EmbeddingDatasetConfig)(**shared)
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.steps = []
+
+    def on_train_step_end(self, context):
+        self.steps.append({name: loss.item() for name, loss in context.loss_dict.items()})
+
+
+def run(root, kind, layout=None, micro=None, packed=False, save=None, steps=STEPS):
+    """The losses of each step."""
+    folder = root / kind
+    declared = AutoBridge.from_hf_pretrained(folder / "model").to_megatron_provider(load_weights=False)
+    names = ("head", "num_labels", "share_embeddings_and_output_weights")
+    head = {name: getattr(declared, name) for name in names}
+    if head["head"] == "embedding":
+        head["pooling"] = kind
+    config = toy_config(
+        model={**head, "layernorm_epsilon": 1e-6, **(layout or {})},
+        train={"train_iters": steps, "global_batch_size": len(LENGTHS), "micro_batch_size": micro or 4},
+        dataset=dataset(kind, folder, packed),
+        optimizer=OptimizerConfig(lr=RATE, weight_decay=0.0, clip_grad=0.0, adam_eps=EPSILON),
+        scheduler=SchedulerConfig(lr_decay_style="constant", lr_decay_iters=STEPS),
+        validation=ValidationConfig(eval_iters=0),
+        checkpoint=CheckpointConfig(pretrained_checkpoint=str(folder / "model"), save=save),
+    )
+    losses = Losses()
+    try:
+        finetune(config, forward_step, [losses])
+    finally:
+        forget_model_parallel()
+    return losses.steps
+
+
+def alone(*arguments, **options):
+    torch.set_num_threads(1)
+    found = run(*arguments, **options)
+    leave()
+    return found
+
+
+def score(model, ids):
+    return model(torch.tensor([ids])).logits[0]
+
+
+def vector(model, kind, ids):
+    states = model(torch.tensor([ids])).last_hidden_state[0]
+    return F.normalize(states[-1] if kind == "last_token" else states.mean(0), dim=-1)
+
+
+def naive_loss(model, kind):
+    """The mean over all records, each alone through transformers' model."""
+    if kind == "classes":
+        scores = torch.stack([score(model, first) for first, _ in texts()])
+        return F.cross_entropy(scores, torch.arange(len(LENGTHS)) % CLASSES)
+    pairs = [pair_of(kind, *pair) for pair in texts()]
+    if kind == "rewards":
+        margins = torch.stack([score(model, chosen) - score(model, rejected) for chosen, rejected in pairs])
+        return -margins.sigmoid().log().mean()
+    queries, positives = (torch.stack([vector(model, kind, pair[side]) for pair in pairs]) for side in (0, 1))
+    return F.cross_entropy(queries @ positives.T / 0.05, torch.arange(len(pairs)))
+
+
+def naive_losses(root, kind):
+    model = getattr(transformers, KINDS[kind][0]).from_pretrained(root / kind / "model")
+    optimizer = torch.optim.Adam(model.parameters(), RATE, (0.9, 0.999), EPSILON)
+    found = []
+    for _ in range(STEPS):
+        loss = naive_loss(model, kind)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_a_plain_loop(places, kind):
+    found = [step[KINDS[kind][2]] for step in alone(places, kind)]
+    assert found == pytest.approx(naive_losses(places, kind), rel=2e-5)
+    assert len(set(found)) == STEPS
+
+
+def test_packed_texts_have_the_same_losses(places):
+    padded, packed = alone(places, "classes"), alone(places, "classes", micro=1, packed=True)
+    # two texts share a row, so a step takes other numbers of texts; the first losses are of all of them
+    assert packed[0]["classification loss"] == pytest.approx(padded[0]["classification loss"], rel=1e-5)
+
+
+SPLIT = {"classes": tuple(LAYOUTS), "rewards": ("pp2", "cp2"), "mean": ("sp2", "cp2")}
+
+
+def all_layouts(root):
+    return {(kind, name): run(root, kind, LAYOUTS[name]) for kind, names in SPLIT.items() for name in names}
+
+
+def test_two_processes(places, two_workers):
+    wanted = {kind: alone(places, kind) for kind in SPLIT}
+    for rank in two_workers.run(all_layouts, places):
+        for (kind, name), steps in rank.items():
+            for found, step in zip(steps, wanted[kind], strict=True):
+                assert found == pytest.approx(step, rel=1e-5, abs=2e-6), (kind, name)
+
+
+def test_a_resumed_run_is_the_same(places, tmp_path):
+    wanted = alone(places, "classes", save=str(tmp_path / "whole"))
+    alone(places, "classes", save=str(tmp_path / "parts"), steps=2)
+    assert alone(places, "classes", save=str(tmp_path / "parts")) == wanted[2:]
+
+
+def convert(directory, output, name, layout, wanted):
+    """The worst output of this rank against transformers', after which the model is exported."""
+    bridge = AutoBridge.from_hf_pretrained(directory)
+    provider = bridge.to_megatron_provider()
+    for key, value in layout.items():
+        setattr(provider, key, value)
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(model, output, show_progress=False)
+    if layout.get("pipeline_model_parallel_size"):
+        return 0.0  # the losses of a run under pp2 are compared above
+    with torch.no_grad():
+        found = model[0](input_ids=ids_without_padding(), position_ids=tokens()[1], attention_mask=None)
+    return ((as_transformers(found, wanted) - wanted).abs().max() / wanted.std()).item()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("Qwen2ForSequenceClassification", LAYOUTS["sp2"]),
+        ("Qwen2ForSequenceClassification", PP2),
+        ("Qwen3ForTokenClassification", TP2),
+        ("Qwen3Model", LAYOUTS["sp2"]),
+        ("Qwen3MoeForSequenceClassification", {"expert_model_parallel_size": 2}),
+    ],
+)
+def test_conversion_on_two_processes(two_workers, tmp_path, name, layout):
+    wanted = expected(make(name, tmp_path / "hf"), ids_without_padding())
+    assert max(two_workers.run(convert, tmp_path / "hf", tmp_path / "out", name, layout, wanted)) <= 1e-4
+    for file in (tmp_path / "hf").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
