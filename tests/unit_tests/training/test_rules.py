@@ -174,6 +174,11 @@ CASES = {
         1,
         ["micro_batch_size=1", "use 2 or more", "contrastive_temperature=0.0"],
     ),
+    "also_hf_copies_whole_models": (
+        {"checkpoint.also_hf": True, "peft": LoRA()},
+        1,
+        ["checkpoint.also_hf=True", "checkpoint.save is not set", "with peft"],
+    ),
     "adapters_can_be_switched_off": (
         {"dpo": DPOConfig(), "peft": LoRA(modules_to_save=["embedding"])},
         1,

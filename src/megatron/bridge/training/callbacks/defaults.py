@@ -8,6 +8,7 @@ from megatron.bridge.training.callbacks.core.data_position import DataPosition
 from megatron.bridge.training.callbacks.core.evaluation import Evaluation
 from megatron.bridge.training.callbacks.core.exit import ExitInterval
 from megatron.bridge.training.callbacks.core.garbage_collection import GarbageCollection
+from megatron.bridge.training.callbacks.core.hf_copies import HFCopies
 from megatron.bridge.training.callbacks.core.param_gather import ParamGather
 from megatron.bridge.training.callbacks.core.run_lock import RunLock
 from megatron.bridge.training.callbacks.core.run_metadata import RunMetadata
@@ -70,6 +71,7 @@ def default_callbacks(
             *users,  # their changes at a step belong to the checkpoint of that step
             *reruns,  # on the batches as the user's callbacks see them
             CheckpointSaving(),  # before the next batch is read
+            *([HFCopies()] if config.checkpoint.also_hf else []),  # of what is published
             Preemption(config),  # when every rank is done with the step
             ExitInterval(config.train),  # a run stops only after it is saved
             SkipBatches(config),  # last, when all callbacks are done with the step

@@ -43,6 +43,19 @@ def in_memory_needs_inprocess_restart(config: RunConfig, world_size: int) -> Ite
         )
 
 
+def also_hf_copies_whole_models(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A copy is made of a checkpoint in the run folder that holds all weights."""
+    if not config.checkpoint.also_hf:
+        return
+    if config.checkpoint.save is None:
+        yield "checkpoint.also_hf=True, but checkpoint.save is not set: give a run folder, or set also_hf to False"
+    if config.peft is not None:
+        yield (
+            "checkpoint.also_hf=True with peft: checkpoints hold the adapters alone, set also_hf to False and "
+            "export with megatron-bridge adapter"
+        )
+
+
 def most_recent_k_keeps_one(config: RunConfig, world_size: int) -> Iterator[str]:
     """A run keeps at least its newest checkpoint."""
     kept = config.checkpoint.most_recent_k
