@@ -132,6 +132,19 @@ def test_mistakes(extra, key, way_out, monkeypatch):
     assert way_out in str(caught.value)
 
 
+def test_tokenizers():
+    """A type is optional; a value that is missing is no crash."""
+    line = TINY + RUN + "--tokenizer-model org/name --group-query-attention --num-query-groups"
+    settings = translate(line).translation
+    assert settings.settings["tokenizer.tokenizer_model"] == "org/name"
+    assert settings.settings["model.num_query_groups"] == "1"
+    found = translate(TINY + RUN + "--merge-file merges.txt --trust-remote-code").translation
+    assert found.settings["tokenizer.tokenizer_model"] == "openai-community/gpt2"
+    assert "--merge-file" in found.implied
+    assert "--vocab-file" not in found.implied.keys() | found.missing.keys()
+    assert found.settings["tokenizer.trust_remote_code"] == "true"
+
+
 def test_a_batch_size_that_depends_on_the_processes_is_asked_for():
     with pytest.raises(UserError, match="--world-size"):
         translate(TINY + "--micro-batch-size 2")

@@ -279,7 +279,7 @@ def _unused(arguments: Arguments, found: Translation) -> None:
 
 def _query_groups(values: list[str], arguments: Arguments, found: Translation) -> None:
     if "group-query-attention" in arguments:
-        found.set("model.num_query_groups", arguments.get("num-query-groups", ["1"])[0], "--num-query-groups")
+        found.set("model.num_query_groups", _number(arguments, "num-query-groups") or 1, "--num-query-groups")
     else:
         found.implied["--num-query-groups"] = "Megatron-LM reads it only with --group-query-attention"
 
@@ -326,15 +326,15 @@ _MOCK = ("dataset.seq_length", "dataset.random_seed", "dataset.num_workers")
 
 
 def _tokenizer(arguments: Arguments, found: Translation) -> None:
-    default = "GPT2BPETokenizer" if "merge-file" in arguments else None
-    kind = next(iter(arguments.get("tokenizer-type", [])), default)
     model, size = arguments.get("tokenizer-model"), _number(arguments, "vocab-size")
+    default = "HuggingFaceTokenizer" if model else "GPT2BPETokenizer" if "merge-file" in arguments else None
+    kind = next(iter(arguments.get("tokenizer-type", [])), default)
     if padded := _number(arguments, "padded-vocab-size"):
         found.set("model.vocab_size", padded, "--padded-vocab-size")
         found.set("model.should_pad_vocab", "false", "--padded-vocab-size")
     elif size and kind != "NullTokenizer":
         found.set("model.vocab_size", size, "--vocab-size")
-    if kind == "NullTokenizer" or (kind is None and not model and size):
+    if kind == "NullTokenizer" or (kind is None and size):
         found.set("tokenizer.tokenizer_type", "NullTokenizer", "--tokenizer-type")
         for key in ("tokenizer.vocab_size", "model.vocab_size"):
             found.set(key, (size or 0) + 1, "--vocab-size, and a token that ends documents")
@@ -343,9 +343,9 @@ def _tokenizer(arguments: Arguments, found: Translation) -> None:
     elif kind == "GPT2BPETokenizer":
         found.set("tokenizer.tokenizer_model", "openai-community/gpt2", f"--tokenizer-type={kind}")
         found.set("model.vocab_size", size or 50257, f"--tokenizer-type={kind}")
-        for name in ("vocab-file", "merge-file"):
-            found.missing.pop(f"--{name}", None)
-            found.implied[f"--{name}"] = "openai-community/gpt2 has GPT-2's; give your directory if yours differ"
+        for name in {"--vocab-file", "--merge-file"} & found.missing.keys():
+            del found.missing[name]
+            found.implied[name] = "openai-community/gpt2 has GPT-2's; give your directory if yours differ"
     elif kind is not None:
         found.missing["--tokenizer-type"] = (
             f"{kind} reads a file; set tokenizer.tokenizer_model to the directory or hub id of the same tokenizer "
@@ -371,10 +371,7 @@ def _batch_size(arguments: Arguments, found: Translation, ranks: int | None) -> 
 _SPECIAL: dict[str, Callable[[list[str], Arguments, Translation], None] | None] = {
     **dict.fromkeys([*_PRECISION, "fp8-e4m3", "fp8-hybrid", *_BLENDS, *_BLEND_FILES]),
     **dict.fromkeys(["tokenizer-type", "tokenizer-model", "vocab-size", "padded-vocab-size"]),
-    **dict.fromkeys(["num-layers-per-virtual-pipeline-stage"]),
-    "trust-remote-code": lambda values, arguments, found: found.set(
-        "tokenizer.trust_remote_code", "true", "--trust-remote-code"
-    ),
+    "num-layers-per-virtual-pipeline-stage": None,
     "num-query-groups": _query_groups,
     "group-query-attention": _query_groups,
     "transformer-impl": _implementation,

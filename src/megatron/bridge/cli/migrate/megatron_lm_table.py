@@ -26,6 +26,7 @@ RENAMED = {
     "comm_overlap": "tp-comm-overlap-cfg=tp_comm_overlap_cfg",
     "ddp": "use-nccl-ub=nccl_ub",
     "dist": "use-torch-fsdp2=use_torch_fsdp2",
+    "tokenizer": "trust-remote-code=trust_remote_code",
 }
 """Group -> arguments, and the fields that take their values."""
 
