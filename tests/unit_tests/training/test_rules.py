@@ -169,6 +169,11 @@ CASES = {
         1,
         ["model.head=embedding with dpo", "unset one"],
     ),
+    "adapters_leave_a_new_head_untrained": (
+        {"model.head": "sequence_classification", "model.num_labels": 2, "peft": LoRA(), "dataset": CLASSES},
+        1,
+        ["model.head=sequence_classification", "modules_to_save=[]", "add output_layer"],
+    ),
     "contrastive_training_has_negatives": (
         {"model.head": "embedding", "train.micro_batch_size": 1, "model.contrastive_temperature": 0.0},
         1,

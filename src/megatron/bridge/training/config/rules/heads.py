@@ -23,8 +23,8 @@ def head_fits_the_data(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"dataset is a {type(part).__name__}, but model.head is not set: set it, or use other data"
         elif wanted is not None and not isinstance(part, wanted):
             yield (
-                f"model.head={config.model.head} with num_labels={config.model.num_labels} learns from a "
-                f"{wanted.__name__}, but dataset is a {type(part).__name__}: change one of them"
+                f"model.head={config.model.head} with num_labels={config.model.num_labels} needs a dataset of "
+                f"the class {wanted.__name__}, but dataset is a {type(part).__name__}: change one of them"
             )
 
 
@@ -35,6 +35,17 @@ def _dataset_for(config: RunConfig) -> type[RecordDatasetConfig] | None:
     if model.head == "embedding":
         return EmbeddingDatasetConfig
     return RewardDatasetConfig if model.num_labels == 1 else ClassificationDatasetConfig
+
+
+def adapters_leave_a_new_head_untrained(config: RunConfig, world_size: int) -> Iterator[str]:
+    """With adapters, the base model is frozen, and a head that is not saved with them would stay random."""
+    kept: list[str] = getattr(config.peft, "modules_to_save", None) or []
+    trained = any(name.endswith("output_layer") for name in kept)
+    if config.peft is not None and config.model.num_labels is not None and not trained:
+        yield (
+            f"model.head={config.model.head} with peft.modules_to_save={kept}: the head would not be trained, "
+            "add output_layer to peft.modules_to_save"
+        )
 
 
 def heads_have_their_own_losses(config: RunConfig, world_size: int) -> Iterator[str]:
