@@ -196,7 +196,9 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], reason: str) -> No
 
 def _write_manifest(args: argparse.Namespace) -> int:
     """Check the config, and write the manifest of a run on Kubernetes."""
-    from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest_text
+    import yaml
+
+    from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest
     from megatron.bridge.utils.atomic import refuse_unwritable, write_text
 
     _refuse(args, _SLURM_ONLY, "has no effect on Kubernetes")
@@ -204,7 +206,7 @@ def _write_manifest(args: argparse.Namespace) -> int:
         raise UserError("--on kubernetes needs --container-image: name an image that has this package")
     own_script = args.script != RUN_RECIPE
     program = [args.script] if own_script else ["-m", "megatron.bridge.cli.main", "train"]
-    text = manifest_text(
+    found = manifest(
         KubernetesOptions(
             kind=args.kind or "jobset",
             name=args.experiment_name or (args.recipe or Path(args.script).stem).replace("_", "-").lower(),
@@ -222,6 +224,7 @@ def _write_manifest(args: argparse.Namespace) -> int:
             grace_seconds=args.preempt_time,
         )
     )
+    text = yaml.safe_dump(found, sort_keys=False)
     if not own_script:
         train_job.prepare(args).resolve(args.nodes * args.devices)
     if args.output is None:

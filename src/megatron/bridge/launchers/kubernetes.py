@@ -5,8 +5,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import yaml
-
 from megatron.bridge.utils.errors import UserError
 
 Kind = Literal["jobset", "pytorchjob"]
@@ -22,23 +20,9 @@ _RESOURCE = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """One run on Kubernetes.
+    """One run on Kubernetes; the options of ``megatron-bridge launch`` say what each attribute means.
 
-    Attributes:
-        kind: ``jobset`` or ``pytorchjob``.
-        name: Name of the object.
-        namespace: Its namespace; None takes the one of kubectl's context.
-        image: Container image, which has this package.
-        program: What torchrun starts: a script in the image, or ``-m`` and a module, with arguments.
-        nodes: Number of pods, one for each node.
-        devices: Processes of a pod, one for each GPU.
-        cpu: Ask for no GPUs.
-        volumes: ``CLAIM:/path``: persistent volume claims and where they are mounted.
-        resources: Further resources of a pod, such as ``memory``, by name.
-        rdma: Resource of the network adapters, ``NAME=COUNT``; None asks for none.
-        env: Environment variables.
-        retries: How often the whole run is started again.
-        grace_seconds: Seconds from SIGTERM to the end of a pod, in which the run saves.
+    ``program`` is what torchrun starts: a script in the image, or ``-m`` and a module, with arguments.
     """
 
     kind: Kind
@@ -117,11 +101,6 @@ def manifest(options: KubernetesOptions) -> dict[str, Any]:
     """
     options.validate()
     return (_jobset if options.kind == "jobset" else _pytorchjob)(options)
-
-
-def manifest_text(options: KubernetesOptions) -> str:
-    """The object as YAML for ``kubectl apply``."""
-    return yaml.safe_dump(manifest(options), sort_keys=False)
 
 
 def _metadata(options: KubernetesOptions) -> dict[str, Any]:

@@ -81,21 +81,16 @@ def rehearse_rank(job: Job, rank: int, asked: int | None) -> int:
         UserError: The config cannot run with so many processes, or there is no such rank.
     """
     world_size = asked or job.world_size or 1
-    check_rank(rank, world_size)
+    if not 0 <= rank < world_size:
+        raise UserError(
+            f"--rehearse-rank {rank}, but the ranks of --world-size {world_size} are 0 to {world_size - 1}"
+        )
     config = resolved_config(job, world_size)
     _say(f"rank {rank} of {world_size} of {job.source}: set-up without memory and without other processes")
     _say(f"{'part':<24}{'seconds':>9}{'cpu':>9}{'MB':>9}{'received':>10}")
     set_up(config, rank, world_size, lambda part: _say(_line(part)))
     _say("not rehearsed: the connections of NCCL, the network, the file system, and the step itself")
     return 0
-
-
-def check_rank(rank: int, world_size: int) -> None:
-    """Refuse a rank that does not exist."""
-    if not 0 <= rank < world_size:
-        raise UserError(
-            f"--rehearse-rank {rank}, but the ranks of --world-size {world_size} are 0 to {world_size - 1}"
-        )
 
 
 def resolved_config(job: Job, world_size: int) -> "ConfigContainer":
@@ -203,21 +198,17 @@ def _checkpoint(clock: Clock, model: list[Any], optimizer: Any, world_size: int)
         planner.set_up_planner(saving.torch_state(state), storage_meta=None, is_coordinator=False)
         return pickle.dumps(planner.create_local_plan())
 
-    def merge(plan: bytes) -> Any:
-        with gc_paused():
-            return create_default_global_save_plan([_slices_only(plan) for _ in range(PLANS)])
+    @gc_paused()
+    def merge() -> Any:
+        return create_default_global_save_plan([_slices_only(plan) for _ in range(PLANS)])
 
     state = clock.measure(
         "checkpoint state", describe, lambda state: f"{len(state['optimizer'])} slices of states"
     )
-    plan = clock.measure(
-        "checkpoint plan",
-        lambda: plan_mine(state),
-        lambda plan: f"of {len(plan) / 1e3:.0f} kB",
-    )
+    plan = clock.measure("checkpoint plan", lambda: plan_mine(state), lambda plan: f"of {len(plan) / 1e3:.0f} kB")
     clock.measure(
         f"rank 0 merges {PLANS} plans",
-        lambda: merge(plan),
+        merge,
         lambda _: f"it gets {world_size} of them, {len(plan) * world_size / 1e9:.2f} GB",
     )
 
