@@ -23,12 +23,10 @@ from megatron.bridge.utils import distributed
 
 @dataclass(frozen=True)
 class MainShards:
-    """The main replicas of one rank."""
+    """The main replicas of one rank: bytes that no other rank holds, and digest -> bytes of shared shards."""
 
     unshared: int
-    """Bytes that no other rank holds."""
     shared: dict[int, int]
-    """Digest of a shard that other ranks hold, too -> bytes."""
 
 
 def distribute_replicas(state: dict[str, Any]) -> None:
@@ -55,11 +53,7 @@ def distribute_replicas(state: dict[str, Any]) -> None:
 
 
 def shard_holders(others: Sequence[np.ndarray]) -> dict[int, tuple[int, ...]]:
-    """Shard -> the ranks that hold a replica of it beside the main one.
-
-    Args:
-        others: For each rank, the digests of the shards of which it holds such a replica.
-    """
+    """Shard -> the ranks that hold a replica beside the main one; ``others`` are the digests of those, by rank."""
     digests = np.concatenate(others)
     ranks = np.repeat(np.arange(len(others)), [len(part) for part in others])
     order = np.argsort(digests, kind="stable")
@@ -69,12 +63,7 @@ def shard_holders(others: Sequence[np.ndarray]) -> dict[int, tuple[int, ...]]:
 
 
 def assign_writers(main: Sequence[MainShards], holders: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
-    """Shared shard -> the rank that writes it; the rank with the fewest bytes gets the next largest shard.
-
-    Args:
-        main: The main replicas of each rank.
-        holders: The result of ``shard_holders``.
-    """
+    """Shared shard -> the rank that writes it; the rank with the fewest bytes gets the next largest shard."""
     written = [rank.unshared for rank in main]
     together: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     for rank, part in enumerate(main):

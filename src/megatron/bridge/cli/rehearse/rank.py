@@ -70,12 +70,7 @@ def _peak_memory() -> float:
 
 
 def rehearse_rank(job: Job, rank: int, asked: int | None) -> int:
-    """Set up one rank of the job and print what each part costs.
-
-    Args:
-        job: The job.
-        rank: The rank.
-        asked: Number of processes of the job, if given.
+    """Set up one rank of the job, of ``asked`` processes if given, and print what each part costs.
 
     Raises:
         UserError: The config cannot run with so many processes, or there is no such rank.
@@ -109,17 +104,7 @@ def resolved_config(job: Job, world_size: int) -> "ConfigContainer":
 
 
 def set_up(config: "ConfigContainer", rank: int, world_size: int, report: Callable[[Part], None]) -> list[Part]:
-    """Set up the rank.
-
-    Args:
-        config: A result of ``resolved_config``.
-        rank: The rank.
-        world_size: Number of processes of the job.
-        report: Called after each part.
-
-    Returns:
-        What each part cost.
-    """
+    """Set up the rank with a result of ``resolved_config``; the cost of each part is reported and returned."""
     from megatron.core import parallel_state
 
     from megatron.bridge.backends.cpu.without_memory import one_rank
