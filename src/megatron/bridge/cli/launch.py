@@ -2,6 +2,7 @@
 """``megatron-bridge launch``: start a recipe here or on Slurm through NeMo-Run, or write it for Kubernetes."""
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -158,10 +159,13 @@ def run(args: argparse.Namespace) -> int:
         shell = remote_shell(options)
     if submits:
         preflight.check_cluster(options, shell)
+    config = _checked_config(args, options) if args.script == RUN_RECIPE else None
+    if options.dry_run and not preflight.has_nemo_run():
+        say(_without_nemo_run(options))
+        return 0
     # NeMo-Run takes seconds to import, so the checks without it come first
     from megatron.bridge.launchers import nemo
 
-    config = _checked_config(args, options) if args.script == RUN_RECIPE else None
     if options.dry_run:
         say("\n".join(f"# {name}\n{text}" for name, text in nemo.scripts(options).items()))
         return 0
@@ -176,6 +180,19 @@ def run(args: argparse.Namespace) -> int:
     if ended:
         raise UserError(f"the run ended with state {', '.join(ended)}: see its log in {done.folder}")
     return 0
+
+
+def _without_nemo_run(options: "LaunchOptions") -> str:
+    """What a dry run can say when the package that writes the scripts is missing."""
+    from megatron.bridge.launchers.preflight import INSTALL
+
+    place = "this machine" if options.local else f"Slurm, partition {options.partition or 'of the cluster'}"
+    lines = [
+        f"on {place}: {options.nodes} x {options.devices} processes, started by {options.launcher}",
+        shlex.join([str(options.script), *options.arguments]),
+        f"NeMo-Run is not installed, so this dry run cannot show its batch script: {INSTALL}",
+    ]
+    return "\n".join(f"# {line}" for line in lines)
 
 
 _SLURM_ONLY = (

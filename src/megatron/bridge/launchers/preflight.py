@@ -27,6 +27,11 @@ class ShellResult:
 
 Shell = Callable[[str], ShellResult]
 """Runs one command line where the jobs are submitted."""
+INSTALL = "pip install 'hf-megatron-bridge[launch]'"
+
+
+def has_nemo_run() -> bool:
+    return importlib.util.find_spec("nemo_run") is not None
 
 
 def check(options: LaunchOptions) -> None:
@@ -35,10 +40,10 @@ def check(options: LaunchOptions) -> None:
     Raises:
         UserError: a program is missing, or the tree to be packed is not committed.
     """
-    if importlib.util.find_spec("nemo_run") is None:
+    if not options.dry_run and not has_nemo_run():
         raise UserError(
-            "launching needs NeMo-Run, which is not installed: pip install 'hf-megatron-bridge[launch]', or use "
-            "torchrun or scripts/training/launch_with_sbatch.sh"
+            f"launching needs NeMo-Run, which is not installed: {INSTALL}, or use torchrun or "
+            "scripts/training/launch_with_sbatch.sh"
         )
     if options.packager == "git" and not options.local:
         _check_git(options.script)

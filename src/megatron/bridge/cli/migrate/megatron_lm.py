@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.bridge.cli.migrate import megatron_lm_table as table
 from megatron.bridge.cli.migrate.translation import Translation
-from megatron.bridge.utils.errors import UserError, did_you_mean, refuse
+from megatron.bridge.utils.errors import UserError, misspelling, refuse
 
 type Arguments = dict[str, list[str]]
 """Argument without dashes -> its values."""
@@ -165,7 +165,7 @@ def _missing(name: str) -> str | None:
 def _unknown(name: str) -> list[str]:
     if name in _SPECIAL or name in _IMPLIED or _missing(name) or _row(name):
         return []
-    hint = did_you_mean(name, [*_SPECIAL, *table.SETTINGS, *_fields(), *_IMPLIED, *_MISSING])
+    hint = misspelling(name, [*_SPECIAL, *table.SETTINGS, *_fields(), *_IMPLIED, *_MISSING])
     return [f"--{name} is not an argument of Megatron-LM that this command knows{hint or ': leave it out'}"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.bridge.cli.migrate import trainer_table as table
 from megatron.bridge.cli.migrate.translation import Translation
-from megatron.bridge.utils.errors import UserError, did_you_mean, refuse
+from megatron.bridge.utils.errors import UserError, misspelling, refuse
 
 _ALIASES = {name: known for name, _, known in (pair.partition("=") for pair in table.ALIASES.split())}
 _TARGETS = [
@@ -62,7 +62,7 @@ def _unknown(key: str) -> list[str]:
     known = [*_SETTINGS, *_ALIASES, *_SPECIAL, *_BATCH, *table.IMPLIED.split(), *_REASONS, "num_train_epochs"]
     if key in known:
         return []
-    return [f"{key} is not a setting that this command knows{did_you_mean(key, known) or ': leave it out'}"]
+    return [f"{key} is not a setting that this command knows{misspelling(key, known) or ': leave it out'}"]
 
 
 def _translate(key: str, value: Any, run: TrainerRun) -> None:
