@@ -53,8 +53,9 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
-            self._check(scope)
+            # a client that still sends when the connection is closed would lose the answer
             body = await asyncio.wait_for(_read(receive, self._config.body_bytes), self._config.seconds)
+            self._check(scope)
         except TimeoutError:
             await _refuse(send, ApiError(408, f"the body did not arrive within {self._config.seconds:.0f} s"))
             return
