@@ -60,10 +60,10 @@ output_dir: runs/factory
 
 
 def test_axolotl():
-    run = translate(yaml_text.read(AXOLOTL.format(model="m", data="d.jsonl")), ranks=8, samples=1000)
+    run = translate(yaml_text.read(AXOLOTL.format(model="m", data="d.jsonl")), ranks=8)
     found = run.translation
     assert run.options == {"hf-model": "m", "data": "d.jsonl", "mode": "lora", "packed_sequence": ""}
-    assert json.loads(found.settings["train.train_iters"]) == 24  # 1500 records of 64, the last batch filled up
+    assert json.loads(found.settings["train.num_epochs"]) == 1.5
     assert json.loads(found.settings["train.global_batch_size"]) == 2 * 4 * 8
     assert found.settings["dataset.process_example_fn"] == "alpaca_example"
     assert json.loads(found.settings["peft.target_modules"]) == ["linear_qkv", "linear_proj"]
@@ -73,7 +73,7 @@ def test_axolotl():
 
 
 def test_llama_factory():
-    run = translate(yaml_text.read(LLAMA_FACTORY.format(model="m", data="d")), ranks=1, samples=None)
+    run = translate(yaml_text.read(LLAMA_FACTORY.format(model="m", data="d")), ranks=1)
     assert run.options["mode"] == "lora"
     assert run.translation.settings["train.train_iters"] == "100"
     assert run.translation.settings["scheduler.lr_warmup_fraction"] == "0.1"
@@ -93,8 +93,10 @@ def test_names_of_the_trainer_are_its_own():
         "save_steps",
     }
     assert known <= theirs & trainer._SETTINGS.keys()
-    run = translate({"max_steps": -1, "num_train_epochs": 2.0, "lr_scheduler_type": "polynomial"}, 2, samples=100)
-    assert json.loads(run.translation.settings["train.train_iters"]) == 25  # the Trainer's batch of 8 on one rank
+    run = translate({"max_steps": -1, "num_train_epochs": 2.0, "lr_scheduler_type": "polynomial"}, 2)
+    assert json.loads(run.translation.settings["train.num_epochs"]) == 2.0
+    both = translate({"max_steps": 10, "num_train_epochs": 2.0}, 1).translation.settings
+    assert both == {"train.train_iters": "10"}, "steps go before epochs"
     assert "polynomial" in run.translation.missing["lr_scheduler_type"]
 
 
@@ -102,12 +104,11 @@ def test_names_of_the_trainer_are_its_own():
     ("values", "key", "way_out"),
     [
         ({"learning_rat": 1}, "learning_rat", "learning_rate"),
-        ({"num_epochs": 3}, "num_train_epochs=3", "--samples"),
     ],
 )
 def test_mistakes(values, key, way_out):
     with pytest.raises(UserError) as caught:
-        translate(values, 1, None)
+        translate(values, 1)
     assert key in str(caught.value)
     assert way_out in str(caught.value)
 
@@ -118,7 +119,7 @@ def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
     source.write_text(
         "adapter: lora\nlearning_rate: 2e-4\nnum_epochs: 2\nmicro_batch_size: 2\noutput_dir: runs/x\n"
     )
-    words = ["--recipe", "llama32_1b_finetune_config", "--samples", "1000", "--output", str(output)]
+    words = ["--recipe", "llama32_1b_finetune_config", "--output", str(output)]
     assert main(["from-trainer", str(source), *words]) == 0
     command = shlex.split(capsys.readouterr().err.splitlines()[-1])
     assert command[:2] == ["megatron-bridge", "train"]

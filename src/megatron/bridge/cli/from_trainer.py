@@ -15,8 +15,7 @@ DESCRIPTION = (
     "it has no counterpart; the last line is the command to run."
 )
 EXAMPLES = """example:
-  megatron-bridge from-trainer axolotl.yaml --recipe llama32_1b_finetune_config --samples 52000 \\
-      --output settings.yaml
+  megatron-bridge from-trainer axolotl.yaml --recipe llama32_1b_finetune_config --output settings.yaml
 """
 
 
@@ -26,9 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipe", metavar="NAME", default="RECIPE", help="recipe for the command that is printed"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="YAML file to write (default: print it)")
-    parser.add_argument(
-        "--samples", type=count, metavar="N", help="records for training, to turn epochs into steps"
-    )
     parser.add_argument(
         "--ranks", type=count, default=1, metavar="N", help="data-parallel ranks, for the batch size (default: 1)"
     )
@@ -42,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     values = yaml_text.read(read_text(args.source, str(args.source)), str(args.source))
     if not isinstance(values, dict):
         raise UserError(f"{args.source} holds no settings: give a file with key: value lines")
-    found = translate(values, args.ranks, args.samples)
+    found = translate(values, args.ranks)
     text = yaml_text.write({key: yaml_text.read(value) for key, value in found.translation.settings.items()})
     found.translation.show(text, args.output)
     options = [word for name, value in found.options.items() for word in (f"--{name}", value) if word]

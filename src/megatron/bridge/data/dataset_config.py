@@ -53,6 +53,9 @@ class DatasetConfig(ABC):
     random number generator, leave it False: the thread would compete with dropout for random numbers.
     """
 
+    has_epochs: ClassVar[bool] = False
+    """Whether ``count_rows`` can count the rows of an epoch, for ``train.num_epochs``."""
+
     seq_length: int
     """Number of tokens in a sample."""
     dataloader_type: DataloaderType = "single"
@@ -85,6 +88,10 @@ class DatasetConfig(ABC):
 
         Each dataset has at least the requested number of samples, unless ``dataloader_type`` is ``cyclic``.
         """
+
+    def count_rows(self, tokenizer: "Tokenizer") -> int:
+        """The number of training rows of an epoch. All ranks must call this; it needs ``has_epochs``."""
+        raise NotImplementedError(f"{type(self).__name__} has no epochs")
 
     def check_sources(self) -> None:  # noqa: B027 - mock data has no files
         """Check the data files, so that a wrong path is reported before the model is built.

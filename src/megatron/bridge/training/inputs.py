@@ -18,7 +18,7 @@ from megatron.bridge.models.hf_pretrained.hub import is_hf_model, is_hub_id, on_
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
 from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.resolve.data import tuning_parts
-from megatron.bridge.training.setup import add_tokenizer
+from megatron.bridge.training.setup import add_tokenizer, count_rows
 from megatron.bridge.utils.errors import UserError
 
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
@@ -42,6 +42,21 @@ def with_vocabulary(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigConta
             "needs one of them"
         )
     return add_tokenizer(resolved)
+
+
+def count_rows_here(config: ConfigContainer) -> int:
+    """The training rows of an epoch, if their data is on this machine.
+
+    Raises:
+        UserError: The data or the tokenizer is on the hub, or cannot be read.
+    """
+    for missing in elsewhere(config):
+        if not missing.startswith("checkpoint."):
+            raise UserError(
+                f"train.num_epochs={config.train.num_epochs:g} needs the number of rows, and {missing}: set "
+                "train.train_iters for a dry run"
+            )
+    return count_rows(config)
 
 
 def input_problems(resolved: Resolved[ConfigContainer]) -> list[str]:

@@ -62,7 +62,20 @@ def resolve_run(config: AnyConfig, origins: Origins | None = None) -> Resolved[C
     """
     if isinstance(config, Resolved):
         return config
-    return add_tokenizer(config.resolve(origins=origins))
+    return add_tokenizer(config.resolve(origins=origins, count_rows=count_rows))
+
+
+def count_rows(config: ConfigContainer) -> int:
+    """The training rows of an epoch. All ranks must call this, because the first one fills ``prepared_dir``.
+
+    Raises:
+        UserError: The data or the tokenizer cannot be read.
+    """
+    config.dataset.check_sources()
+    tokenizer = build_tokenizer(config.tokenizer)
+    if distributed.world_size() > 1:
+        _connect_processes(config)
+    return config.dataset.count_rows(tokenizer)
 
 
 def add_tokenizer(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigContainer]:
@@ -156,9 +169,7 @@ def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> Non
 def initialize(config: ConfigContainer) -> None:
     """Join the process group, create the model-parallel groups, and seed all random number generators."""
     allocator.keep_freed_memory()
-    if has_cuda():
-        set_connections(config, torch.cuda.get_device_capability())
-    distributed.initialize(config.dist.distributed_backend, config.dist.distributed_timeout_minutes)
+    _connect_processes(config)
     if parallel_state.model_parallel_is_initialized():
         _check_existing_groups(config)
     else:
@@ -173,6 +184,12 @@ def initialize(config: ConfigContainer) -> None:
         settings = config.comm_overlap.tp_comm_overlap_cfg if config.comm_overlap else None
         user_buffers.initialize_user_buffers(config.model, tokens, settings)
     seed_everything(config.rng)
+
+
+def _connect_processes(config: ConfigContainer) -> None:
+    if has_cuda():
+        set_connections(config, torch.cuda.get_device_capability())
+    distributed.initialize(config.dist.distributed_backend, config.dist.distributed_timeout_minutes)
 
 
 def _check_existing_groups(config: ConfigContainer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.bridge.cli.migrate import trainer_table as table
 from megatron.bridge.cli.migrate.translation import Translation
-from megatron.bridge.utils.errors import UserError, misspelling, refuse
+from megatron.bridge.utils.errors import misspelling, refuse
 
 _ALIASES = {name: known for name, _, known in (pair.partition("=") for pair in table.ALIASES.split())}
 _TARGETS = [
@@ -32,34 +32,33 @@ class TrainerRun:
     """Options of ``megatron-bridge train``, by name; an empty text is a switch."""
 
 
-def translate(values: Mapping[str, Any], ranks: int, samples: int | None) -> TrainerRun:
+def translate(values: Mapping[str, Any], ranks: int) -> TrainerRun:
     """Translate the settings of a run.
 
     Args:
         values: The keys of the file.
         ranks: Data-parallel ranks; the batch sizes of the Trainer are per rank.
-        samples: Records for training, which turn epochs into steps.
 
     Raises:
-        UserError: Keys are unknown, or the number of records is needed.
+        UserError: Keys are unknown.
     """
     given = {_ALIASES.get(key, key): value for key, value in values.items() if value is not None}
     refuse(problem for key in values for problem in _unknown(key))
     if given.get("max_steps", 1) <= 0:  # the Trainer's way to say that it is not set
         del given["max_steps"]
+    if "max_steps" in given:  # it goes before the epochs
+        given.pop("num_train_epochs", None)
     run = TrainerRun()
     for key, value in given.items():
         _translate(key, value, run)
     if _BATCH.keys() & given.keys():
         size = math.prod(given.get(key, default) for key, default in _BATCH.items()) * ranks
         run.translation.set("train.global_batch_size", size, f"{' x '.join(_BATCH)} x {ranks} ranks")
-    if "num_train_epochs" in given and "max_steps" not in given:
-        _set_steps(given["num_train_epochs"], samples, run.translation)
     return run
 
 
 def _unknown(key: str) -> list[str]:
-    known = [*_SETTINGS, *_ALIASES, *_SPECIAL, *_BATCH, *table.IMPLIED.split(), *_REASONS, "num_train_epochs"]
+    known = [*_SETTINGS, *_ALIASES, *_SPECIAL, *_BATCH, *table.IMPLIED.split(), *_REASONS]
     if key in known:
         return []
     return [f"{key} is not a setting that this command knows{misspelling(key, known) or ': leave it out'}"]
@@ -77,15 +76,6 @@ def _translate(key: str, value: Any, run: TrainerRun) -> None:
     else:
         for target in _SETTINGS.get(key, ()):
             found.set(target, value, key)
-
-
-def _set_steps(epochs: float, samples: int | None, found: Translation) -> None:
-    if samples is None:
-        raise UserError(
-            f"num_train_epochs={epochs} depends on the data: add --samples N, the number of records for training"
-        )
-    batch = int(found.settings.get("train.global_batch_size", 8))
-    found.set("train.train_iters", math.ceil(epochs * samples / batch), "num_train_epochs")
 
 
 def _choice(target: str, known: Mapping[str, str]) -> Callable[[Any, TrainerRun], str | None]:

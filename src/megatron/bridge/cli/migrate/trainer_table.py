@@ -3,7 +3,7 @@
 
 SETTINGS = {
     "checkpoint": "output_dir=save save_steps=save_interval save_total_limit=most_recent_k",
-    "train": "max_steps=train_iters per_device_train_batch_size=micro_batch_size",
+    "train": "max_steps=train_iters num_train_epochs=num_epochs per_device_train_batch_size=micro_batch_size",
     "optimizer": (
         "learning_rate=lr weight_decay=weight_decay adam_beta1=adam_beta1 adam_beta2=adam_beta2 "
         "adam_epsilon=adam_eps max_grad_norm=clip_grad"

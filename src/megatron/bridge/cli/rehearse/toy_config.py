@@ -371,7 +371,7 @@ def _shorten(toy: Toy, steps: int) -> None:
     )
     train.micro_batch_size = min(train.micro_batch_size, 2)
     train.global_batch_size = train.micro_batch_size * dimensions.data * microbatches
-    train.train_iters = 2 * steps
+    train.train_iters, train.num_epochs = 2 * steps, None
     train.exit_interval = train.exit_duration_in_mins = None
     config.validation.eval_iters = min(config.validation.eval_iters, 1)
     config.validation.eval_interval = steps

@@ -24,7 +24,7 @@ from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.models.flops import local_flops_per_token
 from megatron.bridge.recipes.teachers import teacher_of
 from megatron.bridge.training.config.batch_size import BatchSize
-from megatron.bridge.training.inputs import elsewhere, input_problems, with_vocabulary
+from megatron.bridge.training.inputs import count_rows_here, elsewhere, input_problems, with_vocabulary
 from megatron.bridge.utils.config.origins import DEFAULT, annotated_yaml, leaf_values
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def report(job: Job, asked: int | None) -> Report:
     world_size = given or job.world_size or 1
     if job.mode == "cache-teacher":
         return _teacher_report(job, world_size)
-    resolved = with_vocabulary(job.resolve(world_size))
+    resolved = with_vocabulary(job.resolve(world_size, count_rows_here))
     config = resolved.config
     lines = [f"{job.mode} from {job.source}", *_differences(job), *describe(config, world_size)]
     if not given:
@@ -87,7 +87,7 @@ def timeline_page(job: Job, asked: int | None, gpu: str | None) -> str:
         UserError: The config cannot run, or the type of GPU is not known.
     """
     world_size = asked or job.world_size or 1
-    config = job.resolve(world_size).config
+    config = job.resolve(world_size, count_rows_here).config
     kind = gpu_name(gpu or job.gpu_kind)
     prediction = predict(config, world_size, kind)
     lines = list(time_lines(prediction, config.train.train_iters, f"{world_size} x {kind}"))

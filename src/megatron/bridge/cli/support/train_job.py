@@ -4,6 +4,7 @@
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,15 +50,19 @@ class Job:
         """The GPU for which the recipe was made; empty if unknown."""
         return "" if self.recipe is None else self.recipe.gpu_kind
 
-    def resolve(self, world_size: int) -> "Resolved[ConfigContainer]":
+    def resolve(
+        self, world_size: int, count_rows: Callable[[Any], int] | None = None
+    ) -> "Resolved[ConfigContainer]":
         """The resolved config for ``world_size`` processes, not necessarily on this machine.
+
+        ``count_rows`` is that of ``ConfigContainer.resolve``.
 
         Raises:
             UserError: The config cannot run, or a value that the user set would be ignored.
         """
         from megatron.bridge.utils.config.overrides import check_sticks
 
-        resolved = self.config.resolve(world_size, origins=self.origins)
+        resolved = self.config.resolve(world_size, self.origins, count_rows)
         check_sticks(resolved.config, self.changes)
         return resolved
 
@@ -124,6 +129,7 @@ def prepare(args: argparse.Namespace) -> Job:
     if args.packed_sequence:
         job.changes += _pack(job)
     job.origins.record(job.config, job.changes)
+    _check_length(job)
     of_config = "distill" if job.config.distill else "dpo" if job.config.dpo else job.mode
     job.mode = args.mode or of_config
     _check_mode(job, args)
@@ -204,6 +210,16 @@ def _overrides_after_data(args: argparse.Namespace) -> list[str]:
 
 def _is_data(word: str) -> bool:
     return Path(word).exists() or Path(f"{word}.idx").exists()
+
+
+def _check_length(job: Job) -> None:
+    """Refuse steps beside epochs; the steps of a recipe give way."""
+    train = job.config.train
+    if train.num_epochs is not None and "train.train_iters" in {change.key for change in job.changes}:
+        raise UserError(
+            f"train.num_epochs={train.num_epochs:g} and train.train_iters={train.train_iters} exclude each other: "
+            "remove train.train_iters, or set train.num_epochs=null"
+        )
 
 
 def _check_mode(job: Job, args: argparse.Namespace) -> None:

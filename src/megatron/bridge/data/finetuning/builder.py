@@ -59,7 +59,10 @@ def build_blended_datasets(config: "BlendedDatasetConfig", request: DatasetReque
 
 
 def prepare_split(config: "SFTDatasetConfig", split: Split, tokenizer: Tokenizer) -> PreparedSamples | None:
-    """Tokenize a split; None if it is not used."""
+    """Tokenize a split, unless that was done to count its rows; None if it is not used."""
+    if split == "train" and config.counted is not None:
+        counted, config.counted = config.counted, None
+        return counted
     source = config.limited_source(split)
     if source is None:
         return None

@@ -4,7 +4,7 @@
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.bridge.data.dataset_config import DatasetRequest, Split, Splits, too_small
 from megatron.bridge.data.records.record_config import RecordDatasetConfig
@@ -13,6 +13,7 @@ from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.bridge.data.records.encoding import RecordEncoder
+    from megatron.bridge.data.records.preparation import PreparedSamples
     from megatron.bridge.data.tokenizer import Tokenizer
 
 FILE_STEMS: dict[Split, str] = {"train": "training", "valid": "validation", "test": "test"}
@@ -21,6 +22,8 @@ FILE_STEMS: dict[Split, str] = {"train": "training", "valid": "validation", "tes
 @dataclass(kw_only=True)
 class SFTDatasetConfig(RecordDatasetConfig):
     """The base class of datasets of records that are tokenized before the first step."""
+
+    has_epochs: ClassVar[bool] = True
 
     max_train_samples: int | None = None
     """Maximum number of records for training; None uses all."""
@@ -40,6 +43,9 @@ class SFTDatasetConfig(RecordDatasetConfig):
 
     columns: dict[str, str] = field(default_factory=dict[str, str])
     """New names for keys of the records, such as ``{question: prompt, answer: completion}``."""
+
+    counted: "PreparedSamples | None" = field(default=None, init=False, repr=False, compare=False)
+    """The training samples that ``count_rows`` has tokenized; the next build takes them."""
 
     @abstractmethod
     def source(self, split: Split) -> RecordSource | None:
@@ -76,6 +82,15 @@ class SFTDatasetConfig(RecordDatasetConfig):
 
         self.finalize()
         return build_finetuning_datasets(self, request)
+
+    def count_rows(self, tokenizer: "Tokenizer") -> int:
+        from megatron.bridge.data.finetuning.builder import prepare_split  # imports torch
+
+        self.finalize()
+        self.counted = prepared = prepare_split(self, "train", tokenizer)
+        train: Any = self.build(DatasetRequest((1, 0, 0), tokenizer, decodes_images=False)).train
+        self.counted = prepared
+        return len(train.rows)
 
 
 @dataclass(kw_only=True)

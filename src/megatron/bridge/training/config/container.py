@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ConfigContainer``: everything that a run needs, and the one way from it to what runs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,7 +29,10 @@ class ConfigContainer(RunConfig):
     """
 
     def resolve(
-        self, world_size: int | None = None, origins: Origins | None = None
+        self,
+        world_size: int | None = None,
+        origins: Origins | None = None,
+        count_rows: Callable[[Any], int] | None = None,
     ) -> "Resolved[ConfigContainer]":
         """A copy in which everything is derived and checked; this object stays as it is.
 
@@ -36,6 +40,8 @@ class ConfigContainer(RunConfig):
             world_size: Number of processes of a run on another machine, about which nothing is known; None means
                 this job, on this machine.
             origins: Where the values came from, if that is known.
+            count_rows: Counts the rows of an epoch of a config, for ``train.num_epochs``, as
+                ``training.setup.count_rows``. Without it ``train.train_iters`` stays as it is.
 
         Raises:
             UserError: one line for each problem, all of them together.
@@ -43,7 +49,7 @@ class ConfigContainer(RunConfig):
         hardware = Hardware.detect(runs_here=world_size is None)
         world_size = distributed.world_size() if world_size is None else world_size
         refuse(violations(SIZE_RULES, self, world_size))
-        resolved = resolve(self, world_size, hardware, origins)
+        resolved = resolve(self, world_size, hardware, origins, count_rows)
         config, rules = resolved.config, (*RULES, *LOCAL_RULES) if hardware.runs_here else RULES
         refuse([*resolved.problems, *config.dataset.problems(), *violations(rules, config, world_size)])
         _check_model(config.model, hardware)

@@ -24,7 +24,7 @@ from megatron.bridge.training.distillation.divergence import top_tokens
 from megatron.bridge.training.distillation.step import model_inputs
 from megatron.bridge.training.distillation.teacher import load_teacher, teacher_provider
 from megatron.bridge.training.gpt_step import next_batch
-from megatron.bridge.training.setup import build_data, initialize
+from megatron.bridge.training.setup import build_data, count_rows, initialize
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.config.serialize import copy_config
 from megatron.bridge.utils.console import print_rank_0
@@ -90,7 +90,7 @@ def teacher_run(config: ConfigContainer, world_size: int | None = None) -> Resol
     alone.model = teacher_provider(alone, processes)
     if not alone.model.num_moe_experts:
         alone.model.expert_tensor_parallel_size = None  # set with the student's sizes, refused without experts
-    return replace(alone.resolve(world_size), tokenizer=tokenizer)
+    return replace(alone.resolve(world_size, count_rows=count_rows), tokenizer=tokenizer)
 
 
 def _sample_count(config: ConfigContainer, data: DataIterator) -> int:

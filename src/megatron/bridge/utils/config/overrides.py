@@ -29,7 +29,7 @@ _INDEX = re.compile(r"\[(\w+)\]")
 OTHER_NAMES = {
     "max_steps": "train.train_iters",
     "num_steps": "train.train_iters",
-    "num_train_epochs": "train.train_iters",
+    "num_train_epochs": "train.num_epochs",
     "per_device_train_batch_size": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.global_batch_size",
     "batch_size": "train.global_batch_size",

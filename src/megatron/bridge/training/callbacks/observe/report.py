@@ -94,7 +94,9 @@ def _next_steps(config: ConfigContainer) -> Iterator[str]:
         return
     config_file = Path(config.logger.log_dir or save) / "run_config.yaml"
     yield "\n## To train further\n\n```bash"
-    longer = f"train.train_iters={2 * config.train.train_iters} scheduler.override_opt_param_scheduler=true"
+    epochs = config.train.num_epochs
+    length = f"num_epochs={2 * epochs:g}" if epochs else f"train_iters={2 * config.train.train_iters}"
+    longer = f"train.{length} scheduler.override_opt_param_scheduler=true"
     yield f"megatron-bridge train --config {config_file} {longer}"
     yield "```\n\n## To export\n\n```bash"
     if config.peft is not None:

@@ -20,6 +20,10 @@ class TrainingConfig:
     """Optimizer steps of the whole run, including the steps before a resume."""
     train_samples: int | None = None
     """Samples of the whole run. Replaces ``train_iters``: the run takes as many whole steps as fit."""
+    num_epochs: float | None = None
+    """Passes over the training data, also a fraction. Replaces ``train_iters``: the run counts its rows, after
+    packing, and takes ``ceil(num_epochs * rows / global_batch_size)`` steps.
+    """
     exit_interval: int | None = None
     """Save and stop after a step whose number is a multiple of this."""
     exit_duration_in_mins: float | None = None

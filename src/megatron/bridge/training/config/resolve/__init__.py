@@ -5,6 +5,7 @@ Each step fills in only what is None, or what it alone owns, and notes every val
 contradicts another one is a problem and is never replaced. Resolving a resolved config changes nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -54,6 +55,7 @@ def resolve(
     world_size: int,
     hardware: Hardware,
     origins: Origins | None = None,
+    count_rows: Callable[[Any], int] | None = None,
 ) -> Resolved[ConfigT]:
     """Derive everything that ``config`` leaves open; ``config`` itself stays as it is.
 
@@ -62,8 +64,9 @@ def resolve(
         world_size: Number of processes.
         hardware: The machine that the config is resolved for.
         origins: Where the values of ``config`` came from; None means a script.
+        count_rows: Counts the rows of an epoch, if ``train.num_epochs`` is set; None leaves ``train_iters``.
     """
-    copied, findings = copy_config(config), Findings(hardware)
+    copied, findings = copy_config(config), Findings(hardware, count_rows)
     before = leaf_values(copied)
     _derive(copied, world_size, findings)
     origins = origins.copy() if origins else Origins.of(config, "script")
@@ -81,8 +84,8 @@ def _derive(config: RunConfig, world_size: int, findings: Findings) -> None:
     copy_param_gather(config, findings)
     check_requirements(config, findings)
     overlap_interleaved_messages(config, findings)
+    derive_data(config, world_size, findings)
     derive_length(config, findings)
     derive_schedule(config, findings)
     derive_folders(config)
-    derive_data(config, world_size, findings)
     findings.notes += unusual_numbers(config)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What resolving a config finds: replaced values, and contradictions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ class Findings:
     """Notes for the user and problems for one error message."""
 
     hardware: Hardware
+    count_rows: Callable[[Any], int] | None = None
+    """Counts the rows of an epoch of a config; None where the data is not read."""
     notes: list[str] = field(default_factory=list[str])
     """A sentence for each value that was replaced."""
     problems: list[str] = field(default_factory=list[str])

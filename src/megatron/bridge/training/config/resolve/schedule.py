@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The length of a run, its learning-rate schedule, and where its logs go."""
 
+import math
+from fractions import Fraction
+
 from megatron.bridge.training.config.batch_size import BatchSize
 from megatron.bridge.training.config.resolve.findings import Findings
 from megatron.bridge.training.config.run_config import RunConfig
 
 
 def derive_length(config: RunConfig, findings: Findings) -> None:
-    """Turn ``train_samples`` into ``train_iters``."""
+    """Turn ``num_epochs`` or ``train_samples`` into ``train_iters``."""
     train = config.train
+    if train.num_epochs is not None:
+        _count_epochs(config, findings)
     if train.train_samples is None:
         return
     steps = BatchSize(train).steps_within(train.train_samples)
@@ -22,6 +27,20 @@ def derive_length(config: RunConfig, findings: Findings) -> None:
             f"train.train_iters={train.train_iters} gives way to train.train_samples={train.train_samples}, which "
             f"are {steps} steps"
         )
+    train.train_iters = steps
+
+
+def _count_epochs(config: RunConfig, findings: Findings) -> None:
+    train = config.train
+    key, before = f"train.num_epochs={train.num_epochs:g}", f"train.train_iters={train.train_iters}"
+    if findings.count_rows is None:
+        findings.notes.append(f"{key} replaces {before} when the run has counted the rows of its data")
+        return
+    rows, batch = findings.count_rows(config), train.global_batch_size
+    # exact, because 1.1 * 10 is more than 11 in floating point
+    steps = math.ceil(Fraction(str(train.num_epochs)) * rows / batch)
+    gives_way = "" if train.train_iters in (0, steps) else f"; {before} gives way"
+    findings.notes.append(f"{key} = {steps:,} steps of {batch} samples, {rows:,} in each epoch{gives_way}")
     train.train_iters = steps
 
 

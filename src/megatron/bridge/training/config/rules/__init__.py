@@ -53,6 +53,7 @@ SIZE_RULES: tuple[Rule, ...] = (
     layout.world_size_fits_layout,
     fields.unavailable_settings_are_unset,
     schedule.rampup_reaches_global_batch_size,
+    schedule.epochs_can_be_counted,
 )
 
 # What this machine must have; not asked of a config that is validated for another one.

@@ -23,7 +23,8 @@ def sizes_are_positive(config: RunConfig, world_size: int) -> Iterator[str]:
     """Other values are divided by these."""
     train = config.train
     sizes = {key: value_of(config, key) for key in _SIZES}
-    sizes["train.train_iters"] = train.train_iters if train.train_samples is None else train.train_samples
+    if train.num_epochs is None:
+        sizes["train.train_iters"] = train.train_iters if train.train_samples is None else train.train_samples
     wrong = [f"{key}={value}" for key, value in sizes.items() if not value or value < 1]
     if wrong:
         yield f"{', '.join(wrong)}: must be at least 1"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megatron.bridge.training.config.batch_size import stages
 from megatron.bridge.training.config.blocks.optimizer import ParameterOverride
+from megatron.bridge.training.config.rules.lookup import value_of
 from megatron.bridge.training.config.rules.nearest_values import divisors, multiple_near, near
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.training.config.schedule_lengths import lengths
@@ -30,6 +31,24 @@ def rampup_reaches_global_batch_size(config: RunConfig, world_size: int) -> Iter
         )
     elif samples < count:
         yield f"{key} has {count} increments in {samples} samples: use at least {count} samples"
+
+
+def epochs_can_be_counted(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The rows of the data and one batch size give the number of steps, before the first step."""
+    epochs = config.train.num_epochs
+    if epochs is None:
+        return
+    key = f"train.num_epochs={epochs:g}"
+    if not epochs > 0:
+        yield f"{key}: must be above 0"
+    for name in ("train.train_samples", "train.rampup_batch_size", "inprocess_restart.enabled"):
+        if value := value_of(config, name):
+            yield f"{key} and {name}={value} exclude each other: unset one, or set train.train_iters instead"
+    if not config.dataset.has_epochs:
+        yield (
+            f"{key}, but a dataset of type {type(config.dataset).__name__} has no number of rows to count: set "
+            "train.train_iters or train.train_samples instead"
+        )
 
 
 def rampup_fits_data_parallel_size(config: RunConfig, world_size: int) -> Iterator[str]:
