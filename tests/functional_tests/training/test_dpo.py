@@ -40,6 +40,8 @@ LAYOUTS = {
     "cp2": {"context_parallel_size": 2},
 }
 EOD = VOCABULARY - 1
+KTO = {"beta": 0.4, "loss_type": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5}
+DESIRABLE = [True, False, True, True]
 
 
 def numbers():
@@ -62,6 +64,13 @@ def places(tmp_path_factory):
     names = ("prompt", "chosen", "rejected")
     rows = [dict(zip(names, (" ".join(map(str, part)) + " " for part in pair), strict=True)) for pair in numbers()]
     (root / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labeled = root / "labeled"
+    labeled.mkdir()
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": label}
+        for row, label in zip(rows, DESIRABLE, strict=True)
+    ]
+    (labeled / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
 
 
@@ -78,7 +87,9 @@ def run(root, settings, layout=None, peft=None, micro=1):
     config = toy_config(
         model={**(layout or {})},
         train={"train_iters": STEPS, "global_batch_size": len(LENGTHS), "micro_batch_size": micro},
-        dataset=PreferenceDatasetConfig(dataset_root=str(root), seq_length=SEQUENCE),
+        dataset=PreferenceDatasetConfig(
+            dataset_root=str(root / "labeled" if settings.loss_type == "kto" else root), seq_length=SEQUENCE
+        ),
         optimizer=OptimizerConfig(lr=RATE, weight_decay=0.0, clip_grad=0.0, adam_eps=EPSILON),
         scheduler=SchedulerConfig(lr_decay_style="constant"),
         validation=ValidationConfig(eval_iters=0),
@@ -171,6 +182,61 @@ def test_two_processes(places, two_workers, peft):
     expected = alone(places, settings, peft=LoRA(dim=4) if peft else None)
     layouts = ("sp2", "pp2", "vp2") if peft else tuple(LAYOUTS)
     for rank in two_workers.run(all_layouts, places, peft, layouts):
+        for name, steps in rank.items():
+            for found, wanted in zip(steps, expected, strict=True):
+                assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6), name
+
+
+def in_half_a_row(model, prompt, answer):
+    """The log-probability of an answer, cut with its prompt to half of ``dataset.seq_length``."""
+    return log_probs(model, prompt, answer)[: SEQUENCE // 2 + 1 - len(prompt)].sum()
+
+
+def naive_kto_losses(root, settings):
+    """Adam on all answers, each beside its prompt with the answer to the next prompt; all share one estimate."""
+    model, frozen = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("model", "other"))
+    optimizer = torch.optim.Adam(model.parameters(), RATE, (0.9, 0.999), EPSILON)
+    prompts, answers = zip(*[(prompt, chosen) for prompt, chosen, _ in numbers()], strict=True)
+
+    def ratios(of):
+        both = list(zip(prompts, of, strict=True))
+        with torch.no_grad():
+            theirs = [in_half_a_row(frozen, *each) for each in both]
+        return torch.stack([in_half_a_row(model, *each) for each in both]) - torch.stack(theirs)
+
+    found = []
+    for _ in range(STEPS):
+        kl = max(ratios(answers[1:] + answers[:1]).mean().item(), 0.0)
+        losses = [
+            (1.5 if good else 0.5) * (1 - torch.sigmoid(0.4 * (ratio - kl if good else kl - ratio)))
+            for ratio, good in zip(ratios(answers), DESIRABLE, strict=True)
+        ]
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append((loss.item(), kl))
+    return found
+
+
+def test_kto_is_a_plain_loop(places):
+    settings = DPOConfig(**KTO, reference=str(places / "other"))
+    steps = alone(places, settings, micro=len(DESIRABLE))
+    losses, kls = zip(*naive_kto_losses(places, settings), strict=True)
+    assert [step["kto loss"] for step in steps] == pytest.approx(losses, rel=2e-5)
+    assert [step["kl"] for step in steps] == pytest.approx(kls, rel=2e-5, abs=1e-5)
+    assert len(set(losses)) == STEPS
+
+
+def kto_layouts(root, sizes):
+    settings = DPOConfig(**KTO, reference=str(root / "other"))
+    return {name: run(root, settings, LAYOUTS[name], micro=micro) for name, micro in sizes.items()}
+
+
+def test_kto_on_two_processes(places, two_workers):
+    """The estimate is of a microbatch of all replicas, so each of two has half of it."""
+    expected = alone(places, DPOConfig(**KTO, reference=str(places / "other")), micro=2)
+    for rank in two_workers.run(kto_layouts, places, {"dp2": 1, "pp2": 2, "cp2": 2}):
         for name, steps in rank.items():
             for found, wanted in zip(steps, expected, strict=True):
                 assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6), name

@@ -2,13 +2,15 @@
 """Pairs of answers: formats, masks, and what people get wrong."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from megatron.bridge.data.config import PreferenceDatasetConfig
 from megatron.bridge.data.finetuning.builder import prepare_split
-from megatron.bridge.data.preference.pairs import EQUAL, INCOMPLETE, PairRows
+from megatron.bridge.data.preference.labeled import LabeledRows, LabeledSamples
+from megatron.bridge.data.preference.pairs import ANSWERS, EQUAL, INCOMPLETE, PairRows
 from megatron.bridge.data.records.encoding import TOO_LONG
 from tests.refusals import refused
 from tests.unit_tests.data.records.chat_forms import FORMS
@@ -84,3 +86,66 @@ def test_rows_have_no_padding(tmp_path):
         PreferenceDatasetConfig(dataset_root=str(tmp_path), seq_length=8, padding_free=False).finalize()
     with refused("dataset.train_on=everything"):
         PreferenceDatasetConfig(dataset_root=str(tmp_path), seq_length=8, train_on="everything").finalize()
+
+
+LABELED = [
+    {"prompt": "hi ", "completion": "Peace!", "label": True},
+    {"prompt": "hi ", "completion": "Go away.", "label": False},
+    {"prompt": [{"role": "user", "content": "Bye"}], "completion": [GOOD], "label": False},
+]
+
+
+def labeled_rows(folder, tokenizer, records=LABELED, longest=64, **values):
+    samples = prepared(folder, tokenizer, *records, labeled=True, **values).samples
+    return LabeledRows(samples, tokenizer.eod, longest, 4)
+
+
+def sequences(tokenizer, row):
+    """The texts of the inputs and of the targets in the loss of each sequence of a row."""
+    for start, stop in pairwise(row["cu_seqlens"].tolist()):
+        mask = row["loss_mask"][start:stop].bool()
+        yield [tokenizer.detokenize(row[key][start:stop][mask].tolist()) for key in ("tokens", "labels")]
+
+
+def test_a_row_of_kto_is_an_answer_and_its_prompt_with_the_answer_to_another_prompt(tmp_path, tokenizer):
+    rows = labeled_rows(tmp_path, tokenizer)
+    found = [[trained for _, trained in sequences(tokenizer, row)] for row in rows]
+    assert [[text[:5] for text in texts] for texts in found] == [
+        ["Peace", "Peace"],  # the second one is that of the third record, not the second one of the same prompt
+        ["Go aw", "Peace"],
+        ["Peace", "Peace"],
+    ]
+    assert found[0][1] == found[2][0]
+    assert [set(row["desirable"].tolist()) for row in rows] == [{1.0}, {0.0}, {0.0}]
+    own, other = np.split(rows[0]["tokens"].numpy(), [int(rows[0]["cu_seqlens"][1])])
+    prompt = len(tokenizer.tokenize("hi "))
+    assert own[:prompt].tolist() == other[:prompt].tolist()
+
+
+def test_labels_are_neither_shown_nor_counted(tmp_path, tokenizer):
+    pairs = prepared(tmp_path, tokenizer, TEXTS)
+    answers = [{"prompt": "hi ", "completion": TEXTS[name], "label": name == "chosen"} for name in ANSWERS]
+    found = prepared(tmp_path, tokenizer, *answers, labeled=True)
+    assert (found.report.tokens, found.report.trained) == (pairs.report.tokens, pairs.report.trained)
+    shown = LabeledSamples(found.samples)
+    assert [each.tokens.tolist() for each in shown] == [each.tokens.tolist() for each in pairs.samples]
+    assert shown.lengths.tolist() == pairs.samples.lengths.tolist()
+
+
+def test_answers_to_other_prompts_are_cut(tmp_path, tokenizer):
+    rows = labeled_rows(tmp_path, tokenizer, [LABELED[0], {**LABELED[1], "prompt": "x" * 20}], longest=24)
+    assert np.diff(rows[1]["cu_seqlens"]).tolist()[1] == 24  # 23 inputs, padded to a multiple of 4
+
+
+@pytest.mark.parametrize(
+    ("records", "parts"),
+    [
+        ([{"prompt": "a", "completion": "b"}], ("jsonl:1: ", "label is missing", "dpo.loss_type=kto", "keys: ")),
+        ([LABELED[0] | {"label": "good"}], ("jsonl:1: ", "label='good'", "true", "false")),
+        ([TEXTS], ("jsonl:1: ", "completion and label", "keys: chosen, prompt, rejected")),
+        (LABELED[:2], ("dpo.loss_type=kto", "2 records", "other prompts")),
+    ],
+)
+def test_mistakes_in_labeled_records_are_named(tmp_path, tokenizer, records, parts):
+    with refused(*parts):
+        labeled_rows(tmp_path, tokenizer, records)

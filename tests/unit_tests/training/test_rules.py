@@ -13,6 +13,7 @@ from megatron.bridge.data.config import (
     FinetuningDatasetConfig,
     GPTDatasetConfig,
     PackedSequenceSpecs,
+    PreferenceDatasetConfig,
     SFTDatasetConfig,
 )
 from megatron.bridge.data.energon import EnergonProvider
@@ -58,6 +59,7 @@ def packed(**specs):
     )
 
 
+PAIRS = PreferenceDatasetConfig(seq_length=32, dataset_root=".", labeled=False)
 CLASSES = ClassificationDatasetConfig(seq_length=32, dataset_root=".")
 VISION = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96, "seq_length": 32}
 
@@ -150,9 +152,14 @@ CASES = {
         ["ft.simulated_fault_rank=2", "between 0 and 1"],
     ),
     "dpo_settings_are_valid": (
-        {"dpo": DPOConfig(loss_type="kto", label_smoothing=0.5)},
+        {"dpo": DPOConfig(loss_type="simpo", label_smoothing=0.5, desirable_weight=2.0)},
         1,
-        ["dpo.loss_type=kto", "sigmoid, ipo, hinge", "dpo.label_smoothing=0.5"],
+        ["dpo.loss_type=simpo", "ipo, hinge, kto", "dpo.label_smoothing=0.5", "dpo.desirable_weight=2.0"],
+    ),
+    "labeled_answers_go_with_kto": (
+        {"dpo": DPOConfig(loss_type="kto"), "dataset": PAIRS, "train.micro_batch_size": 1},
+        1,
+        ["dataset.labeled=False", "dpo.loss_type sigmoid, ipo or hinge", "train.micro_batch_size=1", "2 or more"],
     ),
     "preference_data_goes_with_dpo": (
         {"dpo": DPOConfig()},

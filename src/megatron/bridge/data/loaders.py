@@ -31,6 +31,8 @@ Batch = dict[str, Any]
 LocatedSample = tuple[int, Batch]  # the index of a sample, and the sample
 Sampler = MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+OF_ANSWERS = ("desirable",)
+"""What rows of ``LabeledRows`` say of each token besides."""
 
 
 class DataIterator(Protocol):
@@ -183,7 +185,8 @@ def _pin(value: Any) -> Any:
 
 
 def _concatenate(rows: list[Batch]) -> Batch:
-    batch: Batch = {key: torch.cat([row[key] for row in rows], dim=-1).unsqueeze(-2) for key in BATCH_KEYS}
+    keys = [*BATCH_KEYS, *(key for key in OF_ANSWERS if key in rows[0])]
+    batch: Batch = {key: torch.cat([row[key] for row in rows], dim=-1).unsqueeze(-2) for key in keys}
     lengths = np.concatenate([np.diff(row["cu_seqlens"].numpy()) for row in rows])
     bounds = np.concatenate((np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)))
     return batch | {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Split, Splits
 from megatron.bridge.data.finetuning.builder import prepare_split
 from megatron.bridge.data.finetuning.rows import EpochRows
+from megatron.bridge.data.preference.labeled import LabeledRows
 from megatron.bridge.data.preference.pairs import PairRows
 
 if TYPE_CHECKING:
@@ -16,14 +17,19 @@ def build_preference_datasets(config: "PreferenceDatasetConfig", request: Datase
     """Build datasets of the requested sizes. Only the training data is shuffled.
 
     Raises:
-        UserError: a source is missing or has a wrong record, or no pair is left.
+        UserError: a source is missing or has a wrong record, no pair is left, or answers with a label have
+            only one prompt.
     """
 
     def dataset(split: Split, size: int) -> EpochRows | None:
         prepared = prepare_split(config, split, request.tokenizer) if size else None
         if prepared is None:
             return None
-        rows = PairRows(prepared.samples, request.tokenizer.eod, config.sequence_multiple)
+        samples, padding, multiple = prepared.samples, request.tokenizer.eod, config.sequence_multiple
+        if config.labeled:
+            rows = LabeledRows(samples, padding, config.pair_rules().max_tokens, multiple)
+        else:
+            rows = PairRows(samples, padding, multiple)
         seed = config.seed if split == "train" else None
         return EpochRows(rows, size, seed, prepared.report, prepared.name)
 

@@ -21,6 +21,13 @@ class PairRules(EncodingRules):
     pairs: bool = True
 
 
+@dataclass(frozen=True)
+class LabeledRules(PairRules):
+    """How records become answers with a label. The field is part of the key of prepared samples."""
+
+    labeled: bool = True
+
+
 @dataclass(kw_only=True)
 class PreferenceDatasetConfig(FinetuningDatasetConfig):
     """Pairs of answers in the files ``training``, ``validation`` and ``test`` of a folder.
@@ -29,24 +36,31 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
     ``rejected`` alone, two lists of messages that begin alike. A row is a pair, without padding, and a sample of
     the batch sizes is a pair. ``seq_length`` limits a pair: each answer with its prompt may have half as many
     tokens.
+
+    With ``labeled``, a record has ``prompt``, ``completion`` and ``label``, which is true for a desirable
+    answer. A row is an answer, and behind it the same prompt with the answer to another prompt.
     """
 
     train_on: TrainOn = "completion"
     """Which part of a conversation counts: the ``completion``, which is all that the answers do not share, or only
     the ``last`` message."""
     padding_free: bool = True
+    labeled: bool | None = None
+    """Whether a record is one answer with a label. None: True with ``dpo.loss_type=kto``."""
 
     def pair_rules(self) -> EncodingRules:
         """How records become pairs."""
         rules, multiple = self.encoding_rules(), self.sequence_multiple
         values = {entry.name: getattr(rules, entry.name) for entry in fields(rules)}
-        return PairRules(**{**values, "max_tokens": self.seq_length // 2 // multiple * multiple + 1})
+        kind = LabeledRules if self.labeled else PairRules
+        return kind(**{**values, "max_tokens": self.seq_length // 2 // multiple * multiple + 1})
 
     def encoder(self, tokenizer: "Tokenizer") -> "PairEncoder":
         """What tokenizes the pairs."""
-        from megatron.bridge.data.preference.pairs import PairEncoder  # imports torch
+        from megatron.bridge.data.preference.labeled import LabeledEncoder  # imports torch
+        from megatron.bridge.data.preference.pairs import PairEncoder
 
-        return PairEncoder(tokenizer, self.pair_rules())
+        return (LabeledEncoder if self.labeled else PairEncoder)(tokenizer, self.pair_rules())
 
     def problems(self) -> list[str]:
         found = super().problems()

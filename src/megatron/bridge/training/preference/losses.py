@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of pairs of answers, as functions of log-probabilities."""
+"""The losses of answers, as functions of log-probabilities."""
 
 from typing import NamedTuple
 
@@ -49,3 +49,22 @@ def _losses(margin: Tensor, settings: DPOConfig) -> Tensor:
             return (margin - 1 / (2 * beta)).square()
         case "hinge":
             return torch.relu(1 - beta * margin)
+        case "kto":
+            raise AssertionError("kto has no pairs: call kto_losses")
+
+
+def kto_losses(ratios: Tensor, desirable: Tensor, kl: Tensor, settings: DPOConfig) -> Tensor:
+    """The loss of each answer, [answers]; see ``DPOConfig`` for the formula.
+
+    Args:
+        ratios: ``log p - log r`` of each answer, [answers].
+        desirable: Whether each answer is desirable, bool, [answers].
+        kl: The estimate ``z0``, a scalar.
+        settings: Beta and the weights.
+    """
+    gain = settings.beta * (ratios - kl)
+    return torch.where(
+        desirable,
+        settings.desirable_weight * torch.sigmoid(-gain),
+        settings.undesirable_weight * torch.sigmoid(gain),
+    )

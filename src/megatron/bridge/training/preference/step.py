@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -16,11 +17,12 @@ from megatron.bridge.training.config.blocks.dpo import DPOConfig
 from megatron.bridge.training.distillation.step import model_inputs
 from megatron.bridge.training.distillation.student_teacher import pair_of
 from megatron.bridge.training.gpt_step import next_batch
-from megatron.bridge.training.preference.losses import LogProbs, pair_losses
+from megatron.bridge.training.preference.losses import LogProbs, kto_losses, pair_losses
 from megatron.bridge.training.state import BatchIterator, LossFunction, Run
 from megatron.bridge.training.step.losses import LossReport
 
 DPO_LOSS = "dpo loss"
+KTO_LOSS = "kto loss"
 
 
 class PreferenceStep:
@@ -41,7 +43,8 @@ class PreferenceStep:
         batch, pair = next_batch(data_iterator), pair_of(model)
         assert pair is not None, "no reference is attached to the model: call training.dpo.dpo"
         ours, theirs = pair.run(model, {**model_inputs(batch), "labels": batch["labels"]})
-        loss = PreferenceLoss(run.config.dpo, batch, theirs)
+        kind = KTOLoss if run.config.dpo.loss_type == "kto" else PreferenceLoss
+        loss = kind(run.config.dpo, batch, theirs)
         return (ours if unwrap(model).post_process else pair.joined(ours, theirs)), loss
 
 
@@ -84,6 +87,40 @@ class PreferenceLoss:
         if self.settings.loss_type == "ipo":
             found = found / sum_by_answer(self.batch, mask)
         return LogProbs(found[0::2], found[1::2])
+
+
+class KTOLoss(PreferenceLoss):
+    """The loss of the answers of one microbatch, whose rows are those of ``LabeledRows``."""
+
+    def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
+        """The sum over answers, the number of answers, and the report."""
+        policy, reference = (self._log_probs(losses) for losses in (token_losses, self.reference))
+        ratios, mismatched = (ours - theirs for ours, theirs in zip(policy, reference, strict=True))
+        desirable = sum_by_answer(self.batch, self.batch["desirable"].view(-1))[0::2] > 0
+        kl = kl_estimate(mismatched.detach())
+        losses = kto_losses(ratios, desirable, kl, self.settings)
+        rewards, every = self.settings.beta * ratios.detach(), torch.ones_like(ratios)
+        found = {
+            KTO_LOSS: (losses.detach(), every),
+            "kl": (kl, every),
+            "chosen reward": (rewards, desirable),
+            "rejected reward": (rewards, ~desirable),
+        }
+        is_first: bool = parallel_state.get_context_parallel_rank() == 0
+        report = {
+            name: torch.stack(((value * counted).sum(), counted.sum())).double() * is_first
+            for name, (value, counted) in found.items()
+        }
+        return losses.sum(), report[KTO_LOSS][1].int(), report
+
+
+def kl_estimate(ratios: Tensor) -> Tensor:
+    """The mean of ``ratios`` [answers] over all data-parallel ranks, and at least 0."""
+    total = torch.stack((ratios.sum(), ratios.new_tensor(len(ratios))))
+    replicas: Any = parallel_state.get_data_parallel_group()
+    if replicas.size() > 1:
+        dist.all_reduce(total, group=replicas)
+    return (total[0] / total[1]).clamp(min=0)
 
 
 def sum_by_answer(batch: dict[str, Any], values: Tensor) -> Tensor:

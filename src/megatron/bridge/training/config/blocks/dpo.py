@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model learns from pairs of answers."""
+"""What a model learns from preferences."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-PreferenceLossType = Literal["sigmoid", "ipo", "hinge"]
+PreferenceLossType = Literal["sigmoid", "ipo", "hinge", "kto"]
 
 
 @dataclass(kw_only=True)
@@ -18,15 +18,24 @@ class DPOConfig:
     * ``ipo``: ``(h - 1 / (2 beta))**2``, with means over tokens in place of sums (https://arxiv.org/abs/2310.12036),
     * ``hinge``: ``max(0, 1 - beta h)`` (https://arxiv.org/abs/2305.10425).
 
-    Losses are averaged over pairs.
+    ``kto`` (https://arxiv.org/abs/2402.01306) needs no pairs: each answer is desirable or undesirable, and with
+    ``h = log p - log r`` its loss is ``desirable_weight * (1 - sigmoid(beta (h - z0)))`` or
+    ``undesirable_weight * (1 - sigmoid(beta (z0 - h)))``. ``z0``, an estimate of KL without gradient, is the mean
+    of ``h`` over prompts with answers to other prompts, in one microbatch of all data-parallel ranks; at least 0.
+
+    Losses are averaged over pairs, or over answers.
     """
 
     loss_type: PreferenceLossType = "sigmoid"
-    """The loss of a pair."""
+    """The loss of a pair, or ``kto``."""
     beta: float = 0.1
     """Strength of the pull towards the reference: the smaller, the further the model may move away."""
     label_smoothing: float = 0.0
     """Assumed probability that the two answers of a pair were swapped, below 0.5 (``sigmoid`` only)."""
+    desirable_weight: float = 1.0
+    """Weight of the losses of desirable answers (``kto`` only)."""
+    undesirable_weight: float = 1.0
+    """Weight of the losses of undesirable answers (``kto`` only)."""
     reference: str | None = None
     """Hugging Face directory or hub id, or a Megatron checkpoint. None uses the model as it was at the start: with
     adapters, the trained model without them, which takes no memory; else a second copy of the weights of

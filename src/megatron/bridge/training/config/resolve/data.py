@@ -8,6 +8,7 @@ from megatron.bridge.data.config import (
     ClassificationDatasetConfig,
     DatasetConfig,
     PackedSequenceSpecs,
+    PreferenceDatasetConfig,
     RecordDatasetConfig,
 )
 from megatron.bridge.data.energon import EnergonProvider
@@ -25,6 +26,7 @@ def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
         _pad_for_layout(part, config)
         _process_images(part, config)
         _count_classes(part, config)
+        _choose_records(part, config)
     findings.notes += [*_count_tokens(config, parts), *_vary_lengths(config)]
 
 
@@ -67,6 +69,11 @@ def _process_images(part: RecordDatasetConfig, config: RunConfig) -> None:
 def _count_classes(part: RecordDatasetConfig, config: RunConfig) -> None:
     if isinstance(part, ClassificationDatasetConfig) and part.num_labels is None:
         part.num_labels = config.model.num_labels
+
+
+def _choose_records(part: RecordDatasetConfig, config: RunConfig) -> None:
+    if isinstance(part, PreferenceDatasetConfig) and part.labeled is None:
+        part.labeled = config.dpo is not None and config.dpo.loss_type == "kto"
 
 
 def _count_tokens(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> list[str]:

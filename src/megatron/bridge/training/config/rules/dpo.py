@@ -20,6 +20,9 @@ def dpo_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"dpo.label_smoothing={dpo.label_smoothing}: must be at least 0 and below 0.5"
     if dpo.label_smoothing and dpo.loss_type != "sigmoid":
         yield f"dpo.label_smoothing={dpo.label_smoothing} has no effect on loss_type={dpo.loss_type}: set it to 0"
+    for name in ("desirable_weight", "undesirable_weight"):
+        if dpo.loss_type != "kto" and (weight := getattr(dpo, name)) != 1:
+            yield f"dpo.{name}={weight} has no effect on loss_type={dpo.loss_type}: set it to 1, or use kto"
     if config.distill is not None:
         yield "dpo and distill are both set: unset one of them"
     if config.model.mtp_num_layers:
@@ -40,6 +43,21 @@ def preference_data_goes_with_dpo(config: RunConfig, world_size: int) -> Iterato
         )
     if pairs and config.dpo is None:
         yield "dataset is a PreferenceDatasetConfig, but dpo is not set: set it, or use a FinetuningDatasetConfig"
+
+
+def labeled_answers_go_with_kto(config: RunConfig, world_size: int) -> Iterator[str]:
+    """KTO learns from single answers, and estimates KL from several of them."""
+    kto = config.dpo is not None and config.dpo.loss_type == "kto"
+    labeled = getattr(config.dataset, "labeled", None)
+    if labeled is not None and labeled != kto:
+        wanted = "kto" if labeled else "sigmoid, ipo or hinge"
+        yield f"dataset.labeled={labeled} goes with dpo.loss_type {wanted}: leave dataset.labeled unset"
+    micro, replicas = config.train.micro_batch_size, config.data_parallel_size(world_size)
+    if kto and micro * replicas < 2:
+        yield (
+            f"train.micro_batch_size={micro} with data parallel size {replicas} and dpo.loss_type=kto: one answer "
+            "is too little to estimate KL, use a micro_batch_size of 2 or more"
+        )
 
 
 def adapters_can_be_switched_off(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -58,7 +58,7 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
         ),  # 0 / 0 for a gradient of zero; blind attention
         *("optimizer.loss_scale", "optimizer.initial_loss_scale", "peft.alpha", "logger.peak_tflops"),
         *("train.exit_duration_in_mins", "dist.distributed_timeout_minutes", "dist.hang_timeout_minutes"),
-        *("distill.temperature", "dpo.beta"),
+        *("distill.temperature", "dpo.beta", "dpo.desirable_weight", "dpo.undesirable_weight"),
     ),
     BELOW_ONE: (  # dropout probabilities, and averages that forget
         *("model.hidden_dropout", "model.attention_dropout", "optimizer.adam_beta1", "optimizer.adam_beta2"),
