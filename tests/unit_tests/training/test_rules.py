@@ -65,6 +65,11 @@ VISION = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_s
 
 # rule: (what is set, number of processes, what the sentence says)
 CASES = {
+    "epochs_can_be_counted": (
+        {"train.num_epochs": 2.0, "train.train_samples": 8},
+        1,
+        ["train.num_epochs=2", "train.train_samples=8", "MockGPTDatasetConfig", "train.train_iters"],
+    ),
     "numbers_are_finite": (
         {"optimizer.lr": float("inf"), "model.layernorm_epsilon": float("nan")},
         1,
