@@ -174,22 +174,7 @@ def build_plan(
     located = _locate(registry, modules, config)
     tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
     heads = {item.name for item in located if item.name == OUTPUT and item.kind == "replicated"}
-    problems: list[str] = []
-    unmapped: list[str] = []
-    tasks: list[WeightConversionTask] = []
-    owner_of: dict[HFPart, str] = {}
-    for item in located:
-        mapping = _lookup(registry, item.name, tied)
-        if mapping is None:
-            unmapped.append(item.name)
-            continue
-        is_copy = _claim(mapping, item, owner_of, tied, problems)
-        tasks.append(_task(item, mapping, config, is_copy, modules))
-    known = [mapping.megatron_param for mapping in registry.get_all_mappings()]
-    problems += [
-        f"Megatron parameter {name} has no mapping{misspelling(kind, known)}{made_by(name)}{more}"
-        for kind, name, more in _kinds(unmapped)
-    ]
+    tasks, problems = _match(registry, located, modules, config, tied)
     claimed = dict.fromkeys(name for task in tasks for name in task.mapping.hf_names)
     ties = _ties(registry, tied, entries)
     again = _stored_twice(entries or (), copies, claimed, ties)
@@ -250,6 +235,33 @@ def _number(name: str) -> int:
     """The number at the end of a name: grouped experts are registered in reverse."""
     found = re.search(r"\d+$", name)
     return int(found[0]) if found else -1
+
+
+def _match(
+    registry: MegatronMappingRegistry,
+    located: Sequence[LocatedParameter],
+    modules: HeldParameters,
+    config: Any,
+    tied: bool,
+) -> tuple[list[WeightConversionTask], list[str]]:
+    """A task for each parameter, and the problems of those that have none or claim the tensor of another."""
+    problems: list[str] = []
+    unmapped: list[str] = []
+    tasks: list[WeightConversionTask] = []
+    owner_of: dict[HFPart, str] = {}
+    for item in located:
+        mapping = _lookup(registry, item.name, tied)
+        if mapping is None:
+            unmapped.append(item.name)
+            continue
+        is_copy = _claim(mapping, item, owner_of, tied, problems)
+        tasks.append(_task(item, mapping, config, is_copy, modules))
+    known = [mapping.megatron_param for mapping in registry.get_all_mappings()]
+    problems += [
+        f"Megatron parameter {name} has no mapping{misspelling(kind, known)}{made_by(name)}{more}"
+        for kind, name, more in _kinds(unmapped)
+    ]
+    return tasks, problems
 
 
 def _locate(registry: MegatronMappingRegistry, modules: HeldParameters, config: Any) -> list[LocatedParameter]:
