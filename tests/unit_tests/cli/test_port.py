@@ -80,8 +80,8 @@ def test_mistakes(ported, tmp_path, capsys):
         ("llama.json", ["LlamaForCausalLM"], "LlamaForCausalLM is supported"),
         (
             "none.json",
-            ["LlamaForSequenceClassification"],
-            "LlamaForSequenceClassification.* names no causal model",
+            ["LlamaForQuestionAnswering"],
+            "LlamaForQuestionAnswering.* names no causal model",
         ),
     ):
         path = tmp_path / name

@@ -17,8 +17,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
+from megatron.bridge.models.conversion import heads
 from megatron.bridge.models.conversion.declare import fields as config_fields
-from megatron.bridge.models.conversion.declare import heads, vocabulary
+from megatron.bridge.models.conversion.declare import vocabulary
 from megatron.bridge.models.conversion.declare.blocks import Block, SizedBlock
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, Field
 from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
