@@ -40,6 +40,13 @@ def test_reports_of_every_form_are_sums_and_counts(value, expected):
     assert not tokens.is_floating_point()
 
 
+def test_numbers_are_made_on_the_device_of_the_loss():
+    """Those of a GPU cannot be added to those of the CPU; meta stands for a device that is not the CPU."""
+    meta = torch.device("meta")
+    _, tokens, report = result((torch.tensor(2.0, device=meta), 5, {"a": 3.0, "b": (6.0, 2)}))
+    assert {tokens.device, *(value.device for value in report.values())} == {meta}
+
+
 @pytest.mark.parametrize(
     ("found", "parts"),
     [

@@ -48,20 +48,22 @@ def _checked(found: Any, per_token: bool) -> tuple[Any, ...]:
     if not isinstance(report, Mapping):
         _refuse(f"returned {_form(report)} as the report: return a dict of numbers by name")
     named = cast("Mapping[str, Any]", report)
-    return loss, *map(_count, tokens), {name: _value(name, value) for name, value in named.items()}
+    device = loss.device  # numbers are made where they are added to other microbatches
+    values = {name: _value(name, value, device) for name, value in named.items()}
+    return loss, *(_count(number, device) for number in tokens), values
 
 
-def _count(tokens: Any) -> torch.Tensor:
-    count = torch.as_tensor(tokens)
+def _count(tokens: Any, device: torch.device) -> torch.Tensor:
+    count = torch.as_tensor(tokens, device=device)
     if count.numel() != 1 or count.is_floating_point():
         _refuse(f"returned {_form(tokens)} as num_tokens: return one whole number")
     return count
 
 
-def _value(name: str, value: Any) -> torch.Tensor:
+def _value(name: str, value: Any, device: torch.device) -> torch.Tensor:
     """A reported value as a tensor with one or two elements."""
     parts = cast("list[Any]", value) if isinstance(value, tuple | list) else [value]
-    tensors = [torch.as_tensor(part).detach().double().flatten() for part in parts]
+    tensors = [torch.as_tensor(part, device=device).detach().double().flatten() for part in parts]
     number = torch.cat(tensors)
     if number.numel() not in (1, 2):
         _refuse(f"reported {name} as {_form(value)}: report one number, or a sum and a count")
