@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configs of data for models with a head."""
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig
 from megatron.bridge.data.labels.label_rules import LabelRules, TextPairRules
@@ -33,11 +33,8 @@ class ClassificationDatasetConfig(FinetuningDatasetConfig):
     """Names of the classes, in the order of their numbers; None takes numbers only."""
 
     def encoding_rules(self) -> EncodingRules:
-        return LabelRules(
-            **_values(super().encoding_rules()),
-            num_labels=self.num_labels,
-            label_names=tuple(self.label_names or ()),
-        )
+        names = tuple(self.label_names or ())
+        return super().encoding_rules().extended(LabelRules, num_labels=self.num_labels, label_names=names)
 
     def encoder(self, tokenizer: "Tokenizer") -> "LabelEncoder":
         """What tokenizes the records."""
@@ -63,7 +60,7 @@ class _TextPairsConfig(PreferenceDatasetConfig):
     """Pairs of whole texts, of which the last token counts."""
 
     def pair_rules(self) -> EncodingRules:
-        return TextPairRules(**_values(super().pair_rules()))
+        return super().pair_rules().extended(TextPairRules)
 
 
 @dataclass(kw_only=True)
@@ -94,7 +91,3 @@ class EmbeddingDatasetConfig(_TextPairsConfig):
         from megatron.bridge.data.labels.label_encoding import EmbeddingPairEncoder  # imports torch
 
         return EmbeddingPairEncoder(tokenizer, self.pair_rules())
-
-
-def _values(rules: EncodingRules) -> dict[str, Any]:
-    return {entry.name: getattr(rules, entry.name) for entry in fields(rules)}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of pairs of answers."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.bridge.data.dataset_config import DatasetRequest, Splits
@@ -51,9 +51,8 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
     def pair_rules(self) -> EncodingRules:
         """How records become pairs."""
         rules, multiple = self.encoding_rules(), self.sequence_multiple
-        values = {entry.name: getattr(rules, entry.name) for entry in fields(rules)}
         kind = LabeledRules if self.labeled else PairRules
-        return kind(**{**values, "max_tokens": self.seq_length // 2 // multiple * multiple + 1})
+        return rules.extended(kind, max_tokens=self.seq_length // 2 // multiple * multiple + 1)
 
     def encoder(self, tokenizer: "Tokenizer") -> "PairEncoder":
         """What tokenizes the pairs."""

@@ -2,7 +2,7 @@
 """The config of datasets of records: how a record becomes a sample, and a sample a row."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from megatron.bridge.data.dataset_config import DatasetConfig, too_small, unknown
@@ -28,6 +28,10 @@ class EncodingRules:
     process_example_fn: ProcessExample | None = None
     media: MediaRules | None = None
     """How images are processed; None refuses them."""
+
+    def extended[Rules: EncodingRules](self, kind: type[Rules], **values: Any) -> Rules:
+        """These rules as those of a subclass, with ``values`` of its own or in the place of ours."""
+        return kind(**{**{entry.name: getattr(self, entry.name) for entry in fields(self)}, **values})
 
 
 @dataclass(kw_only=True)
