@@ -39,8 +39,8 @@ ROWS = [
             **SIZES,
             "block_configs": [block(1, 5.25), block("nothing", 1.3125), block(3, 10.5), block(3, "nothing")],
         },
-        ("tp2", "sp2", "pp2", "vp2"),
-        four=("tp2pp2",),
+        ("sp2", "vp2"),
+        slow=("tp2", "pp2"),
     ),
     Row(
         "deci_linear",

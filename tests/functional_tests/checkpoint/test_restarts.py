@@ -107,7 +107,8 @@ def test_a_rank_that_fails_restarts_all_in_their_processes(tmp_path, undisturbed
     assert "restart 1 within the processes" in said[0]
 
 
-@pytest.mark.parametrize("kind", ["rank_killed", pytest.param("rank_hung", marks=pytest.mark.slow)])
+@pytest.mark.slow  # two minutes each: the launcher starts all processes anew
+@pytest.mark.parametrize("kind", ["rank_killed", "rank_hung"])
 def test_the_launcher_restarts_what_was_killed_or_hangs(tmp_path, undisturbed, kind):
     command = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
     command += ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=c10d"]

@@ -45,7 +45,7 @@ LAYOUTS = {
 
 # What others here prove together: in CI it would be the same twice.
 COVERED = {"pp2", "dp2_sharded", "dp2_whole", "dp2_overlap", "dp2_bf16", "pp2_fp16_whole"}
-COVERED |= {"tp2_to_pp2", "dp2_sharded_to_whole", "tied_dp2_to_pp2"}
+COVERED |= {"dp2_bf16_overlap", "pp2_tied", "tp2_to_pp2", "dp2_sharded_to_whole", "tied_dp2_to_pp2", "dp2_to_cp2"}
 
 
 def _each(names):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family under layouts of two and four processes: transformers' greedy tokens and log-probabilities.
 
-By default the first row of each family runs under one of its layouts of two processes, in turn. The other rows and
-layouts are slow: one process has proven the rows, and the layouts of training share their layers.
+By default each kind of state and each feature of a layer runs under one layout. The others are slow: one process
+has proven every row, and the layouts of training share their layers.
 """
 
 import pytest
@@ -10,23 +10,42 @@ import pytest
 from tests.families import decoding
 from tests.families.rows import ROWS
 
-FIRST = {row.model: row.name for row in reversed(ROWS.values())}
-FOUR_IN_CI = {("deepseek_v3", "tp2ep2"), ("gemma2", "tp2pp2"), ("nemotron_h", "tp2pp2"), ("qwen3_next", "tp2ep2")}
+IN_CI = {
+    ("llama_tied", "tp2"),
+    ("gpt2", "pp2"),
+    ("gemma2", "tp2"),
+    ("gemma3", "pp2"),
+    ("mistral_window", "tp2"),
+    ("gpt_oss", "ep2"),
+    ("olmoe", "tp2"),
+    ("cohere2", "tp2"),
+    ("deci", "pp2"),
+    ("granitemoeshared", "ep2"),
+    ("deepseek_v2_lite", "tp2"),
+    ("glm4_moe_lite", "pp2"),
+    ("lfm2", "tp2"),
+    ("lfm2_moe", "ep2"),
+    ("nemotron_h_experts", "tp2"),
+    ("qwen3_5_moe", "ep2"),
+    ("qwen3_next", "vp2"),
+    ("deepseek_v3", "tp2ep2"),
+    ("nemotron_h", "tp2pp2"),
+}
 
 
 def two_processes():
-    for number, row in enumerate(ROWS.values()):
-        layouts = [layout for layout in row.layouts if layout in ("tp2", "pp2", "ep2", "vp2")]
-        for place, layout in enumerate(layouts):
-            by_default = row.name == FIRST[row.model] and place == number % len(layouts)
-            yield pytest.param(row.name, layout, marks=() if by_default else pytest.mark.slow)
-
-
-def four_processes():
     for row in ROWS.values():
-        for layout in row.four:
-            marks = () if (row.name, layout) in FOUR_IN_CI else pytest.mark.slow
-            yield pytest.param(row.name, layout, marks=marks)
+        for layout in row.layouts:
+            if layout in ("tp2", "pp2", "ep2", "vp2"):
+                yield cell(row.name, layout)
+
+
+def cell(name, layout):
+    return pytest.param(name, layout, marks=() if (name, layout) in IN_CI else pytest.mark.slow)
+
+
+def test_what_runs_in_ci_exists():
+    assert {(row.name, layout) for row in ROWS.values() for layout in (*row.layouts, *row.four)} >= IN_CI
 
 
 def check(pool, case, layout):
@@ -39,6 +58,8 @@ def test_two_processes(two_workers, family_case, name, layout):
     check(two_workers, family_case(name), layout)
 
 
-@pytest.mark.parametrize(("name", "layout"), four_processes())
+@pytest.mark.parametrize(
+    ("name", "layout"), [cell(row.name, layout) for row in ROWS.values() for layout in row.four]
+)
 def test_four_processes(four_workers, family_case, name, layout):
     check(four_workers, family_case(name), layout)

@@ -20,7 +20,11 @@ def test_two_processes(two_workers, tmp_path, layout):
     check(two_workers, tmp_path, layout)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "vp2"])
+def one_in_ci(wanted, *others):
+    return [wanted, *(pytest.param(layout, marks=pytest.mark.slow) for layout in others)]
+
+
+@pytest.mark.parametrize("layout", one_in_ci("tp2", "pp2", "vp2"))
 def test_qwen3_next(two_workers, tmp_path, layout):
     check(two_workers, tmp_path, layout, qwen3_next_tokens)
 
@@ -45,7 +49,7 @@ def whole(tmp_path_factory):
     return next_tokens.make_reference(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "ep2"])
+@pytest.mark.parametrize("layout", one_in_ci("pp2", "tp2", "ep2"))
 def test_a_checkpoint_that_transformers_saved(two_workers, as_saved, tmp_path, layout):
     assert two_workers.run(harness.numbers_and_bytes, as_saved, layout, tmp_path / "out") == [[], []]
 
@@ -63,6 +67,6 @@ def without_the_layers(case, layout, folder):
     return [harness.different_files(case, folder / name) for name in ("out", "streamed")]
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "ep2"])
+@pytest.mark.parametrize("layout", one_in_ci("ep2", "tp2", "pp2"))
 def test_layers_left_out_are_carried_over(two_workers, whole, tmp_path, layout):
     assert two_workers.run(without_the_layers, whole, layout, tmp_path) == [[[], []]] * 2

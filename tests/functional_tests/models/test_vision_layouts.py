@@ -6,7 +6,11 @@ import pytest
 from tests.families.vision import harness
 from tests.families.vision.rows import ROWS
 
-TWO = [(row.name, layout) for row in ROWS.values() for layout in row.layouts]
+TWO = [
+    pytest.param(row.name, layout, marks=() if row.name == "qwen2_5_vl" or place == 0 else pytest.mark.slow)
+    for row in ROWS.values()
+    for place, layout in enumerate(row.layouts)
+]
 FOUR = [(row.name, layout) for row in ROWS.values() for layout in row.four]
 
 

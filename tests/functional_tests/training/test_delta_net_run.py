@@ -21,7 +21,16 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "nemotron_h_experts", "deci"])
+MODELS = ("qwen3_next", "nemotron_h_experts", "deci")
+IN_CI = {("qwen3_next", "tp2"), ("qwen3_next", "cp2"), ("nemotron_h_experts", "cp2"), ("deci", "pp2")}
+CELLS = [
+    pytest.param(model, layout, marks=() if (model, layout) in IN_CI else pytest.mark.slow)
+    for model in MODELS
+    for layout in LAYOUTS
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def toy(tmp_path_factory, request):
     """A checkpoint with random numbers."""
     directory = tmp_path_factory.mktemp(request.param) / "hf"
@@ -62,7 +71,7 @@ def test_it_goes_on_from_its_checkpoint_bitwise(toy, single, tmp_path):
     assert [name for name, weight in expected.items() if not torch.equal(weights[name], weight)] == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("toy", "layout"), CELLS, indirect=["toy"])
 def test_a_checkpoint_goes_on_under_another_layout(two_workers, toy, single, tmp_path, layout):
     train(toy, {}, STEPS // 2, tmp_path)
     for record in two_workers.run(train, toy, LAYOUTS[layout], STEPS, tmp_path):

@@ -271,7 +271,7 @@ def spoil(arguments, callbacks):
     return result["losses"], capture.get()
 
 
-@pytest.mark.parametrize("cut", [FSDP2, MEGATRON])
+@pytest.mark.parametrize("cut", [pytest.param(FSDP2, marks=pytest.mark.slow), MEGATRON])
 def test_a_wrong_gradient_is_found_and_its_step_repeated(two_workers, cut):
     undisturbed = two_workers.run(run_to, None, 2, cut)
     found = two_workers.run(spoil, cut, [Spoiled()])

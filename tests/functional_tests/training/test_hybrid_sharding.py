@@ -43,6 +43,7 @@ def test_a_checkpoint_is_the_one_of_plain_sharding(four_workers, tmp_path):
         assert (saved["hybrid"][key] - value).abs().max() <= 1e-6, key
 
 
+@pytest.mark.slow  # test_fully_sharded.py has it for two processes
 def test_a_run_goes_on_under_another_layout(four_workers, tmp_path):
     before = {**MICRO, "ddp": HYBRID}
     after = {**MICRO, "model": {"tensor_model_parallel_size": 2}, "ddp": {**HYBRID, **OVERLAP}}

@@ -228,7 +228,14 @@ def alone():
 
 
 @muon
-@pytest.mark.parametrize("mode", ["duplicated", pytest.param("distributed", marks=pytest.mark.slow), "blockwise"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("duplicated", marks=pytest.mark.slow),
+        pytest.param("distributed", marks=pytest.mark.slow),
+        "blockwise",
+    ],
+)
 def test_muon_under_tensor_parallelism_updates_whole_matrices(two_workers, alone, mode):
     """All but ``blockwise``, Megatron-Core's default, whose result depends on the layout."""
     optimizer = OptimizerConfig(**MUON, muon_tp_mode=mode)

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.backends.kernels import mtp_loss
-from megatron.bridge.backends.specs import layer_specs
+from megatron.bridge.backends.specs import layer_features, layer_specs
 from megatron.bridge.backends.specs.layer_features import NormPlacement, ParallelResidual
 from megatron.bridge.models.features import (
     biases,
@@ -246,6 +246,7 @@ class GPTModelProvider(ModelProvider):
         Args:
             model: has parameters, without values of a checkpoint yet; ``self`` is the resolved config.
         """
+        layer_features.mark_sinks(model)
         rope.apply_rope(model, self)
         positions.apply_offset(model, self)
         query_scaling.apply_query_scaling(model, self)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -235,6 +236,17 @@ class ByHeadNormAttention(SelfAttention):
         groups = config.num_query_groups or config.num_attention_heads
         for role, heads in zip("qk", (config.num_attention_heads, groups), strict=True):
             setattr(self, f"{role}_layernorm", ByHeadNorm(config, heads, self.pg_collection.tp))
+
+
+def mark_sinks(model: torch.nn.Module) -> None:
+    """Mark attention sinks as cut over tensor-parallel ranks, which Transformer Engine's attention does not do.
+
+    Conversion would take each rank's part for the whole, and the gradient norm would count only one rank's part.
+    """
+    for module in model.modules():
+        sinks = getattr(module, "softmax_offset", None)
+        if isinstance(sinks, torch.nn.Parameter) and not hasattr(sinks, "tensor_model_parallel"):
+            tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, 0, 1)
 
 
 class LateNormAttention(SelfAttention):

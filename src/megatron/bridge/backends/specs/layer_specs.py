@@ -26,7 +26,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
@@ -114,9 +114,10 @@ def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -
         provider = get_backend("transformer_engine")
         first = provider.column_parallel_layer_norm_linear()
         layers = _with_convolutions(block.layer_specs or [], config, vp_stage, provider, first)
-        return dataclasses.replace(block, layer_specs=layers)
-    block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
-    return dataclasses.replace(block, layer_specs=[_with_delta_net(spec) for spec in block.layer_specs or []])
+    else:
+        block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+        layers = block.layer_specs or []
+    return dataclasses.replace(block, layer_specs=[_with_own_attention(spec) for spec in layers])
 
 
 def _with_convolutions(
@@ -149,13 +150,27 @@ def _with_mixer(layer: ModuleSpec, mixer: ModuleSpec) -> ModuleSpec:
     )
 
 
-def _with_delta_net(spec: ModuleSpec) -> ModuleSpec:
-    """Replace Megatron-Core's gated delta net by the one of this package."""
+class LatentAttention(MLASelfAttention):
+    """Multi-latent attention of Transformer Engine's layers.
+
+    Where queries have no latent, Megatron-Core's class fuses a norm with their projection that no such model has.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        return {**super()._resolve_qk_norm_config(submodules), "linear_q_proj": submodules.linear_q_proj}
+
+
+_OWN_ATTENTION: dict[type, type] = {GatedDeltaNet: DeltaNet, MLASelfAttention: LatentAttention}
+
+
+def _with_own_attention(spec: ModuleSpec) -> ModuleSpec:
+    """Replace Megatron-Core's attention by the one of this package, if it has one."""
     parts: Any = spec.submodules
-    if parts.self_attention.module is not GatedDeltaNet:
+    own = _OWN_ATTENTION.get(parts.self_attention.module)
+    if own is None:
         return spec
-    own = dataclasses.replace(parts.self_attention, module=DeltaNet)
-    return dataclasses.replace(spec, submodules=dataclasses.replace(parts, self_attention=own))
+    attention = dataclasses.replace(parts.self_attention, module=own)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(parts, self_attention=attention))
 
 
 def mtp_block_spec(

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families with Transformer Engine's layers: transformers' logits and gradients, and the same bytes back.
+
+The classes are those of the released Transformer Engine, with kernels of plain PyTorch
+(``tests/transformer_engine``). All cells of a session run in one start of two processes.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.families.rows import ROWS
+from tests.transformer_engine.extension import FOLDER
+
+REPOSITORY = Path(__file__).parents[3]
+IN_CI = {
+    ("deepseek_v2_lite", "sp2"),
+    ("deepseek_v3", "sp2"),
+    ("gemma2", "pp2"),
+    ("gpt2", "tp2"),
+    ("gpt_oss", "tp2"),
+    ("lfm2", "sp2"),
+    ("llama_biases", "sp2"),
+    ("nemotron_h_experts", "tp2"),
+    ("olmoe", "ep2"),
+    ("phi", "sp2"),
+    ("qwen3", "pp2"),
+    ("qwen3_moe", "sp2"),
+    ("qwen3_next", "sp2"),
+    ("cohere", "tp2"),
+    ("llama_mlp_bias", "tp2"),
+    ("gpt_oss", "stored"),
+    ("deepseek_v3", "stored"),
+    ("qwen3_next", "stored"),
+    ("gpt2", "lora"),
+    ("qwen3_moe", "lora-sp2"),
+}
+CHECKS = ("one", "stored", "lora", "tp2", "sp2", "pp2", "ep2", "lora-sp2")
+
+# Rows with a setting that these layers cannot express, and the setting that the refusal names.
+REFUSED = {
+    "attention_bias": (
+        *("gpt_oss_tied_no_attention_bias", "llama_mlp_bias", "cwm_bias", "helium", "nemotron_h_biases"),
+        "gpt_neox_serial",
+    ),
+    "attention_output_bias": ("seed_oss_split_biases", "granitemoe_biases", "dots1_biases"),
+    "layernorm_bias": ("cohere", "cohere_head_norms", "cohere2"),
+    "mlp_bias": (
+        *("gemma_biases", "gemma2_biases", "gemma3_old_style", "llama_attention_bias", "olmo3_tied"),
+        *("hunyuan_dense_biases", "olmo2_groups", "qwen3_tied_biases_windows"),
+    ),
+}
+REFUSES = {name: setting for setting, names in REFUSED.items() for name in names}
+
+
+def cells():
+    everywhere = ("one", "stored", "lora", "sp2", "lora-sp2")
+    rows = {row.name: (*everywhere, *row.layouts, *row.slow) for row in ROWS.values()}
+    found = {(name, check) for name, checks in rows.items() for check in checks if check in CHECKS}
+    assert found >= IN_CI
+    for name, check in sorted(found):
+        yield pytest.param(name, check, marks=() if (name, check) in IN_CI else pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def proven(request, tmp_path_factory):
+    """What differs in each selected cell."""
+    if not FOLDER.is_dir():
+        pytest.skip("no Transformer Engine: run scripts/extra.sh te")
+    calls = [item.callspec.params for item in request.session.items if item.module is request.module]
+    output = tmp_path_factory.mktemp("proof") / "problems.json"
+    command = [sys.executable, "-m", "tests.transformer_engine.proof", str(output)]
+    command += [f"{call['check']}:{call['name']}" for call in calls]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize(("name", "check"), cells())
+def test_a_family(proven, name, check):
+    problems = proven[f"{check}:{name}"]
+    if name in REFUSES:
+        (problem,) = problems
+        assert problem.startswith(f"refused: {REFUSES[name]}"), problem
+        assert problem.endswith("set model.backend='torch'"), problem
+    else:
+        assert not problems, "\n".join(problems)
