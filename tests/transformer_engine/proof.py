@@ -89,6 +89,8 @@ def prove(check: str, name: str, folder: Path) -> list[str]:
         return harness.numbers_and_bytes_of(bridge, model, case, folder / "out")
     except UserError as error:
         return [f"refused: {error}"]
+    except Exception as error:  # the cells after this one are still worth running
+        return [f"{type(error).__name__}: {error}"]
 
 
 def stored(case: Any, of_torch: Any) -> list[str]:
