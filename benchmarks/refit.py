@@ -17,19 +17,26 @@ from benchmarks.inference import make_model
 from benchmarks.measure import interleaved, median, table
 
 
-def floor(weights: list[torch.Tensor], size: int) -> Any:
-    """Copy the weights into a shared buffer and out of it, a bucket at a time."""
-    from megatron.bridge.inference.refit.shared_buffer import SharedBuffer
+def floor(weights: dict[str, torch.Tensor], buckets: Any) -> Any:
+    """Copy the same bytes through the same channel, a whole bucket at a time.
 
-    flat = torch.cat([weight.flatten().view(torch.uint8) for weight in weights])
-    target = torch.empty_like(flat)
+    The channel is a file in memory of the same size, which the two sides map for themselves.
+    """
+    from megatron.bridge.inference.refit import packing
+    from megatron.bridge.inference.refit.shared_buffer import SharedBuffer, attached
+
+    size = packing.buffer_bytes(buckets)
+    sources = [
+        torch.cat([weights[slot.info.name].flatten().view(torch.uint8) for slot in bucket]) for bucket in buckets
+    ]
+    targets = [torch.empty_like(source) for source in sources]
 
     def copy() -> None:
         buffer = SharedBuffer(size)
-        for start in range(0, flat.numel(), size):
-            part = flat[start : start + size]
-            buffer.bytes[: part.numel()].copy_(part)
-            target[start : start + size].copy_(buffer.bytes[: part.numel()])
+        other = attached(buffer.path, size)
+        for source, target in zip(sources, targets, strict=True):
+            buffer.bytes[: source.numel()].copy_(source)
+            target.copy_(other[: source.numel()])
         buffer.unlink()
 
     return copy
@@ -50,6 +57,7 @@ def main() -> None:
 def measure(folder: str, model: Any, size: int, rounds: int) -> None:
     from megatron.bridge import AutoBridge
     from megatron.bridge.inference.llm import LLM
+    from megatron.bridge.inference.refit import packing
     from megatron.bridge.inference.refit.replacement import BucketReader
     from megatron.bridge.inference.refit.sender import send_weights
     from megatron.bridge.inference.refit.stream import WeightStream
@@ -62,7 +70,7 @@ def measure(folder: str, model: Any, size: int, rounds: int) -> None:
     reader = BucketReader(TransformersReceiver(model))
     with LLM(folder, dtype="float32", kv_memory=1 << 28) as llm:
         cases = {
-            "floor": floor([weight for _, weight in stream], size),
+            "floor": floor(dict(stream), packing.layout(stream.metadata(), size)),
             "transformers": lambda: send_weights(stream, reader.take, size),
             "engine": lambda: send_weights(stream, llm.replace_weights, size),
             "nothing changed": lambda: send_weights(stream, llm.replace_weights, size, changed_only=True),

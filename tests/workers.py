@@ -33,7 +33,7 @@ class Processes:
     def run(self, size, function, args, timeout):
         """What the first ``size`` of them, joined in one group, answer: a dict by rank."""
         if self._group is None or self._group[0] != size:
-            self._group = (size, _free_port())
+            self._group = (size, free_port())
         while len(self._processes) < size:
             self._start()
         for inbox in self._inboxes[:size]:
@@ -87,7 +87,7 @@ class WorkerPool:
         return [answers[rank] for rank in range(self.size)]
 
 
-def _free_port():
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refit between processes: transformers here receives from all layouts, two ranks receive from here."""
 
+import multiprocessing
 import threading
+import time
 from multiprocessing.connection import Client, Listener
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.refit.canary import Canary
+from megatron.bridge.inference.refit.group import broadcast_weights, join_group
 from megatron.bridge.inference.refit.remote import RemoteReceiver, receive_weights
 from megatron.bridge.inference.refit.replacement import BucketReader
 from megatron.bridge.inference.refit.sender import Refit, send_weights
 from megatron.bridge.inference.refit.steps import Finish
-from megatron.bridge.inference.refit.stream import WeightStream
+from megatron.bridge.inference.refit.stream import WeightInfo, WeightStream
 from megatron.bridge.inference.refit.transformers import TransformersReceiver
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.errors import UserError
@@ -21,6 +25,7 @@ from tests.families import harness
 from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
 from tests.unit_tests.inference.test_llm import model_dir  # noqa: F401 - a fixture
 from tests.unit_tests.inference.test_refit import PROMPTS, Trainer, answers, fresh_answers
+from tests.workers import free_port
 
 
 def send_to_one_who_refuses(case, layout):
@@ -113,3 +118,90 @@ def test_two_ranks_receive(model_dir, tmp_path):  # noqa: F811
         assert llm.generate(PROMPTS, Sampling(max_new_tokens=2))[0][0].weight_versions == [2, 2]
     expected = fresh_answers(trainer, tmp_path / "export")
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+
+
+# ---- engines of other projects ----------------------------------------------------------------------------------
+
+
+def send_over_group(case, layout, port, address, api):
+    """Rank 0 is in a group with a process that receives as an engine does, told of each call by socket."""
+    bridge, chunks = harness.build(case, layout)
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.mul_(1.5)
+    stream = WeightStream(bridge, chunks)
+    if torch.distributed.get_rank():
+        broadcast_weights(stream, None, None, api, 50_000)
+        list(stream)
+        return None
+    with Client(address) as connection:
+        group = join_group("127.0.0.1", port, world_size=2, backend="gloo")
+
+        def call(keywords):
+            connection.send(keywords)
+            return lambda: None
+
+        report = broadcast_weights(stream, group, call, api, 50_000)
+        connection.send(None)
+    torch.distributed.destroy_process_group(group)
+    return report.bytes, {name: weight.clone() for name, weight in stream}
+
+
+def buckets_of_an_engine(update):
+    """As vLLM and SGLang divide what one call announces: [(name, shape, dtype)] of each broadcast."""
+    dtypes = update.get("dtype_names") or update["dtypes"]
+    limit = update.get("packed_buffer_size_bytes", float("inf"))
+    bucket, size = [], 0
+    for name, dtype, shape in zip(update["names"], dtypes, update["shapes"], strict=True):
+        bucket.append((name, shape, getattr(torch, dtype)))
+        size += torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        if size > limit:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def receive_as_engine(case, port, address, folder):
+    """A process of its own, with a model of transformers that loads what is broadcast."""
+    model = harness.hf_model(case.row)
+    with Listener(address) as listener:
+        Path(f"{address}.ready").touch()
+        with listener.accept() as connection:
+            group = join_group("127.0.0.1", port, world_size=2, rank=1, backend="gloo")
+            receiver = TransformersReceiver(model)
+            while (update := connection.recv()) is not None:
+                for bucket in buckets_of_an_engine(update):
+                    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in bucket]
+                    flat = torch.empty(sum(sizes), dtype=torch.uint8)
+                    torch.distributed.broadcast(flat, 0, group=group)
+                    receiver.begin([WeightInfo(name, tuple(shape), dtype) for name, shape, dtype in bucket], True)
+                    for (name, shape, dtype), part in zip(bucket, flat.split(sizes), strict=True):
+                        receiver.receive(name, part.view(dtype).view(shape))
+                    receiver.finish()
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "api"),
+    [
+        ("llama_tied", "tp2", "vllm"),
+        ("llama_tied", "pp2", "sglang"),
+        pytest.param("qwen3_moe", "ep2", "vllm", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_in_a_group(two_workers, family_case, tmp_path, name, layout, api):
+    case = family_case(name)
+    address, port = str(tmp_path / "socket"), free_port()
+    arguments = (case, port, address, tmp_path / "saved")
+    engine = multiprocessing.get_context("spawn").Process(target=receive_as_engine, args=arguments)
+    engine.start()
+    while not Path(f"{address}.ready").exists():
+        assert engine.is_alive()
+        time.sleep(0.05)
+    (sent, expected), _ = two_workers.run(send_over_group, case, layout, port, address, api)
+    engine.join()
+    assert sent == sum(weight.nbytes for weight in expected.values())
+    found = harness.read_weights(tmp_path / "saved")
+    for tensor, weight in expected.items():
+        torch.testing.assert_close(found[tensor], weight, atol=0, rtol=0)

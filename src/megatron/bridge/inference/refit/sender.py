@@ -2,17 +2,21 @@
 """The sending side: a live Megatron model's weights to engines on this machine, through shared memory."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from megatron.bridge.inference.engine import Running
 from megatron.bridge.inference.refit import packing
 from megatron.bridge.inference.refit.canary import SCORING, Canary
 from megatron.bridge.inference.refit.shared_buffer import SharedBuffer
 from megatron.bridge.inference.refit.steps import Begin, Bucket, Finish, WeightStep
-from megatron.bridge.inference.refit.stream import BUCKET_BYTES, WeightStream
+from megatron.bridge.inference.refit.stream import BUCKET_BYTES, WeightInfo, WeightStream
 from megatron.bridge.utils.distributed import rank
+from megatron.bridge.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -43,48 +47,64 @@ def send_weights(
 
     Args:
         stream: of the model.
-        take: hands a step to the receiver and returns when it is done; None on ranks that only take part in the
-            exchange.
+        take: hands a step to the receiver and returns when it is done; None on all ranks but 0.
         bucket_bytes: of shared memory; a larger tensor takes what it needs.
         changed_only: leave out what is as it was at the last call.
         running: what becomes of texts that run.
     """
+    push = None if take is None else partial(_send, take, bucket_bytes, changed_only, running)
+    return sent(stream, push, changed_only)
+
+
+def sent(
+    stream: WeightStream, push: Callable[[list[WeightInfo], Iterator[Any]], None] | None, changed_only: bool
+) -> RefitReport:
+    """Let rank 0 push weights, and the other ranks hand them to it.
+
+    Args:
+        stream: of the model.
+        push: takes what comes, and the functions of ``WeightStream.writes``; None on all ranks but 0.
+        changed_only: leave out what is as it was at the last call.
+
+    Raises:
+        UserError: another rank than 0 wants the weights.
+    """
+    if push is not None and rank() != 0:
+        raise UserError(f"rank {rank()} of the trainer has a receiver: weights come to rank 0, so give it there")
     start = time.perf_counter()
     tasks = stream.changed() if changed_only else None
     infos = stream.metadata(tasks)
-    buckets = packing.layout(infos, bucket_bytes)
-    named = stream.send(tasks)
+    writes = stream.writes(tasks)
     try:
-        if take is not None and infos:
-            buffer = SharedBuffer(packing.buffer_bytes(buckets))
-            begin = Begin(infos, bucket_bytes, buffer.path, buffer.size, changed_only, running)
-            _send(named, buckets, take, buffer, begin)
+        if push is not None and infos:
+            push(infos, writes)
     finally:  # the other ranks wait for this one, also after an error
-        for _ in named:
+        for _ in writes:
             pass
-    if take is not None and infos:
-        take(Finish())
     if changed_only:
         stream.mark_sent()
     return RefitReport(len(infos), sum(info.bytes for info in infos), time.perf_counter() - start)
 
 
 def _send(
-    named: Any,
-    buckets: Sequence[Sequence[packing.Slot]],
     take: Callable[[WeightStep], object],
-    buffer: SharedBuffer,
-    begin: Begin,
+    bucket_bytes: int,
+    changed_only: bool,
+    running: Running,
+    infos: list[WeightInfo],
+    writes: Iterator[Callable[[Tensor], None]],
 ) -> None:
+    buckets = packing.layout(infos, bucket_bytes)
+    buffer = SharedBuffer(packing.buffer_bytes(buckets))
     try:
-        take(begin)
+        take(Begin(infos, bucket_bytes, buffer.path, buffer.size, changed_only, running))
     finally:
         buffer.unlink()
     for index, bucket in enumerate(buckets):
         for slot in bucket:
-            _, weight = next(named)
-            slot.view(buffer.bytes).copy_(weight.detach())
+            next(writes)(slot.view(buffer.bytes))
         take(Bucket(index))
+    take(Finish())
 
 
 class Refit:

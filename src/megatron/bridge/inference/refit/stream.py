@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trainer sends: names, shapes and dtypes known without moving a byte, then the tensors in that order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -10,10 +11,14 @@ import xxhash
 from torch import Tensor
 
 from megatron.bridge.backends.fsdp import sharded_rows
+from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedModule
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
-from megatron.bridge.utils.distributed import reduce_numbers
+from megatron.bridge.models.conversion.engine import buckets
+from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.mappings.base import Unjoined
+from megatron.bridge.models.conversion.model_bridge import bridge_for
+from megatron.bridge.utils.distributed import rank, reduce_numbers
 from megatron.bridge.utils.errors import UserError
 
 BUCKET_BYTES = 64 << 20
@@ -62,8 +67,13 @@ class WeightStream:
         Args:
             tasks: those that will be sent; all when None.
         """
-        chosen = self._plan.tasks if tasks is None else tasks
-        return [info for task, names in _completed(chosen) for info in self._infos(task, names)]
+        if tasks is None:
+            return list(self._all)
+        return [info for task, names in _completed(tasks) for info in self._infos(task, names)]
+
+    @cached_property
+    def _all(self) -> list[WeightInfo]:
+        return self.metadata(self._plan.tasks)
 
     def _infos(self, task: WeightConversionTask, names: Sequence[str]) -> Iterator[WeightInfo]:
         shapes = task.hf_shapes
@@ -83,7 +93,6 @@ class WeightStream:
         Raises:
             UserError: a tensor is not as announced, because its mapping computes another shape.
         """
-        infos = self.metadata(tasks)
         named: Any = self._bridge.export_hf_weights(
             self._model,
             show_progress=False,
@@ -91,13 +100,35 @@ class WeightStream:
             bucket_bytes=self._bucket_bytes,
             weight_dtype=self._dtype,
         )
-        for info, (name, weight) in zip(infos, named, strict=True):
-            if (name, tuple(weight.shape), weight.dtype) != (info.name, info.shape, info.dtype):
-                raise UserError(
-                    f"tensor {name} came as {list(weight.shape)} {weight.dtype} where {info.name} "
-                    f"{list(info.shape)} {info.dtype} was announced: export the model to files instead"
-                )
+        for info, (name, weight) in zip(self.metadata(tasks), named, strict=True):
+            _check(info, name, weight, weight.dtype == info.dtype)
             yield name, weight
+
+    def writes(self, tasks: Sequence[WeightConversionTask] | None = None) -> Iterator[Callable[[Tensor], None]]:
+        """Functions that put the tensors, as ``metadata`` announces them, where they are wanted, on rank 0.
+
+        They copy, and convert, straight from the shards, and are valid until the next one is asked for. Other
+        ranks must iterate, too; what they get is of no use.
+
+        Args:
+            tasks: those of ``changed``; all when None.
+
+        Raises:
+            UserError: as of ``send``.
+        """
+        hook = bridge_for(self._bridge.hf_config)
+        if hook.computes_on_export:
+            for _, weight in self.send(tasks):
+                yield partial(_put, weight)
+            return
+        plan = peft_format.merging(Plan(tuple(self._plan.tasks if tasks is None else tasks)))
+        named = buckets.to_first_rank(plan, self._bucket_bytes)
+        if rank() != 0:
+            yield from (partial(_put, weight) for _, weight in named)
+            return
+        for info, (name, weight) in zip(self.metadata(tasks), named, strict=True):
+            _check(info, name, weight)
+            yield partial(_put, weight)
 
     # ---- what changed -------------------------------------------------------------------------------------------
 
@@ -125,6 +156,19 @@ class WeightStream:
     def mark_sent(self) -> None:
         """What the last ``changed`` saw has arrived."""
         self._hashes |= self._new
+
+
+def _check(info: WeightInfo, name: str, weight: Any, same_dtype: bool = True) -> None:
+    if (name, tuple(weight.shape)) != (info.name, info.shape) or not same_dtype:
+        raise UserError(
+            f"tensor {name} came as {list(weight.shape)} {weight.dtype} where {info.name} "
+            f"{list(info.shape)} {info.dtype} was announced: export the model to files instead"
+        )
+
+
+@torch.no_grad()
+def _put(weight: Tensor | Unjoined, target: Tensor) -> None:
+    buckets.put(weight, target)
 
 
 def _completed(tasks: Sequence[WeightConversionTask]) -> Iterator[tuple[WeightConversionTask, list[str]]]:

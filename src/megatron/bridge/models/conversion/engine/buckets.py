@@ -7,7 +7,7 @@ the whole model. A bucket is what one exchange puts together; its tensors are ha
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from megatron.bridge.models.conversion.adapters.adapted_layers import AdaptedMod
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.exchange import Pending
 from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
+from megatron.bridge.models.conversion.mappings.base import Unjoined
 from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, MegatronModelBridge
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.utils.errors import UserError
@@ -24,6 +25,8 @@ BUCKET_BYTES = 512 << 20
 
 Weights = dict[str, Tensor]
 """Hugging Face tensors by name."""
+Parts = Mapping[str, Tensor | Unjoined]
+"""The same, some of them not put together yet."""
 
 
 def stream(
@@ -67,7 +70,7 @@ def stream_with_tasks(
     stacks: dict[str, _Stack] = {}
     adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
     for bucket in _buckets(plan.tasks if tasks is None else tasks, bucket_bytes, exchange.any_rank(adapted)):
-        exchanged = _exchanged(bucket)
+        exchanged: list[Any] = _exchanged(bucket)
         for task in bucket:
             weights = exchanged.pop(0)
             if bridge.computes_on_export:
@@ -78,6 +81,24 @@ def stream_with_tasks(
                     yield task, HFWeightTuple(alias, weight.cpu() if cpu else weight)
     if stacks:
         raise UserError(f"the tasks leave out experts of {', '.join(stacks)}: give those of all experts")
+
+
+def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor | Unjoined]]:
+    """What ``stream`` yields, on rank 0 of the model alone; nothing is sent to ranks that do not need it.
+
+    A tensor that is not whole yet is put together by whoever takes it, which saves a copy.
+
+    Args:
+        plan: what to convert, by a bridge whose hook computes nothing; its ties are left out.
+        bucket_bytes: as ``stream_with_tasks`` takes it.
+    """
+    stacks: dict[str, _Stack] = {}
+    adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
+    for bucket in _buckets(plan.tasks, bucket_bytes, exchange.any_rank(adapted)):
+        exchanged = _exchanged(bucket) if not bucket[0].mapping.copies else _at_first_rank(bucket)
+        for task in bucket:
+            weights: Any = exchanged.pop(0)
+            yield from _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
 
 
 # ---- what goes together -----------------------------------------------------------------------------------------
@@ -144,10 +165,55 @@ def _exchanged(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
     return [found.wait() for found in sent]
 
 
-def _gathered(task: WeightConversionTask) -> Pending[list[Tensor]] | None:
+@torch.no_grad()
+def _at_first_rank(tasks: Sequence[WeightConversionTask]) -> list[dict[str, Tensor | Unjoined]]:
+    """The tensors of each task on rank 0; elsewhere those that pass through this rank."""
+    arriving = [_gathered(task, first_only=True) for task in tasks]
+    held: list[Any] = []
+    for task in tasks:
+        gathered = arriving.pop(0)
+        shards = None if gathered is None else gathered.wait()
+        held.append(None if shards is None else task.mapping.unjoined(task.shard, shards))
+    for start, is_on_way in (
+        (exchange.start_among_experts, _crosses_experts),
+        (exchange.start_among_stages, _crosses_stages),
+    ):
+        sent = [
+            start(_whole(found), _outline(task), task.owner) if is_on_way(task) else Pending(found)
+            for task, found in zip(tasks, held, strict=True)
+        ]
+        held = [found.wait() for found in sent]
+    return [found or {} for found in held]
+
+
+def _crosses_experts(task: WeightConversionTask) -> bool:
+    """Whether a task's tensors go from other ranks of the stage to the first one, and through this rank."""
+    return bool(task.owner.expert_rank) and _is_first_shard(task)
+
+
+def _crosses_stages(task: WeightConversionTask) -> bool:
+    """Whether a task's tensors go from a later stage to the first one, and through this rank."""
+    first_expert = task.owner.expert_rank is None or exchange.expert_rank() == 0
+    return task.owner.stage > 0 and first_expert and _is_first_shard(task)
+
+
+def _is_first_shard(task: WeightConversionTask) -> bool:
+    return exchange.rank_and_size(exchange.shard_group(task.global_param_name))[0] == 0
+
+
+def _whole(weights: Parts | None) -> Weights | None:
+    if weights is None:
+        return None
+    return {name: one.whole() if isinstance(one, Unjoined) else one for name, one in weights.items()}
+
+
+def _gathered(task: WeightConversionTask, first_only: bool = False) -> Pending[Any] | None:
+    """The shards of a parameter, on all ranks that have one or on the first of them."""
     if task.param_weight is None:
         return None
     group = exchange.shard_group(task.global_param_name)
+    if first_only:
+        return exchange.start_gather(cast(Tensor, task.exported), group, task.shard.parts, 0)
     return exchange.start_all_gather(cast(Tensor, task.exported), group, task.shard.parts)
 
 
@@ -169,10 +235,18 @@ def _by_itself(task: WeightConversionTask) -> Weights:
 # ---- handing out ------------------------------------------------------------------------------------------------
 
 
-def _taken(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+def _taken(weights: Any) -> Iterator[tuple[str, Any]]:
     """The tensors; each is released when the next is asked for."""
     for name in list(weights):
         yield name, weights.pop(name)
+
+
+def put(weight: Tensor | Unjoined, target: Tensor) -> None:
+    """Copy a tensor, whole or not, to its place."""
+    if isinstance(weight, Unjoined):
+        weight.write(target)
+    else:
+        target.copy_(weight)
 
 
 @dataclass
@@ -184,15 +258,16 @@ class _Stack:
 
 
 def _stacked(
-    task: WeightConversionTask, weights: Mapping[str, Tensor], stacks: dict[str, _Stack]
+    task: WeightConversionTask, weights: Parts, stacks: dict[str, _Stack]
 ) -> Iterator[tuple[str, Tensor]]:
     """Put an expert's part into its tensors; those that are whole now."""
     shapes = task.mapping.hf_shapes(task.shard)
     for name, weight in weights.items():
         if name not in stacks:
-            stacks[name] = _Stack(weight.new_empty(shapes[name]), shapes[name][0])
+            like = weight.like if isinstance(weight, Unjoined) else weight
+            stacks[name] = _Stack(like.new_empty(shapes[name]), shapes[name][0])
         stack = stacks[name]
-        stack.whole[task.mapping.expert] = weight
+        put(weight, stack.whole[cast(int, task.mapping.expert)])
         stack.missing -= 1
         if not stack.missing:
             yield name, stacks.pop(name).whole

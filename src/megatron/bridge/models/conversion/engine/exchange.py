@@ -126,14 +126,18 @@ def start_all_gather(tensor: Tensor, group: Group, parts: int) -> Pending[list[T
 
 def gather(tensor: Tensor, group: Group, parts: int, receiver: int) -> list[Tensor] | None:
     """The shards of all ``parts`` ranks on the rank ``receiver`` of the group, None on the others."""
+    return start_gather(tensor, group, parts, receiver).wait()
+
+
+def start_gather(tensor: Tensor, group: Group, parts: int, receiver: int) -> Pending[list[Tensor] | None]:
+    """Begin to get the shards of all ``parts`` ranks on the rank ``receiver`` of the group."""
+    mine = rank_and_size(group)[0] == receiver
     if parts == 1:
-        return [tensor] if rank_and_size(group)[0] == receiver else None
-    assert group is not None
+        return Pending([tensor] if mine else None)
     local = tensor.detach().contiguous()
-    mine = torch_dist.get_rank(group) == receiver
     shards = [torch.empty_like(local) for _ in range(parts)] if mine else None
-    torch_dist.gather(local, shards, group=group, group_dst=receiver)
-    return shards
+    work = torch_dist.gather(local, shards, group=group, group_dst=receiver, async_op=True)
+    return Pending(shards, (cast(torch_dist.Work, work),))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ share, copied one way to load and the other way to export. Nothing here communic
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -100,6 +100,32 @@ class CopyRange:
     def is_plain(self) -> bool:
         """Whether the Hugging Face side is a range of a tensor by itself, the same way round."""
         return self.step == 1 and self.expert is None and not self.transposed
+
+
+@dataclass(frozen=True)
+class Unjoined:
+    """A Hugging Face tensor that still lies in shards."""
+
+    shape: tuple[int, ...]
+    like: Tensor
+    """Has its dtype and device."""
+    pieces: list[tuple[CopyRange, Tensor]] = field(default_factory=list[tuple[CopyRange, Tensor]])
+    """Ranges, and the views of the shards that hold their numbers."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    def write(self, target: Tensor) -> None:
+        """Put it together in ``target``, in whatever dtype that has."""
+        for piece, numbers in self.pieces:
+            piece.of_slice(target).copy_(numbers)
+
+    def whole(self) -> Tensor:
+        """The tensor in memory of its own."""
+        target = torch.empty(self.shape, dtype=self.dtype, device=self.like.device)
+        self.write(target)
+        return target
 
 
 @dataclass(frozen=True)
@@ -301,14 +327,15 @@ class MegatronParamMapping(MappingGroups):
 
     def join(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, Tensor]:
         """Whole Hugging Face tensors (an expert's part where they are stacked) from the shards in rank order."""
-        whole = {
-            hf: torch.empty(shape, dtype=weights[0].dtype, device=weights[0].device)
-            for hf, shape in self.hf_slice_shapes(shard).items()
-        }
+        return {hf: one.whole() for hf, one in self.unjoined(shard, weights).items()}
+
+    def unjoined(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, "Unjoined"]:
+        """The same, to be put together where whoever takes them wants."""
+        found = {hf: Unjoined(shape, weights[0]) for hf, shape in self.hf_slice_shapes(shard).items()}
         for rank, weight in enumerate(weights):
             for piece in self.copy_ranges(ShardSpec(shard.shape, shard.kind, rank, len(weights), shard.config)):
-                piece.of_slice(whole[piece.hf]).copy_(piece.of_shard(weight))
-        return whole
+                found[piece.hf].pieces.append((piece, piece.of_shard(weight)))
+        return found
 
     def _by_name(self, hf_weights: HFWeights) -> dict[str, Tensor]:
         if isinstance(hf_weights, Tensor):
