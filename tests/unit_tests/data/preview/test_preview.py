@@ -15,6 +15,7 @@ from megatron.bridge.data.config import (
     GPTDatasetConfig,
     MockGPTDatasetConfig,
     PackedSequenceSpecs,
+    PreferenceDatasetConfig,
 )
 from megatron.bridge.data.loaders import build_iterators
 from megatron.bridge.data.pretraining.mock_dataset import MockGPTDataset
@@ -60,6 +61,27 @@ def test_counts_and_pieces(folder, tokenizer):
     assert [(segment.text, segment.trained) for segment in first] == [("<s>a <b> ", False), ("c</s>", True)]
     assert [(batch.rank, len(batch.samples)) for batch in found.first_batches] == [(0, 1), (1, 1)]
     assert sum(batch.trained for batch in found.first_batches) == train.report.trained
+
+
+@pytest.mark.parametrize("labeled", [False, True])
+def test_answers_are_shown_with_what_they_are(tmp_path, tokenizer, labeled):
+    pairs = [{"prompt": f"{name} ", "chosen": "Yes.", "rejected": "No."} for name in ("a", "b")]
+    answers = [{"prompt": f"{name} ", "completion": "Yes.", "label": name == "a"} for name in ("a", "b")]
+    records = answers if labeled else pairs
+    (tmp_path / "training.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = PreferenceDatasetConfig(
+        seq_length=64, dataset_root=str(tmp_path), labeled=labeled, do_validation=False, do_test=False
+    )
+    found = preview(config, build_iterators(config, tokenizer, (2, 2, 2), 1, 2), tokenizer, (1, 2, 2))
+    (train,) = found.splits
+    trained = [segment.text for sample in train.samples for segment in sample if segment.trained]
+    if labeled:
+        assert train.titles == ["sample 1, desirable", "sample 2, undesirable"]
+        assert trained == ["Yes.</s>"] * 2
+    else:
+        assert train.titles == ["pair 1, chosen", "pair 1, rejected", "pair 2, chosen", "pair 2, rejected"]
+        assert trained == ["Yes.</s>", "No.</s>"] * 2
+    assert all(title in to_html(found) for title in train.titles)
 
 
 @pytest.fixture

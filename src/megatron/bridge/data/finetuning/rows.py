@@ -59,6 +59,10 @@ class SampleRows(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         return self._row([index])
 
+    def titles(self, count: int) -> list[str]:
+        """What the first samples are to a reader, those of ``count`` records."""
+        return [f"sample {number + 1}" for number in range(min(count, len(self.samples)))]
+
     def _row(self, places: Sequence[int]) -> Row:
         samples = [self.samples[place] for place in places]
         row = make_row(samples, self.padding, self.multiple, self.seq_length, self.has_cu_seqlens)

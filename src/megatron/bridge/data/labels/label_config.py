@@ -2,7 +2,7 @@
 """The configs of data for models with a head."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig
 from megatron.bridge.data.labels.label_rules import LabelRules, TextPairRules
@@ -85,6 +85,8 @@ class EmbeddingDatasetConfig(_TextPairsConfig):
     A record has ``query`` and ``positive``, each a text or a list of messages. ``seq_length`` limits a pair: each
     text may have half as many tokens.
     """
+
+    pair_names: ClassVar[tuple[str, str]] = ("query", "positive")
 
     def encoder(self, tokenizer: "Tokenizer") -> "EmbeddingPairEncoder":  # pyright: ignore
         """What tokenizes the pairs."""

@@ -29,7 +29,7 @@ def build_preference_datasets(config: "PreferenceDatasetConfig", request: Datase
         if config.labeled:
             rows = LabeledRows(samples, padding, config.pair_rules().max_tokens, multiple)
         else:
-            rows = PairRows(samples, padding, multiple)
+            rows = PairRows(samples, padding, multiple, config.pair_names)
         seed = config.seed if split == "train" else None
         return EpochRows(rows, size, seed, prepared.report, prepared.name)
 

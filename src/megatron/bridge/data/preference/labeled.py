@@ -98,6 +98,13 @@ class LabeledRows(SampleRows):
         row["desirable"] = torch.full_like(row["loss_mask"], float(self.answers.label(index)))
         return row
 
+    def titles(self, count: int) -> list[str]:
+        labels = [self.answers.label(place) for place in range(min(count, len(self)))]
+        return [
+            f"sample {number}, {'desirable' if label else 'undesirable'}"
+            for number, label in enumerate(labels, start=1)
+        ]
+
     def _mismatched(self, index: int) -> Sample:
         prompt, _ = _split(self.answers[index])
         others = (self.answers[(index + step) % len(self)] for step in range(1, len(self)))

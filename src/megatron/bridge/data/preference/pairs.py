@@ -109,11 +109,17 @@ def _prompt(record: Record, where: str) -> tuple[Any, int]:
 class PairRows(SampleRows):
     """One pair in each row, without padding. The rows of a microbatch are concatenated."""
 
-    def __init__(self, samples: Samples, padding: int, multiple: int = 1) -> None:
+    def __init__(
+        self, samples: Samples, padding: int, multiple: int = 1, names: tuple[str, str] = ANSWERS
+    ) -> None:
         super().__init__(samples, None, padding, multiple)
+        self._names = names
 
     def __len__(self) -> int:
         return len(self.samples) // len(ANSWERS)
+
+    def titles(self, count: int) -> list[str]:
+        return [f"pair {place + 1}, {name}" for place in range(min(count, len(self))) for name in self._names]
 
     def __getitem__(self, index: int) -> Row:
         return self._row([2 * index, 2 * index + 1])

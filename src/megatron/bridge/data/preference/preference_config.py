@@ -2,7 +2,7 @@
 """The config of pairs of answers."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron.bridge.data.dataset_config import DatasetRequest, Splits
 from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig
@@ -45,6 +45,7 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
     """Which part of a conversation counts: the ``completion``, which is all that the answers do not share, or only
     the ``last`` message."""
     padding_free: bool = True
+    pair_names: ClassVar[tuple[str, str]] = ("chosen", "rejected")
     labeled: bool | None = None
     """Whether a record is one answer with a label. None: True with ``dpo.loss_type=kto``."""
 

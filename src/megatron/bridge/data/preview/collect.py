@@ -52,6 +52,8 @@ class SplitPreview:
     fill: float | None
     """Fraction of the rows that is not padding; None if rows have no fixed length."""
     samples: list[list[TextSegment]]
+    titles: list[str]
+    """Of each sample: its number, which answer of a pair it is, or its label."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Preview:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a JSON file, without the text of samples."""
         splits = [
-            {name: value for name, value in vars(split).items() if name not in ("report", "samples")}
+            {name: value for name, value in vars(split).items() if name not in ("report", "samples", "titles")}
             | {"report": split.report.to_dict()}
             for split in self.splits
         ]
@@ -141,7 +143,7 @@ def _parts(name: str, dataset: Any) -> Iterator[tuple[str, EpochRows]]:
 
 def _preview_split(name: str, dataset: EpochRows, tokenizer: Tokenizer, samples: int) -> SplitPreview:
     rows = dataset.rows
-    lengths = rows.samples.lengths
+    lengths, titles = rows.samples.lengths, rows.titles(samples)
     return SplitPreview(
         name=name,
         source=dataset.source,
@@ -152,9 +154,8 @@ def _preview_split(name: str, dataset: EpochRows, tokenizer: Tokenizer, samples:
         histogram=histogram(lengths),
         rows=len(rows),
         fill=rows.fill,
-        samples=[
-            segments(rows.samples[place], tokenizer, rows.media) for place in range(min(samples, len(lengths)))
-        ],
+        samples=[segments(rows.samples[place], tokenizer, rows.media) for place in range(len(titles))],
+        titles=titles,
     )
 
 

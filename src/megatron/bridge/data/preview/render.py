@@ -68,8 +68,8 @@ def _split(split: SplitPreview) -> ConsoleRenderable:
     lines: list[ConsoleRenderable] = [Text(split.name, style="bold underline")]
     lines += [Text(line) for line in summary(split)]
     lines.append(_histogram(split))
-    for number, sample in enumerate(split.samples, start=1):
-        lines += [Text(f"sample {number}", style="bold"), _text(sample)]
+    for title, sample in zip(split.titles, split.samples, strict=True):
+        lines += [Text(title, style="bold"), _text(sample)]
     return Group(*lines, Text())
 
 
