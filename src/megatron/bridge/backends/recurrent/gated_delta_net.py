@@ -132,7 +132,7 @@ def chunk_gated_delta_rule(
     to_end = k * (kept[..., -1:] - kept).exp().unsqueeze(-1)
     parts = (fresh, seen, within, q * faded * scale, to_end, faded[..., -1:, :])
     firsts = _first_chunks(lengths) if initial_state is None else set[int]()
-    out, state = _scan(*parts, firsts, torch.empty(0) if initial_state is None else initial_state)
+    out, state = _scan(*parts, firsts, q.new_empty(0) if initial_state is None else initial_state)
     return _from_chunks(out, lengths, size).to(dtype), state if output_final_state else None
 
 

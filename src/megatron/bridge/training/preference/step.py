@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -11,6 +12,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron.bridge.backends.attention.block_mask import host_values
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.data.finetuning.packing import cut_for_rank
 from megatron.bridge.training.config.blocks.dpo import DPOConfig
@@ -139,6 +141,6 @@ def answer_of_token(batch: dict[str, Any]) -> Tensor:
     group: Any = parallel_state.get_context_parallel_group()
     positions = torch.arange(batch["tokens"].numel() * group.size(), device=bounds.device)
     if group.size() > 1:
-        places = cut_for_rank(bounds.cpu().numpy(), group.rank(), group.size())
+        places = cut_for_rank(np.array(host_values(bounds)), group.rank(), group.size())
         positions = torch.from_numpy(places).to(bounds.device)
     return torch.searchsorted(bounds[1:], positions, right=True)

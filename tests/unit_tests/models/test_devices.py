@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward pass, loss and backward pass on the meta device, whose tensors have no numbers.
+
+A tensor that is made on the CPU raises an error when it meets the others, and so does whatever reads a number on
+the host, for which a GPU would have to finish its queue. Only the dispatcher of experts does so, by design.
+"""
+
+import pytest
+import torch
+import transformers
+from megatron.core.transformer.moe import token_dispatcher
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.peft.lora import LoRA
+from tests.families import harness
+from tests.families.own_models import model_class
+from tests.families.rows import ROWS
+
+IN_CI = {
+    *("afmoe", "cohere2", "deci", "deepseek_v3", "gemma2", "gemma3", "glm4_moe_next_tokens", "gpt2", "gpt_oss"),
+    *("granitemoe", "lfm2_moe", "llama_biases", "ministral3", "nemotron_h_experts", "olmo2", "phi"),
+    *("phi3_long_rope_over_part_of_a_head", "qwen2_tied_windows", "qwen3_5_moe", "qwen3_next", "vaultgemma"),
+}
+NAMES = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in ROWS]
+META = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch):
+    assert ROWS.keys() >= IN_CI
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: META)
+    monkeypatch.setattr(token_dispatcher, "sort_chunks_by_idxs", unsorted)
+    for dispatcher in (
+        token_dispatcher.MoEAlltoAllTokenDispatcher,
+        token_dispatcher.MoEAllGatherTokenDispatcher,
+    ):
+        monkeypatch.setattr(dispatcher, "dispatch_postprocess", with_even_counts(dispatcher.dispatch_postprocess))
+
+
+def unsorted(rows, split_sizes, sorted_idxs, probs=None, fused=False):
+    """Shapes do not depend on the order."""
+    return rows.clone(), None if probs is None else probs.clone()
+
+
+def with_even_counts(dispatch):
+    """The counts of tokens, which the dispatcher reads on the host: as many for each expert."""
+
+    def call(self, *arguments, **options):
+        rows, _, probs = dispatch(self, *arguments, **options)
+        counts = torch.full((self.num_local_experts,), rows.shape[0] // self.num_local_experts)
+        counts[0] += rows.shape[0] - counts.sum()
+        return rows, counts, probs
+
+    return call
+
+
+def built(name):
+    row = ROWS[name]
+    found = model_class(row.model)
+    kind = getattr(transformers, found) if isinstance(found, str) else found
+    config = kind.config_class(**row.config)
+    config.architectures = [kind.__name__]
+    provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    for key, value in harness.settings(provider, {}, row.provider).items():
+        setattr(provider, key, value)
+    return provider.meta_model(), row.config["vocab_size"]
+
+
+def step(chunk, vocabulary):
+    ids = torch.randint(0, vocabulary, (2, 40)).to(META)
+    positions = torch.empty(2, 40, dtype=torch.long, device=META)
+    losses = chunk(input_ids=ids, position_ids=positions, attention_mask=None, labels=ids)
+    losses.mean().backward()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_made_or_read_on_the_cpu(name):
+    (chunk,), vocabulary = built(name)
+    step(chunk, vocabulary)
+    missing = [key for key, value in chunk.named_parameters() if value.requires_grad and value.grad is None]
+    assert not [key for key in missing if "expert" not in key], missing
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "gpt_oss", "deepseek_v3"])
+def test_adapters_are_where_their_layers_are(name):
+    chunks, vocabulary = built(name)
+    LoRA(dim=4, target_modules=["linear_proj", "linear_fc1", "linear_fc2"])(chunks)
+    step(chunks[0], vocabulary)
+
+
+def test_a_tensor_on_the_cpu_would_be_found():
+    (chunk,), vocabulary = built("llama_biases")
+    chunk.decoder.final_layernorm.register_forward_hook(
+        lambda module, inputs, out: out + torch.ones(out.shape[-1])
+    )
+    with pytest.raises(RuntimeError, match="device"):
+        step(chunk, vocabulary)
+
+
+def test_reading_a_number_would_be_found():
+    (chunk,), vocabulary = built("llama_biases")
+    chunk.decoder.final_layernorm.register_forward_hook(lambda module, inputs, out: out * out.sum().item())
+    with pytest.raises(RuntimeError, match="meta"):
+        step(chunk, vocabulary)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code that runs in each step makes tensors on the device of their neighbors, and reads no number on the host.
+
+Both cost nothing on a CPU. On a GPU a tensor without ``device=`` is an error or a copy, and a read waits until the
+queue is empty. What does so all the same is listed here, with the reason.
+"""
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[3] / "src/megatron/bridge"
+HOT = (
+    *("backends/attention", "backends/kernels", "backends/moe", "backends/recurrent", "backends/specs"),
+    *("models/features", "models/vision", "training/step", "training/optim", "training/preference", "peft"),
+    *("training/loop.py", "training/gpt_step.py", "training/vlm_step.py", "training/head_step.py"),
+)
+MAKES = {"tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "linspace", "eye"}
+READS = {"item", "tolist", "cpu", "numpy"}
+
+ALLOWED = {
+    "backends/attention/block_mask.py host_values .tolist()": "once for a tensor that was not read before",
+    "backends/moe/grouped_experts.py _group_offsets torch.tensor": "of counts on the host; copied without waiting",
+    "backends/moe/grouped_experts.py _initialize torch.empty": "first values, before training",
+    "backends/recurrent/gated_delta_net.py init_conv_weight torch.empty": "first values",
+    "backends/recurrent/mamba.py _initialize torch.empty": "first values",
+    "models/features/multipliers.py _scale_embeddings torch.tensor": "a number of no dimension goes along as one",
+    "models/features/multipliers.py scale torch.tensor": "the same function",
+    "models/features/rope.py _ntk_alpha torch.arange": "when the model is built",
+    "models/vision/dummy.py _patches torch.ones": "an image in the place of none, for ranks without images",
+    "models/vision/dummy.py _patches torch.tensor": "the same",
+    "models/vision/dummy.py _tiles torch.tensor": "the same",
+    "models/vision/dummy.py dummy_media torch.ones": "the same",
+    "models/vision/dummy.py dummy_media torch.tensor": "the same",
+    "models/vision/media.py select torch.tensor": "indices from the host, moved to their tensor",
+    "models/vision/sharing.py _gathered .tolist()": "sizes of images that are shared over ranks; once for a batch",
+    "models/vision/sharing.py _gathered torch.tensor": "indices from the host",
+    "peft/low_rank.py _drawn torch.empty": "first values",
+    "training/gpt_step.py on_device .tolist()": "of the batch on the host, before it is moved",
+}
+
+
+def calls(path):
+    """(name of the function, what it calls) of each suspect call of a file."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call in ast.walk(function):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            name, owner = call.func.attr, call.func.value
+            if name in READS and not call.args:
+                yield function.name, f".{name}()"
+            given = {keyword.arg for keyword in call.keywords}
+            if name in MAKES and isinstance(owner, ast.Name) and owner.id == "torch" and "device" not in given:
+                yield function.name, f"torch.{name}"
+
+
+def suspects():
+    paths = [SOURCE / place for place in HOT]
+    files = [path for place in paths for path in (place.rglob("*.py") if place.is_dir() else [place])]
+    return {f"{path.relative_to(SOURCE)} {function} {call}" for path in files for function, call in calls(path)}
+
+
+def test_every_suspect_has_its_reason():
+    found = suspects()
+    assert sorted(found - ALLOWED.keys()) == []
+    assert sorted(ALLOWED.keys() - found) == [], "these are gone"
