@@ -53,13 +53,18 @@ REFUSED = {
         *("hunyuan_dense_biases", "olmo2_groups", "qwen3_tied_biases_windows"),
     ),
 }
+# linear layers in the place of attention, no layer that the adapters are for, experts one by one
+LEFT_OUT = {("deci_linear", "sp2"), ("deci_linear", "lora-sp2")}
+LEFT_OUT |= {
+    (name, lora) for name in ("nemotron_h_expert_groups", "qwen3_moe_sequential") for lora in ("lora", "lora-sp2")
+}
 REFUSES = {name: setting for setting, names in REFUSED.items() for name in names}
 
 
 def cells():
     everywhere = ("one", "stored", "lora", "sp2", "lora-sp2")
     rows = {row.name: (*everywhere, *row.layouts, *row.slow) for row in ROWS.values()}
-    found = {(name, check) for name, checks in rows.items() for check in checks if check in CHECKS}
+    found = {(name, check) for name, checks in rows.items() for check in checks if check in CHECKS} - LEFT_OUT
     assert found >= IN_CI
     for name, check in sorted(found):
         yield pytest.param(name, check, marks=() if (name, check) in IN_CI else pytest.mark.slow)
@@ -83,7 +88,7 @@ def proven(request, tmp_path_factory):
 def test_a_family(proven, name, check):
     problems = proven[f"{check}:{name}"]
     if name in REFUSES:
-        (problem,) = problems
+        problem, *_ = [line for line in problems if line.startswith("refused")]  # another rank may fail by that
         assert problem.startswith(f"refused: {REFUSES[name]}"), problem
         assert problem.endswith("set model.backend='torch'"), problem
     else:

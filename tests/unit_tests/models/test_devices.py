@@ -15,6 +15,7 @@ from megatron.bridge.peft.lora import LoRA
 from tests.families import harness
 from tests.families.own_models import model_class
 from tests.families.rows import ROWS
+from tests.families.vision.rows import ROWS as VISION_ROWS
 
 IN_CI = {
     *("afmoe", "cohere2", "deci", "deepseek_v3", "gemma2", "gemma3", "glm4_moe_next_tokens", "gpt2", "gpt_oss"),
@@ -54,8 +55,7 @@ def with_even_counts(dispatch):
     return call
 
 
-def built(name):
-    row = ROWS[name]
+def built(row):
     found = model_class(row.model)
     kind = getattr(transformers, found) if isinstance(found, str) else found
     config = kind.config_class(**row.config)
@@ -63,19 +63,19 @@ def built(name):
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     for key, value in harness.settings(provider, {}, row.provider).items():
         setattr(provider, key, value)
-    return provider.meta_model(), row.config["vocab_size"]
+    return provider.meta_model(), config.get_text_config().vocab_size
 
 
-def step(chunk, vocabulary):
+def step(chunk, vocabulary, **more):
     ids = torch.randint(0, vocabulary, (2, 40)).to(META)
     positions = torch.empty(2, 40, dtype=torch.long, device=META)
-    losses = chunk(input_ids=ids, position_ids=positions, attention_mask=None, labels=ids)
+    losses = chunk(input_ids=ids, position_ids=positions, attention_mask=None, labels=ids, **more)
     losses.mean().backward()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_made_or_read_on_the_cpu(name):
-    (chunk,), vocabulary = built(name)
+    (chunk,), vocabulary = built(ROWS[name])
     step(chunk, vocabulary)
     missing = [key for key, value in chunk.named_parameters() if value.requires_grad and value.grad is None]
     assert not [key for key in missing if "expert" not in key], missing
@@ -83,13 +83,20 @@ def test_nothing_is_made_or_read_on_the_cpu(name):
 
 @pytest.mark.parametrize("name", ["llama_biases", "gpt_oss", "deepseek_v3"])
 def test_adapters_are_where_their_layers_are(name):
-    chunks, vocabulary = built(name)
+    chunks, vocabulary = built(ROWS[name])
     LoRA(dim=4, target_modules=["linear_proj", "linear_fc1", "linear_fc2"])(chunks)
     step(chunks[0], vocabulary)
 
 
+@pytest.mark.parametrize("name", ["llava", "internvl"])
+def test_the_image_in_the_place_of_none_goes_where_the_tower_is(name):
+    (chunk,), vocabulary = built(VISION_ROWS[name])
+    chunk._dummy = {key: torch.ones(value.shape, device="cpu") for key, value in chunk._dummy.items()}
+    step(chunk.train(), vocabulary, media_rows=torch.full((2, 40), -1).to(META))
+
+
 def test_a_tensor_on_the_cpu_would_be_found():
-    (chunk,), vocabulary = built("llama_biases")
+    (chunk,), vocabulary = built(ROWS["llama_biases"])
     chunk.decoder.final_layernorm.register_forward_hook(
         lambda module, inputs, out: out + torch.ones(out.shape[-1])
     )
@@ -98,7 +105,7 @@ def test_a_tensor_on_the_cpu_would_be_found():
 
 
 def test_reading_a_number_would_be_found():
-    (chunk,), vocabulary = built("llama_biases")
+    (chunk,), vocabulary = built(ROWS["llama_biases"])
     chunk.decoder.final_layernorm.register_forward_hook(lambda module, inputs, out: out * out.sum().item())
     with pytest.raises(RuntimeError, match="meta"):
         step(chunk, vocabulary)

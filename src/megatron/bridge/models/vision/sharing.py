@@ -42,7 +42,7 @@ def features(
         owners = share_out(costs, ranks)
         own = [index for index, owner in enumerate(owners) if ranks == 1 or owner == group.rank()]
         encoded = _encode(tower, kinds, own)
-        spare = encode(tower, dummy).rows if trained and not own else None
+        spare = encode(tower, _beside(tower, dummy)).rows if trained and not own else None
         if not kinds:
             return None, spare
         if ranks == 1:
@@ -50,6 +50,12 @@ def features(
         counts = [count for _, counts in encoded for count in counts]
         width = encoded[0][0].shape[-1] if encoded else None
         return _gathered(tower, [rows for rows, _ in encoded], counts, width, owners, group), spare
+
+
+def _beside(tower: nn.Module, media: Media) -> Media:
+    """The tensors on the tower's device."""
+    device = next(tower.parameters()).device
+    return {name: value.to(device) for name, value in media.items()}
 
 
 def share_out(costs: Sequence[int], ranks: int) -> list[int]:
