@@ -25,7 +25,7 @@ HERE = {"backend": "transformer_engine", "use_cpu_initialization": True}
 
 
 def main(output: str, *cases: str) -> None:
-    alone = [case for case in cases if case.partition(":")[0] in ("one", "stored", "lora")]
+    alone = [case for case in cases if case.startswith("one:")]
     together = [case for case in cases if case not in alone]
     found: dict[str, list[str]] = {}
     for size, names in ((1, alone), (2, together)):
