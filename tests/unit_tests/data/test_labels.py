@@ -9,8 +9,10 @@ from megatron.bridge.data.config import (
     ClassificationDatasetConfig,
     EmbeddingDatasetConfig,
     RewardDatasetConfig,
+    TokenClassificationDatasetConfig,
 )
 from megatron.bridge.data.finetuning.builder import prepare_split
+from megatron.bridge.data.labels.word_labels import WordLabelRows
 from megatron.bridge.data.preference.pairs import PairRows
 from tests.refusals import refused
 from tests.unit_tests.data.records.chat_forms import FORMS
@@ -115,3 +117,50 @@ def test_queries_and_texts_are_whole(tmp_path, tokenizer):
     wrong = {"query": "good day", "positive": 3}
     with refused("positive=3", "list of messages"):
         prepared(tmp_path, tokenizer, EmbeddingDatasetConfig, wrong)
+
+
+WORDS = [
+    {"tokens": ["Peace", "unbelievably", "hi"], "ner_tags": ["O", "B", 1]},
+    {"tokens": ["to", "friends"], "ner_tags": [0, 1]},
+]
+
+
+def word_labels(folder, tokenizer, *records, **values):
+    values = {"label_names": ["O", "B"], **values}
+    return prepared(folder, tokenizer, TokenClassificationDatasetConfig, *records, **values)
+
+
+@pytest.mark.parametrize("label_all_tokens", [False, True])
+def test_tokens_have_the_classes_that_transformers_collator_takes(tmp_path, tokenizer, label_all_tokens):
+    found = word_labels(tmp_path, tokenizer, *WORDS, label_all_tokens=label_all_tokens)
+    rows = WordLabelRows(found.samples, tokenizer.eod)
+    features = []
+    for record, numbers in zip(WORDS, ([0, 1, 1], [0, 1]), strict=True):  # as transformers' run_ner.py does
+        encoded = tokenizer.hf(record["tokens"], is_split_into_words=True)
+        labels, last = [], None
+        for word in encoded.word_ids():
+            counts = word is not None and (word != last or label_all_tokens)
+            labels.append(numbers[word] if counts else -100)
+            last = word
+        features.append({"input_ids": encoded["input_ids"], "labels": labels})
+    assert any(feature["labels"].count(-100) > 1 for feature in features) or label_all_tokens
+    assert len(rows) == len(features)
+    for row, feature in zip(rows, features, strict=True):
+        assert row["tokens"].tolist() == feature["input_ids"]
+        assert row["labels"].where(row["loss_mask"] > 0, -100).tolist() == feature["labels"]
+    assert found.report.tokens == sum(len(feature["input_ids"]) + 1 for feature in features)
+
+
+def test_words_that_are_refused_dropped_or_cut(tmp_path, tokenizer):
+    with refused("jsonl:1: ", "tokens and ner_tags", "dataset.text_column"):
+        word_labels(tmp_path, tokenizer, {"tokens": ["a"], "ner_tags": [0, 1]})
+    with refused("jsonl:1: ", "label='X'", "dataset.label_names"):
+        word_labels(tmp_path, tokenizer, {"tokens": ["a"], "ner_tags": ["X"]})
+    with refused("jsonl:1: ", "dataset.seq_length=2", "dataset.truncation"):
+        word_labels(tmp_path, tokenizer, WORDS[0], seq_length=2)
+    with refused("dataset.truncation=left"):
+        word_labels(tmp_path, tokenizer, WORDS[0], truncation="left")
+    long = {"words": ["a"] * 90, "classes": [1] * 90}
+    columns = {"text_column": "words", "label_column": "classes", "seq_length": 16}
+    cut = word_labels(tmp_path, tokenizer, long, truncation="right", **columns)
+    assert (len(WordLabelRows(cut.samples, 0)[0]["tokens"]), cut.report.cut) == (16, 1)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.conversion import heads
 from megatron.bridge.utils.errors import UserError
 from tests.refusals import refused
 from tests.toy_heads import CLASSES, as_transformers, expected, ids_without_padding, make
@@ -139,3 +140,13 @@ def test_a_classifier_of_images_is_not_taken_for_one_of_texts():
     assert not AutoBridge.supports(config)
     with refused("Gemma3ForSequenceClassification is not supported"):
         AutoBridge.from_hf_config(config)
+
+
+def test_names_of_classes_go_into_the_config():
+    source = {"model_type": "qwen3", "id2label": {"0": "LABEL_0", "1": "LABEL_1"}}
+    provider = SimpleNamespace(head="token_classification", num_labels=2, label_names=["O", "LOC"])
+    changed = heads.changed_keys(provider, source)
+    assert changed["id2label"] == {"0": "O", "1": "LOC"}
+    assert changed["label2id"] == {"O": 0, "LOC": 1}
+    provider.label_names = None
+    assert "id2label" not in heads.changed_keys(provider, source)

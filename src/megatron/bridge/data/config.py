@@ -16,6 +16,7 @@ from megatron.bridge.data.labels.label_config import (
     ClassificationDatasetConfig,
     EmbeddingDatasetConfig,
     RewardDatasetConfig,
+    TokenClassificationDatasetConfig,
 )
 from megatron.bridge.data.preference.preference_config import PreferenceDatasetConfig
 from megatron.bridge.data.pretraining.gpt_config import FIMConfig, GPTDatasetConfig
@@ -50,4 +51,5 @@ __all__ = [
     "SFTDatasetConfig",
     "Splits",
     "StreamingDatasetConfig",
+    "TokenClassificationDatasetConfig",
 ]

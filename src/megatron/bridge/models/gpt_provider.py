@@ -119,6 +119,8 @@ class GPTModelProvider(ModelProvider):
     (``token_classification``), or nothing, so that the hidden states are the output (``embedding``)."""
     num_labels: int | None = None
     """Classes of a classification head."""
+    label_names: list[str] | None = None
+    """Their names, for ``id2label`` of an export; None takes the dataset's, or keeps those of the source."""
     pooling: Pooling = "last_token"
     """How training with ``head='embedding'`` makes one vector of a text."""
     contrastive_temperature: float = 0.05

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig
-from megatron.bridge.data.labels.label_rules import LabelRules, TextPairRules
+from megatron.bridge.data.labels.label_rules import LabelRules, TextPairRules, WordLabelRules
 from megatron.bridge.data.preference.preference_config import PreferenceDatasetConfig
 from megatron.bridge.data.records.record_config import EncodingRules
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
         LabelEncoder,
         RewardPairEncoder,
     )
+    from megatron.bridge.data.labels.word_labels import WordLabelEncoder
+    from megatron.bridge.data.preference.pairs import PairRows
+    from megatron.bridge.data.records.samples import Samples
     from megatron.bridge.data.tokenizer import Tokenizer
 
 
@@ -46,11 +49,65 @@ class ClassificationDatasetConfig(FinetuningDatasetConfig):
         found = super().problems()
         if self.split_turns:
             found.append("dataset.split_turns=True: a record has one label, so it is one sample, set it to False")
-        names = self.label_names
-        if names is not None and self.num_labels is not None and len(names) != self.num_labels:
+        found += _unequal_names(self.label_names, self.num_labels)
+        return found
+
+
+def _unequal_names(names: list[str] | None, count: int | None) -> list[str]:
+    if names is None or count is None or len(names) == count:
+        return []
+    return [
+        f"dataset.label_names has {len(names)} names, and there are {count} classes: name each class, or set "
+        "model.num_labels"
+    ]
+
+
+@dataclass(kw_only=True)
+class TokenClassificationDatasetConfig(PreferenceDatasetConfig):
+    """Words with a class each in the files ``training``, ``validation`` and ``test`` of a folder.
+
+    A record has a list of words in ``text_column`` and a list of their classes, numbers from 0 or names of
+    ``label_names``, in ``label_column``. A row is a record, without padding. Tokens that the tokenizer adds to
+    a text have no class.
+    """
+
+    num_labels: int | None = None
+    """Number of classes; None takes ``model.num_labels``."""
+    label_names: list[str] | None = None
+    """Names of the classes, in the order of their numbers; None takes numbers only."""
+    label_all_tokens: bool = False
+    """Whether all tokens of a word have its class; else only the first one counts."""
+    text_column: str = "tokens"
+    """The key of the words."""
+    label_column: str = "ner_tags"
+    """The key of their classes."""
+
+    def pair_rules(self) -> EncodingRules:
+        return self.encoding_rules().extended(
+            WordLabelRules,
+            num_labels=self.num_labels,
+            label_names=tuple(self.label_names or ()),
+            label_all_tokens=self.label_all_tokens,
+            text_column=self.text_column,
+            label_column=self.label_column,
+        )
+
+    def encoder(self, tokenizer: "Tokenizer") -> "WordLabelEncoder":  # pyright: ignore
+        """What tokenizes the words."""
+        from megatron.bridge.data.labels.word_labels import WordLabelEncoder  # imports torch
+
+        return WordLabelEncoder(tokenizer, self.pair_rules())
+
+    def rows(self, samples: "Samples", padding: int) -> "PairRows":
+        from megatron.bridge.data.labels.word_labels import WordLabelRows  # imports torch
+
+        return WordLabelRows(samples, padding, self.sequence_multiple)
+
+    def problems(self) -> list[str]:
+        found = super().problems() + _unequal_names(self.label_names, self.num_labels)
+        if self.truncation not in ("refuse", "drop", "right"):
             found.append(
-                f"dataset.label_names has {len(names)} names, and there are {self.num_labels} classes: name "
-                "each class, or set model.num_labels"
+                f"dataset.truncation={self.truncation}: words are cut at their end, use refuse, drop or right"
             )
         return found
 

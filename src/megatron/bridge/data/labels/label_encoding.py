@@ -90,17 +90,7 @@ class LabelEncoder(TargetAtEnd):
     def _label(self, record: Record, where: str) -> int:
         rules = self.rules
         assert isinstance(rules, LabelRules)
-        label, names = record.get("label"), rules.label_names
-        if isinstance(label, str) and label in names:
-            return names.index(label)
-        known = len(names) or rules.num_labels or 0
-        if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < known:
-            return label
-        choices = f" or one of {', '.join(names)}" if names else ""
-        raise UserError(
-            f"{where}: label={label!r} must be a number from 0 to {known - 1}{choices}: correct it, or set "
-            "dataset.label_names or model.num_labels"
-        )
+        return rules.number_of(record.get("label"), where)
 
 
 class RewardPairEncoder(TargetAtEnd, PairEncoder):

@@ -2,9 +2,11 @@
 """How records become samples for models with a head."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.bridge.data.preference.preference_config import PairRules
 from megatron.bridge.data.records.record_config import EncodingRules
+from megatron.bridge.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,33 @@ class LabelRules(EncodingRules):
 
     num_labels: int | None = None
     label_names: tuple[str, ...] = ()
+
+    def number_of(self, label: Any, where: str) -> int:
+        """The class that a record means by ``label``.
+
+        Raises:
+            UserError: it is not one.
+        """
+        names = self.label_names
+        if isinstance(label, str) and label in names:
+            return names.index(label)
+        known = len(names) or self.num_labels or 0
+        if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < known:
+            return label
+        choices = f" or one of {', '.join(names)}" if names else ""
+        raise UserError(
+            f"{where}: label={label!r} must be a number from 0 to {known - 1}{choices}: correct it, or set "
+            "dataset.label_names or model.num_labels"
+        )
+
+
+@dataclass(frozen=True)
+class WordLabelRules(LabelRules):
+    """How records become samples with a class for each token. The field names are part of the key, too."""
+
+    label_all_tokens: bool = False
+    text_column: str = "tokens"
+    label_column: str = "ner_tags"
 
 
 @dataclass(frozen=True)

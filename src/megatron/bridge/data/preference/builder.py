@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Split, Splits
 from megatron.bridge.data.finetuning.builder import prepare_split
 from megatron.bridge.data.finetuning.rows import EpochRows
-from megatron.bridge.data.preference.labeled import LabeledRows
-from megatron.bridge.data.preference.pairs import PairRows
 
 if TYPE_CHECKING:
     from megatron.bridge.data.preference.preference_config import PreferenceDatasetConfig
@@ -25,11 +23,7 @@ def build_preference_datasets(config: "PreferenceDatasetConfig", request: Datase
         prepared = prepare_split(config, split, request.tokenizer) if size else None
         if prepared is None:
             return None
-        samples, padding, multiple = prepared.samples, request.tokenizer.eod, config.sequence_multiple
-        if config.labeled:
-            rows = LabeledRows(samples, padding, config.pair_rules().max_tokens, multiple)
-        else:
-            rows = PairRows(samples, padding, multiple, config.pair_names)
+        rows = config.rows(prepared.samples, request.tokenizer.eod)
         seed = config.seed if split == "train" else None
         return EpochRows(rows, size, seed, prepared.report, prepared.name)
 

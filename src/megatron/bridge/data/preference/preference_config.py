@@ -10,7 +10,9 @@ from megatron.bridge.data.records.chat_template import TrainOn
 from megatron.bridge.data.records.record_config import EncodingRules
 
 if TYPE_CHECKING:
+    from megatron.bridge.data.finetuning.rows import SampleRows
     from megatron.bridge.data.preference.pairs import PairEncoder
+    from megatron.bridge.data.records.samples import Samples
     from megatron.bridge.data.tokenizer import Tokenizer
 
 
@@ -61,6 +63,15 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
         from megatron.bridge.data.preference.pairs import PairEncoder
 
         return (LabeledEncoder if self.labeled else PairEncoder)(tokenizer, self.pair_rules())
+
+    def rows(self, samples: "Samples", padding: int) -> "SampleRows":
+        """The rows of prepared samples."""
+        from megatron.bridge.data.preference.labeled import LabeledRows  # imports torch
+        from megatron.bridge.data.preference.pairs import PairRows
+
+        if self.labeled:
+            return LabeledRows(samples, padding, self.pair_rules().max_tokens, self.sequence_multiple)
+        return PairRows(samples, padding, self.sequence_multiple, self.pair_names)
 
     def problems(self) -> list[str]:
         found = super().problems()

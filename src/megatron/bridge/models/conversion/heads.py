@@ -104,7 +104,14 @@ def changed_keys(provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     if getattr(provider, "head", None) is None:
         return {}
     changed: dict[str, Any] = {"architectures": [architecture_of(provider.head, config.get("model_type"))]}
-    if provider.num_labels is not None and len(config.get("id2label") or (0, 1)) != provider.num_labels:
-        labels = {str(number): f"LABEL_{number}" for number in range(provider.num_labels)}
-        changed |= {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
+    names: list[str] | None = provider.label_names
+    if (
+        names is None
+        and provider.num_labels is not None
+        and len(config.get("id2label") or (0, 1)) != provider.num_labels
+    ):
+        names = [f"LABEL_{number}" for number in range(provider.num_labels)]
+    if names is not None:
+        changed["id2label"] = {str(number): label for number, label in enumerate(names)}
+        changed["label2id"] = {label: number for number, label in enumerate(names)}
     return {key: value for key, value in changed.items() if config.get(key) != value}

@@ -95,6 +95,11 @@ def derive(config: Any) -> None:
         )
     if config.head == "embedding" and config.num_labels is not None:
         raise UserError(f"model.num_labels={config.num_labels} has no effect with model.head=embedding: unset it")
+    if config.label_names is not None and len(config.label_names) != config.num_labels:
+        raise UserError(
+            f"model.label_names has {len(config.label_names)} names, and model.num_labels is {config.num_labels}: "
+            "name each class"
+        )
     for name in ("mtp_num_layers", "use_mup", "vision"):
         if value := getattr(config, name, None):
             shown = value if isinstance(value, int) else "..."
@@ -103,7 +108,12 @@ def derive(config: Any) -> None:
 
 
 def _refuse_settings_without_head(config: Any) -> None:
-    for name, unset in (("num_labels", None), ("pooling", "last_token"), ("contrastive_temperature", 0.05)):
+    for name, unset in (
+        ("num_labels", None),
+        ("label_names", None),
+        ("pooling", "last_token"),
+        ("contrastive_temperature", 0.05),
+    ):
         if (value := getattr(config, name)) != unset:
             raise UserError(f"model.{name}={value} has no effect without model.head: set model.head")
 

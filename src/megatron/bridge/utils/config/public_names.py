@@ -41,6 +41,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "PreferenceDatasetConfig",
         "RewardDatasetConfig",
         "SFTDatasetConfig",
+        "TokenClassificationDatasetConfig",
     ),
     "megatron.bridge.data.builders.hf_dataset": ("HFDatasetConfig",),
     "megatron.bridge.data.vlm_datasets": (

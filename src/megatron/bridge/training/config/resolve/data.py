@@ -10,6 +10,7 @@ from megatron.bridge.data.config import (
     PackedSequenceSpecs,
     PreferenceDatasetConfig,
     RecordDatasetConfig,
+    TokenClassificationDatasetConfig,
 )
 from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.data.media.media_rules import has_processor
@@ -67,8 +68,12 @@ def _process_images(part: RecordDatasetConfig, config: RunConfig) -> None:
 
 
 def _count_classes(part: RecordDatasetConfig, config: RunConfig) -> None:
-    if isinstance(part, ClassificationDatasetConfig) and part.num_labels is None:
+    if not isinstance(part, ClassificationDatasetConfig | TokenClassificationDatasetConfig):
+        return
+    if part.num_labels is None:
         part.num_labels = config.model.num_labels
+    if config.model.head is not None and config.model.label_names is None:
+        config.model.label_names = part.label_names
 
 
 def _choose_records(part: RecordDatasetConfig, config: RunConfig) -> None:

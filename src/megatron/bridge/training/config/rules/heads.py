@@ -8,11 +8,17 @@ from megatron.bridge.data.config import (
     EmbeddingDatasetConfig,
     RecordDatasetConfig,
     RewardDatasetConfig,
+    TokenClassificationDatasetConfig,
 )
 from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.config.run_config import RunConfig
 
-_OF_HEADS = (ClassificationDatasetConfig, EmbeddingDatasetConfig, RewardDatasetConfig)
+_OF_HEADS = (
+    ClassificationDatasetConfig,
+    EmbeddingDatasetConfig,
+    RewardDatasetConfig,
+    TokenClassificationDatasetConfig,
+)
 
 
 def head_fits_the_data(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -34,6 +40,8 @@ def _dataset_for(config: RunConfig) -> type[RecordDatasetConfig] | None:
         return None
     if model.head == "embedding":
         return EmbeddingDatasetConfig
+    if model.head == "token_classification":
+        return TokenClassificationDatasetConfig
     return RewardDatasetConfig if model.num_labels == 1 else ClassificationDatasetConfig
 
 
