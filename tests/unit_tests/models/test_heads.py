@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion import heads
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.utils.errors import UserError
 from tests.refusals import refused
 from tests.toy_heads import CLASSES, as_transformers, expected, ids_without_padding, make
@@ -150,3 +152,21 @@ def test_names_of_classes_go_into_the_config():
     assert changed["label2id"] == {"O": 0, "LOC": 1}
     provider.label_names = None
     assert "id2label" not in heads.changed_keys(provider, source)
+
+
+@torch.no_grad()
+def test_an_adapter_with_a_head_is_one_of_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+    make("LlamaForSequenceClassification", tmp_path / "hf")
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    lora = LoRA(dim=4, modules_to_save=["output_layer"])
+    model = lora(bridge.to_megatron_model(wrap_with_ddp=False))
+    for parameter in model[0].parameters():
+        parameter.add_(torch.randn(parameter.shape) * 0.05 * parameter.requires_grad)
+    model[0].eval()
+    bridge.save_hf_adapter(model, tmp_path / "adapter", lora, str(tmp_path / "hf"))
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    theirs = peft.PeftModelForSequenceClassification.from_pretrained(base, tmp_path / "adapter").eval()
+    wanted = theirs(input_ids=ids_without_padding()).logits
+    assert (outputs(model)[:, -1] - wanted).abs().max() <= TOLERANCE
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"

@@ -60,6 +60,15 @@ class Described:
     dropout: float
 
 
+TASK_TYPES = {
+    None: "CAUSAL_LM",
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "embedding": "FEATURE_EXTRACTION",
+}
+"""peft's name of the task of each head."""
+
+
 @dataclass(frozen=True)
 class ModuleTensors:
     """The adapter of one Hugging Face module, or a tensor of a module that is saved whole."""
@@ -208,8 +217,10 @@ def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None)
     for key in ("use_rslora", "use_dora", "dropout"):
         if len({getattr(one, key) for one in adapters.values()}) > 1:
             raise UserError(f"the adapters differ in {key}, which the peft format has once for all: merge them")
+    head = getattr(plan.tasks[0].shard.config, "head", None)
     return {
         **config_of(first, base),
+        "task_type": TASK_TYPES[head],
         "target_modules": _briefly(adapters, plan) or [],
         "modules_to_save": _briefly({one.module for one in found if one.described is None}, plan),
         "rank_pattern": {name: one.rank for name, one in adapters.items() if one.rank != first.rank},
