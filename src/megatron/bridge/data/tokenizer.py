@@ -4,7 +4,7 @@
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -32,6 +32,8 @@ class TokenizerConfig:
     """Number of token ids of a ``NullTokenizer``; the last one ends a document."""
     trust_remote_code: bool = False
     """Allow a tokenizer that brings its own Python code."""
+    hf_tokenizer_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    """More keywords of ``AutoTokenizer.from_pretrained``, such as ``use_fast``."""
 
 
 class Tokenizer(Protocol):
@@ -77,10 +79,10 @@ class HuggingFaceTokenizer:
     changes the tokenizer, so that the ids are those of the checkpoint.
     """
 
-    def __init__(self, path: str, trust_remote_code: bool = False) -> None:
+    def __init__(self, path: str, trust_remote_code: bool = False, **options: Any) -> None:
         self.path = path
         self.trust_remote_code = trust_remote_code
-        self.hf: PreTrainedTokenizerBase = load_hf_tokenizer(path, trust_remote_code)
+        self.hf: PreTrainedTokenizerBase = load_hf_tokenizer(path, trust_remote_code, **options)
 
     @property
     def vocab_size(self) -> int:
@@ -177,7 +179,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             f"tokenizer.vocab_size={config.vocab_size} is only for the NullTokenizer: remove it, because a "
             f"HuggingFaceTokenizer knows its own size"
         )
-    return HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
+    options = {"trust_remote_code": config.trust_remote_code, **config.hf_tokenizer_kwargs}
+    return HuggingFaceTokenizer(config.tokenizer_model, **options)
 
 
 def tokenizer_key(tokenizer: Tokenizer) -> str:
@@ -195,14 +198,14 @@ def bos_token(tokenizer: Tokenizer) -> int | None:
     return token if isinstance(token, int) else None
 
 
-def load_hf_tokenizer(path: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+def load_hf_tokenizer(path: str, trust_remote_code: bool = False, **options: Any) -> "PreTrainedTokenizerBase":
     """``AutoTokenizer.from_pretrained``, with one sentence for whatever goes wrong."""
     from transformers import AutoTokenizer
 
     folder = Path(path).expanduser()
     place = str(folder) if folder.is_dir() else path
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # for damaged files, transformers raises almost anything
         if folder.is_dir():
             _name_damaged_file(folder)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Providers, bridges and the Hugging Face side of a model."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron.bridge.utils.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -13,15 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["GPTModelProvider", "HeterogeneousModelProvider", "MLAModelProvider", "MambaModelProvider"]
 
 # imported on use: reading a Hugging Face checkpoint needs no Megatron-Core
-_HOMES = {
-    "GPTModelProvider": "gpt_provider",
-    "HeterogeneousModelProvider": "heterogeneous_provider",
-    "MLAModelProvider": "mla_provider",
-    "MambaModelProvider": "mamba_provider",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "GPTModelProvider": f"{__name__}.gpt_provider:GPTModelProvider",
+        "HeterogeneousModelProvider": f"{__name__}.heterogeneous_provider:HeterogeneousModelProvider",
+        "MLAModelProvider": f"{__name__}.mla_provider:MLAModelProvider",
+        "MambaModelProvider": f"{__name__}.mamba_provider:MambaModelProvider",
+    },
+)

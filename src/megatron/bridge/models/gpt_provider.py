@@ -27,6 +27,7 @@ from megatron.bridge.models.features import (
 from megatron.bridge.models.features.heads import HeadName, Pooling
 from megatron.bridge.models.model_provider import ModelProvider, silenced
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 
 
 @dataclass
@@ -137,8 +138,8 @@ class GPTModelProvider(ModelProvider):
             raise UserError("model.vocab_size is not set: give it, or a tokenizer to take it from")
         if not self.should_pad_vocab:
             return self.vocab_size
-        multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
-        return _round_up(self.vocab_size, multiple)
+        sizes = (self.make_vocab_size_divisible_by, self.tensor_model_parallel_size)
+        return calculate_padded_vocab_size(self.vocab_size, *sizes)
 
     @property
     def unpadded_heads(self) -> tuple[int, int]:

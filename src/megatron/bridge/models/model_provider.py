@@ -309,6 +309,19 @@ class ModelProvider(TransformerConfig):
 ModelProviderMixin = ModelProvider
 
 
+def get_model(
+    model_provider: ModelProvider,
+    ddp_config: DistributedDataParallelConfig,
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    **options: Any,
+) -> list[MegatronModule]:
+    """``provide_distributed_model`` without the hooks that are registered: only those given are called."""
+    bare = copy.copy(model_provider)
+    bare._pre_wrap_hooks, bare._post_wrap_hooks = [], []
+    # another copy, because Megatron-Core writes the bucket size into the config
+    return bare.provide_distributed_model(copy.copy(ddp_config), model_type=model_type, **options)
+
+
 def _report(changes: list[layer_specs.DisabledSetting]) -> None:
     for change in changes if distributed.rank() == 0 else ():
         logger.warning(

@@ -2,6 +2,7 @@
 """Build a run from a config, positioned where it should start or resume."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
@@ -40,6 +41,7 @@ from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError, refuse
+from megatron.bridge.utils.lazy_names import lazy_names
 
 Callbacks = Iterable[Callback] | CallbackManager
 AnyConfig = ConfigContainer | Resolved[ConfigContainer]
@@ -122,8 +124,8 @@ def setup(config: AnyConfig, forward_step: Callable[..., Any], callbacks: Callba
     unpickling.trust_checkpoints(config.checkpoint.trust_checkpoint)
     start = find_starting_point(config)  # refuses a damaged checkpoint before the model is built
     model = build_model(config)
-    optimizer = build_optimizer(config.optimizer, model)
-    connect(model, optimizer, config)
+    optimizer = build_optimizer(config.optimizer, model, config.dist.use_gloo_process_groups)
+    connect(model, optimizer, config.ddp, config.dist.align_grad_reduce)
     run = Run(
         config=config,
         origins=resolved.origins,
@@ -166,9 +168,11 @@ def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> Non
         )
 
 
-def initialize(config: ConfigContainer) -> None:
-    """Join the process group, create the model-parallel groups, and seed all random number generators."""
+def initialize(config: ConfigContainer, **groups: Any) -> None:
+    """Join the process group, create the model-parallel ``groups``, and seed all random number generators."""
     allocator.keep_freed_memory()
+    if config.logger.logging_level is not None:
+        logging.getLogger("megatron").setLevel(config.logger.logging_level)
     _connect_processes(config)
     if parallel_state.model_parallel_is_initialized():
         _check_existing_groups(config)
@@ -177,7 +181,8 @@ def initialize(config: ConfigContainer) -> None:
             num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
             distributed_timeout_minutes=config.dist.distributed_timeout_minutes,
             # gloo twins of NCCL's groups would never be used, and cannot connect nodes whose name is loopback
-            create_gloo_process_groups=False,
+            create_gloo_process_groups=config.dist.use_gloo_process_groups,
+            **groups,
         )
     if config.model.tp_comm_overlap:
         tokens = config.dataset.seq_length * config.train.micro_batch_size // config.model.context_parallel_size
@@ -189,7 +194,10 @@ def initialize(config: ConfigContainer) -> None:
 def _connect_processes(config: ConfigContainer) -> None:
     if has_cuda():
         set_connections(config, torch.cuda.get_device_capability())
+    device = torch.cuda.current_device() if config.dist.external_gpu_device_mapping else None
     distributed.initialize(config.dist.distributed_backend, config.dist.distributed_timeout_minutes)
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 def _check_existing_groups(config: ConfigContainer) -> None:
@@ -217,16 +225,23 @@ def build_model(config: ConfigContainer) -> list[MegatronModule]:
     )
 
 
-def connect(model: list[MegatronModule], optimizer: MegatronOptimizer, config: ConfigContainer) -> None:
+def connect(
+    model: list[MegatronModule],
+    optimizer: MegatronOptimizer,
+    ddp: Any,
+    align_grad_reduce: bool,
+) -> None:
     """Set the functions of the optimizer and of data parallelism that Megatron-Core's schedules call."""
     hooks = get_model_config(model[0])
     hooks.grad_scale_func = optimizer.scale_loss
     hooks.finalize_model_grads_func = finalize_model_grads
     chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
     assert len(chunks) == len(model), "a chunk is not wrapped for data parallelism"
-    if config.ddp.overlap_grad_reduce:
+    if ddp.overlap_grad_reduce:
         hooks.no_sync_func = _single_or_list([chunk.no_sync for chunk in chunks])
-    if config.ddp.overlap_param_gather and config.ddp.align_param_gather:
+        if align_grad_reduce:
+            hooks.grad_sync_func = _single_or_list([chunk.start_grad_sync for chunk in chunks])
+    if ddp.overlap_param_gather and ddp.align_param_gather:
         hooks.param_sync_func = _single_or_list([chunk.start_param_sync for chunk in chunks])
 
 
@@ -259,3 +274,12 @@ def build_data(
         decodes_images=first,  # the vision tower is there
         vocab_size=config.model.vocab_size,
     )
+
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "_create_peft_pre_wrap_hook": "megatron.bridge.training.facade.start:create_peft_pre_wrap_hook",
+        "_update_model_config_funcs": "megatron.bridge.training.facade.start:update_model_config_funcs",
+    },
+)

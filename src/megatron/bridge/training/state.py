@@ -2,6 +2,7 @@
 # pyright: reportMissingTypeStubs=false
 """The state of a run: its parts and its progress."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -11,7 +12,10 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import StragglerDetector
 
+from megatron.bridge.checkpoint.async_writer import AsyncSaver
+from megatron.bridge.checkpoint.nvrx_writer import NvrxAsyncSaver
 from megatron.bridge.data.loaders import Iterators
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.batch_size import BatchSize
@@ -45,6 +49,31 @@ class Progress:
         """Restore ``state``; a counter that an older version did not save keeps its value."""
         for entry in fields(self):
             setattr(self, entry.name, state.get(entry.name, getattr(self, entry.name)))
+
+
+@dataclass
+class TrainState(Progress):
+    """The progress of a program with a loop of its own, which counts itself."""
+
+    floating_point_operations_so_far: float = 0.0
+
+
+class GlobalState:
+    """The state of a program with a loop of its own, which sets ``cfg``; ``training.checkpointing`` saves it."""
+
+    def __init__(self) -> None:
+        self.cfg: Any = None
+        self.train_state = TrainState()
+        self.start_time = time.time()
+        self.straggler_timer = StragglerDetector()  # does nothing unless the program configures it
+        self.async_saver: AsyncSaver | None = None
+
+    def initialize_async_checkpoint_worker(self) -> None:
+        """With ``checkpoint.async_save``, start what writes: call this before CUDA is used."""
+        checkpoint = self.cfg.checkpoint
+        if checkpoint.async_save and self.async_saver is None:
+            self.async_saver = NvrxAsyncSaver() if checkpoint.async_strategy == "nvrx" else AsyncSaver()
+            self.async_saver.reserve(0)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def run_state(run: Run) -> dict[str, Any]:
     state[RUN] = {
         "layout": asdict(ParallelSizes.current()),
         "progress": run.progress.state_dict(),
-        "scheduler": run.scheduler.state_dict(),
+        "scheduler": run.scheduler.state_dict() if run.scheduler else None,
         "optimizer": _optimizer_scalars(run) if config.save_optim else None,
         "random": config.save_rng,
         "base": chunk_info(run.model[0]).base,
@@ -337,7 +337,8 @@ def _restore(run: Run, saved: dict[str, Any], loaded: dict[str, Any], same: bool
     """Restore the loaded state; ``same`` tells whether the parallel sizes are those of the checkpoint."""
     peft.set_saved_weights(run, loaded)
     _set_optimizer(run, saved["optimizer"])
-    _set_schedule(run, saved["scheduler"])
+    if run.scheduler and saved["scheduler"]:  # another program's loop may save and load weights alone
+        _set_schedule(run, saved["scheduler"])
     run.progress.load_state_dict(saved["progress"])
     run.callbacks.load_state_dict(loaded[RANK]["callbacks"])
     if run.config.checkpoint.load_rng:
@@ -471,7 +472,8 @@ def _checked_run_state(run: Run, common: dict[str, Any], directory: Path) -> dic
         if wanted and not found:
             raise UserError(f"checkpoint {directory} was saved without {what}; set checkpoint.{key}=false")
     model_change.check_same_function(run.config.model, saved, directory, config.allow_model_change)
-    check_schedule(run, saved["scheduler"], directory)
+    if run.scheduler and saved["scheduler"]:
+        check_schedule(run, saved["scheduler"], directory)
     peft.check_base(run, saved, directory)
     return saved
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+from megatron.bridge.training.config import own_loop
 from megatron.bridge.training.config.hardware import Hardware
 from megatron.bridge.training.config.resolve import Resolved, resolve
 from megatron.bridge.training.config.resolve.precision import without_quantization
@@ -58,6 +59,9 @@ class ConfigContainer(RunConfig):
     def validate(self, world_size: int | None = None) -> list[str]:
         """Check everything, and change nothing.
 
+        If ``dataset`` is None, the config is that of a program with a loop of its own, and ``own_loop.complete``
+        fills in what blocks leave open.
+
         Args:
             world_size: As for ``resolve``.
 
@@ -67,7 +71,8 @@ class ConfigContainer(RunConfig):
         Raises:
             UserError: one line for each problem, all of them together.
         """
-        return self.resolve(world_size).notes
+        foreign = cast(Any, self.dataset) is None
+        return (own_loop.complete(self, world_size) if foreign else self.resolve(world_size)).notes
 
     def to_yaml(self) -> str:
         """The config as YAML that ``from_yaml`` reads back exactly."""

@@ -21,11 +21,11 @@ from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
 
 
-def adapting_hook(config: ConfigContainer) -> PreWrapHook | None:
+def adapting_hook(config: ConfigContainer, training: bool = True) -> PreWrapHook | None:
     """A hook that loads the base weights into a new model and adds the adapters; None without adapters.
 
     It runs before the model is wrapped for precision and data parallelism: only trained parameters get gradient
-    buffers.
+    buffers. Without ``training``, adapters are frozen, too.
     """
     if config.peft is None:
         return None
@@ -37,7 +37,7 @@ def adapting_hook(config: ConfigContainer) -> PreWrapHook | None:
     def adapt(chunks: list[MegatronModule]) -> None:
         pretrained.load_weights(chunks, pretrained.local_weights(source))
         base = {"name": source, "fingerprint": fingerprint(chunks)}
-        peft(list(chunks))
+        peft(list(chunks), training)
         for chunk in chunks:
             chunk_info(chunk).base = base
         _print_trained_count(chunks)

@@ -21,7 +21,9 @@ from megatron.bridge.training.config.blocks.optimizer import STATE_NAMES
 from megatron.bridge.training.optim.param_groups import config_overrides
 
 
-def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -> MegatronOptimizer:
+def build_optimizer(
+    config: OptimizerConfig, chunks: Sequence[MegatronModule], use_gloo_process_groups: bool = False
+) -> MegatronOptimizer:
     """Build the optimizer for ``chunks``, which are wrapped for data parallelism, with zero-initialized state.
 
     With ``config.use_distributed_optimizer`` each data-parallel rank keeps a shard of the state, otherwise the
@@ -37,7 +39,10 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
         # Megatron-Core imports an unrelated class and warns that it is experimental
         warnings.filterwarnings("ignore", message="MimoModelConfig")
         optimizer = get_megatron_optimizer(
-            config, list(chunks), config_overrides=config_overrides(config, chunks), use_gloo_process_groups=False
+            config,
+            list(chunks),
+            config_overrides=config_overrides(config, chunks),
+            use_gloo_process_groups=use_gloo_process_groups,
         )
     if not isinstance(optimizer, ChainedOptimizer):  # Megatron-FSDP's: alone it returns a norm only if it clips
         optimizer = ChainedOptimizer([optimizer])
@@ -48,9 +53,9 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -
     return optimizer
 
 
-def reload_main_weights(optimizer: MegatronOptimizer) -> None:
+def reload_main_weights(optimizer: MegatronOptimizer | None) -> None:
     """Copy loaded weights to the main parameters; fully sharded parameters have no separate ones."""
-    if not isinstance(next(iter(optimizer.get_parameters()), None), DTensor):
+    if optimizer is not None and not isinstance(next(iter(optimizer.get_parameters()), None), DTensor):
         optimizer.reload_model_params()
 
 

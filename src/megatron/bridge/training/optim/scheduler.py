@@ -7,7 +7,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.config.schedule_lengths import lengths
+from megatron.bridge.training.config.schedule_lengths import Lengths, lengths
 
 # Attributes that Megatron-Core does not save.
 EXTRA_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
@@ -40,9 +40,11 @@ def build_scheduler(config: ConfigContainer, optimizer: MegatronOptimizer) -> Op
 
     It counts samples, not steps, so that its position stays valid when the batch size changes.
     """
-    scheduler: Any = config.scheduler  # resolved, so no rate and no weight decay is None
-    rates: Any = config.optimizer
-    length = lengths(config)
+    return schedule(config.scheduler, config.optimizer, lengths(config), optimizer)
+
+
+def schedule(scheduler: Any, rates: Any, length: Lengths, optimizer: MegatronOptimizer) -> Schedule:
+    """The scheduler for resolved blocks, in which no rate and no weight decay is None."""
     return Schedule(
         optimizer,
         init_lr=scheduler.lr_warmup_init,

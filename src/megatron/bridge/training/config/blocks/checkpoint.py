@@ -29,6 +29,14 @@ class CheckpointConfig:
     """Load the optimizer state."""
     load_rng: bool = True
     """Load the random number generator states."""
+    load_main_params_from_ckpt: bool = False
+    """Only False: main parameters come with ``load_optim``, or else from the loaded weights."""
+    fully_parallel_save: bool = True
+    """Only True: ranks that hold the same values share the writing."""
+    fully_parallel_load: bool = True
+    """Only True: all ranks read at the same time, each what it needs."""
+    ckpt_assume_constant_structure: bool = False
+    """Promise that all saves hold the same tensors. Nothing relies on it: each save is planned anew."""
     allow_model_change: list[str] = field(default_factory=list[str])
     """Settings of ``model``, such as ``rotary_base``, that may differ from those of the checkpoint to resume from.
     Others that change what the model computes are refused.

@@ -51,6 +51,12 @@ class DistributedInitConfig:
     """Minutes without progress after which the run names the rank that the others wait for, dumps stacks, and ends
     with exit code 76. Set it longer than an evaluation batch and than a save. None turns the detection off.
     """
+    use_gloo_process_groups: bool = False
+    """Make gloo groups beside those of NCCL, for collectives on CPU tensors. No part of this package uses them."""
+    external_gpu_device_mapping: bool = False
+    """The program has chosen this process's GPU itself; it is not chosen by ``LOCAL_RANK``."""
+    align_grad_reduce: bool = False
+    """With ``ddp.overlap_grad_reduce`` and virtual stages, let all stages reduce gradients at the same time."""
     use_torch_fsdp2: bool = False
     """Use PyTorch's FSDP2 instead of Megatron-Core's data parallelism: weights, gradients and optimizer state are
     sharded over the data-parallel ranks. See docs/optimizers.md.

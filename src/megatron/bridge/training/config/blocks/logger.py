@@ -11,6 +11,8 @@ class LoggerConfig:
 
     log_interval: int = 10
     """Steps between log lines."""
+    logging_level: int | None = None
+    """Level of the Python loggers below ``megatron``; None leaves it."""
     tensorboard_dir: str | None = None
     """TensorBoard folder. None writes no TensorBoard events."""
     log_dir: str | None = None

@@ -6,6 +6,8 @@ from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 
+from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
+
 # Tensors that an optimizer keeps beside each parameter.
 STATE_NAMES: dict[str, tuple[str, ...]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -68,3 +70,8 @@ class OptimizerConfig(CoreOptimizerConfig):
     """None takes it from ``mixed_precision``, or from the model if that is not set."""
     params_dtype: Any = None
     """None takes it from ``mixed_precision``, or from the model if that is not set."""
+
+    def __post_init__(self) -> None:
+        """Accept the name of a dtype."""
+        self.params_dtype = to_dtype(self.params_dtype)
+        super().__post_init__()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning rate and weight decay over the run."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass
@@ -43,3 +43,5 @@ class SchedulerConfig:
     """On resume, use the schedule of this config. With neither option, a resumed run is refused if its schedule
     differs from the checkpoint's.
     """
+    lengths: Any = field(default=None, init=False, repr=False, compare=False)
+    """The parts in samples, which ``validate`` of a config without data notes here for ``setup_optimizer``."""

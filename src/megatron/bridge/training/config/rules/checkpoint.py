@@ -6,6 +6,8 @@ from pathlib import Path
 
 from megatron.bridge.training.config.run_config import RunConfig
 
+_PARALLEL = {"fully_parallel_save": True, "fully_parallel_load": True}
+
 
 def non_persistent_settings_are_complete(config: RunConfig, world_size: int) -> Iterator[str]:
     """The type, the interval and the folder belong together."""
@@ -61,6 +63,13 @@ def most_recent_k_keeps_one(config: RunConfig, world_size: int) -> Iterator[str]
     kept = config.checkpoint.most_recent_k
     if kept != -1 and kept < 1:
         yield f"checkpoint.most_recent_k={kept}: must be at least 1, or -1 to keep all"
+
+
+def mechanism_is_the_only_one(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of other programs that have one possible value here."""
+    for name, only in {**_PARALLEL, "load_main_params_from_ckpt": False}.items():
+        if (value := getattr(config.checkpoint, name)) != only:
+            yield f"checkpoint.{name}={value} is not possible: leave it {only}"
 
 
 def finetune_saves_to_another_folder(config: RunConfig, world_size: int) -> Iterator[str]:

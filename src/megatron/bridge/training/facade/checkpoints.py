@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a program with a loop of its own: those of a run, saved and loaded in single calls."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.transformer.module import MegatronModule
+from torch import nn
+
+from megatron.bridge.checkpoint import loading, model_io, paths, verification
+from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.models.conversion import pretrained
+from megatron.bridge.models.hf_pretrained.hub import is_hf_model
+from megatron.bridge.peft.base import PEFT
+from megatron.bridge.training.callbacks.base import CallbackManager
+from megatron.bridge.training.checkpointing import save_load
+from megatron.bridge.training.config import CheckpointConfig
+from megatron.bridge.training.optim.optimizer import reload_main_weights
+from megatron.bridge.training.state import GlobalState, Run
+from megatron.bridge.utils import unpickling
+from megatron.bridge.utils.config.origins import Origins
+from megatron.bridge.utils.errors import UserError
+
+HEAD = "output_layer."
+
+
+def init_checkpointing_context(checkpoint_config: CheckpointConfig) -> dict[str, Any]:
+    """What calls take as ``checkpointing_context``: empty, because nothing needs to be kept between saves."""
+    return {}
+
+
+def checkpoint_exists(checkpoints_path: str | None) -> bool:
+    """Whether there is a checkpoint: the path is one iteration's folder, or a root whose tracker names one."""
+    if checkpoints_path is None:
+        return False
+
+    def exists() -> bool:
+        try:
+            return paths.resolve(checkpoints_path).is_dir()
+        except UserError:
+            return False
+
+    return on_first_rank(exists)
+
+
+def save_checkpoint(
+    state: GlobalState,
+    model: list[MegatronModule],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float = 0.0,
+    checkpointing_context: dict[str, Any] | None = None,
+) -> Path:
+    """Save ``state`` under its step in ``state.cfg.checkpoint.save``, as the newest checkpoint.
+
+    An optimizer or scheduler that is None is left out; with ``cfg.peft``, so is what is not trained. With
+    ``checkpoint.async_save``, ``maybe_finalize_async_save`` publishes the directory, which is returned.
+
+    Raises:
+        UserError: The folder is not set or cannot be written, or the disk is full; nothing is left behind.
+    """
+    checkpoint = state.cfg.checkpoint
+    if checkpoint.save is None:
+        raise UserError("checkpoint.save is not set: set it to the folder of the checkpoint")
+    state.train_state.floating_point_operations_so_far = num_floating_point_operations_so_far
+    if checkpoint.async_save:
+        state.initialize_async_checkpoint_worker()
+    run = _run_of(state, model, optimizer, opt_param_scheduler)
+    return save_load.save_run(run, state.async_saver if checkpoint.async_save else None)
+
+
+def maybe_finalize_async_save(
+    global_state: GlobalState,
+    ckpt_cfg: CheckpointConfig | None = None,
+    blocking: bool = False,
+    terminate: bool = False,
+) -> None:
+    """Publish the save that goes on if all ranks have written it, or ``blocking``, as soon as they have.
+
+    ``terminate`` waits, too, and ends what writes; the next save starts it again. All ranks call this.
+    """
+    saver = global_state.async_saver
+    if saver is None:
+        return
+    saver.poll(wait=blocking or terminate)
+    if terminate:
+        saver.abort()
+        global_state.async_saver = None
+
+
+def load_checkpoint(
+    state: GlobalState,
+    model: list[MegatronModule],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    strict: bool = True,
+    checkpointing_context: dict[str, Any] | None = None,
+    skip_load_to_model_and_opt: bool = False,
+) -> tuple[int, float]:
+    """Load ``checkpoint.load``, or if there is no checkpoint, the weights of ``checkpoint.pretrained_checkpoint``.
+
+    In the second case ``checkpoint.finetune`` becomes True, to start at step 0. What is None of the
+    optimizer and scheduler stays there. ``strict`` can only be True, ``skip_load_to_model_and_opt`` only False.
+
+    Returns:
+        The step, and the floating-point operations so far.
+
+    Raises:
+        UserError: No checkpoint, a damaged one, or one of another model or schedule.
+    """
+    config = state.cfg.checkpoint
+    found = config.load is not None and checkpoint_exists(config.load)
+    if not found and config.pretrained_checkpoint is None:
+        raise UserError(
+            f"checkpoint.load={config.load} holds no checkpoint: give another one, or set "
+            "checkpoint.pretrained_checkpoint to the weights to start from"
+        )
+    config.finetune = config.finetune or not found
+    source = str(config.load if found else config.pretrained_checkpoint)
+    return load_checkpoint_from_path(
+        source, state, model, optimizer, opt_param_scheduler, strict, {}, skip_load_to_model_and_opt
+    )
+
+
+def load_checkpoint_from_path(
+    load_dir: str,
+    state: GlobalState,
+    model: list[MegatronModule],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    strict: bool = True,
+    checkpointing_context: dict[str, Any] | None = None,
+    skip_load_to_model_and_opt: bool = False,
+    ignore_ckpt_step: bool = False,
+) -> tuple[int, float]:
+    """``load_checkpoint`` from ``load_dir``: all of it, or with ``checkpoint.finetune`` the weights.
+
+    ``ignore_ckpt_step`` can have both values, because no config chooses a step: name its folder.
+    """
+    if skip_load_to_model_and_opt or not strict:
+        raise UserError(
+            f"strict={strict}, skip_load_to_model_and_opt={skip_load_to_model_and_opt}: leave them True and False"
+        )
+    config = state.cfg.checkpoint
+    unpickling.trust_checkpoints(config.trust_checkpoint)
+    directory = pretrained.local_weights(load_dir)
+    if not on_first_rank(lambda: is_hf_model(directory)):
+        verification.verify(directory, config.verify)
+    if config.finetune:
+        _load_weights(model, directory)
+        reload_main_weights(optimizer)
+    else:
+        save_load.resume(_run_of(state, model, optimizer, opt_param_scheduler), directory)
+    return state.train_state.step, state.train_state.floating_point_operations_so_far
+
+
+def load_model_weights_from_checkpoint(
+    checkpoint_path: str, model: Sequence[MegatronModule], strict: bool = True
+) -> None:
+    """Fill ``model`` from a Megatron checkpoint, which may hold more than the model only if not ``strict``."""
+    directory, metadata = model_io.examine(model, checkpoint_path)
+    state = model_io.model_state(model, metadata)
+    loaded = loading.load(state, directory, strict, known=model_io.BESIDE_WEIGHTS)
+    model_io.set_model_state(model, loaded)
+
+
+def generate_model_state_dict(
+    model: Sequence[MegatronModule], model_sd_kwargs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The sharded state of the chunks as checkpoints of this package name it; it shares memory with them."""
+    if model_sd_kwargs:
+        raise UserError(f"model_sd_kwargs={model_sd_kwargs}: there is one format of state, leave them out")
+    return model_io.model_state(model, model_io.MODEL_METADATA)
+
+
+def apply_peft_adapter_filter_to_state_dict(state_dict: dict[str, Any], peft_config: PEFT) -> dict[str, Any]:
+    """``state_dict`` with only what ``peft_config`` trains of each chunk; other entries stay."""
+    return {
+        key: {name: entry for name, entry in part.items() if peft_config.adapter_key_filter(name)}
+        if key.startswith("model")
+        else part
+        for key, part in state_dict.items()
+    }
+
+
+def _run_of(state: GlobalState, model: list[MegatronModule], optimizer: Any, scheduler: Any) -> Run:
+    """A run with the parts that checkpoints hold; what is None is neither saved nor loaded."""
+    saved = state.cfg.checkpoint
+    optional = {name: optimizer is not None and getattr(saved, name) for name in ("save_optim", "load_optim")}
+    return Run(
+        config=replace(state.cfg, checkpoint=replace(saved, **optional)),
+        origins=Origins({}),
+        model=model,
+        optimizer=optimizer,  # pyright: ignore[reportArgumentType]
+        scheduler=scheduler,
+        tokenizer=None,
+        forward_step=_no_step,
+        callbacks=CallbackManager(),
+        progress=state.train_state,
+    )
+
+
+def _no_step(*args: Any) -> Any:
+    raise AssertionError("the program has its own loop")
+
+
+def _load_weights(model: list[MegatronModule], directory: Path) -> None:
+    """Load weights to start from, without a value head, whose chunk hides it in ``hide_loss_modules``."""
+    hiding = list(_hiding(model))
+    if not hiding:
+        pretrained.load_weights(model, directory)
+        return
+    _, metadata = model_io.examine(model, directory, verify=False)
+    with ExitStack() as hidden:
+        for hide in hiding:
+            hidden.enter_context(hide())
+        keyed = list(zip(model_io.chunk_keys(model), map(model_io.unwrap, model), strict=True))
+        state: dict[str, Any] = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in keyed}
+    loaded = loading.load(state, directory, known=(*model_io.BESIDE_WEIGHTS, HEAD))
+    for key, chunk in keyed:
+        lacking = chunk.load_state_dict(loaded[key], strict=False).missing_keys
+        wrong = [name for name in lacking if not name.startswith(HEAD) and "_extra_state" not in name]
+        assert not wrong, f"not loaded after the checkpoint was read: {wrong}"
+
+
+def _hiding(model: Sequence[nn.Module]) -> Iterator[Any]:
+    for chunk in model:
+        hide = getattr(model_io.unwrap(chunk), "hide_loss_modules", None)
+        if hide is not None:
+            yield hide
