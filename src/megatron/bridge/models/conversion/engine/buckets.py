@@ -94,8 +94,9 @@ def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tupl
     """
     stacks: dict[str, _Stack] = {}
     adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
+    memory = _Memory()
     for bucket in _buckets(plan.tasks, bucket_bytes, exchange.any_rank(adapted)):
-        exchanged = _exchanged(bucket) if not bucket[0].mapping.copies else _at_first_rank(bucket)
+        exchanged = _exchanged(bucket) if not bucket[0].mapping.copies else _at_first_rank(bucket, memory)
         for task in bucket:
             weights: Any = exchanged.pop(0)
             yield from _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
@@ -165,10 +166,32 @@ def _exchanged(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
     return [found.wait() for found in sent]
 
 
+class _Memory:
+    """Takes the shards that arrive in a bucket, and those of the next one: new pages cost as much as the copy."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def start(self, device: Any) -> None:
+        """Overwrite what came before, in room for as much."""
+        if self._used > len(self._bytes):
+            self._bytes = torch.empty(self._used, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def empty_like(self, shard: Tensor) -> Tensor:
+        start = self._used
+        self._used += -(-shard.nbytes // 64) * 64
+        if self._used > len(self._bytes):
+            return torch.empty_like(shard)
+        return self._bytes[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
+
+
 @torch.no_grad()
-def _at_first_rank(tasks: Sequence[WeightConversionTask]) -> list[dict[str, Tensor | Unjoined]]:
+def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> list[dict[str, Tensor | Unjoined]]:
     """The tensors of each task on rank 0; elsewhere those that pass through this rank."""
-    arriving = [_gathered(task, first_only=True) for task in tasks]
+    memory.start(torch.cuda.current_device())
+    arriving = [_gathered(task, memory) for task in tasks]
     held: list[Any] = []
     for task in tasks:
         gathered = arriving.pop(0)
@@ -207,13 +230,13 @@ def _whole(weights: Parts | None) -> Weights | None:
     return {name: one.whole() if isinstance(one, Unjoined) else one for name, one in weights.items()}
 
 
-def _gathered(task: WeightConversionTask, first_only: bool = False) -> Pending[Any] | None:
-    """The shards of a parameter, on all ranks that have one or on the first of them."""
+def _gathered(task: WeightConversionTask, memory: _Memory | None = None) -> Pending[Any] | None:
+    """The shards of a parameter: on all ranks that have one, or in the ``memory`` of the first of them."""
     if task.param_weight is None:
         return None
     group = exchange.shard_group(task.global_param_name)
-    if first_only:
-        return exchange.start_gather(cast(Tensor, task.exported), group, task.shard.parts, 0)
+    if memory is not None:
+        return exchange.start_gather(cast(Tensor, task.exported), group, task.shard.parts, 0, memory.empty_like)
     return exchange.start_all_gather(cast(Tensor, task.exported), group, task.shard.parts)
 
 

@@ -2,6 +2,7 @@
 # pyright: reportMissingTypeStubs=false
 """Everything that conversion says to other ranks; the rest of the package never touches ``torch.distributed``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -129,15 +130,26 @@ def gather(tensor: Tensor, group: Group, parts: int, receiver: int) -> list[Tens
     return start_gather(tensor, group, parts, receiver).wait()
 
 
-def start_gather(tensor: Tensor, group: Group, parts: int, receiver: int) -> Pending[list[Tensor] | None]:
-    """Begin to get the shards of all ``parts`` ranks on the rank ``receiver`` of the group."""
-    mine = rank_and_size(group)[0] == receiver
+def start_gather(
+    tensor: Tensor,
+    group: Group,
+    parts: int,
+    receiver: int,
+    empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
+) -> Pending[list[Tensor] | None]:
+    """Begin to get the shards of all ``parts`` ranks on the rank ``receiver`` of the group.
+
+    Sends one by one: ``torch.distributed.gather`` copies the receiver's own shard, too.
+    """
+    rank = rank_and_size(group)[0]
     if parts == 1:
-        return Pending([tensor] if mine else None)
-    local = tensor.detach().contiguous()
-    shards = [torch.empty_like(local) for _ in range(parts)] if mine else None
-    work = torch_dist.gather(local, shards, group=group, group_dst=receiver, async_op=True)
-    return Pending(shards, (cast(torch_dist.Work, work),))
+        return Pending([tensor] if rank == receiver else None)
+    local, dist = tensor.detach().contiguous(), cast(Any, torch_dist)
+    if rank != receiver:
+        return Pending(None, (dist.isend(local, group=group, group_dst=receiver),))
+    shards = [local if part == rank else empty_like(local) for part in range(parts)]
+    works = [dist.irecv(shards[part], group=group, group_src=part) for part in range(parts) if part != rank]
+    return Pending(shards, tuple(works))
 
 
 @dataclass(frozen=True)
