@@ -559,6 +559,11 @@ CASES = {
         ["dataset.readers=3", "data parallel size 2", "global_batch_size=8"],
     ),
     "most_recent_k_keeps_one": ({"checkpoint.most_recent_k": 0}, 1, ["most_recent_k=0", "at least 1, or -1"]),
+    "mechanism_is_the_only_one": (
+        {"checkpoint.fully_parallel_save": False},
+        1,
+        ["checkpoint.fully_parallel_save=False", "leave it True"],
+    ),
     "finetune_saves_to_another_folder": (
         {"checkpoint.save": "run", "checkpoint.load": "./run", "checkpoint.finetune": True},
         1,
