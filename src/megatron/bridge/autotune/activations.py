@@ -111,11 +111,7 @@ class ChunkCounts:
 def activation_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
     """Bytes of activations on a rank of pipeline stage ``stage`` at the fullest moment of a step.
 
-    Args:
-        config: A config after ``validate(world_size)``.
-        chunks: What the rank holds, as ``ranks.stages`` builds it.
-        stage: Pipeline rank.
-        world_size: Number of processes.
+    ``config`` is validated for ``world_size``; ``chunks`` are what the rank holds, of ``meta_model.stage_chunks``.
     """
     return max(moment.total for moment in moments(config, chunks, stage, world_size))
 
@@ -179,12 +175,7 @@ def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_
     One layer works at a time. A later stage holds what it received of the teacher, beside its own, for each
     microbatch in flight. The last stage holds the teacher's logits until the loss is known, then the gradient of
     the divergence in their place, which its backward pass makes wider: T x vocabulary/t x (4 + e).
-
-    Args:
-        config: That of the run, its model the teacher.
-        chunks: The teacher's.
-        stage: Pipeline rank.
-        world_size: Number of processes.
+    ``config`` is that of the run, with the teacher as its model.
     """
     sizes, model = sizes_of(config), config.model
     widest = max((_working_bytes(layer, sizes) for chunk in chunks for layer in _layers(chunk)), default=0)

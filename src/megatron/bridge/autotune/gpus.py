@@ -35,18 +35,7 @@ class Gpu:
 def _gpu(
     name: str, memory: int, fp8: float, fp4: float, bandwidth: float, nvlink: int, network: int, domain: int = 8
 ) -> Gpu:
-    """A row of the table.
-
-    Args:
-        name: In ``BF16_TFLOPS``.
-        memory: GB.
-        fp8: As a multiple of bf16.
-        fp4: As a multiple of bf16.
-        bandwidth: TB/s.
-        nvlink: GB/s in one direction.
-        network: GB/s in one direction.
-        domain: GPUs.
-    """
+    """A row of the table, with GB, TB/s, and GB/s in one direction; fp8 and fp4 are multiples of bf16."""
     peak = BF16_TFLOPS[name] * 1e12
     rates = (bandwidth * 1e12, nvlink * 1e9, network * 1e9)
     return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, domain)

@@ -20,13 +20,7 @@ def layers_of(chunk: Any) -> list[nn.Module]:
 
 
 def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
-    """The work of ``layer`` on one rank.
-
-    Args:
-        layer: A decoder layer on the meta device.
-        hidden: Size of the residual stream.
-        length: Tokens of a sequence, for attention.
-    """
+    """The work of ``layer``, on the meta device, on one rank; attention has sequences of ``length`` tokens."""
     matrices = list(_matrices(layer))
     dense = [matrix for path, matrix in matrices if not is_dispatched(path) and not _is_router(path)]
     experts = [matrix for path, matrix in matrices if is_dispatched(path)]

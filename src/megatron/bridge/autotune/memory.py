@@ -61,12 +61,9 @@ class RankMemory:
 def memory_per_rank(
     config: ConfigContainer, world_size: int, teacher: ModelProvider | None = None
 ) -> list[RankMemory]:
-    """Memory of a rank of each pipeline stage, first stage first.
+    """Memory of a rank of each pipeline stage, first stage first; a ``teacher`` runs in the model's layout.
 
-    Args:
-        config: A config after ``validate(world_size)``.
-        world_size: Number of processes.
-        teacher: What runs beside the model, in its layout.
+    ``config`` is validated for ``world_size``.
     """
     # quantised products leave the weights in bf16, and Megatron-Core builds them only where Transformer Engine is
     plain = replace(config, model=without_quantization(config.model))

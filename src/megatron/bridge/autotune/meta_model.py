@@ -54,12 +54,9 @@ _ALONE: dict[str, Any] = {
 
 
 def stage_chunks(model: ModelProvider) -> list[list[MegatronModule]]:
-    """The bare chunks of each pipeline stage, on the meta device.
+    """The bare chunks of each pipeline stage, on the meta device, of a provider whose layout has been checked.
 
     All ranks of a stage hold equally many parameters; these are the chunks of the first.
-
-    Args:
-        model: A provider whose layout has been checked.
     """
     return [_chunks(model, stage) for stage in range(model.pipeline_model_parallel_size)]
 
@@ -103,10 +100,7 @@ def _chunks(model: ModelProvider, stage: int) -> list[MegatronModule]:
 def as_stage(model: ModelProvider, stage: int, several: bool = True) -> Iterator[None]:
     """Let Megatron-Core take this process for the first rank of pipeline stage ``stage``.
 
-    Args:
-        model: Gives the parallel sizes.
-        stage: Pipeline rank.
-        several: Whether there are other stages to ask.
+    ``several`` tells whether there are other stages to ask.
     """
     state: Any = parallel_state
     before = {name: value for name, value in vars(state).items() if _GLOBAL.match(name)}

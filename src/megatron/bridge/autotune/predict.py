@@ -30,13 +30,9 @@ _MODULES = {
 def predict(
     config: ConfigContainer, world_size: int, card: str, stages: Sequence[Sequence[MegatronModule]] | None = None
 ) -> Prediction:
-    """The time of a training step.
+    """The time of a training step of a resolved config on GPUs named ``card`` in ``gpus.GPUS``.
 
-    Args:
-        config: A resolved config.
-        world_size: Number of GPUs.
-        card: Their name in ``gpus.GPUS``.
-        stages: The chunks of all stages, if they have been built.
+    ``stages`` are the chunks of all stages, if they have been built.
     """
     model = without_quantization(config.model)
     plan = plan_of(config, meta_model.stage_chunks(model) if stages is None else stages)

@@ -37,13 +37,7 @@ def duration(seconds: float) -> str:
 
 
 def time_lines(prediction: Prediction, steps: int, gpus: str) -> Iterator[str]:
-    """A summary of a predicted step.
-
-    Args:
-        prediction: The step.
-        steps: Of the run.
-        gpus: Number and name, such as ``8 x H100 80GB``.
-    """
+    """A summary of a predicted step, in a run of ``steps``; ``gpus`` is a number and a name, ``8 x H100 80GB``."""
     seconds = prediction.seconds
     yield (
         f"time: {duration(seconds)} per step ({duration(prediction.low)} to {duration(prediction.high)}), "
@@ -62,13 +56,7 @@ def _largest(split: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def page(title: str, prediction: Prediction, sections: Iterable[tuple[str, str]]) -> str:
-    """An HTML page.
-
-    Args:
-        title: Of the page.
-        prediction: The step to draw.
-        sections: Headings and the HTML below them, after the timeline.
-    """
+    """An HTML page; ``sections`` are headings and the HTML below them, after the timeline of ``prediction``."""
     body = "".join(f"<h2>{escape(heading)}</h2>{html}" for heading, html in sections)
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"

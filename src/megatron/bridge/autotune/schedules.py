@@ -6,12 +6,7 @@ from megatron.bridge.training.config import ConfigContainer
 
 
 def pipeline_of(config: ConfigContainer, world_size: int) -> Pipeline:
-    """The schedule that a step of a config runs.
-
-    Args:
-        config: A config whose layout has been checked.
-        world_size: Number of processes.
-    """
+    """The schedule that a step of a config runs, whose layout has been checked."""
     model, train = config.model, config.train
     stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
     microbatches = train.global_batch_size // (train.micro_batch_size * config.data_parallel_size(world_size))

@@ -53,13 +53,7 @@ def _ask() -> str | None:
 
 @dataclass
 class Conversation:
-    """The messages so far, and the commands that change them.
-
-    Attributes:
-        llm: answers.
-        sampling: how.
-        system: first message.
-    """
+    """The messages so far, after a ``system`` message, and the commands that change them."""
 
     llm: Any
     sampling: Any

@@ -52,11 +52,7 @@ class PerfEnvPlugin(run.Plugin):
 
 @dataclass(kw_only=True)
 class PreemptionPlugin(run.Plugin):
-    """Slurm sends SIGTERM before it ends the job, so that the run saves and leaves.
-
-    Attributes:
-        preempt_time: Seconds before the time limit.
-    """
+    """Slurm sends SIGTERM ``preempt_time`` seconds before it ends the job, so that the run saves and leaves."""
 
     preempt_time: int = 120
 
@@ -76,11 +72,7 @@ class NsysPlugin(run.Plugin):
 
 @dataclass(kw_only=True)
 class WorkingTreePackager(Packager):
-    """This package as it is installed here, and the script: ``src/megatron/bridge`` and the script's name.
-
-    Attributes:
-        script: The script.
-    """
+    """This package as it is installed here, and the script: ``src/megatron/bridge`` and the script's name."""
 
     script: str
 

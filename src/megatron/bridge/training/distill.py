@@ -50,13 +50,7 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
 
 
 class SameTeacher(Callback):
-    """Refuses to resume a run with another teacher, or another reference.
-
-    Args:
-        name: The model.
-        identity: A hash of its weights.
-        key: The setting that names it.
-    """
+    """Refuses to resume with another teacher or reference, which ``key`` names, by a hash of its weights."""
 
     def __init__(self, name: str, identity: str, key: str = "distill.teacher") -> None:
         self._name = name

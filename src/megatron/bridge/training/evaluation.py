@@ -17,17 +17,10 @@ from megatron.bridge.training.step.losses import LossReport, LossTotals, mean_lo
 
 
 def evaluate(run: Run, split: Literal["valid", "test"] = "valid") -> LossReport:
-    """Compute mean losses over ``validation.eval_iters`` global batches, the same ones at every call.
+    """Mean losses by name over ``validation.eval_iters`` global batches of ``split``, the same ones at every call.
 
     Each token counts once under any parallelism. Dropout is off and no random numbers are drawn, so an evaluation
-    does not affect training.
-
-    Args:
-        run: The run; it must have data for ``split``.
-        split: The data to evaluate on.
-
-    Returns:
-        Losses by name, equal on all ranks.
+    does not affect training. The losses are equal on all ranks.
     """
     data = getattr(run.data, split)
     assert data is not None, f"the run has no {split} data"

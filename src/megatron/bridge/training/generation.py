@@ -12,18 +12,10 @@ Tokens = list[list[int]]
 
 
 def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int] = frozenset()) -> Tokens:
-    """Continue each prompt greedily up to the end-of-document token; to be called on all ranks.
+    """Continue each prompt greedily up to the end-of-document token or one of ``stop``; called on all ranks.
 
-    Random states, gradients and weights do not change; the caches live as long as the call.
-
-    Args:
-        run: The run.
-        prompts: Token ids, at least one per prompt.
-        max_new_tokens: Maximum number of tokens to generate.
-        stop: Tokens that end a text, in addition to the end-of-document token.
-
-    Returns:
-        The generated tokens of each prompt, on every rank.
+    Random states, gradients and weights do not change; the caches live as long as the call. Every rank gets the
+    new tokens of each prompt.
 
     Raises:
         UserError: A prompt and its new tokens do not fit into ``model.seq_length``.

@@ -52,15 +52,8 @@ def train_step(run: Run) -> StepResult:
 def forward_backward(run: Run, batches: list[BatchIterator], forward_only: bool = False) -> list[LossReport]:
     """Run one global batch through Megatron-Core's schedule, the only code that depends on pipeline stages.
 
-    The gradients in ``main_grad`` are reduced over all ranks and normalized.
-
-    Args:
-        run: The run.
-        batches: Microbatches, one iterator per model chunk.
-        forward_only: Skip the backward pass.
-
-    Returns:
-        The report of the loss function for each microbatch; an empty list except on the last pipeline stage.
+    The gradients in ``main_grad`` are reduced over all ranks and normalized. ``batches`` has an iterator for each
+    chunk. The report of the loss function for each microbatch is returned on the last pipeline stage.
     """
     config = run.config
     samples = config.train.global_batch_size if forward_only else run.batch_size

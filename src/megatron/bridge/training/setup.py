@@ -55,10 +55,6 @@ def container_of(config: AnyConfig) -> ConfigContainer:
 def resolve_run(config: AnyConfig, origins: Origins | None = None) -> Resolved[ConfigContainer]:
     """Resolve ``config`` for this job and build its tokenizer. A resolved config is returned unchanged.
 
-    Args:
-        config: The configuration.
-        origins: The origin of each value; None stands for a script.
-
     Raises:
         UserError: The config, the data or the tokenizer cannot be used.
     """
@@ -103,13 +99,8 @@ def add_tokenizer(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigContain
 def setup(config: AnyConfig, forward_step: Callable[..., Any], callbacks: Callbacks | None = None) -> Run:
     """Build all parts of a run, and load the checkpoint to resume from, if there is one.
 
-    Args:
-        config: The configuration, resolved or not.
-        forward_step: A forward step with one of the signatures of ``training.step.forward_step``.
-        callbacks: The user's callbacks; they run after logging and evaluation and before saving.
-
-    Returns:
-        A run for ``training.loop.train``.
+    ``forward_step`` has one of the signatures of ``training.step.forward_step``; ``callbacks`` run after logging
+    and evaluation and before saving.
 
     Raises:
         UserError: The config, the forward step, the data or the checkpoint cannot be used.
@@ -253,13 +244,9 @@ def _single_or_list(functions: list[Any]) -> Any:
 def build_data(
     config: ConfigContainer, tokenizer: Tokenizer, consumed: int = 0, place: tuple[int, int] | None = None
 ) -> Iterators:
-    """The data of one data-parallel rank.
+    """The data of one data-parallel rank, from where ``consumed`` samples of all ranks end.
 
-    Args:
-        config: The resolved config.
-        tokenizer: The tokenizer of the run.
-        consumed: Training samples that all ranks together have drawn before.
-        place: The data-parallel rank and the number of these ranks; None stands for those of this process.
+    ``place`` is the rank and the number of these ranks; None stands for those of this process.
     """
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     held_out = config.validation.eval_iters * batch

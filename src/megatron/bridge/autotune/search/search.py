@@ -85,11 +85,7 @@ class Search:
         self.space = _space(config, world_size).fixed(**(fixed or {}))
 
     def run(self, top: int = 10) -> Found:
-        """Search the whole space.
-
-        Args:
-            top: How many candidates to return.
-        """
+        """Search the whole space, for the ``top`` fastest candidates."""
         refused: Counter[str] = Counter()
         prices: list[Price] = []
         tried = too_large = 0

@@ -105,12 +105,9 @@ def short_pipeline(pipeline: Pipeline) -> Pipeline:
 
 
 def most_held(pipeline: Pipeline, stage: int, sizes: Sequence[float] | None = None) -> tuple[int, ...]:
-    """How many microbatches each chunk holds at the fullest moment.
+    """How many microbatches each chunk holds at the fullest moment of ``stage``.
 
-    Args:
-        pipeline: The schedule.
-        stage: Pipeline rank.
-        sizes: Bytes that each chunk keeps for one microbatch; equal if None.
+    ``sizes`` are the bytes that each chunk keeps for one microbatch; equal if None.
     """
     weights = [1.0] * pipeline.chunks if sizes is None else sizes
     mixes = [held for _, _, held in distinct_moments(pipeline, stage)]

@@ -40,12 +40,7 @@ class PassTimes:
 
 
 def simulate(pipeline: Pipeline, times: PassTimes) -> list[Span]:
-    """All passes of all stages, in the order in which they end.
-
-    Args:
-        pipeline: The schedule.
-        times: Of its passes.
-    """
+    """All passes of all stages, in the order in which they end."""
     orders = [passes(pipeline, stage) for stage in range(pipeline.stages)]
     at, free = [0] * pipeline.stages, [0.0] * pipeline.stages
     arrived: dict[tuple[str, int, int], float] = {}

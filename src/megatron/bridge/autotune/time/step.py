@@ -128,13 +128,9 @@ def predict_step(
     kernels: Roofline,
     span: Callable[[Pipeline, PassTimes], float] = makespan,
 ) -> Prediction:
-    """The time of a step.
+    """The time of a step; ``plan`` holds the layers of all stages.
 
-    Args:
-        plan: Layers of all stages.
-        setting: What runs.
-        kernels: The GPU.
-        span: Seconds of the pipeline: ``makespan`` simulates, ``bound`` estimates.
+    ``span`` gives the seconds of the pipeline: ``makespan`` simulates, ``bound`` estimates.
     """
     costs = [[_chunk_cost(chunk, setting, kernels) for chunk in chunks] for chunks in plan]
     times = PassTimes(

@@ -33,11 +33,7 @@ class TrainerRun:
 
 
 def translate(values: Mapping[str, Any], ranks: int) -> TrainerRun:
-    """Translate the settings of a run.
-
-    Args:
-        values: The keys of the file.
-        ranks: Data-parallel ranks; the batch sizes of the Trainer are per rank.
+    """Translate the keys of the file; the Trainer's batch sizes are for one of the data-parallel ``ranks``.
 
     Raises:
         UserError: Keys are unknown.

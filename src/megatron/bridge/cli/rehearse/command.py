@@ -25,13 +25,9 @@ PLAN_FILE, CONFIG_FILE = "plan.json", "toy.yaml"
 
 
 def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> int:
-    """Run the rehearsal, print its results, and remove its files.
+    """Run the rehearsal, ``steps`` steps before the checkpoint and after it, print its results, remove its files.
 
-    Args:
-        job: The real job.
-        steps: Number of steps before the checkpoint, and after it.
-        step_func: The value of ``--step_func``.
-        asked: Number of processes of the real job, if given.
+    ``asked`` is the number of processes of the real job, if it was given.
 
     Raises:
         UserError: The real config cannot run, or a stage of the rehearsal failed.

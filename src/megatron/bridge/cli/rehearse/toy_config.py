@@ -61,13 +61,7 @@ class Toy:
 
 
 def shrink(config: "ConfigContainer", world_size: int, steps: int) -> Toy:
-    """Shrink a config that was resolved for ``world_size`` processes.
-
-    Args:
-        config: The config, which is not modified.
-        world_size: Number of processes of the real run.
-        steps: Half the number of steps of the toy.
-    """
+    """A smaller copy of a config that was resolved for ``world_size`` processes; it runs twice ``steps`` steps."""
     original = parallel_dimensions(config, world_size)
     toy = Toy(copy.deepcopy(config), shrink_dimensions(original), original)
     toy.changes += _describe_changes(toy)

@@ -45,11 +45,7 @@ class Report:
 
 
 def report(job: Job, asked: int | None) -> Report:
-    """What a dry run prints.
-
-    Args:
-        job: The job.
-        asked: The number of processes that the user gave.
+    """What a dry run prints, for ``asked`` processes if the user gave a number.
 
     Raises:
         UserError: The config cannot run.
@@ -78,10 +74,7 @@ def report(job: Job, asked: int | None) -> Report:
 def timeline_page(job: Job, asked: int | None, gpu: str | None) -> str:
     """The HTML page of ``--timeline``: the pipeline of a step, and where its time goes.
 
-    Args:
-        job: The job.
-        asked: The number of processes that the user gave.
-        gpu: The type of GPU that the user gave; that of the recipe if None.
+    ``asked`` and ``gpu`` are what the user gave; None takes the recipe's.
 
     Raises:
         UserError: The config cannot run, or the type of GPU is not known.

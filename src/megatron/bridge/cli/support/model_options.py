@@ -13,10 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def add_model_arguments(parser: argparse.ArgumentParser, *names: str, without: str = "") -> None:
     """Add the Hugging Face model, also under ``names``, and the arguments below.
 
-    Args:
-        parser: of the command.
-        names: other names of the option.
-        without: what happens without the option; an empty text requires it.
+    ``without`` tells what happens without the option; an empty text requires it.
     """
     parser.add_argument(
         "--hf-model",

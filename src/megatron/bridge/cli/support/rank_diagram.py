@@ -106,12 +106,7 @@ def _and(names: list[str]) -> str:
 
 
 def memory_table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
-    """Memory of one rank of each stage, in GB (10^9 bytes).
-
-    Args:
-        memory: From ``memory_per_rank``.
-        layers: The layers of each stage, as text.
-    """
+    """Memory of one rank of each stage, in GB (10^9 bytes), beside the ``layers`` of each stage, as text."""
     beside = ("teacher",) if any(rank.teacher for rank in memory) else ()
     head = ("", "parameters", "weights", "gradients", "optimizer", "activations", *beside, "total GB", "layers")
     rows: list[tuple[str, ...]] = [head]

@@ -17,13 +17,9 @@ def base_name(path: Path) -> str:
 
 
 def adapted_model(path: Path, base: str, trust_remote_code: bool, check: bool) -> tuple[AutoBridge, list[Any]]:
-    """Load the base model with the adapters of a checkpoint, in one process.
+    """Load the base model, a directory or hub id, with the adapters of a checkpoint, in one process.
 
-    Args:
-        path: The folder of a run, or one of its checkpoints.
-        base: Hugging Face directory or hub id.
-        trust_remote_code: Whether to run the base model's own code.
-        check: Refuse a base model on which the adapters were not trained.
+    ``check`` refuses a base model on which the adapters were not trained.
 
     Raises:
         UserError: The checkpoint holds no adapters, or adapters of another base model.

@@ -53,13 +53,9 @@ def clean(root: Path) -> None:
 
 
 class CopyProcess:
-    """The process that copies an iteration.
+    """The process that copies a published iteration, like the Hugging Face model ``source``.
 
-    Args:
-        root: Run folder.
-        iteration: A published iteration.
-        source: The Hugging Face model to be like; None makes config and tokenizer from the checkpoint.
-        trust_checkpoint: As in ``CheckpointConfig``.
+    Without a ``source``, config and tokenizer are made from the checkpoint.
     """
 
     def __init__(self, root: Path, iteration: int, source: str | None, trust_checkpoint: bool) -> None:

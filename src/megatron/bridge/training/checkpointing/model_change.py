@@ -22,11 +22,8 @@ def function_of(provider: Any) -> dict[str, Any]:
 def check_same_function(provider: Any, saved: dict[str, Any], directory: Path, allowed: list[str]) -> None:
     """Refuse a model that computes another function than the model of a checkpoint.
 
-    Args:
-        provider: The model of the run.
-        saved: Run state of the checkpoint; earlier versions did not store the settings in it.
-        directory: Where the checkpoint is.
-        allowed: Names of settings that may differ (``checkpoint.allow_model_change``).
+    Earlier versions did not store the settings in the run state ``saved``; those that are ``allowed`` may differ
+    (``checkpoint.allow_model_change``).
 
     Raises:
         UserError: A setting differs, or ``allowed`` has a name that is not a setting of the model.

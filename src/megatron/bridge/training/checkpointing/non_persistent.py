@@ -39,11 +39,9 @@ class LocalCheckpoint:
 
 
 def origin(root: Path, started: int | None) -> dict[str, Any]:
-    """The metadata of a non-persistent checkpoint.
+    """The metadata of a non-persistent checkpoint of the run in ``root``.
 
-    Args:
-        root: The folder ``checkpoint.save``.
-        started: The last persistent checkpoint whose save has started.
+    ``started`` is the last persistent checkpoint whose save has started.
     """
     try:
         published = paths.latest_iteration(root)

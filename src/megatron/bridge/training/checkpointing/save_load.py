@@ -62,13 +62,8 @@ SCHEDULE_KEYS = {
 def save_run(run: Run, background: AsyncSaver | None = None) -> Path:
     """Save ``run`` under its step as the newest checkpoint, and delete old ones beyond ``most_recent_k``.
 
-    Args:
-        run: The run.
-        background: Writes the files while training continues, after waiting for an unfinished save. The
-            checkpoint is published when ``background.poll`` finds that all ranks have finished.
-
-    Returns:
-        The directory that is, or will be, published.
+    ``background`` writes the files while training continues, after waiting for an unfinished save; the
+    checkpoint is published when ``background.poll`` finds that all ranks have finished. Returns its directory.
 
     Raises:
         UserError: The folder cannot be written, or the disk is full; the previous checkpoint stays the newest.
@@ -95,10 +90,7 @@ def save_run(run: Run, background: AsyncSaver | None = None) -> Path:
 def save_non_persistent(run: Run, name: str, started: int | None) -> None:
     """Save a non-persistent checkpoint of ``run``; only the newest is kept.
 
-    Args:
-        run: The run.
-        name: The id of the run from ``non_persistent.run_name``.
-        started: The last persistent checkpoint whose save has started.
+    ``name`` is from ``non_persistent.run_name``; ``started`` is the last persistent checkpoint whose save began.
 
     Raises:
         UserError: The checkpoint cannot be written.
@@ -234,14 +226,7 @@ def _unverified_base(config: ConfigContainer, start: StartingPoint | None) -> Pa
 
 
 def load_run(run: Run, start: StartingPoint | None) -> bool:
-    """Load the checkpoint from which ``run`` starts.
-
-    Args:
-        run: A run at step 0.
-        start: The result of ``find_starting_point``.
-
-    Returns:
-        Whether the run continues an earlier one.
+    """Load the checkpoint from which ``run``, at step 0, starts; return whether the run continues an earlier one.
 
     Raises:
         UserError: The checkpoint is damaged, or its model or schedule differs.

@@ -62,11 +62,7 @@ def precompute(config: ConfigContainer) -> Path:
 
 
 def teacher_run(config: ConfigContainer, world_size: int | None = None) -> Resolved[ConfigContainer]:
-    """The resolved config of a run whose model is the teacher of ``config``.
-
-    Args:
-        config: A config with a teacher and a cache.
-        world_size: As for ``ConfigContainer.resolve``.
+    """The resolved config of a run whose model is the teacher of ``config``, which has a cache.
 
     Raises:
         UserError: The teacher does not exist, or does not support the parallel sizes of ``config.model``.

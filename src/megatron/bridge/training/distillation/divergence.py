@@ -66,11 +66,8 @@ def top_kl_divergence(student: Tensor, teacher: TopTokens, temperature: float, g
 def top_tokens(logits: Tensor, count: int, temperature: float, group: dist.ProcessGroup) -> TopTokens:
     """The ``count`` most likely tokens of each distribution, equal on all ranks.
 
-    Args:
-        logits: Logits of this rank's shard of the vocabulary, [..., shard].
-        count: Number of tokens, less than the size of the vocabulary.
-        temperature: Divides the logits.
-        group: The ranks over which the vocabulary is sharded.
+    ``logits`` are this rank's shard of the vocabulary, [..., shard], sharded over ``group``; ``temperature``
+    divides them.
     """
     scaled = _to_fp32(logits) / temperature
     values, places = scaled.topk(min(count, scaled.shape[-1]), dim=-1)

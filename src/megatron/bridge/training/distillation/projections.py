@@ -20,13 +20,9 @@ from megatron.bridge.models.conversion.adapters.adapted_layers import ADAPTER
 def add_projections(
     chunks: Sequence[MegatronModule], layers: Iterable[int], widths: tuple[int, int], seed: int
 ) -> None:
-    """Add a projection for each of the student's ``layers`` to the last stage.
+    """Add a projection for each of the student's ``layers`` to the last stage; ``widths`` are of both models.
 
-    Args:
-        chunks: Unwrapped chunks of the student.
-        layers: Layer numbers.
-        widths: Hidden sizes of the student and of the teacher.
-        seed: Seed of the initial values, which do not depend on the parallel sizes.
+    Its initial values depend on ``seed`` alone, not on the parallel sizes.
     """
     last: Any = chunks[-1]
     if last.post_process:

@@ -44,12 +44,7 @@ class ChunkPair:
     def run(self, model: MegatronModule, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The outputs of student and teacher for one microbatch.
 
-        Args:
-            model: The student's wrapped chunk.
-            inputs: Arguments of both models.
-
-        Returns:
-            Logits [batch, sequence, vocabulary shard] on the last stage, elsewhere hidden states.
+        They are logits [batch, sequence, vocabulary shard] on the last stage, elsewhere hidden states.
         """
         self.states = {}
         self._receive()
@@ -85,14 +80,10 @@ class ChunkPair:
 
 
 def bind(students: Sequence[MegatronModule], teachers: Sequence[MegatronModule], layers: dict[int, int]) -> None:
-    """Attach the teacher's chunks to the student's.
+    """Attach the teacher's chunks to the student's unwrapped ones.
 
-    They are not submodules, so wrappers, the optimizer and checkpoints ignore them.
-
-    Args:
-        students: Unwrapped chunks of the student on this rank.
-        teachers: The teacher's chunk for each of them.
-        layers: Layer of the student -> layer of the teacher.
+    They are not submodules, so wrappers, the optimizer and checkpoints ignore them. ``layers`` gives the teacher's
+    layer that each layer of the student learns from.
     """
     places: list[WatchedLayer] = [("student", layer) for layer in layers]
     places.extend(("teacher", layer) for layer in dict.fromkeys(layers.values()))

@@ -40,10 +40,6 @@ _LAYOUT_RULES = [rule for rule in RULES if rule.__module__ == layout_rules.__nam
 def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvider:
     """The teacher's provider with the parallel sizes of ``config.model``; building it loads the weights.
 
-    Args:
-        config: A resolved config with ``distill``.
-        world_size: Number of processes of the run.
-
     Raises:
         UserError: The teacher does not exist, its vocabulary differs from the student's, or it does not support
             the parallel sizes.

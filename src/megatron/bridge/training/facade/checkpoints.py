@@ -102,11 +102,8 @@ def load_checkpoint(
 ) -> tuple[int, float]:
     """Load ``checkpoint.load``, or if there is no checkpoint, the weights of ``checkpoint.pretrained_checkpoint``.
 
-    In the second case ``checkpoint.finetune`` becomes True, to start at step 0. What is None of the
-    optimizer and scheduler stays there. ``strict`` can only be True, ``skip_load_to_model_and_opt`` only False.
-
-    Returns:
-        The step, and the floating-point operations so far.
+    In the second case ``checkpoint.finetune`` becomes True, to start at step 0. What is None of the optimizer and
+    scheduler stays there. Returns the step, and the floating-point operations so far.
 
     Raises:
         UserError: No checkpoint, a damaged one, or one of another model or schedule.

@@ -16,15 +16,10 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def freezing_hook(patterns: list[str], first: PreWrapHook | None = None) -> PreWrapHook | None:
-    """A hook of ``provide_distributed_model`` that freezes the parameters matched by ``patterns``.
+    """A hook of ``provide_distributed_model`` that calls ``first``, and freezes the parameters in ``patterns``.
 
-    Args:
-        patterns: Megatron's parameter names, where ``*`` matches any characters and layers are numbered from 0
-            through the whole model. A tied output layer is frozen with its embedding.
-        first: A hook to call before, such as the one that adds adapters.
-
-    Returns:
-        The hook; ``first`` if there are no patterns.
+    They are Megatron's parameter names, where ``*`` matches any characters and layers are numbered from 0 through
+    the whole model. A tied output layer is frozen with its embedding.
 
     Raises:
         UserError: When the model is built, a pattern matches no trained parameter on any rank, or no trained

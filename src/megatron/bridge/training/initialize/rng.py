@@ -15,11 +15,7 @@ def seed_everything(rng: RNGConfig, step: int = 0) -> None:
     """Seed Python, NumPy, torch and the model-parallel generators.
 
     Pipeline stages get different seeds, because they hold different layers; data-parallel ranks only with
-    ``data_parallel_random_init``.
-
-    Args:
-        rng: The seed and its options.
-        step: The step from which a run resumes, so that dropout does not repeat the masks of the first steps.
+    ``data_parallel_random_init``. Resumed at ``step``, dropout does not repeat the masks of the first steps.
     """
     seed = rng.seed + step + 100 * parallel_state.get_pipeline_model_parallel_rank()
     if rng.data_parallel_random_init:

@@ -29,10 +29,7 @@ class PairLosses(NamedTuple):
 def pair_losses(policy: LogProbs, reference: LogProbs, settings: DPOConfig) -> PairLosses:
     """The loss of each pair; see ``DPOConfig`` for the formulas.
 
-    Args:
-        policy: Log-probabilities under the trained model: sums over tokens, means for ``ipo``.
-        reference: The same under the reference.
-        settings: Type of the loss, and its parameters.
+    Log-probabilities are sums over tokens, means for ``ipo``.
     """
     chosen, rejected = (ours - theirs for ours, theirs in zip(policy, reference, strict=True))
     return PairLosses(
@@ -56,11 +53,7 @@ def _losses(margin: Tensor, settings: DPOConfig) -> Tensor:
 def kto_losses(ratios: Tensor, desirable: Tensor, kl: Tensor, settings: DPOConfig) -> Tensor:
     """The loss of each answer, [answers]; see ``DPOConfig`` for the formula.
 
-    Args:
-        ratios: ``log p - log r`` of each answer, [answers].
-        desirable: Whether each answer is desirable, bool, [answers].
-        kl: The estimate ``z0``, a scalar.
-        settings: Beta and the weights.
+    ``ratios`` are ``log p - log r``, [answers], ``desirable`` is bool, [answers], and ``kl`` the estimate ``z0``.
     """
     gain = settings.beta * (ratios - kl)
     return torch.where(

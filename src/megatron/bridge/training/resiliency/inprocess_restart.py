@@ -74,11 +74,7 @@ def _connections() -> Any:
 
 
 def run_with_restarts(config: ConfigContainer, attempt: Callable[[], Run]) -> Run:
-    """Call ``attempt`` again after each failure, until it returns.
-
-    Args:
-        config: A config with ``inprocess_restart``.
-        attempt: Sets up a run in the existing process group, and trains it.
+    """Call ``attempt``, which sets up and trains in the existing process group, again after each failure.
 
     Raises:
         UserError: nvidia-resiliency-ext is missing, or ``attempt`` raised a ``UserError``, which is not retried.

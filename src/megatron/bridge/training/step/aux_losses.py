@@ -35,15 +35,11 @@ def add_mtp_losses(totals: LossReport, reports: list[LossReport]) -> list[LossRe
 
 
 def router_losses(config: ConfigContainer, microbatches: int) -> LossReport:
-    """Mean router losses of the step over layers, microbatches and replicas; equal on all ranks.
+    """Mean router losses of the step over layers, ``microbatches`` of a rank, and replicas; equal on all ranks.
 
     The losses are not multiplied with their coefficients: perfectly balanced experts have a load-balancing loss
     of 1. Megatron-Core's own reduction takes its groups from the routers of a rank, and a pipeline stage without
     experts has none.
-
-    Args:
-        config: The resolved config.
-        microbatches: Number of microbatches of a rank in the step.
     """
     parts = _router_loss_ranks(config.model)
     if not parts:

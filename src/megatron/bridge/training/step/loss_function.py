@@ -14,15 +14,10 @@ FORMS = f"(loss, report) or {WITH_TOKENS}"
 
 
 def checked(step: ForwardStep, per_token: bool) -> ForwardStep:
-    """``step`` with a check of its loss function.
+    """``step`` with a check of its loss function; ``per_token`` is the model's ``calculate_per_token_loss``.
 
-    Args:
-        step: Called with the data iterator and the model.
-        per_token: ``calculate_per_token_loss`` of the model.
-
-    Returns:
-        A forward step. It raises a ``UserError`` for a loss or a report of a wrong form. In the reports that it
-        returns, each value is a tensor with one element, or with two: a sum and a count.
+    It raises a ``UserError`` for a loss or a report of a wrong form. In the reports that it returns, each value is
+    a tensor with one element, or with two: a sum and a count.
     """
 
     def call(*inputs: Any, **options: Any) -> Any:

@@ -24,14 +24,10 @@ class LossTotals:
         self._names: list[str] | None = None
 
     def __call__(self, reports: list[LossReport]) -> LossReport:
-        """Sums and counts over all microbatches of all ranks, by name; equal on all ranks.
+        """Sums and counts over all microbatches of all ranks, float64 tensors by name, equal on all ranks.
 
-        Args:
-            reports: One per microbatch on the last pipeline stage, none elsewhere. A value is a tensor with two
-                elements, a sum and a count, or a scalar, which has count 1.
-
-        Returns:
-            A float64 tensor with sum and count for each name.
+        ``reports`` has one per microbatch on the last pipeline stage, none elsewhere. A value is a tensor with two
+        elements, a sum and a count, or a scalar, which has count 1.
         """
         stages: Any = parallel_state.get_pipeline_model_parallel_group()
         last = parallel_state.get_pipeline_model_parallel_last_rank()

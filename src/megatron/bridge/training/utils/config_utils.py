@@ -23,14 +23,10 @@ def create_ddp_config(
     overrides: Mapping[str, Any] | None = None,
     finalize: bool = True,
 ) -> DistributedDataParallelConfig | None:
-    """The data-parallel settings for ``provide_distributed_model``.
+    """The data-parallel settings for ``provide_distributed_model``; without ``wrap_with_ddp``, None.
 
-    Args:
-        wrap_with_ddp: False gives None.
-        use_distributed_optimizer: shard the optimizer state; Megatron-FSDP always does.
-        use_megatron_fsdp: shard the weights too, with Megatron-FSDP.
-        overrides: fields of ``DistributedDataParallelConfig``; they win.
-        finalize: fill in the fields that are None.
+    Megatron-FSDP shards the weights, too, and always the optimizer's state. ``overrides`` win over the other
+    arguments, and ``finalize`` fills in the fields that are None.
 
     Raises:
         TypeError: ``overrides`` has a field that is unknown.

@@ -15,13 +15,7 @@ _FROZEN = {"router": ("weight", "bias"), "shared_experts": ("gate_weight", "gate
 
 
 def create_value_head_hook(hidden_size: int, sequence_parallel: bool = False, output_size: int = 1) -> ModelHook:
-    """A pre-wrap hook that replaces the output layer with ``LinearForLastLayer``.
-
-    Args:
-        hidden_size: of the model.
-        sequence_parallel: as in the provider.
-        output_size: values of each token.
-    """
+    """A pre-wrap hook that replaces the output layer with ``LinearForLastLayer``, of ``output_size`` values."""
 
     def hook(model: Any) -> Any:
         for chunk in map(unwrap, as_chunks(model)):
@@ -42,14 +36,7 @@ def make_value_model(hidden_size: int, sequence_parallel: bool = False) -> Model
 
 
 def freeze_moe_router(model: Any) -> list[nn.Module]:
-    """Freeze routers and the gates of shared experts.
-
-    Args:
-        model: a chunk or all chunks of this rank.
-
-    Returns:
-        The chunks.
-    """
+    """Freeze the routers and the gates of shared experts of a chunk or of all chunks, and return the chunks."""
     chunks = as_chunks(model)
     for chunk in chunks:
         for name, module in chunk.named_modules():

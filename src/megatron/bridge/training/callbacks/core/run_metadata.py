@@ -37,13 +37,7 @@ class RunMetadata(Callback):
 
 
 def write_run_metadata(folder: Path, config: ConfigContainer, origins: Origins, step: int) -> None:
-    """Write the metadata of one start.
-
-    Args:
-        folder: The log folder of the run.
-        config: The resolved config.
-        origins: The origin of each value of the config.
-        step: The step at which the run starts or resumes.
+    """Write the metadata of one start, at ``step``, into the log ``folder`` of the run.
 
     Raises:
         UserError: The folder cannot be written.

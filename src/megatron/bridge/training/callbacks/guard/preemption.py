@@ -35,12 +35,8 @@ class Preemption(Callback):
 
     Ranks agree with one all-reduce at the end of each step, so all of them save the same step. Under torchrun a
     rank treats the death of the launcher like SIGTERM: otherwise it would keep running and keep the folder
-    locked.
-
-    Args:
-        config: The configuration.
-        later: Look at the answer after the next step, so that a GPU never waits for the process to queue its work;
-            None does so where there are several GPUs.
+    locked. With ``later`` it looks at the answer after the next step, so that a GPU never waits for the process to
+    queue its work; None does so where there are several GPUs.
     """
 
     def __init__(self, config: ConfigContainer, later: bool | None = None) -> None:

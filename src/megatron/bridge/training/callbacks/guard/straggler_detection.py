@@ -57,11 +57,7 @@ class StragglerDetection(Callback):
 
 
 def slow_ranks(means: Sequence[tuple[float, str]], factor: float) -> list[str]:
-    """One message for each rank that takes at least ``factor`` times the median.
-
-    Args:
-        means: Mean seconds and host of each rank.
-        factor: The threshold relative to the median.
+    """One message for each rank whose mean seconds are at least ``factor`` times the median; ``means`` name hosts.
 
     Example:
         >>> slow_ranks([(0.1, "a"), (0.1, "a"), (0.4, "b")], 1.5)
