@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a program with a loop of its own: those of a run, saved and loaded in single calls."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
-from torch import nn
 
 from megatron.bridge.checkpoint import loading, model_io, paths, verification
 from megatron.bridge.checkpoint.collective import on_first_rank
@@ -36,14 +35,10 @@ def checkpoint_exists(checkpoints_path: str | None) -> bool:
     """Whether there is a checkpoint: the path is one iteration's folder, or a root whose tracker names one."""
     if checkpoints_path is None:
         return False
-
-    def exists() -> bool:
-        try:
-            return paths.resolve(checkpoints_path).is_dir()
-        except UserError:
-            return False
-
-    return on_first_rank(exists)
+    try:
+        return on_first_rank(lambda: paths.resolve(checkpoints_path).is_dir())
+    except UserError:
+        return False
 
 
 def save_checkpoint(
@@ -194,19 +189,16 @@ def _run_of(state: GlobalState, model: list[MegatronModule], optimizer: Any, sch
         optimizer=optimizer,  # pyright: ignore[reportArgumentType]
         scheduler=scheduler,
         tokenizer=None,
-        forward_step=_no_step,
+        forward_step=None,  # pyright: ignore[reportArgumentType]  the program has its own loop
         callbacks=CallbackManager(),
         progress=state.train_state,
     )
 
 
-def _no_step(*args: Any) -> Any:
-    raise AssertionError("the program has its own loop")
-
-
 def _load_weights(model: list[MegatronModule], directory: Path) -> None:
     """Load weights to start from, without a value head, whose chunk hides it in ``hide_loss_modules``."""
-    hiding = list(_hiding(model))
+    bare = [model_io.unwrap(chunk) for chunk in model]
+    hiding: list[Any] = [chunk.hide_loss_modules for chunk in bare if hasattr(chunk, "hide_loss_modules")]
     if not hiding:
         pretrained.load_weights(model, directory)
         return
@@ -214,17 +206,12 @@ def _load_weights(model: list[MegatronModule], directory: Path) -> None:
     with ExitStack() as hidden:
         for hide in hiding:
             hidden.enter_context(hide())
-        keyed = list(zip(model_io.chunk_keys(model), map(model_io.unwrap, model), strict=True))
-        state: dict[str, Any] = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in keyed}
+        state: dict[str, Any] = {
+            key: chunk.sharded_state_dict(metadata=metadata)
+            for key, chunk in zip(model_io.chunk_keys(model), bare, strict=True)
+        }
     loaded = loading.load(state, directory, known=(*model_io.BESIDE_WEIGHTS, HEAD))
-    for key, chunk in keyed:
+    for key, chunk in zip(state, bare, strict=True):
         lacking = chunk.load_state_dict(loaded[key], strict=False).missing_keys
         wrong = [name for name in lacking if not name.startswith(HEAD) and "_extra_state" not in name]
         assert not wrong, f"not loaded after the checkpoint was read: {wrong}"
-
-
-def _hiding(model: Sequence[nn.Module]) -> Iterator[Any]:
-    for chunk in model:
-        hide = getattr(model_io.unwrap(chunk), "hide_loss_modules", None)
-        if hide is not None:
-            yield hide

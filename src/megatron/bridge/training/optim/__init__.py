@@ -3,9 +3,4 @@
 
 from megatron.bridge.utils.lazy_names import lazy_names
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "setup_optimizer": "megatron.bridge.training.facade.start:setup_optimizer",
-    },
-)
+__getattr__ = lazy_names(__name__, {"setup_optimizer": "megatron.bridge.training.facade.start:setup_optimizer"})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What trainers outside of this package do to models: value heads, frozen routers, statistics over ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,9 +30,7 @@ def create_value_head_hook(hidden_size: int, sequence_parallel: bool = False, ou
     return hook
 
 
-def make_value_model(hidden_size: int, sequence_parallel: bool = False) -> ModelHook:
-    """``create_value_head_hook`` for one value of each token."""
-    return create_value_head_hook(hidden_size, sequence_parallel)
+make_value_model = create_value_head_hook
 
 
 def freeze_moe_router(model: Any) -> list[nn.Module]:
@@ -61,13 +59,3 @@ def logical_and_across_model_parallel_group(input: bool, mp_group: torch.distrib
     value = torch.tensor([int(bool(input))], device=torch.cuda.current_device())
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=mp_group)
     return bool(value.item())
-
-
-__all__: Sequence[str] = [
-    "LinearForLastLayer",
-    "create_value_head_hook",
-    "freeze_moe_router",
-    "logical_and_across_model_parallel_group",
-    "make_value_model",
-    "reduce_max_stat_across_model_parallel_group",
-]
