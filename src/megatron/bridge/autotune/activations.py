@@ -118,13 +118,7 @@ def activation_bytes(config: ConfigContainer, chunks: list[Any], stage: int, wor
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a step that may need the most memory.
-
-    Attributes:
-        name: ``loss``, or ``backward of chunk N``.
-        held: Bytes that chunks keep for the microbatches in flight.
-        working: Bytes that the pass holds beside them.
-    """
+    """The bytes that chunks hold for the microbatches in flight, and those that one pass needs beside them."""
 
     name: str
     held: int
@@ -443,10 +437,7 @@ def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
     """The gathered input, the gradient of the residual stream, and those of the widest linear layer."""
     stream = (sizes.tokens + sizes.between) * sizes.hidden
     shapes = [(path, weight_shape(module)) for path, module in layer.named_modules()]
-    widths = [_tokens(path, sizes) * shape[0] + _weight_gradient(shape, sizes) for path, shape in shapes if shape]
+    # a weight's own gradient exists before it is added to the buffer
+    own = sizes.separate_gradients
+    widths = [_tokens(path, sizes) * shape[0] + math.prod(shape) * own for path, shape in shapes if shape]
     return (stream + max(widths, default=0)) * sizes.number
-
-
-def _weight_gradient(shape: tuple[int, ...], sizes: Sizes) -> int:
-    """Numbers of a weight's own gradient, before it is added to the buffer."""
-    return math.prod(shape) * sizes.separate_gradients

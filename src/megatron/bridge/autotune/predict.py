@@ -91,7 +91,7 @@ def setting_of(config: ConfigContainer, world_size: int) -> Setting:
 def run_of(config: ConfigContainer) -> Run:
     """Sizes of a layer's work."""
     model, train = config.model, config.train
-    experts = model.num_moe_experts or 0
+    experts, kind = model.num_moe_experts or 0, model.cp_comm_type
     return Run(
         tokens=train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size,
         hidden=model.hidden_size,
@@ -104,13 +104,9 @@ def run_of(config: ConfigContainer) -> Run:
         sequence_parallel=model.sequence_parallel,
         tensor_overlap=bool(model.tp_comm_overlap),
         expert_overlap=bool(model.overlap_moe_expert_parallel_comm),
-        context_kind=_kind_of_context(model.cp_comm_type),
+        context_kind=kind[0] if isinstance(kind, list) and kind else kind,
         number=2 if model.bf16 or model.fp16 else 4,
     )
-
-
-def _kind_of_context(kind: Any) -> Any:
-    return kind[0] if isinstance(kind, list) and kind else kind
 
 
 def recompute_of(config: ConfigContainer) -> Callable[[LayerShape, int], float]:

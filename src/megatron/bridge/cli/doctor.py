@@ -110,7 +110,8 @@ def _kernels() -> Iterator[str]:
 
     hardware = Hardware.detect()
     spec = layer_specs.resolve_backend("auto")
-    why = "there is a GPU and Transformer Engine" if spec == "transformer_engine" else _why_torch(hardware)
+    why_torch = "Transformer Engine is not installed" if hardware.cuda else "there is no GPU"
+    why = "there is a GPU and Transformer Engine" if spec == "transformer_engine" else why_torch
     yield f"layer spec of backend=auto: {spec} ({why})"
     if hardware.cuda:
         reason = compiler.why_not_compiled()
@@ -125,10 +126,6 @@ def _kernels() -> Iterator[str]:
     for scaling in CAPABILITIES:
         lack = hardware.lacks_for(scaling)
         yield f"{scaling} scaling: {'available' if lack is None else f'needs {lack}'}"
-
-
-def _why_torch(hardware: Any) -> str:
-    return "Transformer Engine is not installed" if hardware.cuda else "there is no GPU"
 
 
 # ------------------------------------------------------------------------------------------------------ one model

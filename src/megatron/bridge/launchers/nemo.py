@@ -90,13 +90,7 @@ class WorkingTreePackager(Packager):
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """What became of a launch.
-
-    Attributes:
-        folder: The experiment's folder on this machine.
-        jobs: Slurm's job ids; none of a local run.
-        states: State of each task, as NeMo-Run names them.
-    """
+    """The experiment's folder on this machine, Slurm's job ids, and the state of each task for NeMo-Run."""
 
     folder: Path
     jobs: tuple[str, ...]
@@ -142,7 +136,9 @@ def launch(options: LaunchOptions) -> LaunchResult:
     with _signals_to(started), _experiment(options) as experiment:
         started += [experiment] if options.local else []  # jobs in a queue stay there
         experiment.run(detach=options.detach and not options.local, tail_logs=options.tail_logs or options.local)
-        jobs = tuple(_slurm_id(job.handle) for job in experiment.jobs if not options.local)
+        # a handle is slurm_tunnel://nemo_run/12/master/0, where 12 is the job
+        handles = [] if options.local else [job.handle for job in experiment.jobs]
+        jobs = tuple(handle.partition("://")[2].split("/")[1] for handle in handles)
     states = () if options.detach and not options.local else tuple(str(job.state) for job in experiment.jobs)
     return LaunchResult(Path(experiment._exp_dir), jobs, states)
 
@@ -321,8 +317,3 @@ def _command(options: LaunchOptions) -> list[str]:
         _script(options),
         *options.arguments,
     ]
-
-
-def _slurm_id(handle: str) -> str:
-    """The job id in a handle such as ``slurm_tunnel://nemo_run/12/master/0``."""
-    return handle.partition("://")[2].split("/")[1]

@@ -26,41 +26,9 @@ _CLUSTER_ONLY = {
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """One launch.
+    """One launch; the options of ``megatron-bridge launch`` say what each attribute means.
 
-    Attributes:
-        local: Run here, in the foreground, instead of submitting to Slurm.
-        script: Python script that is started on every rank.
-        arguments: Its arguments.
-        experiment_name: Name of the experiment, of its folder and of the Slurm job.
-        launcher: Who starts the processes of a node: ``torchrun``, ``ft`` (ft_launcher of nvidia-resiliency-ext,
-            which restarts them), or ``default`` (one Slurm task for each process).
-        devices: Processes of a node, one for each GPU.
-        nodes: Number of nodes.
-        cpu: Ask for no GPUs; the processes talk over gloo.
-        partition: Slurm partition; None takes the cluster's default.
-        account: Slurm account to charge; None takes the user's default.
-        time: Wall-clock limit of one job, in Slurm's form (days-hours:minutes:seconds).
-        preempt_time: Seconds before the limit at which the processes are told to save and leave.
-        gres: Generic resources of a node, instead of ``devices`` GPUs.
-        retries: How often a job that failed or was told to leave is queued again.
-        chain: Jobs in a row; each continues where the one before ended.
-        ssh_tunnel: Submit from another machine, over SSH.
-        host: The cluster's login node.
-        user: User there.
-        identity: Private key for it; None asks for a password.
-        remote_job_dir: Folder of the jobs on the cluster.
-        container_image: Image for pyxis; None runs in ``venv``.
-        mount: Mounts of the container, ``source:target``.
-        venv: Environment of the jobs without a container; None takes the one that launches.
-        packager: What the job runs: a copy of this package and the script (``pattern``), the last commit
-            (``git``), or what is installed there (``none``).
-        env: Environment variables of the job.
-        perf_env: Set the variables that Megatron-Core runs faster with.
-        nsys: Profile with Nsight Systems.
-        dry_run: Print what would be submitted.
-        detach: Come back when the jobs are queued.
-        tail_logs: Follow the log.
+    ``arguments`` are those of ``script``, which starts on every rank.
     """
 
     local: bool

@@ -63,9 +63,7 @@ def classification_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
 def reward_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
     """``-log sigmoid(chosen - rejected)`` of the scores of the last tokens (https://arxiv.org/abs/2203.02155).
 
-    Args:
-        batch: rows of ``PairRows``.
-        scores: [1, tokens of this context-parallel rank, 1].
+    ``batch`` has rows of ``PairRows``; ``scores`` are [1, tokens of this context-parallel rank, 1].
     """
     found = last_token(batch, scores)[:, 0]
     chosen, rejected = found[0::2], found[1::2]
@@ -84,12 +82,8 @@ def reward_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
 def contrastive_loss(config: GPTModelProvider, batch: dict[str, Any], states: Tensor) -> Loss:
     """Cross-entropy of finding a query's text among all of the microbatch, by cosine (InfoNCE).
 
-    See https://arxiv.org/abs/1807.03748.
-
-    Args:
-        config: with ``pooling`` and ``contrastive_temperature``.
-        batch: rows of ``PairRows``.
-        states: [1, tokens of this context-parallel rank, hidden size].
+    See https://arxiv.org/abs/1807.03748. ``batch`` has rows of ``PairRows``; ``states`` are [1, tokens of this
+    context-parallel rank, hidden size].
     """
     pooled = last_token(batch, states) if config.pooling == "last_token" else mean_of_tokens(batch, states)
     vectors = F.normalize(pooled, dim=-1)

@@ -62,7 +62,8 @@ def count_rows_here(config: ConfigContainer) -> int:
 def input_problems(resolved: Resolved[ConfigContainer]) -> list[str]:
     """What the run would refuse in its data, its tokenizer and its first weights, one sentence each."""
     found: dict[str, None] = {}  # several checks read the data
-    for check in (_check_data, _check_records, _check_prompts, _check_weights):
+    checks = (lambda run: run.config.dataset.check_sources(), _check_records, _check_prompts, _check_weights)
+    for check in checks:
         try:
             check(resolved)
         except UserError as error:
@@ -89,10 +90,6 @@ def elsewhere(config: ConfigContainer) -> Iterator[str]:
 
 def _is_elsewhere(name: str | None) -> bool:
     return name is not None and is_hub_id(name) and on_this_machine(name) is None
-
-
-def _check_data(resolved: Resolved[ConfigContainer]) -> None:
-    resolved.config.dataset.check_sources()
 
 
 def _check_records(resolved: Resolved[ConfigContainer]) -> None:

@@ -96,11 +96,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """The values that a search may choose from; a list of one is fixed.
-
-    Attributes:
-        sizes: Values of the fields of ``Candidate`` by name.
-    """
+    """The values that a search may choose from, by the fields of ``Candidate``; a single one is fixed."""
 
     sizes: Mapping[str, tuple[Any, ...]]
 

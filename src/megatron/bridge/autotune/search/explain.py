@@ -27,14 +27,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a candidate is not the best.
-
-    Attributes:
-        candidate: The alternative.
-        seconds: Its step; None if it is not allowed.
-        memory: Bytes of its fullest rank; None if it is not allowed.
-        text: A sentence.
-    """
+    """Why a candidate is not the best; seconds and bytes of its fullest rank are None if it is not allowed."""
 
     candidate: Candidate
     seconds: float | None
@@ -89,13 +82,9 @@ def pareto(prices: list[Price]) -> list[Price]:
 
 @dataclass(frozen=True)
 class Step:
-    """One change on the way to a layout that fits.
+    """One change on the way to a layout that fits: the new value of a field of ``Candidate``.
 
-    Attributes:
-        name: Field of ``Candidate``.
-        value: Its new value.
-        saved: Bytes of the fullest rank that it saves; None between layouts that the rules refuse.
-        lost: Seconds of a step that it costs; None likewise.
+    It saves bytes of the fullest rank and costs seconds of a step; None between layouts that the rules refuse.
     """
 
     name: str

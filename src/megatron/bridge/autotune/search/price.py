@@ -33,13 +33,7 @@ _MANY = 4
 
 @dataclass(frozen=True)
 class Price:
-    """What a candidate costs.
-
-    Attributes:
-        candidate: The layout, with its layers divided among stages.
-        memory: Bytes on the fullest rank of each stage.
-        prediction: Its step.
-    """
+    """A candidate with its layers divided among stages, bytes on the fullest rank of each stage, and its step."""
 
     candidate: Candidate
     memory: tuple[int, ...]
@@ -63,13 +57,7 @@ class _Layers:
 
 
 class Pricer:
-    """Prices candidates of one config on one type of GPU.
-
-    Args:
-        config: A resolved config; a candidate's values replace its own.
-        world_size: GPUs.
-        card: Their name in ``gpus.GPUS``.
-    """
+    """Prices candidates, whose values replace those of a resolved config, on GPUs named ``card`` in ``GPUS``."""
 
     def __init__(self, config: ConfigContainer, world_size: int, card: str) -> None:
         self.config, self.world_size, self.card = config, world_size, card

@@ -60,14 +60,10 @@ class Found:
 
 
 class Search:
-    """Finds the fastest layouts of a config.
+    """Finds the fastest layouts of a resolved config on ``world_size`` GPUs named ``card``.
 
-    Args:
-        config: A resolved config.
-        world_size: GPUs.
-        card: Their name in ``gpus.GPUS``.
-        budget: Bytes that a rank may use; nine tenths of the card if None.
-        fixed: Fields of ``Candidate`` with the only values that they may have.
+    A rank may use ``budget`` bytes; nine tenths of the card if None. ``fixed`` gives fields of ``Candidate`` their
+    only value.
     """
 
     def __init__(

@@ -21,12 +21,7 @@ NETWORK_LATENCY = 25e-6
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a collective in Megatron-Core's rank order.
-
-    Attributes:
-        size: Ranks.
-        stride: Distance of two neighbors in the numbering of ranks.
-    """
+    """Ranks of a collective in Megatron-Core's rank order, where neighbors differ by ``stride``."""
 
     size: int
     stride: int = 1

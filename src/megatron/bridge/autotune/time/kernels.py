@@ -36,25 +36,15 @@ _MULTIPROCESSORS = 132
 
 @dataclass(frozen=True)
 class Roofline:
-    """Times of kernels on one GPU, in seconds.
-
-    Attributes:
-        card: The GPU.
-        precision: Of the matrix products of layers.
-    """
+    """Times of kernels on one GPU, in seconds; ``precision`` is that of the matrix products of layers."""
 
     card: Gpu
     precision: Precision = "bf16"
 
     def matrix(self, tokens: float, rows: int, columns: int, count: int = 1, quantized: bool = True) -> float:
-        """``count`` products of ``tokens`` x ``columns`` with ``columns`` x ``rows``.
+        """``count`` products of ``tokens`` x ``columns`` with ``columns`` x ``rows``, in one grouped kernel.
 
-        Args:
-            tokens: Rows of the input.
-            rows: Rows of the weight: features of the output.
-            columns: Features of the input.
-            count: Products of this size, in one grouped kernel.
-            quantized: Computed in ``precision``; False computes in bf16.
+        Those that are not ``quantized`` are computed in bf16.
         """
         precision: Precision = self.precision if quantized else "bf16"
         operations = 2.0 * tokens * rows * columns * count

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline's timeline: each pass starts when its stage is free and its input has arrived."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -106,8 +105,3 @@ def bound(pipeline: Pipeline, times: PassTimes) -> float:
     others = (sum(busy) - busy[slowest]) / pipeline.chunks
     messages = 2 * times.message * (pipeline.stages - 1)
     return busy[slowest] * pipeline.microbatches + others + messages
-
-
-def busy_of(spans: Sequence[Span], stage: int) -> float:
-    """Seconds that ``stage`` computes."""
-    return sum(span.end - span.start for span in spans if span.stage == stage)

@@ -51,12 +51,9 @@ class MegatronLMRun:
 
 
 def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
-    """Translate the arguments of a command line.
+    """Translate a command line: ``[torchrun ...] pretrain_gpt.py --argument value ...``, or the arguments alone.
 
-    Args:
-        command: ``[torchrun ...] pretrain_gpt.py --argument value ...``, on one or several lines; the part up to
-            the script may be missing.
-        world_size: Number of processes; None takes it from ``torchrun``.
+    Without ``world_size``, the number of processes is that of ``torchrun``.
 
     Raises:
         UserError: An argument is unknown, a value is missing, or a shell variable is not set.

@@ -62,11 +62,8 @@ class Clock:
         return found
 
     def _now(self) -> tuple[float, float, float, float]:
-        return time.perf_counter(), time.process_time(), _peak_memory(), self.traffic.received / 1e6
-
-
-def _peak_memory() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return time.perf_counter(), time.process_time(), peak, self.traffic.received / 1e6
 
 
 def rehearse_rank(job: Job, rank: int, asked: int | None) -> int:

@@ -147,7 +147,9 @@ def _shrink_widths(model: Any, dimensions: ParallelDimensions) -> None:
     width = HIDDEN_SIZE if HIDDEN_SIZE % heads == 0 else heads * HEAD_DIM  # transformers requires a multiple
     # in transformers the norm over all heads has the size of the hidden state
     head = width // heads if model.qk_norm_across_heads else HEAD_DIM
-    keeps_heads = model.multi_latent_attention or _has_rope_factors(model)
+    # a list of factors of RoPE has half as many as the head size
+    has_factors = any(isinstance(value, list) for value in (model.rope_parameters or {}).values())
+    keeps_heads = model.multi_latent_attention or has_factors
     values: dict[str, Any] = {
         "hidden_size": width,
         "ffn_hidden_size": model.ffn_hidden_size and 2 * width,
@@ -167,11 +169,6 @@ def _shrink_widths(model: Any, dimensions: ParallelDimensions) -> None:
         setattr(model, name, value)
     if model.window_size is not None:
         model.window_size = tuple(min(side, SEQ_LENGTH // 4) for side in model.window_size)
-
-
-def _has_rope_factors(model: Any) -> bool:
-    """Whether RoPE has a list of factors, whose length is half the head size."""
-    return any(isinstance(value, list) for value in (model.rope_parameters or {}).values())
 
 
 def _moe_sizes(model: Any, dimensions: ParallelDimensions) -> dict[str, Any]:

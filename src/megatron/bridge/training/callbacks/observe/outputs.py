@@ -28,15 +28,12 @@ class Output(Protocol):
 
     def open(self, step: int, train_iters: int) -> None:
         """Start, or resume after ``step`` of ``train_iters``."""
-        ...
 
     def write(self, step: int, kind: str, numbers: Metrics) -> None:
         """Write the metrics of ``kind`` (train, validation, test) after ``step``."""
-        ...
 
     def close(self) -> None:
         """Flush and release resources; called once, also after an error and before ``open``."""
-        ...
 
 
 def outputs(config: ConfigContainer) -> list[Output]:
