@@ -12,13 +12,11 @@ import numpy as np
 
 from megatron.bridge.data.labels.label_rules import LabelRules
 from megatron.bridge.data.preference.pairs import INCOMPLETE, PairEncoder
-from megatron.bridge.data.records.encoding import BY_FUNCTION, Draft, EncodedRecords, RecordEncoder
-from megatron.bridge.data.records.formats import ParsedRecord, PromptCompletion, Record, Text
-from megatron.bridge.data.records.record_config import EncodingRules
+from megatron.bridge.data.records.encoding import Draft, EncodedRecords, RecordEncoder
+from megatron.bridge.data.records.formats import PromptCompletion, Record, Text
 from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.records.sources import LocatedRecord
 from megatron.bridge.data.records.truncation import shorten
-from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.utils.errors import UserError
 
 TEXTS = ("query", "positive")
@@ -58,39 +56,24 @@ def _with_target(sample: Sample, target: int) -> Sample:
 class LabelEncoder(TargetAtEnd):
     """Tokenizes texts with a class."""
 
-    def __init__(self, tokenizer: Tokenizer, rules: EncodingRules) -> None:
-        super().__init__(tokenizer, rules)
-        self._process_record, self._process = self._process, None
-        self._labels: dict[str, int] = {}
-
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
         """The samples of ``records``, in order.
 
         Raises:
             UserError: a record has no label or an unknown one, no known format, or is too long.
         """
-        self._labels = {}
+        self._labels: dict[str, int] = {}
         return super().__call__(records)
 
     def target(self, where: str) -> int:
         return self._labels[where]
 
-    def _parse(
-        self, records: Sequence[LocatedRecord], report: EncodingReport
-    ) -> Iterator[tuple[str, ParsedRecord]]:
-        for where, record in records:
-            processed = self._process_record(record) if self._process_record else record
-            if processed is None:
-                report.dropped[BY_FUNCTION] += 1
-                continue
-            self._labels[where] = self._label(processed, where)
-            rest = {key: value for key, value in processed.items() if key != "label"}
-            yield from super()._parse([(where, rest)], report)
-
-    def _label(self, record: Record, where: str) -> int:
+    def _processed(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[LocatedRecord]:
         rules = self.rules
         assert isinstance(rules, LabelRules)
-        return rules.number_of(record.get("label"), where)
+        for where, record in super()._processed(records, report):
+            self._labels[where] = rules.number_of(record.get("label"), where)
+            yield where, {key: value for key, value in record.items() if key != "label"}
 
 
 class RewardPairEncoder(TargetAtEnd, PairEncoder):

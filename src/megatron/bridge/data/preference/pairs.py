@@ -10,12 +10,10 @@ from itertools import takewhile
 from typing import Any
 
 from megatron.bridge.data.finetuning.rows import Row, SampleRows
-from megatron.bridge.data.records.encoding import BY_FUNCTION, Draft, EncodedRecords, RecordEncoder
+from megatron.bridge.data.records.encoding import Draft, EncodedRecords, RecordEncoder
 from megatron.bridge.data.records.formats import Record, expect
-from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
-from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.utils.errors import UserError
 
 ANSWERS = ("chosen", "rejected")
@@ -26,10 +24,6 @@ EQUAL = "as pairs of equal answers"
 class PairEncoder(RecordEncoder):
     """Tokenizes pairs. A pair is two samples, the chosen answer first; both are kept, or none."""
 
-    def __init__(self, tokenizer: Tokenizer, rules: EncodingRules) -> None:
-        super().__init__(tokenizer, rules)
-        self._process_pair, self._process = self._process, None
-
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
         """The samples of ``records``, in order.
 
@@ -37,20 +31,15 @@ class PairEncoder(RecordEncoder):
             UserError: a record is not a pair, or one of its answers is refused.
         """
         report, kept = EncodingReport(), list[Sample]()
-        for where, record in self._processed(records, report):
+        for where, record in super()._processed(records, report):
             kept += self._pair(where, record, report)
         samples = Samples.of(kept)
         report.records, report.samples = len(records), len(samples)
         report.tokens, report.trained = len(samples.tokens), int(samples.trained.sum())
         return EncodedRecords(samples, report)
 
-    def _processed(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[tuple[str, Record]]:
-        for where, record in records:
-            processed = self._process_pair(record) if self._process_pair else record
-            if processed is None:
-                report.dropped[BY_FUNCTION] += 1
-            else:
-                yield where, processed
+    def _processed(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[LocatedRecord]:
+        yield from records  # answers of a pair, which has been processed as a whole
 
     def _pair(self, where: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
         if record.get("chosen") == record.get("rejected") is not None:

@@ -112,17 +112,22 @@ class RecordEncoder:
         for where, item in parsed:
             yield Draft(where, next(chats if isinstance(item, Chat) else plain))
 
-    def _parse(
-        self, records: Sequence[LocatedRecord], report: EncodingReport
-    ) -> Iterator[tuple[str, ParsedRecord]]:
+    def _processed(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[LocatedRecord]:
+        """What ``process_example_fn`` makes of the records."""
         for where, record in records:
             processed = self._process(record) if self._process else record
             if processed is None:
                 report.dropped[BY_FUNCTION] += 1
-                continue
-            parsed = parse(processed, where)
+            else:
+                yield where, processed
+
+    def _parse(
+        self, records: Sequence[LocatedRecord], report: EncodingReport
+    ) -> Iterator[tuple[str, ParsedRecord]]:
+        for where, record in self._processed(records, report):
+            parsed = parse(record, where)
             report.formats[type(parsed).__name__] += 1
-            if unused := unused_keys(processed, parsed):
+            if unused := unused_keys(record, parsed):
                 report.notes[UNUSED_KEYS.format(", ".join(unused))] += 1
             self._note(parsed, report)
             for item in self._turns(parsed):
