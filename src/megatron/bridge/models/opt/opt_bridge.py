@@ -27,10 +27,6 @@ def _same_width(width: int | None, config: Mapping[str, Any]) -> tuple[()]:
     return ()
 
 
-def _hidden_size(_: Any, provider: Any) -> int:
-    return provider.hidden_size
-
-
 @register_bridge("OPTForCausalLM", model_type="opt")
 class OPTBridge(DecoderBridge):
     """Hugging Face's ``OPTForCausalLM`` and Megatron's ``GPTModel``."""
@@ -39,7 +35,9 @@ class OPTBridge(DecoderBridge):
         *(field for field in override(DENSE, *_OWN) if field.hf not in _ABSENT),
         Field("dropout", "hidden_dropout", default=0.1),
         Field("enable_bias", "add_bias_linear", default=True),
-        Field("word_embed_proj_dim", (), default=None, to=_same_width, back=_hidden_size),
+        Field(
+            "word_embed_proj_dim", (), default=None, to=_same_width, back=lambda _, provider: provider.hidden_size
+        ),
     )
     fixed = {
         **LAYER_NORM_LIKE,

@@ -130,10 +130,6 @@ def _ntk_alpha_back(values: Any, _: Any) -> dict[str, Any]:
     return {**back, "rope_type": "dynamic"} if back["rope_type"] == NTK_ALPHA else back
 
 
-def _to_scale(scalar: Any, _: Any) -> float:
-    return scalar**-0.5
-
-
 def _from_scale(scale: float, _: Any) -> float | int:
     """The integer that was meant, if one gives the same scale."""
     scalar = scale**-2
@@ -351,7 +347,7 @@ LOGIT_SCALE = Field("logit_scale", "logits_scaling", default=1.0, to=_inverse, b
 ONLY_QKV_BIAS: dict[str, Any] = {"add_qkv_bias": True, "add_bias_linear": False}
 """Queries, keys and values have a bias, always, and nothing else has."""
 
-QUERY_SCALE = Field("query_pre_attn_scalar", "softmax_scale", to=_to_scale, back=_from_scale)
+QUERY_SCALE = Field("query_pre_attn_scalar", "softmax_scale", to=lambda scalar, _: scalar**-0.5, back=_from_scale)
 """Attention's scores are divided by the root of this, not of the head's width."""
 
 WINDOW = Field("sliding_window", "window_size", default=None, to=_window, back=_window_back)

@@ -69,10 +69,6 @@ def _mlp_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
     return own, own
 
 
-def _first(values: tuple[Any, ...], _: Any) -> Any:
-    return values[0]
-
-
 class _OfExperts(Field):
     """A field of models that have layers of experts; in others the key changes nothing."""
 
@@ -116,7 +112,9 @@ ATTENTION_WIDTH: tuple[Field, ...] = (
 )
 """The width of a head, by its present and its older name."""
 
-MLP_BIAS = Field("mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_mlp_bias, back=_first)
+MLP_BIAS = Field(
+    "mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_mlp_bias, back=lambda values, _: values[0]
+)
 
 MLP_ACTIVATION = replace(ACTIVATION, hf="mlp_hidden_act", default="relu2")
 

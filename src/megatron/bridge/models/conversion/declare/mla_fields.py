@@ -35,10 +35,6 @@ def _every_head(groups: Any, config: Mapping[str, Any]) -> int:
     return heads
 
 
-def _depths(count: Any, _: Any) -> int | None:
-    return count or None
-
-
 def _depths_back(count: int | None, _: Any) -> int:
     return count or 0
 
@@ -74,10 +70,6 @@ def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 def _number_of_groups(_: Any, config: Mapping[str, Any]) -> int | None:
     return _groups(config)[0]
-
-
-def _chosen_groups(_: Any, config: Mapping[str, Any]) -> int | None:
-    return _groups(config)[1]
 
 
 def _method_back(groups: int | None, _: Any) -> str:
@@ -121,7 +113,9 @@ LATENT: tuple[Field, ...] = (
 BEST_GROUPS: tuple[Field, ...] = (
     Field("topk_method", "moe_router_num_groups", default="greedy", to=_number_of_groups, back=_method_back),
     Field("n_group", "moe_router_num_groups", default=None, to=_number_of_groups, back=_or_one),
-    Field("topk_group", "moe_router_group_topk", default=None, to=_chosen_groups, back=_or_one),
+    Field(
+        "topk_group", "moe_router_group_topk", default=None, to=lambda _, config: _groups(config)[1], back=_or_one
+    ),
 )
 """A token chooses among the experts of a few groups; groups are ranked by their best expert."""
 
@@ -134,7 +128,9 @@ BALANCING: tuple[Field, ...] = (
 SPARSE_LAYERS = Field("mlp_layer_types", "moe_layer_freq", to=_sparse, back=_sparse_back)
 """Which layers have experts, by name."""
 
-NEXT_TOKENS = Field("num_nextn_predict_layers", "mtp_num_layers", default=0, to=_depths, back=_depths_back)
+NEXT_TOKENS = Field(
+    "num_nextn_predict_layers", "mtp_num_layers", default=0, to=lambda count, _: count or None, back=_depths_back
+)
 """Layers of multi-token prediction, after those of the decoder."""
 
 LATENT_LIKE: dict[str, Any] = {

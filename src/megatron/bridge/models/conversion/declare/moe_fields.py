@@ -79,10 +79,6 @@ def _chosen(_: Any, config: Mapping[str, Any]) -> int | None:
     return _groups(config["n_group"], config)[1]
 
 
-def _chosen_back(count: int | None, _: Any) -> int:
-    return count or 1
-
-
 def _shared_width(count: Any, config: Mapping[str, Any]) -> int | None:
     return count * config["moe_intermediate_size"] if count else None
 
@@ -201,7 +197,7 @@ SHARED_EXPERTS = Field(
 
 GROUPS: tuple[Field, ...] = (
     Field("n_group", ("moe_router_num_groups", "moe_router_group_topk"), to=_groups, back=_groups_back),
-    Field("topk_group", "moe_router_group_topk", to=_chosen, back=_chosen_back),
+    Field("topk_group", "moe_router_group_topk", to=_chosen, back=lambda count, _: count or 1),
 )
 """A token chooses among the experts of a few groups; groups are ranked by their two best experts."""
 

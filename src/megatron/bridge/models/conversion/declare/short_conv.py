@@ -39,14 +39,6 @@ def _width_back(width: int, _: Any) -> int:
     return width * 3 // 2 if _is_adjusted(width, None) else width
 
 
-def _multiple_back(_: int, __: Any) -> int:
-    return _MULTIPLE
-
-
-def _factor_back(_: int, __: Any) -> float:
-    return 1.0
-
-
 SHORT_CONV: tuple[Field, ...] = (
     Field("conv_L_cache", "linear_conv_kernel_dim"),
     Field("layer_types", "short_conv_layers", to=_convolutions, back=_convolutions_back),
@@ -56,8 +48,8 @@ SHORT_CONV: tuple[Field, ...] = (
 ADJUSTED_WIDTH: tuple[Field, ...] = (
     Field("intermediate_size", "ffn_hidden_size", to=_width, back=_width_back),
     Field("block_auto_adjust_ff_dim", "ffn_hidden_size", default=True, to=_width, back=_is_adjusted),
-    Field("block_ffn_dim_multiplier", "ffn_hidden_size", default=1.0, to=_width, back=_factor_back),
-    Field("block_multiple_of", "ffn_hidden_size", default=_MULTIPLE, to=_width, back=_multiple_back),
+    Field("block_ffn_dim_multiplier", "ffn_hidden_size", default=1.0, to=_width, back=lambda _, __: 1.0),
+    Field("block_multiple_of", "ffn_hidden_size", default=_MULTIPLE, to=_width, back=lambda _, __: _MULTIPLE),
 )
 """The width of feed-forward layers as 3/2 of what it is, rounded up to a multiple, unless it is said not to be."""
 
