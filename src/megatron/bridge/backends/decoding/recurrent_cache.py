@@ -41,10 +41,6 @@ class RecurrentCache:
         # the last one is that of padding
         self.states = [torch.zeros(requests + 1, *it.shape, dtype=it.dtype, device=device) for it in shapes]
 
-    def copy_slot(self, source: int, target: int) -> None:
-        for state in self.states:
-            state[target] = state[source]
-
     def run(self, inputs: Tensor, width: int, mix: Mix, dtype: torch.dtype | None = None) -> Tensor:
         """Advance the states of the step's requests.
 
