@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron.bridge.backends.hardware import compiler
 
@@ -48,6 +49,7 @@ def install() -> None:
     _patch_tensor_methods()
     _patch_all_to_all()
     _patch_uneven_collectives()
+    _patch_coalescing_manager()
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -359,6 +361,30 @@ def _patch_uneven_collectives() -> None:
 
     dist.all_gather = all_gather
     dist.reduce_scatter = reduce_scatter
+
+
+def _patch_coalescing_manager() -> None:
+    """Gloo's coalesced all-gather corrupts memory when the ranks run at very different speeds (torch 2.11).
+
+    ``malloc(): unaligned tcache chunk detected`` then ends the process, so each tensor gets its own collective.
+    """
+
+    @contextlib.contextmanager
+    def coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        group = group or dist.group.WORLD
+        manager = distributed_c10d._CoalescingManager()
+        collectives = distributed_c10d._world.pg_coalesce_state.setdefault(group, [])
+        yield manager
+        del distributed_c10d._world.pg_coalesce_state[group]
+        for collective in collectives:
+            tensors = [tensor for tensor in (collective.dst_tensor, collective.tensor) if tensor is not None]
+            options = {} if collective.redop is None else {"op": collective.redop}
+            manager.append(collective.op(*tensors, **options, group=group, async_op=True))
+        if not async_ops:
+            manager.wait()
+
+    dist._coalescing_manager = coalescing_manager
+    distributed_c10d._coalescing_manager = coalescing_manager
 
 
 def patch_results_queue(module: Any) -> None:
