@@ -29,6 +29,21 @@ PREPARE_EXAMPLE = """example:
   megatron-bridge data prepare llama32_1b_finetune_config --data chats dataset.prepared_dir=prepared \\
       dataset.workers=8
 """
+_SENTENCES = "only whole documents are written, which is what GPT models take: remove it"
+_SEARCH = "no number of workers is searched for: give --workers"
+_NOT_HERE = {
+    "--split-sentences": _SENTENCES,
+    "--keep-newlines": "newlines are always kept: remove it",
+    "--lang": _SENTENCES,
+    "--find-optimal-num-workers": _SEARCH,
+    "--workers-to-check": _SEARCH,
+    "--max-documents": f"it only limits that search, and {_SEARCH}",
+    "--performance-dir": _SEARCH,
+    "--log-interval": "a terminal shows a progress bar in bytes: remove it",
+    "--vocab-file": "give a tokenizer in Hugging Face's format with --tokenizer-model",
+    "--merge-file": "give a tokenizer in Hugging Face's format with --tokenizer-model",
+}
+"""Arguments of Megatron-LM's tool without a counterpart, and the way out."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +122,13 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         "--partitions", type=workers, metavar="N", help="Megatron-LM's groups of workers; they are multiplied"
     )
     parser.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="Megatron-LM's; the output has the order of the input with and without it",
+    )
+    for name in _NOT_HERE:
+        parser.add_argument(name, nargs="*", action=_Refused, help=argparse.SUPPRESS)
+    parser.add_argument(
         "--format",
         choices=("jsonl", "text", "chat"),
         help="format of the input (default: by file name); chat: conversations, one per line of JSONL",
@@ -133,6 +155,13 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that the tokenizer's repository contains"
     )
+
+
+class _Refused(argparse.Action):
+    """Ends the command with the reason why an argument of Megatron-LM is not taken."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error(f"{self.option_strings[0]} is not supported: {_NOT_HERE[self.option_strings[0]]}")
 
 
 def run(args: argparse.Namespace) -> int:

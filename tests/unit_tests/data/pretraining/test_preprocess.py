@@ -313,7 +313,35 @@ def test_arguments_of_megatron_lm(tokenizer_dir, tmp_path):
     parser = argparse.ArgumentParser()
     data_cli.add_arguments(parser)
     words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer_dir, "--partitions", "1"]
+    words += ["--keep-sequential-samples"]
     words += ["--json-keys", "text", "title", "--workers", "1", "--output-prefix", tmp_path / "o"]
     assert data_cli.run(parser.parse_args(["preprocess", "--input", str(corpus), *map(str, words)])) == 0
     assert read(tmp_path / "o_text_document") == naive(tokenizer_dir, DOCUMENTS)
     assert read(tmp_path / "o_title_document") == naive(tokenizer_dir, [text[:9] for text in DOCUMENTS])
+
+
+@pytest.mark.parametrize(
+    ("words", "way_out"),
+    [
+        ("--split-sentences", "remove"),
+        ("--keep-newlines", "remove"),
+        ("--lang english", "remove"),
+        ("--find-optimal-num-workers", "--workers"),
+        ("--workers-to-check 16 32", "--workers"),
+        ("--max-documents 9", "--workers"),
+        ("--performance-dir x", "--workers"),
+        ("--log-interval 100", "remove"),
+        ("--vocab-file vocab.json", "--tokenizer-model"),
+        ("--merge-file merges.txt", "--tokenizer-model"),
+    ],
+)
+def test_arguments_of_megatron_lm_without_a_counterpart_are_refused(words, way_out, capsys):
+    parser = argparse.ArgumentParser()
+    data_cli.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(
+            ["preprocess", "--input", "c", "--tokenizer-model", "t", "--output-prefix", "o", *words.split()]
+        )
+    reason = capsys.readouterr().err.split("error: ")[-1]
+    assert reason.startswith(words.split()[0])
+    assert way_out in reason
