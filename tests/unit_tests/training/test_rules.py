@@ -640,8 +640,8 @@ def test_two_settings_exclude_each_other(keys):
 
 @pytest.mark.parametrize("key", rule_fields.UNAVAILABLE)
 def test_a_setting_is_not_available(key):
-    (sentence,) = rule_fields.unavailable_settings_are_unset(configured({key: True}), 1)
-    assert sentence == f"{key}=True: {rule_fields.UNAVAILABLE[key]}"
+    (sentence,) = rule_fields.unavailable_settings_are_unset(configured({key: 7}), 1)
+    assert sentence == f"{key}=7: {rule_fields.UNAVAILABLE[key]}"
 
 
 def test_every_rule_has_a_case():

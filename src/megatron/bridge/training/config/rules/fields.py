@@ -6,14 +6,39 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from megatron.bridge.training.config.rules.lookup import value_of
+from megatron.bridge.training.config.rules.lookup import default_of, value_of
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config.coerce import field_types
 from megatron.bridge.utils.config.serialize import phantom_attributes
 
+_ABSENT = "not available in this version, leave it unset"
 _UNSAVED = "not supported, because the state cannot be saved: unset it"
+_CORE_ENGINE = "a setting of Megatron-Core's inference engine, which is not used here: unset it"
+_DEAD = (
+    *("model.gtp_weight_remat_size", "model.tensor_parallel_num_weight_shards"),
+    *("model.expert_gtp_weight_remat_size", "model.expert_tensor_parallel_num_weight_shards"),
+    *("model.pipeline_model_parallel_comm_backend", "model.hybrid_context_parallel", "model.qk_clip"),
+    *("model.log_max_attention_logit", "model.moe_per_layer_logging", "model.mtp_hybrid_override_pattern"),
+    *("model.use_grouped_gemm_for_dense_mlp", "model.use_te_rng_tracker", "model.cuda_graph_use_single_mempool"),
+)
+_OF_CORE_ENGINE = (
+    *("flash_decode", "nccl_all_reduce_for_prefill", "symmetric_ar_type", "use_inference_optimized_layers"),
+    *("inference_cuda_graph_scope", "inference_rng_tracker", "inference_sampling_seed", "mlp_chunks_for_prefill"),
+    *("inference_fuse_tp_communication", "inference_disable_triton_nvls_kernels"),
+    *("inference_grouped_gemm_backend", "inference_moe_disable_fused_quant_kernels"),
+    *("inference_moe_token_dispatcher_type", "moe_pad_experts_for_cuda_graph_inference"),
+)
 UNAVAILABLE = {
-    "tensor_inspect": "not available in this version, leave it unset",
+    "tensor_inspect": _ABSENT,
+    **dict.fromkeys(_DEAD, _ABSENT),
+    **{f"model.{name}": _CORE_ENGINE for name in _OF_CORE_ENGINE},
+    # Megatron-Core declares these and never reads them
+    "model.apply_residual_connection_post_layernorm": "never read, use model.norm_placement",
+    "model.disable_bf16_reduced_precision_matmul": "never read, set "
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction in a script",
+    "model.is_hybrid_model": "never read, use model.hybrid_override_pattern",
+    "model.moe_token_dropping": "never read, use model.moe_expert_capacity_factor",
+    "model.moe_router_topk_limited_devices": "never read, use model.moe_router_group_topk",
     # Megatron-Core would pass forward steps an argument that they do not accept
     "model.num_microbatches_with_partial_activation_checkpoints": "not available in this version, use "
     "model.recompute_granularity",
@@ -24,7 +49,7 @@ UNAVAILABLE = {
     "optimizer.optimizer_cpu_offload": _UNSAVED,
     "optimizer.use_layer_wise_distributed_optimizer": _UNSAVED,
 }
-"""Settings that must stay unset or off -> why, and what to do instead."""
+"""Settings that must keep their defaults -> why, and what to do instead."""
 
 
 def attributes_are_fields(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -45,7 +70,7 @@ def unavailable_settings_are_unset(config: RunConfig, world_size: int) -> Iterat
     """Settings of features that this version does not have would be ignored, or fail in the first step."""
     for key, remedy in UNAVAILABLE.items():
         value = value_of(config, key)
-        if value is not None and value is not False:
+        if value is not None and value is not False and value != default_of(config, key):
             yield f"{key}={value}: {remedy}"
 
 

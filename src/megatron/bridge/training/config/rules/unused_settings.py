@@ -3,9 +3,8 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
-from megatron.bridge.training.config.rules.lookup import value_of
+from megatron.bridge.training.config.rules.lookup import default_of, value_of
 from megatron.bridge.training.config.run_config import RunConfig
 
 WSD, FAULT = "scheduler.lr_decay_style=WSD", "ft.simulate_fault"
@@ -48,23 +47,89 @@ NEEDS = {
 }
 
 
+# families of hybrid models have the same routing whether a model has experts or not
+_EXPERTS = "model.num_moe_experts or model.hybrid_override_pattern"
+_RECOMPUTE, _OFFLOAD = "model.recompute_granularity", "model.fine_grained_activation_offloading"
+_VARIANT, _FLEX = "model.experimental_attention_variant", "model.moe_token_dispatcher_type=flex"
+_FP16, _CPU_OPTIMIZER = "optimizer.fp16", "optimizer.optimizer_cpu_offload"
+_PRECISE = "optimizer.use_precision_aware_optimizer"
+
+# beginning of the names of a feature's settings -> what must be set, as above
+NEEDS_BY_PREFIX = {
+    "model.moe_": _EXPERTS,
+    "model.moe_token_dispatcher_type": f"{_EXPERTS} or model.variable_seq_lengths",  # Megatron-Core asks for it
+    "model.moe_flex_dispatcher_": _FLEX,
+    "model.moe_hybridep_": _FLEX,
+    "model.moe_deepep_": _FLEX,
+    "model.moe_ncclep_": _FLEX,
+    "model.moe_permute_fusion_into_hybridep": _FLEX,
+    "model.moe_paged_stash_": "model.moe_paged_stash",
+    "model.mtp_": "model.mtp_num_layers",
+    "model.dsa_": f"{_VARIANT}=dsa",
+    "model.linear_": f"{_VARIANT}=gated_delta_net",
+    "model.mamba_": "model.hybrid_override_pattern",
+    "model.mup_": "model.use_mup",
+    "model.qk_clip_": "model.qk_clip",
+    "model.fp8_": "model.fp8",
+    "model.fp4_": "model.fp4",
+    "model.num_layers_at_": "model.first_last_layers_bf16",
+    "model.max_seqlen_per_dp_cp_rank": "model.hybrid_context_parallel",
+    "model.cpu_offloading_": "model.cpu_offloading",
+    "model.offload_modules": _OFFLOAD,
+    "model.min_offloaded_": _OFFLOAD,
+    "model.delay_offload_": _OFFLOAD,
+    "model.delta_offload_": _OFFLOAD,
+    "model.activation_offload_": _OFFLOAD,
+    "model.fine_grained_offloading_": _OFFLOAD,
+    "model.recompute_": _RECOMPUTE,
+    "model.kitchen_": "model.use_kitchen",
+    "model.num_labels": "model.head",
+    "model.label_names": "model.head",
+    "model.pooling": "model.head",
+    "model.contrastive_temperature": "model.head",
+    "model.cross_entropy_fusion_impl": "model.cross_entropy_loss_fusion",
+    "optimizer.initial_loss_scale": _FP16,
+    "optimizer.loss_scale": _FP16,
+    "optimizer.min_loss_scale": _FP16,
+    "optimizer.hysteresis": _FP16,
+    "optimizer.optimizer_offload_": _CPU_OPTIMIZER,
+    "optimizer.pin_cpu_": _CPU_OPTIMIZER,
+    "optimizer.overlap_cpu_optimizer_": _CPU_OPTIMIZER,
+    "optimizer.use_torch_optimizer_for_cpu_offload": _CPU_OPTIMIZER,
+    "optimizer.exp_avg_": _PRECISE,
+    "optimizer.store_param_remainders": _PRECISE,
+    "optimizer.main_params_dtype": _PRECISE,
+    "optimizer.main_grads_dtype": _PRECISE,
+    "ddp.fsdp_": "ddp.use_megatron_fsdp",
+    "ddp.megatron_fsdp_": "ddp.use_megatron_fsdp",
+    "ddp.suggested_communication_unit_size": "ddp.use_megatron_fsdp",
+    "ddp.keep_fp8_transpose_cache": "ddp.use_megatron_fsdp",
+    "ddp.disable_symmetric_registration": "ddp.nccl_ub",
+}
+
+
 def settings_have_effect(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of a feature that is off would be ignored."""
-    for key, needed in NEEDS.items():
-        if _is_set(config, key) and not _holds(config, needed):
+    for key, needed in (*NEEDS.items(), *_of_features(config)):
+        if value_of(config, key) != default_of(config, key) and not _holds(config, needed):
             yield f"{key}={value_of(config, key)} has no effect without {needed}: set that, too, or remove it"
 
 
-def _is_set(config: RunConfig, key: str) -> bool:
-    block, _, name = key.partition(".")
-    owner: Any = getattr(config, block)
-    if owner is None:
-        return False
-    (default,) = (entry.default for entry in dataclasses.fields(owner) if entry.name == name)
-    return getattr(owner, name) != default
+def _of_features(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The settings of ``NEEDS_BY_PREFIX``, each by its longest prefix."""
+    for block in ("model", "optimizer", "ddp"):
+        for entry in dataclasses.fields(getattr(config, block)):
+            key = f"{block}.{entry.name}"
+            prefix = max((start for start in NEEDS_BY_PREFIX if key.startswith(start)), key=len, default=None)
+            if prefix is not None and key != NEEDS_BY_PREFIX[prefix].partition("=")[0]:
+                yield key, NEEDS_BY_PREFIX[prefix]
 
 
 def _holds(config: RunConfig, needed: str) -> bool:
+    return any(_has(config, choice) for choice in needed.split(" or "))
+
+
+def _has(config: RunConfig, needed: str) -> bool:
     key, _, wanted = needed.partition("=")
     found = value_of(config, key)
     return found == wanted if wanted else bool(found)
