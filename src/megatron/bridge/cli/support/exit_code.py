@@ -25,14 +25,14 @@ HEAD_START_SECONDS = 10.0
 def exit_code(command: Callable[[], int]) -> int:
     """Run ``command`` and return its exit code.
 
-    The code is 1 after a ``UserError``, 130 after Ctrl-C, and 141 after the reader of standard output closed the
-    pipe, like a program that does not handle SIGPIPE. Any other exception is a bug and keeps its traceback.
-    argparse exits with 2 by itself.
+    The code is 1 after a ``UserError`` and after a loss or gradient that is not finite, 130 after Ctrl-C, and 141
+    after the reader of standard output closed the pipe, like a program that does not handle SIGPIPE. Any other
+    exception is a bug and keeps its traceback. argparse exits with 2 by itself.
     """
     _open_streams()
     try:
         code = command()
-    except UserError as error:
+    except (UserError, FloatingPointError) as error:
         _report(str(error))
         code = 1
     except KeyboardInterrupt:

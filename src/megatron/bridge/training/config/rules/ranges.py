@@ -44,7 +44,7 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
         *("ddp.suggested_communication_unit_size", "ddp.bucket_size", "ddp.num_buckets"),
         *("train.exit_interval", "train.iterations_to_skip", "validation.eval_interval"),
         *("checkpoint.save_interval", "checkpoint.non_persistent_save_interval", "straggler.interval"),
-        *("logger.sample_interval", "logger.sample_max_new_tokens", "checkpoint.save_retain_interval"),
+        *("logger.sample_interval", "logger.sample_max_new_tokens"),
         *("model.microbatch_group_size_per_vp_stage", "model.max_position_embeddings", "model.num_labels"),
         *("model.moe_router_num_groups", "model.moe_latent_size", "model.moe_shared_expert_intermediate_size"),
         *("model.moe_shared_expert_glu_interleave_size", "model.moe_mlp_glu_interleave_size"),
@@ -82,7 +82,6 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
             "model.softmax_scale",
         ),  # 0 / 0 for a gradient of zero; blind attention
         *("optimizer.loss_scale", "optimizer.initial_loss_scale", "peft.alpha", "logger.peak_tflops"),
-        *("train.exit_duration_in_mins", "dist.distributed_timeout_minutes", "dist.hang_timeout_minutes"),
         *("distill.temperature", "dpo.beta", "dpo.desirable_weight", "dpo.undesirable_weight"),
     ),
     BELOW_ONE: (  # dropout probabilities, and averages that forget
@@ -92,6 +91,9 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
     ),
     Range("be at least 0 and at most 1", least=0, most=1): (
         *("model.rotary_percent", "model.activation_offload_fraction", "optimizer.optimizer_offload_fraction"),
+    ),
+    Range("be above 0 and at most 525600, a year", above=0, most=525_600): (
+        *("train.exit_duration_in_mins", "dist.distributed_timeout_minutes", "dist.hang_timeout_minutes"),
     ),
     COUNT: (  # each is built or planned on its own
         *("model.num_layers", "model.num_attention_heads", "model.num_moe_experts", "model.mtp_num_layers"),

@@ -15,6 +15,7 @@ NEEDS = {
     "tokenizer.tokenizer_model": HF_TOKENIZER,
     "tokenizer.trust_remote_code": HF_TOKENIZER,
     "model.rope_scaling_factor": "model.rope_scaling",
+    "model.position_offset": "model.position_embedding_type=learned_absolute",
     "scheduler.lr_wsd_decay_style": WSD,
     "scheduler.lr_wsd_decay_iters": WSD,
     "scheduler.lr_wsd_decay_samples": WSD,
@@ -73,6 +74,18 @@ NEEDS_BY_PREFIX = {
     "model.fp8_": "model.fp8",
     "model.fp4_": "model.fp4",
     "model.num_layers_at_": "model.first_last_layers_bf16",
+    "model.tp_only_amax_red": "model.fp8",
+    "model.activation_func_fp8_": "model.fp8",
+    "model.tp_comm_": "model.tp_comm_overlap",
+    "model.cuda_graph_": "model.cuda_graph_impl",
+    "model.high_priority_a2a_": "model.overlap_moe_expert_parallel_comm",
+    "model.ep_overlap_": "model.overlap_moe_expert_parallel_comm",
+    "model.use_grouped_gemm_for_shared_expert": _EXPERTS,
+    "model.use_mamba_": "model.hybrid_override_pattern",
+    "model.window_attn_skip_freq": "model.window_size",
+    "model.wgrad_deferral_limit": "model.defer_embedding_wgrad_compute",
+    "model.use_kitchen_": "model.use_kitchen",
+    "model.distribute_saved_activations": _RECOMPUTE,
     "model.max_seqlen_per_dp_cp_rank": "model.hybrid_context_parallel",
     "model.cpu_offloading_": "model.cpu_offloading",
     "model.offload_modules": _OFFLOAD,
@@ -102,6 +115,8 @@ NEEDS_BY_PREFIX = {
     "optimizer.main_grads_dtype": _PRECISE,
     "ddp.fsdp_": "ddp.use_megatron_fsdp",
     "ddp.megatron_fsdp_": "ddp.use_megatron_fsdp",
+    "ddp.gradient_reduce_div_fusion": "ddp.use_megatron_fsdp",
+    "ddp.outer_dp_sharding_strategy": "ddp.use_megatron_fsdp",
     "ddp.suggested_communication_unit_size": "ddp.use_megatron_fsdp",
     "ddp.keep_fp8_transpose_cache": "ddp.use_megatron_fsdp",
     "ddp.disable_symmetric_registration": "ddp.nccl_ub",
@@ -132,4 +147,4 @@ def _holds(config: RunConfig, needed: str) -> bool:
 def _has(config: RunConfig, needed: str) -> bool:
     key, _, wanted = needed.partition("=")
     found = value_of(config, key)
-    return found == wanted if wanted else bool(found)
+    return found == wanted if wanted else bool(found) and found != "none"
