@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Break a run at every phase, over and over, and see that it ends as if nothing had happened.
 
-``python -m benchmarks.chaos --faults 300 --seed 1 --out chaos`` trains a tiny model on two gloo ranks under a
+``python -m benchmarks.chaos --faults 1000 --seed 2 --out chaos`` trains a tiny model on two gloo ranks under a
 launcher. Each attempt suffers one fault of a seeded plan, is ended or ends itself, and is started again. Passed
 means:
 

@@ -36,6 +36,6 @@ def test_seven_faults(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "seed"), [(21, 0), (60, 1), (60, 2)])
+@pytest.mark.parametrize(("count", "seed"), [(60, 1), (1000, 2)])
 def test_many_faults(tmp_path, count, seed):
     _survives(tmp_path / "chaos", chaos.plan(count, seed))
