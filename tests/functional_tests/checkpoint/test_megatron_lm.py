@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint as Megatron-LM lays it out: layers stacked, arguments, optimizer and random states beside them."""
 
+import json
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -142,6 +143,65 @@ def test_it_is_exported_with_a_model_that_says_what_it_is(two_workers, tmp_path)
     assert all(torch.equal(found[name], value) for name, value in given.items())
     card = (tmp_path / "out" / "README.md").read_text()
     assert "scratch" not in card
+
+
+def _save_like_nemo(root):
+    """A folder of NeMo 2: names with a prefix, states of optimizer and layers, and a description beside them."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    provider = AutoBridge.from_hf_pretrained(root / "hf").to_megatron_provider()
+    provider.tensor_model_parallel_size = 2
+    (chunk,) = provider.provide_distributed_model(wrap_with_ddp=False)
+    state = model_io.unwrap(chunk).sharded_state_dict(prefix="module.")
+    weights = root / "nemo" / "weights"
+    if distributed.rank() == 0:
+        weights.mkdir(parents=True)
+        (root / "nemo" / "context").mkdir()
+        (root / "nemo" / "context" / "io.json").write_text('{"objects": {}, "refs": {}, "root": "model"}')
+    distributed.barrier()
+    norm = "module.decoder.final_layernorm"
+    moment = torch.zeros(provider.hidden_size)
+    others = {
+        "moment": ShardedTensor.from_rank_offsets(
+            f"optimizer.state.exp_avg.{norm}.weight", moment, replica_id=distributed.rank()
+        ),
+        "extra": ShardedObject(f"{norm}._extra_state", None, (1,), (0,), replica_id=distributed.rank()),
+    }
+    dist_checkpointing.save({**others, "sharded_state_dict": state}, str(weights), async_strategy="mcore")
+    if distributed.rank() == 0:  # as the Megatron-Core of that time wrote them
+        common = {"epoch": 0, "global_step": 7, "loops": {}, "optimizer": {"param_groups": [{"lr": 1e-3}]}}
+        torch.save(common, weights / "common.pt")
+        versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+        (weights / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
+
+
+def _load_nemo(root):
+    """The weights in the other layout, against those of the Hugging Face folder."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    bridge = AutoBridge.from_hf_pretrained(root / "hf")
+    provider = bridge.to_megatron_provider()
+    provider.pipeline_model_parallel_size = 2
+    wanted = provider.provide_distributed_model(wrap_with_ddp=False)
+    empty = bridge.to_megatron_provider(load_weights=False)
+    empty.pipeline_model_parallel_size = 2
+    found = empty.provide_distributed_model(wrap_with_ddp=False)
+    model_io.load_model(found, root / "nemo")
+    bridge.export_ckpt(root / "nemo", root / "out", show_progress=False)
+    pairs = zip(wanted[0].state_dict().items(), found[0].state_dict().items(), strict=True)
+    return [name for (name, value), (_, other) in pairs if value is not None and not torch.equal(value, other)]
+
+
+def test_a_checkpoint_of_nemo_2_is_loaded_and_exported(two_workers, tmp_path):
+    make_llama(tmp_path / "hf")
+    two_workers.run(_save_like_nemo, tmp_path)
+    assert two_workers.run(_load_nemo, tmp_path) == [[], []]
+    given, found = (_tensors(tmp_path / folder) for folder in ("hf", "out"))
+    assert given.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in given.items())
+    (tmp_path / "nemo" / "weights" / "metadata.json").unlink()
+    with pytest.raises(UserError, match=r"nemo/weights is not a checkpoint: metadata\.json is missing"):
+        AutoBridge.from_hf_pretrained(tmp_path / "hf").export_ckpt(tmp_path / "nemo", tmp_path / "again")
 
 
 class SavesLikeMegatronLM(Callback):

@@ -109,12 +109,16 @@ def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | No
         UserError: the source is damaged, or the target cannot be written or exists.
     """
     distributed.initialize("gloo")  # Megatron-Core asks for the rank even where there is one process
-    found = {name: tensor for name, tensor in list_tensors(source).items() if is_weight(name)}
+    found = {
+        name.removeprefix(model_io.NEMO_PREFIX): tensor
+        for name, tensor in list_tensors(source).items()
+        if is_weight(name)
+    }
     layers = stacked_layers(found)
     state: dict[str, Any] = {
         name: ShardedTensor.from_rank_offsets(name, value.contiguous())
         for tensor, whole in read_tensors(source, found.values())
-        for name, value in unstack_layers(tensor.name, whole, layers)
+        for name, value in unstack_layers(tensor.name.removeprefix(model_io.NEMO_PREFIX), whole, layers)
     }
     state[model_io.CONTENT_METADATA] = dict(model_io.MODEL_METADATA)
     directory = paths.iteration_dir(root, iteration)

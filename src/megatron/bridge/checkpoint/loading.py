@@ -166,13 +166,13 @@ def _check_format(directory: Path) -> None:
             f"{directory} is not a checkpoint: {file.name} is missing; give a directory that was saved"
         )
     try:
-        found = CheckpointingConfig(**strict_json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        values = strict_json.loads(file.read_bytes())
+        found = values["sharded_backend"]  # earlier versions of Megatron-Core write the common state's, too
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedError.of(directory, f"{file.name} cannot be read ({_reason(error)})") from error
-    if found.sharded_backend != FORMAT.sharded_backend:
+    if found != FORMAT.sharded_backend:
         raise UserError(
-            f"checkpoint {directory} has the format {found.sharded_backend!r}; "
-            f"only {FORMAT.sharded_backend!r} can be loaded"
+            f"checkpoint {directory} has the format {found!r}; only {FORMAT.sharded_backend!r} can be loaded"
         )
 
 

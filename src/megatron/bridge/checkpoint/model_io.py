@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.backends.fsdp import sharded_rows
@@ -24,6 +25,10 @@ END = "...\n"  # YAML's end of a document
 # Layers are stored one by one under their own number: a checkpoint is then independent of how they are spread over
 # stages, and a message can name the layer.
 MODEL_METADATA: dict[str, Any] = {"singleton_local_shards": False, "non_homogeneous_layers": True}
+
+NEMO_PREFIX = "module."
+"""What NeMo 2 puts before the names of the weights."""
+_PREFIX = "name_prefix"
 
 # What else a checkpoint of a run may hold beside the weights.
 RUN_STATE = "run_state"
@@ -114,7 +119,13 @@ def examine(
     if verify:
         verification.verify(directory)
     check_vocabulary(chunks, directory)
-    return directory, stored_metadata(loading.load_common(directory))
+    metadata = stored_metadata(loading.load_common(directory))
+    return directory, metadata | {_PREFIX: on_first_rank(lambda: _name_prefix(directory))}
+
+
+def _name_prefix(directory: Path) -> str:
+    names = loading.stored_keys(loading.check_files(directory))
+    return NEMO_PREFIX if any(name.startswith(NEMO_PREFIX) for name in names) else ""
 
 
 def has_run_config(path: str | Path) -> bool:
@@ -208,6 +219,7 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> 
         forgotten = {name for name, _ in bare.named_parameters()} - whole.keys()
         assert not forgotten, f"modules that do not say how they are sharded: {sorted(forgotten)}"
         states[key] = sharded_rows.keep_local_rows(whole, parameters)
+        add_prefix_for_sharding(states[key], metadata.get(_PREFIX, ""))
     return states
 
 

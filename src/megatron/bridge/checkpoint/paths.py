@@ -8,6 +8,8 @@
     <root>/run.lock/                            the run that writes here now
     <root>/latest_checkpointed_iteration.txt    the tracker: the newest published iteration
 
+    <root>/weights/, <root>/context/            one checkpoint of NeMo 2
+
 The tracker, not the highest number, says what is newest: a directory appears before the tracker moves, and a run
 that went back leaves higher numbers behind.
 """
@@ -24,6 +26,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RUN_CONFIG = "run_config.yaml"
 TOKENIZER = "tokenizer"
 
+NEMO_WEIGHTS, NEMO_CONTEXT = "weights", "context"
 RELEASE = "release"  # as Megatron-LM names converted weights that no run has trained
 
 REPLACED = ".replaced"  # as atomic.publish names it
@@ -86,7 +89,7 @@ def latest_iteration(root: str | Path) -> int | None:
 
 
 def resolve(path: str | Path) -> Path:
-    """The directory of one iteration, from that directory itself or from a root with a tracker.
+    """The directory of one iteration, from that directory itself, a root with a tracker, or one of NeMo 2.
 
     Raises:
         UserError: nothing there can be loaded; the message names what is missing.
@@ -100,6 +103,8 @@ def resolve(path: str | Path) -> Path:
         )
     if iteration_of(path) is not None or (path / "metadata.json").exists():
         return path
+    if (path / NEMO_CONTEXT).is_dir():
+        return path / NEMO_WEIGHTS
     if (
         (path / RELEASE).is_dir()
         and (path / TRACKER).is_file()

@@ -82,7 +82,6 @@ NEEDS_BY_PREFIX = {
     "model.ep_overlap_": "model.overlap_moe_expert_parallel_comm",
     "model.use_grouped_gemm_for_shared_expert": _EXPERTS,
     "model.use_mamba_": "model.hybrid_override_pattern",
-    "model.window_attn_skip_freq": "model.window_size",
     "model.wgrad_deferral_limit": "model.defer_embedding_wgrad_compute",
     "model.use_kitchen_": "model.use_kitchen",
     "model.distribute_saved_activations": _RECOMPUTE,
