@@ -5,6 +5,7 @@ import filecmp
 import os
 
 import pytest
+import torch
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.checkpointing import hf_copy
@@ -12,25 +13,34 @@ from megatron.bridge.training.config import CheckpointConfig, ValidationConfig
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from tests.toy_run import save_llama, toy_config
-from tests.workers import leave
+from tests.workers import forget_model_parallel
+
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
+}
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory):
-    """A run of two steps, beside the model that it began with."""
-    root = tmp_path_factory.mktemp("copies")
-    save_llama(root / "hf", num_hidden_layers=4, rope_theta=10000.0, rms_norm_eps=1e-5)
+def train(root, model):
     saved = CheckpointConfig(
         save=str(root / "run"),
         pretrained_checkpoint=str(root / "hf"),
         also_hf=True,
         async_save=True,
     )
-    finetune(
-        toy_config(train={"train_iters": 2}, checkpoint=saved, validation=ValidationConfig(eval_iters=0)),
-        forward_step,
-    )
-    leave()
+    values = {"model": model, "checkpoint": saved, "validation": ValidationConfig(eval_iters=0)}
+    try:
+        finetune(toy_config(train={"train_iters": 2}, **values), forward_step)
+    finally:
+        forget_model_parallel()
+
+
+@pytest.fixture(scope="module", params=["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+def run_folder(request, two_workers, tmp_path_factory):
+    """A run of two steps on two processes, beside the model that it began with."""
+    root = tmp_path_factory.mktemp("copies")
+    save_llama(root / "hf", num_hidden_layers=4, rope_theta=10000.0, rms_norm_eps=1e-5)
+    two_workers.run(train, root, LAYOUTS[request.param])
     return root
 
 
