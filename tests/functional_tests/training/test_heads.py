@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
@@ -14,12 +15,14 @@ from megatron.bridge.data.config import (
     EmbeddingDatasetConfig,
     PackedSequenceSpecs,
     RewardDatasetConfig,
+    TokenClassificationDatasetConfig,
 )
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
     CheckpointConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TokenizerConfig,
     ValidationConfig,
 )
 from megatron.bridge.training.finetune import finetune
@@ -36,6 +39,7 @@ PP2 = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
 LAYOUTS = {"sp2": {**TP2, "sequence_parallel": True}, "tp2": TP2, "pp2": PP2, "cp2": {"context_parallel_size": 2}}
 KINDS = {
     "classes": ("LlamaForSequenceClassification", CLASSES, "classification loss"),
+    "words": ("LlamaForTokenClassification", CLASSES, "classification loss"),
     "rewards": ("LlamaForSequenceClassification", 1, "reward loss"),
     "mean": ("LlamaModel", None, "contrastive loss"),
     "last_token": ("LlamaModel", None, "contrastive loss"),
@@ -69,6 +73,8 @@ def as_text(ids):
 def record(kind, number, first, second):
     if kind == "classes":
         return {"text": as_text(first), "label": number % CLASSES}
+    if kind == "words":
+        return {"tokens": [*map(str, first)], "ner_tags": [token % CLASSES for token in first]}
     if kind == "rewards":  # the first two tokens of the first text are the prompt of both
         answers = {"chosen": as_text(first[2:]), "rejected": as_text(second)}
         return {"prompt": as_text(first[:2]), **answers}
@@ -91,7 +97,16 @@ def places(tmp_path_factory):
         getattr(transformers, name)(config).save_pretrained(root / kind / "model")
         rows = [record(kind, number, *pair) for number, pair in enumerate(texts())]
         (root / kind / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_tokenizer(root / "words" / "model")
     return root
+
+
+def save_tokenizer(folder):
+    """A tokenizer that knows which token is of which word; a word is the number of its token."""
+    numbers = {str(token): token for token in range(1, VOCABULARY)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"end": 0, **numbers}, unk_token="end"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end").save_pretrained(folder)
 
 
 def dataset(kind, folder, packed):
@@ -99,6 +114,8 @@ def dataset(kind, folder, packed):
     if kind == "classes":
         specs = PackedSequenceSpecs(packed_sequence_size=SEQUENCE) if packed else None
         return ClassificationDatasetConfig(**shared, packed_sequence_specs=specs)
+    if kind == "words":
+        return TokenClassificationDatasetConfig(**shared)
     return (RewardDatasetConfig if kind == "rewards" else EmbeddingDatasetConfig)(**shared)
 
 
@@ -118,7 +135,9 @@ def run(root, kind, layout=None, micro=None, packed=False, save=None, steps=STEP
     head = {name: getattr(declared, name) for name in names}
     if head["head"] == "embedding":
         head["pooling"] = kind
+    tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "model"))
     config = toy_config(
+        **({"tokenizer": tokenizer} if kind == "words" else {}),
         model={**head, "layernorm_epsilon": 1e-6, **(layout or {})},
         train={"train_iters": steps, "global_batch_size": len(LENGTHS), "micro_batch_size": micro or 4},
         dataset=dataset(kind, folder, packed),
@@ -156,6 +175,9 @@ def naive_loss(model, kind):
     if kind == "classes":
         scores = torch.stack([score(model, first) for first, _ in texts()])
         return F.cross_entropy(scores, torch.arange(len(LENGTHS)) % CLASSES)
+    if kind == "words":
+        scores = torch.cat([score(model, first) for first, _ in texts()])
+        return F.cross_entropy(scores, torch.tensor([token % CLASSES for first, _ in texts() for token in first]))
     pairs = [pair_of(kind, *pair) for pair in texts()]
     if kind == "rewards":
         margins = torch.stack([score(model, chosen) - score(model, rejected) for chosen, rejected in pairs])
@@ -190,7 +212,12 @@ def test_packed_texts_have_the_same_losses(places):
     assert packed[0]["classification loss"] == pytest.approx(padded[0]["classification loss"], rel=1e-5)
 
 
-SPLIT = {"classes": tuple(LAYOUTS), "rewards": ("pp2", "cp2"), "mean": ("sp2", "cp2")}
+SPLIT = {
+    "classes": ("tp2", "pp2", "cp2"),
+    "words": ("sp2", "cp2"),
+    "rewards": ("pp2", "cp2"),
+    "mean": ("sp2", "cp2"),
+}
 
 
 def all_layouts(root):

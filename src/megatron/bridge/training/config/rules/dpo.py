@@ -4,8 +4,9 @@
 from collections.abc import Iterator
 from typing import get_args
 
-from megatron.bridge.data.config import EmbeddingDatasetConfig, PreferenceDatasetConfig, RewardDatasetConfig
+from megatron.bridge.data.config import PreferenceDatasetConfig
 from megatron.bridge.training.config.blocks.dpo import PreferenceLossType
+from megatron.bridge.training.config.rules.heads import OF_HEADS
 from megatron.bridge.training.config.run_config import RunConfig
 
 
@@ -34,8 +35,7 @@ def dpo_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def preference_data_goes_with_dpo(config: RunConfig, world_size: int) -> Iterator[str]:
     """Pairs of answers are for preference tuning, and it needs them."""
-    of_heads = isinstance(config.dataset, RewardDatasetConfig | EmbeddingDatasetConfig)
-    pairs = isinstance(config.dataset, PreferenceDatasetConfig) and not of_heads
+    pairs = isinstance(config.dataset, PreferenceDatasetConfig) and not isinstance(config.dataset, OF_HEADS)
     if config.dpo is not None and not pairs:
         yield (
             f"dpo learns from pairs of answers, but dataset is a {type(config.dataset).__name__}: use a "

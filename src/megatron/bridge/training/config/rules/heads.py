@@ -13,7 +13,7 @@ from megatron.bridge.data.config import (
 from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.config.run_config import RunConfig
 
-_OF_HEADS = (
+OF_HEADS = (
     ClassificationDatasetConfig,
     EmbeddingDatasetConfig,
     RewardDatasetConfig,
@@ -25,7 +25,7 @@ def head_fits_the_data(config: RunConfig, world_size: int) -> Iterator[str]:
     """Records of texts and classes are for the head that learns from them."""
     wanted = _dataset_for(config)
     for part in tuning_parts(config.dataset):
-        if wanted is None and isinstance(part, _OF_HEADS):
+        if wanted is None and isinstance(part, OF_HEADS):
             yield f"dataset is a {type(part).__name__}, but model.head is not set: set it, or use other data"
         elif wanted is not None and not isinstance(part, wanted):
             yield (
