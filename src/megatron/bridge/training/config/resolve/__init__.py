@@ -7,7 +7,7 @@ contradicts another one is a problem and is never replaced. Resolving a resolved
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from megatron.bridge.training.config.hardware import Hardware
 from megatron.bridge.training.config.resolve.data import derive_data
@@ -23,11 +23,9 @@ from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config.origins import Origins, leaf_values
 from megatron.bridge.utils.config.serialize import copy_config
 
-ConfigT = TypeVar("ConfigT", bound=RunConfig)
-
 
 @dataclass(frozen=True)
-class Resolved(Generic[ConfigT]):
+class Resolved[ConfigT: RunConfig]:
     """What runs."""
 
     config: ConfigT
@@ -50,7 +48,7 @@ class Resolved(Generic[ConfigT]):
         self.origins.record_derived(self.config, before)
 
 
-def resolve(
+def resolve[ConfigT: RunConfig](
     config: ConfigT,
     world_size: int,
     hardware: Hardware,
