@@ -11,6 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -q -o faulthandler_timeout=300
 # What is resolved by `make lock`: packages published before this day.
 LOCK_DATE ?= $(shell date -u +%F)
+# The newest torch whose CUDA the drivers of GPU test machines run, where pyproject.toml allows newer ones.
+LOCK_TORCH := torch==2.11.0
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -72,10 +74,10 @@ bench: setup  ## measure conversion and training against their references
 	$(BIN)/python -m benchmarks
 
 lock:  ## resolve the dependencies of pyproject.toml anew into requirements.lock
-	scripts/uv.sh pip compile pyproject.toml --quiet --upgrade --group dev --group docs --universal \
+	echo $(LOCK_TORCH) | scripts/uv.sh pip compile pyproject.toml --constraint /dev/stdin --quiet --upgrade --group dev --group docs --universal \
 	    --generate-hashes --no-emit-index-url --no-header --python-version 3.12 \
 	    --exclude-newer $(LOCK_DATE) -o requirements.lock
-	scripts/uv.sh pip compile pyproject.toml --quiet --upgrade --extra launch --universal \
+	echo $(LOCK_TORCH) | scripts/uv.sh pip compile pyproject.toml --constraint /dev/stdin --quiet --upgrade --extra launch --universal \
 	    --generate-hashes --no-emit-index-url --no-header --python-version 3.12 \
 	    --exclude-newer $(LOCK_DATE) -o requirements-launch.lock
 
