@@ -13,13 +13,16 @@ from tests.unit_tests.models.test_linear_attention import SIZES
 
 
 def forward(provider, length):
-    """(operations of a forward pass of one sequence, what PyTorch counts of it)."""
+    """(operations of a forward pass of one sequence, what PyTorch counts of it without attention)."""
     provider.seq_length = length
     (chunk,) = provider.provide_distributed_model(wrap_with_ddp=False)
     ids = torch.arange(length)[None] % 100
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         chunk(input_ids=ids, position_ids=ids, attention_mask=None)
-    return flops_per_token([chunk], length) * length / 3, counter.get_total_flops()
+    counts = counter.get_flop_counts()["Global"].items()
+    # torch counts the attention kernel of CPUs since some version between 2.11 and 2.15, without its causal mask
+    counted = sum(count for operator, count in counts if "scaled_dot_product" not in str(operator))
+    return flops_per_token([chunk], length) * length / 3, counted
 
 
 def test_gated_delta_nets():
@@ -35,5 +38,5 @@ def test_gated_delta_nets():
 def test_layers_of_different_sizes():
     length, heads, width = 40, 6, 8
     found, counted = forward(provider_of(), length)
-    attention = 2 * 2 * width * heads * (length + 1) / 2  # its kernel is not counted on CPUs
+    attention = 2 * 2 * width * heads * (length + 1) / 2
     assert found == pytest.approx(counted + 3 * length * attention, rel=1e-12)  # one of four layers has none
