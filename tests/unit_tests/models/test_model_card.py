@@ -123,6 +123,8 @@ def test_an_exported_checkpoint_tells_what_its_run_did(hf, tmp_path, start):
     config = {"model": to_plain(model[0].config.declared), "checkpoint": {"pretrained_checkpoint": start}}
     model_io.save_model(model, tmp_path / "run", config, iteration=30)
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 30, "kind": "test", "lm loss": 0.5}\n')
+    (tmp_path / "run" / "loss.png").write_bytes(b"curves of this run")
+    (hf / "loss.png").write_bytes(b"curves of the base")
     bridge.export_ckpt(tmp_path / "run", tmp_path / "tuned", show_progress=False)
     metadata, text = parsed((tmp_path / "tuned" / "README.md").read_text())
     assert metadata["license"] == "llama3.2"
@@ -130,6 +132,9 @@ def test_an_exported_checkpoint_tells_what_its_run_did(hf, tmp_path, start):
     assert f"Trained for 30 steps with Megatron-Core, from {'the base' if start else 'random'}" in text
     assert "| test | 0.5000 |" in text
     assert str(tmp_path) not in text
+    assert (tmp_path / "tuned" / "loss.png").read_bytes() == b"curves of this run"
+    config_file = tmp_path / "tuned" / "run_config.yaml"
+    assert config_file.read_bytes() == (tmp_path / "run" / "iter_0000030" / config_file.name).read_bytes()
 
 
 def test_adapters_in_a_model_in_memory_are_told(hf, tmp_path):

@@ -41,6 +41,8 @@ class History:
     """Anything else that was done, as a sentence."""
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
     """The last of each kind (train, validation, test) that was written down up to ``steps``."""
+    run_files: tuple[Path, ...] = ()
+    """Config, report and curves of the run, which go with the model."""
 
     @property
     def changed(self) -> bool:

@@ -28,6 +28,7 @@ _REPLACED = {
     "dtype": ("torch_dtype",),
 }
 _LARGEST_WITH_A_TOKENIZER = 64 << 20
+_OF_RUN = ("report.md", "loss.png")
 
 
 def write(
@@ -50,6 +51,8 @@ def write(
         history: what was done to the weights.
         dtype: of the weights; the source's when None.
     """
+    for file in history.run_files:
+        shutil.copyfile(file, directory / file.name)
     stored = {} if dtype is None else {"dtype": dtype_name(dtype)}
     if not isinstance(source, PreTrainedCausalLM):
         plain = {**without_quantization(as_dict(source)), **stored}
@@ -120,7 +123,9 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
     from_scratch = described and bool(steps)
     from_scratch &= not any(begun.get(key) for key in ("pretrained_checkpoint", "load"))
     losses = model_card.last_losses(directory.parent, steps) if steps else {}
-    return History(steps, from_scratch, adapters, note, losses)
+    own = (directory / paths.RUN_CONFIG, *(directory.parent / name for name in _OF_RUN))
+    run_files = tuple(file for file in own if steps and file.is_file())
+    return History(steps, from_scratch, adapters, note, losses, run_files)
 
 
 def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
