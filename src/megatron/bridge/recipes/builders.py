@@ -265,11 +265,9 @@ def _chosen(kind: Any, *layers: Mapping[str, Any]) -> dict[str, Any]:
 def _tuning_data(chosen: dict[str, Any], with_images: bool) -> DatasetConfig:
     root, length, seed = chosen["dataset_root"], chosen["seq_length"], chosen["seed"]
     if root is not None:
-        # a sample with images cannot be cut
-        truncation = "drop" if with_images else "right"
         if is_read_by_datasets(root):
-            return HFDatasetConfig(seq_length=length, dataset_name=root, seed=seed, truncation=truncation)
-        return FinetuningDatasetConfig(seq_length=length, dataset_root=root, seed=seed, truncation=truncation)
+            return HFDatasetConfig(seq_length=length, dataset_name=root, seed=seed)
+        return FinetuningDatasetConfig(seq_length=length, dataset_root=root, seed=seed)
     if with_images:
         return MockVLMConversationProvider(seq_length=length, seed=seed, random_seed=seed)
     return _mock_data(chosen)

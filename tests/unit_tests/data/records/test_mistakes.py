@@ -76,7 +76,7 @@ MISTAKES = {
     ),
     "arguments are broken": (chat(USER, CALL), ("message 2: the arguments of f", "JSON")),
     "an answer comes first": (chat(ANSWER), ("jsonl:1: ", "begins with an answer", "weight 0")),
-    "there is no answer": (chat(USER), (f"1 dropped {NO_TARGET}",)),
+    "there is no answer": (chat(USER), (f"1 dropped {NO_TARGET}", "training.jsonl:1)")),
     "all weights are 0": (chat(USER, ANSWER | {"weight": 0}), (f"1 dropped {NO_TARGET}",)),
     "two forms at once": (lines(GOOD | {"text": "x"}), ("messages and text", "keep one")),
     "Alpaca's form": (

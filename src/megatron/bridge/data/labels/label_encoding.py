@@ -89,7 +89,7 @@ class EmbeddingPairEncoder(TargetAtEnd, PairEncoder):
         report.add(found)
         if len(samples) == len(TEXTS):
             return samples
-        report.dropped[INCOMPLETE] += 1
+        report.drop(INCOMPLETE, where)
         return []
 
 

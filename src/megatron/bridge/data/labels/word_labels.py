@@ -49,7 +49,7 @@ class WordLabelEncoder(PairEncoder):
         encoded = self._hf(words, is_split_into_words=True)
         ids, places = list(encoded["input_ids"]), encoded.word_ids()
         if not (found := self._fitting(ids, where, report)):
-            report.dropped[TOO_LONG] += 1
+            report.drop(TOO_LONG, where)
             return []
         assert isinstance(self.rules, WordLabelRules)
         before = [None, *places[:-1]]
@@ -58,7 +58,7 @@ class WordLabelEncoder(PairEncoder):
             for place, last in zip(places, before, strict=True)
         ][:found]
         if not any(counts):
-            report.dropped[NO_TARGET] += 1
+            report.drop(NO_TARGET, where)
             return []
         of_tokens = [0 if place is None else classes[place] for place in places[:found]]
         tokens = np.array([*ids[:found], 0], np.int32)

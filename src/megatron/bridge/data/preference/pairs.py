@@ -43,14 +43,14 @@ class PairEncoder(RecordEncoder):
 
     def _pair(self, where: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
         if record.get("chosen") == record.get("rejected") is not None:
-            report.dropped[EQUAL] += 1
+            report.drop(EQUAL, where)
             return []
         answers = [(f"{where}: {name}", answer) for name, answer in split_pair(record, where).items()]
         samples, found = super().__call__(answers)
         report.add(found)
         if len(samples) == len(ANSWERS):
             return samples
-        report.dropped[INCOMPLETE] += 1
+        report.drop(INCOMPLETE, where)
         return []
 
     def _keep(self, draft: Draft, report: EncodingReport) -> bool:

@@ -94,8 +94,10 @@ class RecordEncoder:
         kept = [draft for draft in self._drafts(records, report) if self._keep(draft, report)]
         cut = [self._truncate(draft.sample, report, draft.where) for draft in kept]
         found = [sample for sample in cut if sample.trained.any()]
-        report.dropped[NO_TARGET] += len(cut) - len(found)
-        report.dropped, report.notes = +report.dropped, +report.notes  # + removes counts of 0
+        for draft, sample in zip(kept, cut, strict=True):
+            if not sample.trained.any():
+                report.drop(NO_TARGET, draft.where)
+        report.notes = +report.notes  # + removes counts of 0
         samples = Samples.of(found)
         report.samples, report.tokens = len(found), len(samples.tokens)
         report.trained = int(samples.trained.sum())
@@ -117,7 +119,7 @@ class RecordEncoder:
         for where, record in records:
             processed = self._process(record) if self._process else record
             if processed is None:
-                report.dropped[BY_FUNCTION] += 1
+                report.drop(BY_FUNCTION, where)
             else:
                 yield where, processed
 
@@ -233,9 +235,10 @@ class RecordEncoder:
                 f"{draft.where}: the sample has {length - 1} tokens, more than dataset.seq_length={limit - 1}: "
                 f"increase it, or set dataset.truncation to drop, right, left or keep_answer"
             )
-        dropped = self.rules.truncation == "drop"
-        report.dropped[TOO_LONG] += dropped
-        return not dropped
+        if self.rules.truncation != "drop":
+            return True
+        report.drop(TOO_LONG, draft.where)
+        return False
 
     def _check_count(self, ids: np.ndarray, chat: RenderedChat) -> None:
         """Refuse a tokenizer that splits placeholders, or text that contains them."""

@@ -117,15 +117,24 @@ class EncodingReport:
     cut: int = 0
     """Samples that were shortened."""
     dropped: Counter[str] = field(default_factory=Counter)
+    first_dropped: dict[str, str] = field(default_factory=dict[str, str])
+    """Reason -> where the first record is that was dropped for it."""
     notes: Counter[str] = field(default_factory=Counter)
     """What is unusual but kept, and how often it occurs."""
     formats: Counter[str] = field(default_factory=Counter)
     """Number of records of each format."""
 
+    def drop(self, reason: str, where: str) -> None:
+        """Count a record that is dropped."""
+        self.dropped[reason] += 1
+        self.first_dropped.setdefault(reason, where)
+
     def add(self, other: "EncodingReport") -> None:
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
+            elif isinstance(value, dict):
+                setattr(self, name, value | getattr(self, name))
             else:
                 setattr(self, name, getattr(self, name) + value)
 
@@ -136,13 +145,18 @@ class EncodingReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EncodingReport":
         fields: Any = {
-            name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()
+            name: Counter(value) if isinstance(value, dict) and name != "first_dropped" else value
+            for name, value in values.items()
         }
         return cls(**fields)
 
     def lines(self) -> Iterator[str]:
         """The report for people, one sentence each, without counts of zero."""
-        losses = [f"{count:,} dropped {reason}" for reason, count in self.dropped.items()]
+        losses = [
+            f"{count:,} dropped {reason}"
+            + (f" (first: {where})" if (where := self.first_dropped.get(reason)) else "")
+            for reason, count in self.dropped.items()
+        ]
         cut = [f"{self.cut:,} cut"] if self.cut else []
         share = f"{self.trained / self.tokens:.0%}" if self.tokens else "none"
         yield ", ".join([f"{self.samples:,} samples", *cut, *losses])
