@@ -155,10 +155,10 @@ def test_a_run_is_that_of_torchs_optimizer(name, run_in_process):
     assert followed(make, wanted, **options) <= 1e-6
 
 
-@pytest.mark.parametrize("precision", ["bf16_mixed", "fp16_mixed"])
-def test_half_precision_has_master_weights_in_fp32(precision, run_in_process):
+@pytest.mark.parametrize(("precision", "options"), [("bf16_mixed", {}), ("fp16_mixed", {"loss_scale": 1.0})])
+def test_half_precision_has_master_weights_in_fp32(precision, options, run_in_process):
     """With a loss scale of 1 fp16 hands on the gradients as they are."""
-    assert followed(adamw, matrices_decay, precision=precision, loss_scale=1.0) <= 1e-6
+    assert followed(adamw, matrices_decay, precision=precision, **options) <= 1e-6
 
 
 def test_a_condition_that_is_not_met_would_be_seen(run_in_process):

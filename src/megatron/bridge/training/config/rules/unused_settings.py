@@ -68,6 +68,7 @@ NEEDS_BY_PREFIX = {
     "model.mtp_": "model.mtp_num_layers",
     "model.dsa_": f"{_VARIANT}=dsa",
     "model.linear_": f"{_VARIANT}=gated_delta_net",
+    "model.linear_conv_kernel_dim": f"{_VARIANT}=gated_delta_net or model.short_conv_layers",
     "model.mamba_": "model.hybrid_override_pattern",
     "model.mup_": "model.use_mup",
     "model.qk_clip_": "model.qk_clip",
