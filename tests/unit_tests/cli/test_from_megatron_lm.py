@@ -42,6 +42,16 @@ LATENT = {"rope_type", "rope_parameters", "latent_layernorm_epsilon", "moe_route
 """Other spellings: YaRN's numbers are fields of Megatron-Core; the others change nothing with sigmoid scores and
 latent attention."""
 
+NEMOTRON_H = {
+    *("position_embedding_type", "rotary_percent", "rotary_base", "mamba_smallest_step"),
+    *("moe_router_score_function", "moe_router_enable_expert_bias"),
+}
+"""The scripts rotate, which the published models do not; these have no experts."""
+GPT_OSS = {
+    *("position_embedding_type", "rope_parameters", "max_position_embeddings"),  # of the script's --enable-gpt-oss
+    *("window_attn_skip_freq", "ffn_hidden_size"),  # 2 for [1, 0, 1, 0, ...]; there are no dense layers
+}
+
 
 @pytest.mark.parametrize(
     ("name", "recipe", "published"),
@@ -58,6 +68,31 @@ latent attention."""
         ("llama3.2_1b", "llama32_1b_pretrain_config", {"max_position_embeddings", "rope_parameters"}),
         ("deepseek_r1", "deepseek_v3_pretrain_config", {"layernorm_epsilon", *LATENT}),
         ("kimi_k2", "kimi_k2_pretrain_config", {"layernorm_epsilon", *LATENT}),
+        ("qwen3_0.6b", "qwen3_600m_pretrain_config", {"layernorm_epsilon"}),
+        ("qwen3_235b_a22b", "qwen3_235b_a22b_pretrain_config", {"layernorm_epsilon"}),
+        ("qwen_2p5_3b", "qwen25_3b_pretrain_config", set()),
+        ("qwen_2p5_32b", "qwen25_32b_pretrain_config", set()),
+        ("qwen_2p5_math_7b", "qwen25_7b_pretrain_config", {"rotary_base", "max_position_embeddings"}),
+        ("llama3.1_8b", "llama31_8b_pretrain_config", {"max_position_embeddings", "rope_parameters"}),
+        ("llama3p1_8b_instruct", "llama31_8b_pretrain_config", {"add_qkv_bias", "rope_parameters"}),
+        (
+            "mixtral_8x22b_tp2pp8ep8vpp1_release",
+            "mixtral_8x22b_pretrain_config",
+            {"rotary_base", "max_position_embeddings"},
+        ),
+        (
+            "mixtral_8x7b_tp1pp4ep8vpp8_release",
+            "mixtral_8x7b_pretrain_config",
+            {"rotary_base", "max_position_embeddings"},
+        ),
+        (
+            "deepseek_v2_lite",
+            "deepseek_v2_lite_pretrain_config",
+            {"max_position_embeddings", "moe_router_group_score", *LATENT},  # there is one group
+        ),
+        ("gpt_oss_20b", "gpt_oss_20b_pretrain_config", GPT_OSS),
+        ("nemotron_h_8b", "nemotronh_8b_pretrain_config", NEMOTRON_H),
+        ("nemotron_h_4b", "nemotronh_4b_pretrain_config", NEMOTRON_H),
     ],
 )
 def test_the_model_is_that_of_the_recipe(name, recipe, published):
@@ -76,7 +111,7 @@ def _comparable(model):
     values["moe_ffn_hidden_size"] = model.moe_ffn_hidden_size or (model.num_moe_experts and model.ffn_hidden_size)
     for name in ("attention_bias", "mlp_bias"):
         values[name] = model.add_bias_linear if getattr(model, name) is None else getattr(model, name)
-    if not any(model.window_attn_skip_freq or ()):
+    if isinstance(frequency := model.window_attn_skip_freq, list) and not any(frequency):
         values["window_attn_skip_freq"] = None
     del values["vocab_size"]  # that of the tokenizer
     return values
