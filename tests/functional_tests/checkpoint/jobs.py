@@ -10,7 +10,6 @@ import socket
 import time
 from dataclasses import dataclass
 
-import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it, in 1 s: once in the server
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.checkpoint.hashing_writer import HashingWriter

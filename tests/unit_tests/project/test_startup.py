@@ -59,3 +59,30 @@ def test_help_of_scripts_is_light(script):
     modules, output = loaded_by(f"runpy.run_path({script!r}, run_name='__main__')", script, "--help")
     assert output.startswith("usage: ")
     assert not modules & HEAVY
+
+
+OPTIMIZE = """
+import megatron.bridge.backends.cpu.device as device
+device.install()
+import torch
+weight = torch.nn.Parameter(torch.ones(3))
+optimizers = [kind([weight], lr=0.1) for kind in (torch.optim.AdamW, torch.optim.SGD)]
+called = []
+optimizers[0].register_step_post_hook(lambda *_: called.append("hook"))
+for _ in range(2):
+    weight.sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+print(*weight.tolist(), *called)
+"""
+
+
+def test_optimizers_do_not_import_the_compiler():
+    """It takes 1 s; what they compute and call is the same with it."""
+    modules, without = loaded_by(OPTIMIZE.replace("\n", "\n    "), "probe")
+    assert "torch._dynamo" not in modules
+    _, first = loaded_by(("import torch._dynamo" + OPTIMIZE).replace("\n", "\n    "), "probe")
+    assert without == first
+    assert without.endswith("hook hook\n")

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import queue
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ def install() -> None:
     _patch_all_to_all()
     _patch_uneven_collectives()
     _patch_coalescing_manager()
+    _patch_optimizers()
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -385,6 +387,33 @@ def _patch_coalescing_manager() -> None:
 
     dist._coalescing_manager = coalescing_manager
     distributed_c10d._coalescing_manager = coalescing_manager
+
+
+def _patch_optimizers() -> None:
+    """PyTorch's optimizers import TorchDynamo, in 1 s, to break its graphs; without TorchDynamo there are none."""
+    methods = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    steps = [(kind, "step") for kind in kinds if "step" in vars(kind)]
+    for kind, name in [*((torch.optim.Optimizer, method) for method in methods), *steps]:
+        method = vars(kind)[name]
+        # an earlier instance has hooked the step of its class
+        if hasattr(method, "__wrapped__") and not hasattr(method, "hooked"):
+            setattr(kind, name, _without_dynamo(method, method.__wrapped__))
+
+
+def _without_dynamo(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` if TorchDynamo is there, else what it wraps, with gradients as ``Optimizer.step`` sets them."""
+
+    @functools.wraps(method)
+    def call(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            return method(self, *args, **kwargs)
+        if method.__name__ != "step":
+            return plain(self, *args, **kwargs)
+        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+            return plain(self, *args, **kwargs)
+
+    return call
 
 
 def patch_results_queue(module: Any) -> None:

@@ -23,7 +23,6 @@ from megatron.bridge.utils.errors import UserError
 
 def main(folder: Path) -> int:
     import torch
-    import torch._dynamo  # the first optimizer of a process imports it, in 1 s
 
     from megatron.bridge.training import finetune  # noqa: F401 - imported once for all forked ranks
 
