@@ -10,7 +10,6 @@ import socket
 import time
 from dataclasses import dataclass
 
-
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.checkpoint.hashing_writer import HashingWriter
 from megatron.bridge.utils import atomic
