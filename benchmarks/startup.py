@@ -24,7 +24,7 @@ from typing import Any
 
 ORIGIN = "STARTUP_ORIGIN"  # when the parent started this process, in seconds since the machine was booted
 PARTS = {  # functions of training.setup, and what they are called here
-    "validate": "config",
+    "resolve_run": "config",
     "initialize": "process groups",
     "build_model": "model",
     "build_optimizer": "optimizer",
