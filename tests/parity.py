@@ -189,6 +189,10 @@ LAYOUTS = {
     "DP2, FSDP2": Layout(2, dist=FSDP2),
     "DP4, FSDP2": Layout(4, dist=FSDP2),
     "CP2, FSDP2": Layout(2, CP2, dist=FSDP2),
+    "EP2, FSDP2": Layout(2, EP2, dist=FSDP2),
+    "EP2 x DP4, FSDP2": Layout(4, EP2, dist=FSDP2),
+    "TP2+SP x DP2, ETP1, FSDP2": Layout(4, TP2_SP | WHOLE_EXPERTS, dist=FSDP2),
+    "TP2+SP x DP2, EP2, FSDP2": Layout(4, TP2_SP | EP2 | WHOLE_EXPERTS, dist=FSDP2),
     "TP2+SP x DP2, FSDP2": Layout(4, TP2_SP, dist=FSDP2),
     "DP2, FSDP2, full recomputation": Layout(2, FULL, dist=FSDP2),
     "DP2, Megatron-FSDP": Layout(2, {}, MEGATRON_FSDP),
@@ -277,6 +281,13 @@ CELLS = {
     ),
     "dense, 3 layers": ("PP2, embedding counts as a layer", "PP2, loss counts as a layer"),
     "experts": (
+        "EP2, FSDP2",
+        "EP2 x DP4, FSDP2",
+        "TP2+SP x DP2, ETP1, FSDP2",
+        "TP2+SP x DP2, EP2, FSDP2",
+        "DP2, FSDP2",
+        "DP2, Megatron-FSDP",
+        "TP2+SP x DP2, FSDP2",
         "TP2+SP",
         "TP2+SP x EP2, ETP1",
         "PP2",
@@ -302,6 +313,8 @@ CELLS = {
     "norms across heads": ("TP2", "TP2+SP", "CP2, all-gather"),
     "latent attention": ("TP2", "TP2+SP", "CP2, all-gather", "DP2, Megatron-FSDP"),
     "latent attention, experts, 1 further token": (
+        "DP2, FSDP2",
+        "DP2, Megatron-FSDP",
         "TP2+SP",
         "TP2+SP x EP2, ETP1",
         "PP2",
@@ -316,6 +329,8 @@ CELLS = {
         "TP2+SP x DP2, EP2+ETP2",
     ),
     "2 further tokens": (
+        "DP2, FSDP2",
+        "DP2, Megatron-FSDP",
         "TP2",
         "TP2+SP",
         "PP2",
@@ -358,7 +373,7 @@ CELLS = {
         "DP2, Megatron-FSDP",
     ),
     "packed, 2 further tokens": ("TP2+SP", "PP2+VP2", "CP2, all-gather"),
-    "packed, experts": ("TP2+SP", "PP2+VP2", "CP2, all-gather", "EP2"),
+    "packed, experts": ("DP2, FSDP2", "DP2, Megatron-FSDP", "TP2+SP", "PP2+VP2", "CP2, all-gather", "EP2"),
     "dropout of hidden states": ("TP2", "TP2, full recomputation"),
 }
 

@@ -18,6 +18,7 @@ from tests.unit_tests.peft.test_runs import STEPS, config_of
 from tests.workers import forget_model_parallel
 
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+FSDP2 = "FSDP2"
 CASES = {
     "dora dp2, gathered while it computes": (DoRA(dim=4), {}, OVERLAP),
     "canonical dp2, gathered while it computes": (CanonicalLoRA(dim=4), {}, OVERLAP),
@@ -27,16 +28,23 @@ CASES = {
         {"pipeline_model_parallel_size": 2},
         {"use_distributed_optimizer": True},
     ),
+    "lora dp2, FSDP2": (LoRA(dim=4), {}, FSDP2),
+    "dora dp2, FSDP2": (DoRA(dim=4), {}, FSDP2),
+    "lora tp2, FSDP2": (LoRA(dim=4), {"tensor_model_parallel_size": 2}, FSDP2),
+    "lora dp2, Megatron-FSDP": (LoRA(dim=4), {}, {"use_megatron_fsdp": True}),
+    "dora dp2, Megatron-FSDP": (DoRA(dim=4), {}, {"use_megatron_fsdp": True}),
 }
 TOLERANCE = 1e-5
 
 
 def run(base, method, layout, ddp, save=None, stop=None):
     record = Record()
-    config = config_of(Path(base), save, method, stop, layout, ddp)
+    config = config_of(Path(base), save, method, stop, layout, {} if ddp == FSDP2 else ddp)
+    config.dist.use_torch_fsdp2 = ddp == FSDP2
     run = finetune(config, forward_step, [record])
     bridge = AutoBridge.from_hf_pretrained(base)
-    tensors = {name: tensor.numpy() for name, tensor in exported(bridge, run.model).items()}
+    merged = dict(bridge.export_hf_weights(run.model, show_progress=False))
+    tensors = {name: tensor.numpy() for name, tensor in (exported(bridge, run.model) | merged).items()}
     forget_model_parallel()
     return record.losses, tensors
 
@@ -72,16 +80,23 @@ def test_runs_are_those_of_one_process(llama, two_workers):
         assert_same([rank[name] for rank in ranks], run(llama, method, {}, {}), name)
 
 
-def halves(base, save):
-    """Two steps under tensor parallelism, the others under pipeline parallelism."""
-    method = LoRA(dim=4)
-    first, _ = run(base, method, {"tensor_model_parallel_size": 2}, {}, save, STEPS // 2)
-    second, tensors = run(base, method, {"pipeline_model_parallel_size": 2}, OVERLAP, save)
+HALVES = {
+    "stages": (({"tensor_model_parallel_size": 2}, {}), ({"pipeline_model_parallel_size": 2}, OVERLAP)),
+    "FSDP2": (({}, {"use_megatron_fsdp": True}), ({}, FSDP2)),
+    "Megatron-FSDP": (({"tensor_model_parallel_size": 2}, {}), ({}, {"use_megatron_fsdp": True})),
+}
+
+
+def halves(base, save, name):
+    """Two steps under one layout, the others under another."""
+    method, (before, after) = LoRA(dim=4), HALVES[name]
+    first, _ = run(base, method, *before, save, STEPS // 2)
+    second, tensors = run(base, method, *after, save)
     return first + second, tensors
 
 
-def test_resume_under_another_layout(llama, tmp_path, two_workers):
+@pytest.mark.parametrize("name", HALVES)
+def test_resume_under_another_layout(name, llama, tmp_path, two_workers):
     """Gates and values, and the base's fingerprint, do not depend on how they are cut."""
-    assert_same(
-        two_workers.run(halves, str(llama), str(tmp_path / "run")), run(llama, LoRA(dim=4), {}, {}), "halves"
-    )
+    found = two_workers.run(halves, str(llama), str(tmp_path / "run"), name)
+    assert_same(found, run(llama, LoRA(dim=4), {}, {}), name)

@@ -9,7 +9,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatron.bridge.data.config import DatasetRequest
 from megatron.bridge.data.tokenizer import NullTokenizer
-from megatron.bridge.training.config import ValidationConfig
+from megatron.bridge.training.config import (
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    ValidationConfig,
+)
 from megatron.bridge.training.distillation.cache_teacher import precompute
 from tests.functional_tests.data.test_packed_gradients import LENGTHS, dataset
 from tests.toy_distill import HIDDEN, LEARN, run_student, save_teacher, student_config
@@ -30,6 +34,8 @@ CASES = {
     "vp2": (LEARN, {**PP2, "virtual_pipeline_model_parallel_size": 2}),
     "dp2 hidden": (HIDDEN, {}),
     "cp2 hidden": (HIDDEN, CP2),
+    "FSDP2": (LEARN, {}, {"dist": DistributedInitConfig(use_torch_fsdp2=True)}),
+    "Megatron-FSDP": (LEARN, {}, {"ddp": DistributedDataParallelConfig(use_megatron_fsdp=True)}),
 }
 FOUR = {
     "tp2 pp2 hidden": (HIDDEN, {**TP2, **PP2, "sequence_parallel": True}),
@@ -44,7 +50,7 @@ def run(teacher, learn, layout, **blocks):
 
 
 def run_all(teacher, cases):
-    return {name: run(teacher, *case) for name, case in cases.items()}
+    return {name: run(teacher, *case[:2], **dict(*case[2:])) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +68,7 @@ def alone(teacher):
 
 
 def compare(ranks, alone, cases):
-    for name, (learn, _) in cases.items():
+    for name, (learn, *_) in cases.items():
         expected, train, valid = alone["hidden" if learn is HIDDEN else "top" if learn is TOP else "kl"]
         for rank in ranks:
             for found, wanted in zip([*rank[name][1], *rank[name][2]], [*train, *valid], strict=True):

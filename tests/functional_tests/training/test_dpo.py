@@ -13,6 +13,8 @@ from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import (
     CheckpointConfig,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
     DPOConfig,
     OptimizerConfig,
     SchedulerConfig,
@@ -38,6 +40,8 @@ LAYOUTS = {
     "pp2": PP2,
     "vp2": {**PP2, "virtual_pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
+    "FSDP2": {"dist": DistributedInitConfig(use_torch_fsdp2=True)},
+    "Megatron-FSDP": {"ddp": DistributedDataParallelConfig(use_megatron_fsdp=True)},
 }
 EOD = VOCABULARY - 1
 KTO = {"beta": 0.4, "loss_type": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5}
@@ -84,8 +88,10 @@ class Losses(Callback):
 
 def run(root, settings, layout=None, peft=None, micro=1):
     """The losses of each step, and the trained weights by name on one process."""
+    layout = dict(layout or {})
     config = toy_config(
-        model={**(layout or {})},
+        **{block: layout.pop(block) for block in ("dist", "ddp") if block in layout},
+        model=layout,
         train={"train_iters": STEPS, "global_batch_size": len(LENGTHS), "micro_batch_size": micro},
         dataset=PreferenceDatasetConfig(
             dataset_root=str(root / "labeled" if settings.loss_type == "kto" else root), seq_length=SEQUENCE
@@ -180,7 +186,7 @@ def test_two_processes(places, two_workers, peft):
     """With adapters, each chunk is its own reference."""
     settings = DPOConfig(beta=0.4, reference=None if peft else str(places / "other"))
     expected = alone(places, settings, peft=LoRA(dim=4) if peft else None)
-    layouts = ("sp2", "pp2", "vp2") if peft else tuple(LAYOUTS)
+    layouts = ("sp2", "pp2", "vp2", "FSDP2", "Megatron-FSDP") if peft else tuple(LAYOUTS)
     for rank in two_workers.run(all_layouts, places, peft, layouts):
         for name, steps in rank.items():
             for found, wanted in zip(steps, expected, strict=True):

@@ -28,7 +28,7 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.optim.optimizer import torch_optimizers
 from megatron.bridge.utils.console import console
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to, tensors_of
-from tests.parity import LATENT
+from tests.parity import EP2, EXPERTS, LATENT
 from tests.toy_models import make_llama
 from tests.toy_run import run_toy, toy_config, whole_weights
 
@@ -122,6 +122,12 @@ RESUMED = {
     "sgd": (2, {**FSDP2, "optimizer": OptimizerConfig(optimizer="sgd", lr=1e-2)}),
     "latent attention": (2, {**FSDP2, "model": LATENT}),
     "tied": (2, {**FSDP2, "model": {"share_embeddings_and_output_weights": True}}),
+    "experts": (4, {**FSDP2, **BF16, "model": {**EXPERTS, **EP2}}),
+    "further tokens": (2, {**FSDP2, "model": {"mtp_num_layers": 1}}),
+    "frozen": (2, {**FSDP2, **BF16, "train": {"frozen": ["*.layers.0.*"]}}),
+    "Megatron's, experts": (2, {**MEGATRON, **BF16, "model": EXPERTS}),
+    "Megatron's, further tokens": (2, {**MEGATRON, "model": {"mtp_num_layers": 1}}),
+    "Megatron's, frozen": (2, {**MEGATRON, **BF16, "train": {"frozen": ["*.layers.0.*"]}}),
     "Megatron's, bf16": (4, {**MEGATRON, **BF16, "model": {**GAPS, "num_layers": 2}}),
     "Megatron's, fp32": (2, MEGATRON),
     "Megatron's, tp2": (4, {**MEGATRON, **BF16, "model": {**TP2, "sequence_parallel": True}}),
@@ -140,7 +146,11 @@ RESUMED_IN_CI = ("bf16", "Megatron's, bf16")
 def test_a_resumed_run_is_the_undisturbed_one(request, tmp_path, name):
     size, arguments = RESUMED[name]
     pool = request.getfixturevalue({2: "two_workers", 4: "four_workers"}[size])
-    exact = {**MICRO, **arguments, "model": {**arguments.get("model", {}), **DROPOUT}}
+    exact = {
+        **arguments,
+        "train": {**MICRO["train"], **arguments.get("train", {})},
+        "model": {**arguments.get("model", {}), **DROPOUT},
+    }
     saving = {**arguments.get("checkpoint", {}), "save_interval": 3}
     undisturbed = pool.run(run_to, tmp_path, STEPS, {**exact, "checkpoint": saving})
     paths.write_tracker(tmp_path, 3)
@@ -155,6 +165,8 @@ def test_a_resumed_run_is_the_undisturbed_one(request, tmp_path, name):
     [
         (FSDP2, UNEVEN, "bf16_mixed"),
         pytest.param(FSDP2, UNEVEN, "fp32", marks=pytest.mark.slow),
+        ({**FSDP2, "model": {**EXPERTS, **EP2}}, EXPERTS, "fp32"),
+        (MEGATRON, EXPERTS, "fp32"),
         (MEGATRON, GAPS, "bf16_mixed"),
         pytest.param(MEGATRON, GAPS, "fp32", marks=pytest.mark.slow),
         pytest.param(STATE, GAPS, "bf16_mixed", marks=pytest.mark.slow),
@@ -176,6 +188,7 @@ OTHERS = {
     "tp2": (FSDP2, {"model": TP2}),
     "dp2": (FSDP2, {}),
     "bf16 dp2": ({**FSDP2, **BF16}, BF16),
+    "experts": ({**FSDP2, "model": {**EXPERTS, **EP2}}, {"model": {**EXPERTS, **TP2, "sequence_parallel": True}}),
     "Megatron's, tp2": (MEGATRON, {"model": TP2}),
     "Megatron's, FSDP2": (MEGATRON, FSDP2),
     "Megatron's, bf16 dp2": ({**MEGATRON, **BF16}, BF16),

@@ -35,6 +35,8 @@ IN_CI = {
         "DP2, distributed optimizer",
         "TP2+SP x DP2, EP2+ETP2",
         "PP2 x EP2",
+        "EP2 x DP4, FSDP2",
+        "DP2, Megatron-FSDP",
     ),
     "norms of heads": ("TP2",),
     "norms across heads": ("TP2",),

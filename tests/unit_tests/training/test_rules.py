@@ -503,10 +503,10 @@ CASES = {
         ["data_parallel_sharding_strategy=optim has no effect", "ddp.use_megatron_fsdp=true"],
     ),
     "fsdp_needs_supported_model": (
-        {"dist.use_torch_fsdp2": True, "model.pipeline_model_parallel_size": 2, "train.frozen": ["embedding.*"]},
+        {"dist.use_torch_fsdp2": True, "model.pipeline_model_parallel_size": 2, "model.cpu_offloading": True},
         2,
         [
-            "model.pipeline_model_parallel_size must be 1; train.frozen must be []",
+            "model.pipeline_model_parallel_size must be 1; model.cpu_offloading must be false",
             "use_distributed_optimizer=true",
         ],
     ),

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.bridge.autotune import activations, meta_model
 from megatron.bridge.backends.fsdp import megatron_fsdp
+from megatron.bridge.backends.fsdp.torch_fsdp2 import expert_parameters
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.precision import without_quantization
@@ -119,7 +120,7 @@ def _memory(
     weights += copies * sum(map(_quantised, chunks))
     gradients = optimizer = 0
     if config.dist.use_torch_fsdp2:
-        weights, gradients, optimizer = _fully_sharded(config, chunks, replicas.dense)
+        weights, gradients, optimizer = _fully_sharded(config, chunks, replicas)
     elif config.ddp.use_megatron_fsdp:
         weights, gradients, optimizer = _megatron_fsdp(config, chunks, replicas.dense)
     else:
@@ -138,21 +139,29 @@ def _memory(
     )
 
 
-def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replicas: int) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer state where each rank has a part of the rows, in fp32.
+def _fully_sharded(
+    config: ConfigContainer, chunks: list[MegatronModule], replicas: _Replicas
+) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer state where each rank has a part of the rows.
 
-    At the fullest moment, the weights contain gathered layers and their gradients.
+    What is trained is in fp32. At the fullest moment, the weights contain gathered layers and their gradients.
     """
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    share = sum(-(-parameter.shape[0] // replicas) * parameter[:1].numel() for parameter in parameters)
+    experts = {id(parameter) for chunk in chunks for parameter in expert_parameters(chunk)}
+    trained = frozen = 0
+    for parameter in parameters:
+        ranks = replicas.expert if id(parameter) in experts else replicas.dense
+        share = -(-parameter.shape[0] // ranks) * parameter[:1].numel()
+        trained += share if parameter.requires_grad else 0
+        frozen += 0 if parameter.requires_grad else share * parameter.element_size()
     layers = [
         sum(map(_bytes, layer.parameters())) for chunk in chunks for layer in cast(Any, chunk).decoder.layers
     ]
     outside = sum(map(_bytes, parameters)) - sum(layers)
     return (
-        _FP32 * share + outside + 2 * max(layers),
-        _FP32 * share,
-        share * optimizer_bytes(config, torch.float32),
+        _FP32 * trained + frozen + outside + 2 * max(layers),
+        _FP32 * trained,
+        trained * optimizer_bytes(config, torch.float32),
     )
 
 

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor, nn
 
+from megatron.bridge.backends.fsdp import sharded_rows
 from megatron.bridge.checkpoint import loading, model_io, verification
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
@@ -30,16 +31,22 @@ def trained_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict
     """
     whole = model_io.model_state(chunks, metadata)
     trained = {key: sorted(chunk_info(chunk).trained) for key, chunk in _keyed(chunks)}
-    return {key: {name: whole[key][name] for name in names} for key, names in trained.items()}
+    # with FSDP, this rank may have no rows of a parameter
+    return {
+        key: {name: whole[key][name] for name in names if name in whole[key]} for key, names in trained.items()
+    }
 
 
 def set_trained_state(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:
     """Put what was loaded into the parameters that are trained."""
     for key, chunk in _keyed(chunks):
-        outcome = chunk.load_state_dict(loaded[key], strict=False)
-        missing = chunk_info(chunk).trained.intersection(outcome.missing_keys)
+        in_place = sharded_rows.sharded_names(chunk)
+        others = {name: value for name, value in loaded[key].items() if name not in in_place}
+        outcome = chunk.load_state_dict(others, strict=False)
+        missing = chunk_info(chunk).trained.intersection(outcome.missing_keys) - in_place
         assert not missing, f"not loaded after the checkpoint was read: {missing}"
         assert not outcome.unexpected_keys, f"loaded without a place: {outcome.unexpected_keys}"
+        sharded_rows.update_compute_weights(chunk)
 
 
 def load_adapters(chunks: list[Any], directory: Path) -> None:

@@ -87,7 +87,9 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
             mesh=[[rank] for rank in torch.distributed.get_process_group_ranks(group)],
             mesh_dim_names=names,
         )
-        return FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1])
+        return FSDPDistributedIndex(
+            device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1], expt_device_mesh=mesh
+        )
 
     def _compute_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's rows of the weights that the model computes with, by parameter name."""

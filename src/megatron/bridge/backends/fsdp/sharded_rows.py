@@ -5,7 +5,7 @@ Ranks keep whole rows of fp32 master weights. A checkpoint holds the tensors in 
 by the rows of each rank, so a run with any layout can read it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -132,18 +132,38 @@ def as_whole_parameters(chunk: nn.Module) -> Iterator[dict[int, DTensor]]:
     Yields:
         The sharded parameters by the ids of their replacements.
     """
+    with _replaced(chunk, _meta_parameter) as pairs:
+        yield {id(replacement): parameter for parameter, replacement in pairs}
+
+
+@contextmanager
+def gathered(part: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Replace the sharded parameters of ``part`` by whole ones inside the context; collective, see ``whole``.
+
+    Yields:
+        The whole parameters by the ids of the sharded ones.
+    """
+    with _replaced(part, lambda parameter: nn.Parameter(whole(parameter), requires_grad=False)) as pairs:
+        yield {id(parameter): replacement for parameter, replacement in pairs}
+
+
+@contextmanager
+def _replaced(
+    part: nn.Module, make: Callable[[DTensor], nn.Parameter]
+) -> Iterator[list[tuple[DTensor, nn.Parameter]]]:
+    """Replace each sharded parameter of ``part``; pairs of both."""
     held = [
         (module, name, parameter)
-        for module in chunk.modules()
+        for module in part.modules()
         for name, parameter in module._parameters.items()
         if isinstance(parameter, DTensor)
     ]
-    found: dict[int, DTensor] = {}
+    pairs: list[tuple[DTensor, nn.Parameter]] = []
     try:
         for module, name, parameter in held:
-            module._parameters[name] = replacement = _meta_parameter(parameter)
-            found[id(replacement)] = parameter
-        yield found
+            module._parameters[name] = replacement = make(parameter)
+            pairs.append((parameter, replacement))
+        yield pairs
     finally:
         for module, name, parameter in held:
             module._parameters[name] = cast(nn.Parameter, parameter)

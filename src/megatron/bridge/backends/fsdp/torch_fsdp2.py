@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -28,8 +29,9 @@ from megatron.bridge.backends.fsdp.sharded_rows import ParameterAttributes, RowR
 class TorchFSDP2Wrapper(_BaseDataParallel):
     """A model chunk whose parameters are sharded over its replicas.
 
-    Ranks keep fp32 master weights and compute with gathered copies in the precision of the model, so the optimizer
-    needs no other copy. Gradients are summed over ranks and microbatches in fp32.
+    Ranks keep fp32 master weights of what is trained and compute with gathered copies in the precision of the
+    model, so the optimizer needs no other copy. Gradients are summed over ranks and microbatches in fp32. Experts
+    are sharded over the ranks that have the same ones.
 
     Args:
         config: The config of the model.
@@ -49,14 +51,15 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
             param_dtype=config.params_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         device = "cuda" if has_cuda() else "cpu"
-        # torch treats meshes with the same ranks and names as one, even after the groups of the first are
-        # destroyed
-        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(f"replicas_{group.group_name}",))
-        for part in (*_units(module), module):
+        mesh, expert_mesh = _mesh(group, device), _mesh(_expert_group(), device)
+        experts = _experts(module) if expert_mesh.mesh.tolist() != mesh.mesh.tolist() else []
+        for part in (*experts, *_units(module), module):
             _make_master_weights(part)
-            fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+            where = expert_mesh if part in experts else mesh
+            fully_shard(part, mesh=where, reshard_after_forward=True, mp_policy=policy)
         for name, parameter in module.named_parameters():
-            attributes[name].attach(parameter, _row_ranges(parameter.shape[0], group.size()))
+            ranks = cast(DTensor, parameter).device_mesh.size()
+            attributes[name].attach(parameter, _row_ranges(parameter.shape[0], ranks))
         # as in Megatron-Core: gradients of a per-token loss are summed, and scaled when the tokens have been
         # counted
         self._reduce_by(1 if config.calculate_per_token_loss else group.size())
@@ -77,10 +80,32 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
         """Do nothing: gradients were reduced in the backward pass of each microbatch."""
 
 
+def _expert_group() -> ProcessGroup:
+    """The ranks with the same experts: others than those with the same dense weights, under expert parallelism."""
+    return cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
+
+
+def _mesh(group: ProcessGroup, device: str) -> DeviceMesh:
+    # torch treats meshes with the same ranks and names as one, even after the groups of the first are destroyed
+    return DeviceMesh.from_group(group, device, mesh_dim_names=(f"replicas_{group.group_name}",))
+
+
+def _experts(module: nn.Module) -> list[nn.Module]:
+    return [cast(nn.Module, layer.experts) for layer in module.modules() if isinstance(layer, MoELayer)]
+
+
+def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of routed experts, which ranks share otherwise than the rest."""
+    return [parameter for experts in _experts(module) for parameter in experts.parameters()]
+
+
 def _make_master_weights(part: nn.Module) -> None:
-    """Convert what is not sharded yet to fp32; unit by unit, as the whole model in fp32 may not fit on a GPU."""
+    """Convert to fp32 what is trained and not sharded yet.
+
+    Unit by unit, as the whole model in fp32 may not fit on a GPU.
+    """
     for parameter in part.parameters():
-        if not isinstance(parameter, DTensor):
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.float()
 
 

@@ -17,8 +17,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from megatron.bridge.backends.fsdp import sharded_rows
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import (
+    ADAPTER,
     AdaptedModule,
     LowRankPart,
     is_whole,
@@ -140,11 +142,12 @@ def _of_task(task: WeightConversionTask) -> list[ModuleTensors]:
     """What belongs to one parameter that this rank holds; collective over the ranks that it is cut over."""
     module, weight = task.megatron_module, cast(Tensor, task.param_weight)
     if is_whole(weight):
-        whole = task.mapping.megatron_to_hf(weight, module)
+        whole = task.mapping.megatron_to_hf(sharded_rows.whole(weight), module)
         return [ModuleTensors(*_split(name, tensor)) for name, tensor in whole.items()]
     if not isinstance(module, AdaptedModule):
         return []
-    return [found for part in module.low_rank_parts(weight) for found in _of_part(task, part)]
+    with sharded_rows.gathered(cast(nn.Module, getattr(module, ADAPTER))):
+        return [found for part in module.low_rank_parts(weight) for found in _of_part(task, part)]
 
 
 def _split(name: str, tensor: Tensor) -> tuple[str, None, dict[str, Tensor]]:

@@ -80,7 +80,8 @@ class WeightConversionTask:
     def exported(self) -> Tensor | None:
         """What an export takes for the parameter; collective if it is sharded, or with ``merges``."""
         if self.merges and self.param_weight is not None and isinstance(self.megatron_module, AdaptedModule):
-            return self.megatron_module.merged_weight(self.param_weight)
+            with sharded_rows.gathered(cast(nn.Module, self.megatron_module)) as whole:
+                return self.megatron_module.merged_weight(whole.get(id(self.param_weight), self.param_weight))
         return None if self.param_weight is None else sharded_rows.whole(self.param_weight)
 
     @property

@@ -40,12 +40,10 @@ def sharding_strategy_needs_megatron_fsdp(config: RunConfig, world_size: int) ->
 
 
 def fsdp_needs_supported_model(config: RunConfig, world_size: int) -> Iterator[str]:
-    """FSDP supports dense models without pipeline, experts and adapters. Other features are untested."""
-    model = config.model
+    """FSDP has one chunk for each rank. Other features that are refused are untested."""
+    model, distill = config.model, config.distill
     wrong: dict[str, tuple[Any, str]] = {
         "model.pipeline_model_parallel_size": (model.pipeline_model_parallel_size > 1, "1"),
-        "model.num_moe_experts": (model.num_moe_experts, "null"),
-        "model.mtp_num_layers": (model.mtp_num_layers, "null"),
         "model.hybrid_override_pattern": (getattr(model, "hybrid_override_pattern", None), "null"),
         "model.experimental_attention_variant": (model.experimental_attention_variant, "null"),
         "model.heterogeneous_block_specs": (model.heterogeneous_block_specs, "false"),
@@ -54,11 +52,9 @@ def fsdp_needs_supported_model(config: RunConfig, world_size: int) -> Iterator[s
         "model.fp4": (model.fp4, "null"),
         "model.gradient_accumulation_fusion": (model.gradient_accumulation_fusion, "false"),
         "model.cpu_offloading": (model.cpu_offloading, "false"),
+        # projections to the teacher's width are used outside of the forward pass, where weights are cut
+        "distill.hidden_layers": (distill and distill.hidden_layers, "{} (with hidden_weight=0)"),
         "rng.data_parallel_random_init": (config.rng.data_parallel_random_init, "false"),
-        "train.frozen": (config.train.frozen, "[]"),
-        "peft": (config.peft, "null"),
-        "distill": (config.distill, "null"),
-        "dpo": (config.dpo, "null"),
         "inprocess_restart": (config.inprocess_restart and config.inprocess_restart.enabled, "null"),
     }
     why = [f"{key} must be {value}" for key, (found, value) in wrong.items() if found]
@@ -84,12 +80,23 @@ def megatron_fsdp_settings_are_supported(config: RunConfig, world_size: int) -> 
         return
     allowed = _MEGATRON | {name: (getattr(config.ddp, name),) for name in _SIZES}
     wrong = [f"ddp.{name}={value} must be {usual}" for name, value, usual in _others(config.ddp, allowed)]
+    # its buffers have one group of replicas
+    wrong += [f"model.{name} must be {value}" for name, value in _split_experts(config)]
     if config.optimizer.log_num_zeros_in_grad:
         wrong.append("optimizer.log_num_zeros_in_grad must be false (it would count tensor-parallel copies)")
     for name, usual in (("init_model_with_meta_device", False), ("cuda_graph_impl", "none")):
         if getattr(config.model, name) != usual:
             wrong.append(f"model.{name}={getattr(config.model, name)} must be {str(usual).lower()}")
     yield from _refused(config, wrong)
+
+
+def _split_experts(config: RunConfig) -> Iterator[tuple[str, int]]:
+    model = config.model
+    tensor = model.tensor_model_parallel_size
+    if model.num_moe_experts and model.expert_model_parallel_size > 1:
+        yield "expert_model_parallel_size", 1
+    if model.num_moe_experts and model.expert_tensor_ranks != tensor:
+        yield "expert_tensor_parallel_size", tensor
 
 
 def _others(ddp: Any, allowed: dict[str, tuple[Any, ...]]) -> list[tuple[str, Any, str]]:
