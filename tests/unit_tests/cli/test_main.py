@@ -121,6 +121,34 @@ def test_mistake_is_told_under_a_rank_that_is_none(capsys, monkeypatch):
     assert capsys.readouterr().err == "error: RANK=first\n"
 
 
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] "
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (GLOO + "Read error [10.0.0.2]:49289: Connection reset by peer", "Connection reset by peer"),
+        (GLOO + "Connection closed by peer [127.0.0.1]:2929", "Connection closed by peer"),
+        (
+            "NCCL error: remote process exited\nncclRemoteError: A call failed possibly due to ...",
+            "ncclRemoteError",
+        ),
+    ],
+)
+def test_a_lost_rank_is_one_sentence(capsys, monkeypatch, message, reason):
+    def fail():
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError):  # no group, so something else
+        errors.exit_code(fail)
+    monkeypatch.setattr(errors, "_rank", lambda: (1, True))
+    assert errors.exit_code(fail) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error (rank 1): ")
+    assert reason in line
+    assert "same command" in line
+
+
 def test_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         errors.exit_code(lambda: 1 // 0)

@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -21,19 +22,30 @@ OTHER_DISTRIBUTION = "megatron-bridge"
 # them once rank 0 has failed.
 HEAD_START_SECONDS = 10.0
 
+# what gloo and NCCL raise on a rank whose partner has ended, or whose network is down
+_LOST = re.compile(
+    r"gloo.*(Connection (?:closed|reset) by peer|Broken pipe|No route to host|timed out)|ncclRemoteError",
+    re.IGNORECASE,
+)
+
 
 def exit_code(command: Callable[[], int]) -> int:
     """Run ``command`` and return its exit code.
 
-    The code is 1 after a ``UserError`` and after a loss or gradient that is not finite, 130 after Ctrl-C, and 141
-    after the reader of standard output closed the pipe, like a program that does not handle SIGPIPE. Any other
-    exception is a bug and keeps its traceback. argparse exits with 2 by itself.
+    The code is 1 after a ``UserError``, after a loss or gradient that is not finite and after another rank was
+    lost, 130 after Ctrl-C, and 141 after the reader of standard output closed the pipe, like a program that does
+    not handle SIGPIPE. Any other exception is a bug and keeps its traceback. argparse exits with 2 by itself.
     """
     _open_streams()
     try:
         code = command()
     except (UserError, FloatingPointError) as error:
         _report(str(error))
+        code = 1
+    except RuntimeError as error:
+        if not _rank()[1] or (lost := _LOST.search(str(error))) is None:
+            raise
+        _report(_of_lost_rank(lost.group(1) or lost.group()))
         code = 1
     except KeyboardInterrupt:
         return 130
@@ -42,6 +54,13 @@ def exit_code(command: Callable[[], int]) -> int:
             raise
         return _without_output(error)
     return _flushed(code)
+
+
+def _of_lost_rank(reason: str) -> str:
+    return (
+        f"lost the connection to another rank ({reason}), which has ended or whose node cannot be reached: its "
+        f"own log says why; the same command goes on from the last checkpoint"
+    )
 
 
 def _open_streams() -> None:
