@@ -5,7 +5,9 @@ from dataclasses import is_dataclass
 
 import pytest
 import torch
+from megatron.core.transformer.moe import fused_a2a
 
+from megatron.bridge.autotune.memory import memory_per_rank
 from megatron.bridge.backends.cpu import device
 from megatron.bridge.backends.specs import layer_specs
 from megatron.bridge.cli.main import main
@@ -229,6 +231,35 @@ def test_parts_that_only_transformer_engine_computes_again_are_refused_here():
         config.validate()
     config.model.recompute_modules = ["core_attn", "mlp"]
     config.validate()
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "flex"}
+
+
+@pytest.mark.parametrize(("backend", "flag"), [("deepep", "HAVE_DEEP_EP"), ("hybridep", "HAVE_HYBRIDEP")])
+def test_a_dispatcher_needs_its_package_and_a_gpu(backend, flag, monkeypatch):
+    """Megatron-Core asserts that it is there, in the middle of a build."""
+    config = toy_config(model={**EXPERTS, "moe_flex_dispatcher_backend": backend})
+    [note] = [note for note in config.validate(2) if "flex" in note]
+    assert f"moe_flex_dispatcher_backend={backend} needs a GPU and the package deep_ep" in note
+    with pytest.raises(UserError, match="use alltoall"):
+        config.validate()
+    monkeypatch.setattr(fused_a2a, flag, True)
+    with pytest.raises(UserError, match="needs a GPU"):
+        config.validate()
+
+
+def test_a_plan_of_a_run_with_the_flex_dispatcher_has_its_memory():
+    config = toy_config(model={**EXPERTS, "expert_model_parallel_size": 2})
+    usual = toy_config(model={**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"})
+    found, expected = (memory_per_rank(each.resolve(2).config, 2) for each in (config, usual))
+    assert found == expected
+
+
+def test_nccls_buffers_need_a_gpu():
+    config = toy_config(ddp=DistributedDataParallelConfig(nccl_ub=True))
+    with pytest.raises(UserError, match=r"ddp\.nccl_ub=True needs NCCL.*switch it off"):
+        config.validate()
 
 
 def test_a_dry_run_resolves_its_config_once(resolutions, capfd):

@@ -50,6 +50,7 @@ _ALONE: dict[str, Any] = {
     "expert_tensor_parallel_size": None,
     "should_pad_vocab": False,
     "make_query_groups_divisible_by": 1,
+    "moe_token_dispatcher_type": "alltoall",  # the flex dispatcher needs several ranks
 }
 
 

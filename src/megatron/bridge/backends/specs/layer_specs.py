@@ -342,8 +342,6 @@ _WITHOUT_EXTENSIONS = {
 _WITHOUT_CUDA = {
     "masked_softmax_fusion": "it is a CUDA kernel",
     "bias_dropout_fusion": "it is compiled for CUDA",
-    "enable_cuda_graph": "there is no CUDA",
-    "external_cuda_graph": "there is no CUDA",
 }
 
 
@@ -400,7 +398,8 @@ def _use_compiled_kernels(config: TransformerConfig, use: _Use) -> None:
 def _use_cpu_kernels(config: TransformerConfig, use: _Use) -> None:
     for field, reason in _WITHOUT_CUDA.items():
         use(field, False, reason)
-    use("cuda_graph_impl", "none", "there is no CUDA")
+    if config.moe_token_dispatcher_type == "flex":  # for plans of runs on GPUs: a run here is refused
+        use("moe_token_dispatcher_type", "alltoall", "there is no CUDA")
     fuses = eager.fuses_activation(config)
     use("bias_activation_fusion", fuses, "only SwiGLU of dense layers has a fused form on CPUs")
     eager.install()

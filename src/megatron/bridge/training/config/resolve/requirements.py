@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features that need Transformer Engine or an optional package."""
+"""Features that need Transformer Engine, an optional package, or a GPU."""
+
+from megatron.core.transformer.moe import fused_a2a
 
 from megatron.bridge.backends.specs import layer_specs
 from megatron.bridge.training.config.resolve.findings import Findings
@@ -18,10 +20,20 @@ NEEDS_ENGINE = {
     "fine_grained_activation_offloading": "recompute instead, with model.recompute_granularity=selective",
 }
 
+# backend of the flex dispatcher -> what it needs, and Megatron-Core's name for whether that is installed
+FLEX_BACKENDS = {
+    "deepep": ("the package deep_ep", "HAVE_DEEP_EP"),
+    "hybridep": ("the package deep_ep with HybridEPBuffer", "HAVE_HYBRIDEP"),
+    "ncclep": ("Transformer Engine with transformer_engine.pytorch.ep", "HAVE_TE_EP"),
+}
+
 
 def check_requirements(config: RunConfig, findings: Findings) -> None:
     _check_recomputed_modules(config, findings)
     _check_engine_settings(config, findings)
+    _check_flex_dispatcher(config, findings)
+    if config.ddp.nccl_ub and not findings.hardware.cuda:
+        findings.lacking("ddp.nccl_ub=True needs NCCL, and this machine has no GPU", "switch it off")
     if config.optimizer.optimizer == "muon" and not findings.hardware.emerging_optimizers:
         findings.lacking(
             "optimizer.optimizer=muon needs the package emerging-optimizers, which is not installed",
@@ -54,3 +66,18 @@ def _check_engine_settings(config: RunConfig, findings: Findings) -> None:
     why = "but model.backend is torch" if findings.hardware.transformer_engine else "which is not installed"
     for name, remedy in used.items():
         findings.lacking(f"model.{name}=True needs Transformer Engine, {why}", remedy)
+
+
+def _check_flex_dispatcher(config: RunConfig, findings: Findings) -> None:
+    """Megatron-Core asserts that the package of the backend is there while it builds a layer."""
+    model = config.model
+    if not model.num_moe_experts or model.moe_token_dispatcher_type != "flex":
+        return
+    backend = str(model.moe_flex_dispatcher_backend)
+    needed, flag = FLEX_BACKENDS[backend]
+    if not getattr(fused_a2a, flag, False) or not findings.hardware.cuda:
+        findings.lacking(
+            f"model.moe_token_dispatcher_type=flex with moe_flex_dispatcher_backend={backend} needs a GPU and "
+            f"{needed}",
+            "use alltoall, or such a machine",
+        )

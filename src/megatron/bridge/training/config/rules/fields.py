@@ -14,6 +14,7 @@ from megatron.bridge.utils.config.serialize import phantom_attributes
 _ABSENT = "not available in this version, leave it unset"
 _UNSAVED = "not supported, because the state cannot be saved: unset it"
 _CORE_ENGINE = "a setting of Megatron-Core's inference engine, which is not used here: unset it"
+_GRAPHS = "CUDA graphs are not available in this version (their random states could not be saved): unset it"
 _DEAD = (
     *("model.gtp_weight_remat_size", "model.tensor_parallel_num_weight_shards"),
     *("model.expert_gtp_weight_remat_size", "model.expert_tensor_parallel_num_weight_shards"),
@@ -32,6 +33,8 @@ UNAVAILABLE = {
     "tensor_inspect": _ABSENT,
     **dict.fromkeys(_DEAD, _ABSENT),
     **{f"model.{name}": _CORE_ENGINE for name in _OF_CORE_ENGINE},
+    **{f"model.{name}": _GRAPHS for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")},
+    "optimizer.optimizer_cuda_graph": _GRAPHS,
     # Megatron-Core declares these and never reads them
     "model.apply_residual_connection_post_layernorm": "never read, use model.norm_placement",
     "model.disable_bf16_reduced_precision_matmul": "never read, set "
