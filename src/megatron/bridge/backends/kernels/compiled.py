@@ -47,7 +47,7 @@ def compiled[**P, T](formula: Callable[P, T]) -> Callable[P, T]:
         from torch._dynamo import config
 
         config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-        return torch.compile(formula)
+        return torch.compile(formula, fullgraph=True)  # a break of the graph would go unnoticed
 
     @functools.wraps(formula)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
