@@ -95,7 +95,7 @@ class Raw:
         from megatron.bridge.inference.refit.stream import WeightInfo
 
         buckets = packing.layout(stream.metadata(), bucket_bytes)
-        self.sizes = [bucket[-1].stop for bucket in buckets]
+        self.sizes = [bucket[-1].stop - bucket[0].start for bucket in buckets]
         self.infos = [WeightInfo(str(index), (size,), torch.uint8) for index, size in enumerate(self.sizes)]
         self.mine = [torch.zeros(size, dtype=torch.uint8) for size in self.sizes]
         self.share = remote_bytes(stream) / sum(self.sizes)

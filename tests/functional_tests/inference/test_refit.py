@@ -66,10 +66,16 @@ def send(case, layout, address):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("llama_tied", "tp2"), ("llama_tied", "pp2"), ("qwen3_moe", "ep2"), ("qwen3_moe", "tp2")],
+    ("pool", "name", "layout"),
+    [
+        ("two_workers", "llama_tied", "tp2"),
+        ("two_workers", "llama_tied", "pp2"),
+        ("two_workers", "qwen3_moe", "ep2"),
+        ("four_workers", "qwen3_moe", "tp2pp2ep2"),  # experts of the last stage take two hops to rank 0
+    ],
 )
-def test_transformers_in_another_process(two_workers, family_case, tmp_path, name, layout):
+def test_transformers_in_another_process(request, pool, family_case, tmp_path, name, layout):
+    workers = request.getfixturevalue(pool)
     case = family_case(name)
     model = harness.hf_model(case.row)
     address = str(tmp_path / "socket")
@@ -81,7 +87,7 @@ def test_transformers_in_another_process(two_workers, family_case, tmp_path, nam
 
         thread = threading.Thread(target=receive)
         thread.start()
-        (sent, expected), _ = two_workers.run(send, case, layout, address)
+        (sent, expected), *_ = workers.run(send, case, layout, address)
         thread.join()
     assert sent == sum(weight.nbytes for weight in expected.values())  # each byte once
     model.save_pretrained(tmp_path / "saved")

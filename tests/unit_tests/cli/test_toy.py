@@ -4,6 +4,7 @@
 import pytest
 
 from megatron.bridge.autotune import meta_model
+from megatron.bridge.autotune.predict import predict
 from megatron.bridge.cli.rehearse import command, toy_config
 from megatron.bridge.cli.rehearse.toy_config import ParallelDimensions
 from megatron.bridge.cli.support.train_job import Job
@@ -39,6 +40,14 @@ def test_layers_that_are_described_one_by_one_keep_their_kinds(size):
     assert len(kinds[1]) <= small.config.model.num_layers <= len(kinds[1]) + 1
     assert meta_model.parameter_count(small.config.model) < 3_000_000
     assert AutoBridge.hf_config_of(small.config.model)["block_configs"] == small.config.model.block_configs
+
+
+def test_layers_of_no_operations_have_a_time_under_selective_recomputation():
+    """Architecture search took attention and MLP from them."""
+    config = find("llama_nemotron_253b_finetune_config").build().resolve(144).config
+    small = toy_config.shrink(config, 144, steps=1)
+    small.config.model.recompute_granularity = "selective"
+    assert predict(small.config, small.dimensions.ranks, "H100 80GB").seconds > 0
 
 
 def test_a_toy_to_tune_predicts_one_token():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """New weights for an engine: the numbers of the trainer, and nothing of the old ones."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -108,12 +110,16 @@ def test_tensors_lie_side_by_side(shapes, limit):
     buckets = packing.layout(infos, limit)
     assert [slot.info for bucket in buckets for slot in bucket] == infos
     for bucket in buckets:
-        assert len(bucket) == 1 or bucket[-1].stop <= limit
+        assert len(bucket) == 1 or bucket[-1].stop - bucket[0].start <= limit // 2 or not bucket[-1].info.bytes
         ends = 0
         for slot in bucket:
             assert slot.start >= ends
             assert slot.start % packing.ALIGNMENT == 0
             ends = slot.stop
+    for first, second in itertools.pairwise(buckets):
+        assert first[-1].stop <= second[0].start or second[-1].stop <= first[0].start
+    largest = max((info.bytes for info in infos), default=0)
+    assert packing.buffer_bytes(buckets) <= max(limit, limit // 2 + largest, 2 * largest) + 2 * packing.ALIGNMENT
     buffer = torch.zeros(packing.buffer_bytes(buckets), dtype=torch.uint8)
     for bucket in buckets:
         for (_, view), slot in zip(packing.views(buffer, bucket), bucket, strict=True):

@@ -136,4 +136,4 @@ def _selected(layer: LayerShape, modules: tuple[str, ...], run: Run) -> float:
         if module == "moe":
             again += sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k / run.tensor
         again += _SMALL.get(module, 0.0) * whole
-    return min(1.0, again / whole)
+    return min(1.0, again / whole) if whole else 0.0  # a layer of no operations, after architecture search

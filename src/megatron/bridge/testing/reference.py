@@ -53,6 +53,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "etp2": {**_TP2, **_SP, "expert_tensor_parallel_size": 2},
     "tp2pp2": {**_TP2, **_PP2},
     "tp2ep2": {**_TP2, **_SP, **_EP2, "expert_tensor_parallel_size": 1},
+    "tp2pp2ep2": {**_TP2, **_SP, **_PP2, **_EP2, "expert_tensor_parallel_size": 1},
 }
 
 

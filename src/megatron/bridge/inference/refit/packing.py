@@ -36,29 +36,41 @@ class Slot:
 def layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
     """Which tensors go together, in order, and where; the same on both sides.
 
+    Buckets lie in turn at the start and at the end of one buffer, so that one can be filled while the receiver
+    reads the one before.
+
     Args:
         infos: of the tensors.
-        bucket_bytes: of a bucket; a larger tensor has one of its own.
+        bucket_bytes: of two buckets; a tensor larger than one has a bucket of its own.
 
     Example:
         >>> infos = [WeightInfo(name, (10,), torch.float32) for name in "abc"]
-        >>> [[(slot.info.name, slot.start) for slot in bucket] for bucket in layout(infos, 120)]
-        [[('a', 0), ('b', 64)], [('c', 0)]]
+        >>> [[(slot.info.name, slot.start) for slot in bucket] for bucket in layout(infos, 240)]
+        [[('a', 0), ('b', 64)], [('c', 128)]]
     """
     buckets: list[list[Slot]] = []
     end = 0
     for info in infos:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if not buckets or start + info.bytes > bucket_bytes:
+        start = _aligned(end)
+        if not buckets or start + info.bytes > bucket_bytes // 2:
             buckets.append([])
             start = 0
         buckets[-1].append(Slot(info, start))
         end = start + info.bytes
-    return buckets
+    sizes = [_aligned(bucket[-1].stop) for bucket in buckets]
+    end = max((sum(sizes[index : index + 2]) for index in range(len(sizes))), default=0)
+    return [
+        [Slot(slot.info, slot.start + (end - size if index % 2 else 0)) for slot in bucket]
+        for index, (bucket, size) in enumerate(zip(buckets, sizes, strict=True))
+    ]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def buffer_bytes(buckets: Sequence[Sequence[Slot]]) -> int:
-    """Memory that holds any of the buckets."""
+    """Memory that holds any two successive buckets."""
     return max((bucket[-1].stop for bucket in buckets), default=0)
 
 

@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ def send_weights(
     Args:
         stream: of the model.
         take: hands a step to the receiver and returns when it is done; None on all ranks but 0.
-        bucket_bytes: of shared memory; a larger tensor takes what it needs.
+        bucket_bytes: of shared memory, for two buckets; a larger tensor takes what it needs.
         changed_only: leave out what is as it was at the last call.
         running: what becomes of texts that run.
     """
@@ -100,10 +101,15 @@ def _send(
         take(Begin(infos, bucket_bytes, buffer.path, buffer.size, changed_only, running))
     finally:
         buffer.unlink()
-    for index, bucket in enumerate(buckets):
-        for slot in bucket:
-            next(writes)(slot.view(buffer.bytes))
-        take(Bucket(index))
+    with ThreadPoolExecutor(1) as receiver:  # reads a bucket while the next one is filled
+        taken: list[Future[object]] = []
+        for index, bucket in enumerate(buckets):
+            for slot in bucket:
+                next(writes)(slot.view(buffer.bytes))
+            if taken:
+                taken[-1].result()
+            taken.append(receiver.submit(take, Bucket(index)))
+        taken[-1].result()
     take(Finish())
 
 

@@ -29,7 +29,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The buffer holds the tensors of bucket ``index``; it may be filled again after the answer."""
+    """The buffer holds the tensors of bucket ``index``; their place may be filled again after the answer."""
 
     index: int
 

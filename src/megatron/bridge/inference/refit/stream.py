@@ -57,7 +57,7 @@ class WeightStream:
         self, bridge: AutoBridge, model: Any, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         self._bridge, self._model, self._dtype, self._bucket_bytes = bridge, model, dtype, bucket_bytes
-        self._plan = bridge.plan(model)
+        self._plan = peft_format.merging(bridge.plan(model))
         self._hashes: dict[str, str] = {}
         self._new: dict[str, str] = {}
 
@@ -121,7 +121,7 @@ class WeightStream:
             for _, weight in self.send(tasks):
                 yield partial(_put, weight)
             return
-        plan = peft_format.merging(Plan(tuple(self._plan.tasks if tasks is None else tasks)))
+        plan = Plan(tuple(self._plan.tasks if tasks is None else tasks))
         named = buckets.to_first_rank(plan, self._bucket_bytes)
         if rank() != 0:
             yield from (partial(_put, weight) for _, weight in named)
@@ -178,11 +178,11 @@ def _completed(tasks: Sequence[WeightConversionTask]) -> Iterator[tuple[WeightCo
         if task.is_copy:
             continue
         if not task.mapping.is_stacked:
-            yield task, list(task.mapping.hf_slice_shapes(task.shard))
+            yield task, list(task.hf_slice_shapes)
             continue
         whole: list[str] = []
         experts: int = task.shard.config.num_moe_experts
-        for name in task.mapping.hf_slice_shapes(task.shard):
+        for name in task.hf_slice_shapes:
             missing[name] = missing.get(name, experts) - 1
             whole += [] if missing[name] else [name]
         yield task, whole

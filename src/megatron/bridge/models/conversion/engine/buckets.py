@@ -5,6 +5,8 @@ Sending one tensor at a time leaves the network idle between two of them; sendin
 the whole model. A bucket is what one exchange puts together; its tensors are handed out before the next begins.
 """
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -90,13 +92,11 @@ def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tupl
 
     Args:
         plan: what to convert, by a bridge whose hook computes nothing; its ties are left out.
-        bucket_bytes: as ``stream_with_tasks`` takes it.
+        bucket_bytes: as ``stream_with_tasks`` takes it; half of it is handed out while the other half arrives.
     """
     stacks: dict[str, _Stack] = {}
     adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
-    memory = _Memory()
-    for bucket in _buckets(plan.tasks, bucket_bytes, exchange.any_rank(adapted)):
-        exchanged = _exchanged(bucket) if not bucket[0].mapping.copies else _at_first_rank(bucket, memory)
+    for bucket, exchanged in _one_ahead(_buckets(plan.tasks, bucket_bytes // 2, exchange.any_rank(adapted))):
         for task in bucket:
             weights: Any = exchanged.pop(0)
             yield from _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
@@ -135,8 +135,8 @@ def _buckets(
 def _room(task: WeightConversionTask, merged: bool) -> int:
     """Bytes of a task's tensors, or of the shards that they are joined from; the same on all ranks."""
     size, shard = task.dtype.itemsize, task.shard
-    joined = sum(torch.Size(shape).numel() for shape in task.mapping.hf_slice_shapes(shard).values())
-    held = torch.Size(shard.shape).numel() * (shard.parts + merged)
+    joined = sum(math.prod(shape) for shape in task.hf_slice_shapes.values())
+    held = math.prod(shard.shape) * (shard.parts + merged)
     return size * max(joined, held)
 
 
@@ -179,55 +179,86 @@ class _Memory:
             self._bytes = torch.empty(self._used, dtype=torch.uint8, device=device)
         self._used = 0
 
-    def empty_like(self, shard: Tensor) -> Tensor:
-        start = self._used
-        self._used += -(-shard.nbytes // 64) * 64
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+        start, size = self._used, torch.Size(shape).numel() * dtype.itemsize
+        self._used += -(-size // 64) * 64
         if self._used > len(self._bytes):
-            return torch.empty_like(shard)
-        return self._bytes[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self._bytes[start : start + size].view(dtype).view(shape)
+
+
+def _one_ahead(buckets: Iterable[list[WeightConversionTask]]) -> Iterator[tuple[list[WeightConversionTask], Any]]:
+    """Each bucket with its tensors at the first rank, while those of the next one are on their way."""
+    memories = itertools.cycle((_Memory(), _Memory()))
+    before: Any = None
+    for bucket in buckets:
+        steps = _at_first_rank(bucket, next(memories))
+        started = bucket, itertools.chain([next(steps)], steps)
+        if before is not None:
+            yield before[0], list(before[1])[-1]
+        before = started
+    if before is not None:
+        yield before[0], list(before[1])[-1]
 
 
 @torch.no_grad()
-def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> list[dict[str, Tensor | Unjoined]]:
-    """The tensors of each task on rank 0; elsewhere those that pass through this rank."""
+def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> Iterator[Any]:
+    """The tensors of each task on rank 0, elsewhere those that pass through this rank, as the last of the steps.
+
+    All ranks take the same steps, and each begins something that the next one waits for.
+    """
+    if not tasks[0].mapping.copies:
+        yield None
+        yield _exchanged(tasks)
+        return
     memory.start(torch.cuda.current_device())
-    arriving = [_gathered(task, memory) for task in tasks]
-    held: list[Any] = []
-    for task in tasks:
-        gathered = arriving.pop(0)
-        shards = None if gathered is None else gathered.wait()
-        held.append(None if shards is None else task.mapping.unjoined(task.shard, shards))
-    for start, is_on_way in (
-        (exchange.start_among_experts, _crosses_experts),
-        (exchange.start_among_stages, _crosses_stages),
+    gathered = [_gathered(task, memory) for task in tasks]
+    if any(task.shard.parts > 1 for task in tasks):
+        yield None
+    shards = [None if one is None else one.wait() for one in gathered]
+    held: list[Any] = [
+        None if mine is None else task.mapping.unjoined(task.shard, mine)
+        for task, mine in zip(tasks, shards, strict=True)
+    ]
+    for start, crosses, is_on_way in (
+        (exchange.start_to_first_expert, _crosses_experts, _is_first_shard),
+        (exchange.start_to_first_stage, _crosses_stages, _is_first_expert),
     ):
+        if not any(map(crosses, tasks)):
+            continue
         sent = [
-            start(_whole(found), _outline(task), task.owner) if is_on_way(task) else Pending(found)
+            start(_contiguous(found), _outline(task), task.owner, memory.empty)
+            if crosses(task) and is_on_way(task)
+            else Pending(found)
             for task, found in zip(tasks, held, strict=True)
         ]
+        yield None
         held = [found.wait() for found in sent]
-    return [found or {} for found in held]
+    yield [found or {} for found in held]
 
 
 def _crosses_experts(task: WeightConversionTask) -> bool:
-    """Whether a task's tensors go from other ranks of the stage to the first one, and through this rank."""
-    return bool(task.owner.expert_rank) and _is_first_shard(task)
+    """Whether a task's tensors go from other ranks of the stage to the first one."""
+    return bool(task.owner.expert_rank)
 
 
 def _crosses_stages(task: WeightConversionTask) -> bool:
-    """Whether a task's tensors go from a later stage to the first one, and through this rank."""
-    first_expert = task.owner.expert_rank is None or exchange.expert_rank() == 0
-    return task.owner.stage > 0 and first_expert and _is_first_shard(task)
+    """Whether a task's tensors go from a later stage to the first one."""
+    return task.owner.stage > 0
+
+
+def _is_first_expert(task: WeightConversionTask) -> bool:
+    return (task.owner.expert_rank is None or exchange.expert_rank() == 0) and _is_first_shard(task)
 
 
 def _is_first_shard(task: WeightConversionTask) -> bool:
     return exchange.rank_and_size(exchange.shard_group(task.global_param_name))[0] == 0
 
 
-def _whole(weights: Parts | None) -> Weights | None:
+def _contiguous(weights: Parts | None) -> Weights | None:
     if weights is None:
         return None
-    return {name: one.whole() if isinstance(one, Unjoined) else one for name, one in weights.items()}
+    return {name: one.contiguous() for name, one in weights.items()}
 
 
 def _gathered(task: WeightConversionTask, memory: _Memory | None = None) -> Pending[Any] | None:
@@ -236,12 +267,12 @@ def _gathered(task: WeightConversionTask, memory: _Memory | None = None) -> Pend
         return None
     group = exchange.shard_group(task.global_param_name)
     if memory is not None:
-        return exchange.start_gather(cast(Tensor, task.exported), group, task.shard.parts, 0, memory.empty_like)
+        return exchange.start_gather(cast(Tensor, task.exported), group, task.shard.parts, 0, memory.empty)
     return exchange.start_all_gather(cast(Tensor, task.exported), group, task.shard.parts)
 
 
 def _outline(task: WeightConversionTask) -> exchange.TensorSpecs:
-    return {name: (shape, task.dtype) for name, shape in task.mapping.hf_slice_shapes(task.shard).items()}
+    return {name: (shape, task.dtype) for name, shape in task.hf_slice_shapes.items()}
 
 
 def _by_itself(task: WeightConversionTask) -> Weights:

@@ -135,7 +135,7 @@ def start_gather(
     group: Group,
     parts: int,
     receiver: int,
-    empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> Pending[list[Tensor] | None]:
     """Begin to get the shards of all ``parts`` ranks on the rank ``receiver`` of the group.
 
@@ -147,7 +147,10 @@ def start_gather(
     local, dist = tensor.detach().contiguous(), cast(Any, torch_dist)
     if rank != receiver:
         return Pending(None, (dist.isend(local, group=group, group_dst=receiver),))
-    shards = [local if part == rank else empty_like(local) for part in range(parts)]
+    shards = [
+        local if part == rank else empty(local.shape, dtype=local.dtype, device=local.device)
+        for part in range(parts)
+    ]
     works = [dist.irecv(shards[part], group=group, group_src=part) for part in range(parts) if part != rank]
     return Pending(shards, tuple(works))
 
@@ -207,3 +210,34 @@ def _start_broadcast(mine: Tensors | None, outline: TensorSpecs, group: Group, o
     mine = {name: tensor.contiguous() for name, tensor in mine.items()}
     works = [torch_dist.broadcast(tensor, group=group, group_src=owner, async_op=True) for tensor in mine.values()]
     return Pending(mine, tuple(cast(Any, works)))
+
+
+def start_to_first_expert(
+    mine: Tensors | None, outline: TensorSpecs, owner: Owner, empty: Callable[..., Tensor]
+) -> Pending[Tensors | None]:
+    """Begin to send the tensors of ``owner`` to the rank of its stage that holds the first experts."""
+    if owner.expert_rank is None or owner.stage != stage():
+        return Pending(mine)
+    return _start_to_first(mine, outline, expert_group(), owner.expert_rank, empty)
+
+
+def start_to_first_stage(
+    mine: Tensors | None, outline: TensorSpecs, owner: Owner, empty: Callable[..., Tensor]
+) -> Pending[Tensors | None]:
+    """Begin to send tensors of ``owner``'s stage to the first one."""
+    return _start_to_first(mine, outline, pipeline_group(), owner.stage, empty)
+
+
+def _start_to_first(
+    mine: Tensors | None, outline: TensorSpecs, group: Group, owner: int, empty: Callable[..., Tensor]
+) -> Pending[Any]:
+    rank, dist = rank_and_size(group)[0], cast(Any, torch_dist)
+    if rank == owner:
+        assert mine is not None
+        sent = [tensor.contiguous() for tensor in mine.values()]
+        return Pending(None, tuple(dist.isend(tensor, group=group, group_dst=0) for tensor in sent))
+    if rank:
+        return Pending(None)
+    device = torch.cuda.current_device()
+    found = {name: empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in outline.items()}
+    return Pending(found, tuple(dist.irecv(tensor, group=group, group_src=owner) for tensor in found.values()))

@@ -4,6 +4,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, cast
@@ -98,6 +99,11 @@ class WeightConversionTask:
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """The Hugging Face tensors of this task and their shapes."""
         return self.mapping.hf_shapes(self.shard)
+
+    @cached_property
+    def hf_slice_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The same; of one expert's part where a tensor holds all of them."""
+        return self.mapping.hf_slice_shapes(self.shard)
 
 
 @dataclass(frozen=True)

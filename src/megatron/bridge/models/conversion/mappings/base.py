@@ -121,6 +121,12 @@ class Unjoined:
         for piece, numbers in self.pieces:
             piece.of_slice(target).copy_(numbers)
 
+    def contiguous(self) -> Tensor:
+        """The tensor: the view of a shard that holds just this, else in memory of its own."""
+        piece, numbers = self.pieces[0]
+        is_view = len(self.pieces) == 1 and piece.is_plain and numbers.shape == self.shape
+        return numbers if is_view and numbers.is_contiguous() else self.whole()
+
     def whole(self) -> Tensor:
         """The tensor in memory of its own."""
         target = torch.empty(self.shape, dtype=self.dtype, device=self.like.device)

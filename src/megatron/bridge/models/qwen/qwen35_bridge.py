@@ -39,7 +39,7 @@ class Qwen35Bridge(DecoderBridge):
 
 
 @register_bridge("Qwen3_5MoeForCausalLM", model_type="qwen3_5_moe_text")
-class Qwen35MoeBridge(Qwen35Bridge):
+class Qwen35MoEBridge(Qwen35Bridge):
     """Hugging Face's ``Qwen3_5MoeForCausalLM`` and Megatron's ``GPTModel``."""
 
     fields = (
