@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 
 import psutil
@@ -23,6 +24,7 @@ from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.errors import UserError
 from tests.unit_tests.data.conftest import TEXT, tokenizer_dir  # noqa: F401 - a fixture
+from tests.unit_tests.inference.test_adapter_bank import adapters  # noqa: F401 - a fixture
 from tests.unit_tests.inference.test_llm import model_dir  # noqa: F401 - a fixture
 from tests.unit_tests.project.tree import ROOT
 
@@ -53,8 +55,9 @@ def started(directory, *options, **environment):
 
 
 @pytest.fixture(scope="module")
-def server(model_dir):  # noqa: F811
-    with started(model_dir, MEGATRON_BRIDGE_API_KEY=KEY) as made:
+def server(model_dir, adapters):  # noqa: F811
+    named = [it for name, path in adapters.items() for it in ("--adapters", f"{name}={path}")]
+    with started(model_dir, *named, MEGATRON_BRIDGE_API_KEY=KEY) as made:
         yield made
 
 
@@ -71,8 +74,8 @@ def client(address):
 
 
 @pytest.fixture(scope="module")
-def llm(model_dir):  # noqa: F811
-    with LLM(str(model_dir), dtype="float32", kv_memory=1 << 24) as made:
+def llm(model_dir, adapters):  # noqa: F811
+    with LLM(str(model_dir), adapters=adapters, dtype="float32", kv_memory=1 << 24) as made:
         yield made
 
 
@@ -185,7 +188,8 @@ def test_streamed_chat_joins_to_the_whole(client):
 
 
 def test_models_and_tokenizer(client, address, llm):
-    assert [model.id for model in client.models.list()] == ["toy"]
+    assert [model.id for model in client.models.list()] == ["toy", "small", "wide"]
+    assert client.models.retrieve("small").parent == "toy"
     assert client.models.retrieve("toy").max_model_len == llm.max_context
     ids = llm.hf.encode(TEXT[3])
     found = json.loads(fetch(address, "/tokenize", {"prompt": TEXT[3], "return_token_strs": True})[2])
@@ -316,6 +320,7 @@ def test_random_bodies_are_answered_or_refused(address):
 def prompt_of(number):
     rng = random.Random(number)
     options = {"max_tokens": rng.randint(1, 40), "seed": number, "temperature": rng.choice([0, 1.0])}
+    options["model"] = rng.choice(["toy", "small", "wide"])
     return {"prompt": [rng.randrange(7, 300) for _ in range(rng.randint(1, 60))], "logprobs": 1, **options}
 
 
@@ -323,10 +328,10 @@ async def one_client(client, number, expected, problems):
     """Ask, and behave well or badly; note an answer that is not the one of the request alone."""
     options, kind = prompt_of(number % len(expected)), number % 4
     if kind == 0:
-        found = (await client.completions.create(model="toy", **options)).choices[0]
+        found = (await client.completions.create(**options)).choices[0]
         answer = found.text, found.logprobs.token_logprobs
     else:
-        stream = await client.completions.create(model="toy", **options, stream=True)
+        stream = await client.completions.create(**options, stream=True)
         text, scores = "", []
         async for piece in stream:
             text += piece.choices[0].text
@@ -361,6 +366,7 @@ def check_load(address, llm, requests, clients, distinct):
     for number in range(distinct):
         options = prompt_of(number)
         how = Sampling(options["max_tokens"], options["temperature"], seed=options["seed"], logprobs=1)
+        how = replace(how, adapter_name=None if options["model"] == "toy" else options["model"])
         alone = llm.generate([options["prompt"]], how)[0][0]
         expected.append((alone.text, [one.logprob for one in alone.logprobs]))
     assert asyncio.run(load(address, requests, clients, expected)) == []
@@ -377,13 +383,16 @@ def test_answers_under_load_are_those_of_the_request_alone(address, llm):
     check_load(address, llm, requests=48, clients=16, distinct=12)
 
 
+LONG_LOAD = 20_000
+
+
 @pytest.mark.slow
 def test_answers_under_long_load(address, llm):
-    """64 clients; the memory of all processes does not grow with the requests."""
+    """64 clients, some 10 minutes; the memory of all processes does not grow with the requests."""
     here = psutil.Process().children(recursive=True)
     check_load(address, llm, 1000, 64, 50)
     before = sum(process.memory_info().rss for process in here)
-    check_load(address, llm, 2000, 64, 50)
+    check_load(address, llm, LONG_LOAD, 64, 50)
     assert sum(process.memory_info().rss for process in here) < before * 1.02 + (16 << 20)
 
 

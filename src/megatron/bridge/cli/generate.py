@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL file of completions")
     parser.add_argument("--chat", action="store_true", help="a text is the message of a user")
     inference_options.add_sampling_options(parser)
+    inference_options.add_named_adapters(parser, "adapter_name in a line")
+    parser.add_argument("--adapter-name", metavar="NAME", help="the one of --adapters for lines that name none")
     more = parser.add_argument_group("output")
     more.add_argument("-n", type=int, default=1, metavar="N", help="completions of each prompt")
     more.add_argument("--logprobs", type=int, metavar="K", help="log-probabilities, and of the K best tokens")

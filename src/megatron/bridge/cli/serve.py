@@ -17,6 +17,7 @@ DESCRIPTION = (
 )
 EXAMPLES = """examples:
   megatron-bridge serve HuggingFaceTB/SmolLM2-135M-Instruct
+  megatron-bridge serve meta-llama/Llama-3.2-1B --adapters math=runs/lora-math --adapters chat=adapters/chat
   megatron-bridge serve runs/sft --tp 2 --host 0.0.0.0 --api-key-file key.txt
 
 The key can also be in the variable MEGATRON_BRIDGE_API_KEY. SIGTERM finishes what runs.
@@ -28,6 +29,7 @@ _SHORTEST_KEY = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     inference_options.add_model_options(parser)
+    inference_options.add_named_adapters(parser, "the model of a request")
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need a key")
     server.add_argument("--port", type=int, default=8000, help="port to listen on (8000); 0 takes a free one")

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.inference import decoding_state
+from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.detokenizer import Detokenizer
 from megatron.bridge.inference.requests import Completion, Sampling
@@ -81,17 +82,25 @@ class Engine(AbstractContextManager["Engine"]):
         chunks: this rank's chunks, in evaluation mode.
         config: what the engine may use.
         hf: tokenizer of transformers; without one, completions have no text and stop texts are refused.
+        adapters: those of the chunks, if they are named.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], config: EngineConfig, hf: Any = None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        config: EngineConfig,
+        hf: Any = None,
+        adapters: AdapterNames | None = None,
+    ) -> None:
         self.config = config
         self.hf = hf
+        self.adapters = adapters or AdapterNames()
         bare: list[Any] = [unwrap(chunk) for chunk in chunks]
         decoding_state.check_layers(bare)
         self._switch = decoding_state.switch_length(bare)
         limits = _limits(chunks, config, reuses=self._switch is None)
         self._state = DecodingState(chunks, limits.tokens, limits.requests, config.pack)
-        self._runner = Runner(chunks, self._state, config.vocabulary)
+        self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters)
         self.lanes = [Scheduler(limits) for _ in range(parallel_state.get_data_parallel_world_size())]
         self._lane = parallel_state.get_data_parallel_rank()
         self._jobs: dict[int, Job] = {}
@@ -146,6 +155,7 @@ class Engine(AbstractContextManager["Engine"]):
             )
         if sampling.stop and self.hf is None:
             raise UserError(f"stop={sampling.stop!r} needs a tokenizer: give stop_ids, or a tokenizer")
+        self.adapters.check(sampling.adapter_name)
         self._check_memory(longest)
 
     def _check_memory(self, longest: int) -> None:
@@ -159,7 +169,8 @@ class Engine(AbstractContextManager["Engine"]):
         wants_prompt = sampling.prompt_logprobs is not None and choice == 0
         limit = len(prompt) + sampling.max_new_tokens
         scored = sampling.score_from - 1 if wants_prompt else 0
-        text = Text(list(prompt), len(prompt), limit, wants_prompt, self._switch, scored=scored)
+        facts = {"scored": scored, "adapter": sampling.adapter_name}
+        text = Text(list(prompt), len(prompt), limit, wants_prompt, self._switch, **facts)
         completion = Completion(prompt, seed=seed, choice=choice)
         job = Job(completion, sampling, text, lane)
         if self.hf is not None:

@@ -7,7 +7,7 @@ plain script that asks for more than one rank gets them started.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ class LLM:
         etp: tensor-parallel ranks of the experts.
         dtype: ``float32``, ``bfloat16`` or ``float16``; that of the checkpoint when None.
         adapter: a run with adapters, one of its checkpoints, or a directory of the peft library.
+        adapters: several of them by name; ``Sampling.adapter_name`` chooses one for each prompt.
         tokenizer: directory or hub id of another tokenizer.
         template: chat template instead of the tokenizer's.
         max_context: tokens of a prompt and its completion; those that the model was made for when None.
@@ -53,6 +54,7 @@ class LLM:
         etp: int | None = None,
         dtype: str | None = None,
         adapter: str | None = None,
+        adapters: Mapping[str, str] | None = None,
         tokenizer: str | None = None,
         template: str | None = None,
         max_context: int | None = None,
@@ -85,7 +87,7 @@ class LLM:
         from megatron.bridge.utils import unpickling
 
         distributed.initialize()
-        more = {name: options[name] for name in ("dtype", "adapter", "tokenizer", "trust_remote_code")}
+        more = {name: options[name] for name in ("dtype", "adapter", "adapters", "tokenizer", "trust_remote_code")}
         with unpickling.trusting(options["trust_checkpoint"]):
             model = load(path, _sizes(options), **more)
         context = options["max_context"] or model.max_context
@@ -97,7 +99,7 @@ class LLM:
         same = {name: options[name] for name in ("max_requests", "kv_memory", "chunk", "rows")}
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
         self.hf, self.max_context, self.declared_ends = model.hf, context, declared_ends(model.folder)
-        self.engine = self._cleanup.enter_context(Engine(model.chunks, config, model.hf))
+        self.engine = self._cleanup.enter_context(Engine(model.chunks, config, model.hf, model.adapters))
         self._bridge, self._chunks = model.bridge, model.chunks
 
     def facts(self) -> Iterator[tuple[Any, int, set[int]]]:

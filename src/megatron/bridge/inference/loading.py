@@ -3,12 +3,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.bridge.checkpoint import loading, model_io, paths
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.data.tokenizer import load_hf_tokenizer
+from megatron.bridge.inference.adapter_bank import AdapterNames, add_adapters
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import stored_provider
 from megatron.bridge.models.gpt_provider import drop_mtp_layers, pad_query_groups
@@ -31,6 +33,7 @@ class LoadedModel:
         vocabulary: tokens without padding.
         max_context: tokens that the model was made for.
         bridge: of the architecture; None for a Megatron checkpoint.
+        adapters: those that requests choose by name.
     """
 
     chunks: list[Any]
@@ -39,6 +42,7 @@ class LoadedModel:
     vocabulary: int
     max_context: int
     bridge: AutoBridge | None = None
+    adapters: AdapterNames | None = None
 
 
 def load(
@@ -46,6 +50,7 @@ def load(
     sizes: Mapping[str, Any],
     dtype: str | None = None,
     adapter: str | Path | None = None,
+    adapters: Mapping[str, str] | None = None,
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
@@ -57,6 +62,7 @@ def load(
         sizes: parallel sizes by the names of the provider's fields.
         dtype: of weights and caches; that of the checkpoint when None.
         adapter: a run with adapters, one of its checkpoints, or a directory of the peft library.
+        adapters: several of them by name, for requests to choose from.
         tokenizer: directory or hub id of another tokenizer.
         trust_remote_code: run Python code of the model's repository.
 
@@ -70,6 +76,8 @@ def load(
         if adapter is not None:
             raise UserError(f"{path} holds adapters itself: leave out --adapter {adapter}, or give their base")
         path, adapter = base["name"], path
+    if adapter is not None and adapters:
+        raise UserError(f"--adapter {adapter} is for all requests: leave it out, or leave out --adapters")
     if hub.is_hf_model(path) or not Path(path).is_dir():
         bridge = AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
         provider, folder, hook = bridge.to_megatron_provider(), bridge.hf_pretrained.directory, None
@@ -85,10 +93,11 @@ def load(
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=hook, **precision)
     if adapter is not None:
         _add_adapter(bridge, chunks, Path(adapter))
+    names = add_adapters(chunks, adapters, partial(_add_adapter, bridge, chunks)) if adapters else None
     for chunk in chunks:
         chunk.eval()
     hf = _tokenizer(folder, tokenizer, trust_remote_code)
-    return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider), bridge)
+    return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider), bridge, names)
 
 
 def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:

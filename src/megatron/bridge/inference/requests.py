@@ -38,6 +38,8 @@ class Sampling:
     """Subtracted from the logits of generated tokens as often as they were generated."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
+    adapter_name: str | None = None
+    """One of the model's named adapters; None computes with the base model, or its only adapter."""
     seed: int | None = None
     """Of the random numbers; the same seed gives the same text in any batch and layout. None draws one."""
     n: int = 1

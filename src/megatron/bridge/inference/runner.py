@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron.bridge.backends.decoding.step import Span, Step
+from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.sampler import Output, choose_outputs
 from megatron.bridge.inference.scheduler import Plan
@@ -28,10 +29,13 @@ class Runner:
         chunks: this rank's chunks, one for each virtual stage, in evaluation mode.
         state: their caches.
         vocabulary: tokens without the padding of the vocabulary.
+        adapters: those of the chunks that are named.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], state: DecodingState, vocabulary: int) -> None:
-        self._chunks = chunks
+    def __init__(
+        self, chunks: Sequence[nn.Module], state: DecodingState, vocabulary: int, adapters: AdapterNames
+    ) -> None:
+        self._chunks, self._adapters = chunks, adapters
         self._state = state
         self._vocabulary = vocabulary
         config: Any = state.bare[0].config
@@ -57,6 +61,7 @@ class Runner:
         step = Step(spans or _DUMMY, self._state.device)
         ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[None]
         self._state.begin(step, [output.row for output in outputs])
+        self._adapters.begin(plan, self._state.device)
         logits = self._forward(ids, step)
         if logits is None or not _answers():
             return None

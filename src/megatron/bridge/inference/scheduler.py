@@ -8,7 +8,7 @@ on its company.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.bridge.inference.arena import Arena
@@ -32,6 +32,7 @@ class Text:
         extent: first token in the caches; None without memory.
         slot: index of recurrent states; None without memory.
         shares: whether its caches may serve other texts.
+        adapter: name of the adapter that it is computed with.
     """
 
     tokens: list[int]
@@ -46,6 +47,7 @@ class Text:
     extent: int | None = None
     slot: int | None = None
     shares: bool = True
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         # the last token of a text that is only scored has no successor
@@ -315,9 +317,9 @@ class Scheduler:
         if not self.limits.reuses:
             return found
         needed = min(text.scored, text.prompt_length - 1) if text.wants_prompt else text.prompt_length - 1
-        for stop, key in _prefixes(text.tokens, needed, self.limits.chunk):
+        for stop, key in _prefixes(text, needed, self.limits.chunk):
             donor = self._chunks.get(key)
-            if donor is None or donor.extent is None or donor.tokens[:stop] != text.tokens[:stop]:
+            if donor is None or donor.extent is None or not _begin_alike(donor, text, stop):
                 break
             found = donor, stop
         if found[0] is not None and found[0].extent in self._over:
@@ -325,19 +327,23 @@ class Scheduler:
         return found
 
     def _index(self, text: Text, start: int, stop: int) -> None:
-        for end, key in _prefixes(text.tokens, stop, self.limits.chunk):
+        for end, key in _prefixes(text, stop, self.limits.chunk):
             if end > start:
                 self._chunks.setdefault(key, text)
 
     def _forget(self, text: Text) -> None:
-        for _, key in _prefixes(text.tokens, text.prompt_length, self.limits.chunk):
+        for _, key in _prefixes(text, text.prompt_length, self.limits.chunk):
             if self._chunks.get(key) is text:
                 del self._chunks[key]
 
 
-def _prefixes(tokens: Sequence[int], stop: int, chunk: int) -> Iterator[tuple[int, int]]:
+def _prefixes(text: Text, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
     """End and hash of each beginning of whole chunks, up to ``stop`` tokens."""
-    key = 0
+    key = hash(text.adapter)
     for end in range(chunk, stop + 1, chunk):
-        key = hash((key, *tokens[end - chunk : end]))
+        key = hash((key, *text.tokens[end - chunk : end]))
         yield end, key
+
+
+def _begin_alike(one: Text, other: Text, stop: int) -> bool:
+    return one.adapter == other.adapter and one.tokens[:stop] == other.tokens[:stop]

@@ -38,6 +38,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     model_options.add_trust_checkpoint(parser)
 
 
+def add_named_adapters(parser: argparse.ArgumentParser, chosen_by: str) -> None:
+    """Several adapters over one base."""
+    parser.add_argument(
+        "--adapters",
+        action=_NamedPaths,
+        metavar="NAME=DIR",
+        help=f"an adapter, and its name, which is then {chosen_by}; may be repeated",
+    )
+
+
+class _NamedPaths(argparse.Action):
+    """Collects ``name=path``."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name, _, path = values.partition("=")
+        found = dict(getattr(namespace, self.dest) or {})
+        if not name or not path or name in found:
+            parser.error(f"{option_string} {values}: give NAME=DIR, each name once")
+        setattr(namespace, self.dest, {**found, name: path})
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """How to continue a prompt; greedy by default."""
     group = parser.add_argument_group("sampling")
@@ -88,7 +109,8 @@ def load(args: argparse.Namespace) -> Any:
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     """What ``LLM`` takes beside the path, of the arguments of ``add_model_options``."""
     names = (*_SAME, "trust_remote_code", "trust_checkpoint")
-    return {"template": _template(args.template), **{name: getattr(args, name) for name in names}}
+    named = {"adapters": getattr(args, "adapters", None), "template": _template(args.template)}
+    return {**named, **{name: getattr(args, name) for name in names}}
 
 
 def add_script_options(parser: argparse.ArgumentParser) -> None:

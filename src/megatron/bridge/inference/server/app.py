@@ -50,6 +50,7 @@ class Server:
         template: chat template instead of the tokenizer's.
         seconds: that a request may take.
         created: when the server started, in seconds since 1970.
+        adapters: names of adapters, which are models of their own to clients.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Server:
     template: str | None
     seconds: float
     created: int
+    adapters: tuple[str, ...] = ()
     client: EngineClient | None = None
     metrics: Metrics | None = None
     is_ready: bool = False
@@ -67,11 +69,15 @@ class Server:
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.hf)
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model."""
-        if name is not None and name != self.name:
-            message = f"model {name!r:.100} is not served here{did_you_mean(name, [self.name])}: use {self.name!r}"
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a model is made with; refuses the name of another model."""
+        models = (self.name, *self.adapters)
+        if name is not None and name not in models:
+            message = (
+                f"model {name!r:.100} is not served here{did_you_mean(name, models)}: use {' or '.join(models)}"
+            )
             raise ApiError(404, message, "model", "model_not_found")
+        return None if name == self.name else name
 
     async def tokenize(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the tokenizer beside the event loop, one call at a time."""
@@ -90,9 +96,8 @@ class Server:
     ) -> Generation:
         assert self.client is not None
         assert self.metrics is not None
-        return Generation(
-            self.client, self.metrics, self.name, format, prompts, sampling, self.seconds, echoed, usage
-        )
+        name = sampling.adapter_name or self.name
+        return Generation(self.client, self.metrics, name, format, prompts, sampling, self.seconds, echoed, usage)
 
 
 class AsciiJSONResponse(Response):
@@ -169,12 +174,10 @@ _FIELDS = {
 def _add_facts(app: FastAPI, server: Server) -> None:
     page = _PAGE.read_text(encoding="utf-8")
     headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
-    model = {
-        "id": server.name,
-        "object": "model",
-        "created": server.created,
-        "owned_by": "megatron-bridge",
-        "max_model_len": server.max_context,
+    facts = {"created": server.created, "owned_by": "megatron-bridge", "max_model_len": server.max_context}
+    served = {
+        name: {"id": name, "object": "model", **facts, **({"parent": server.name} if name != server.name else {})}
+        for name in (server.name, *server.adapters)
     }
 
     @app.get("/", response_class=HTMLResponse)
@@ -193,12 +196,12 @@ def _add_facts(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": list(served.values())}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        server.check_model(name)
-        return model
+        server.adapter_of(name)
+        return served[name]
 
 
 # ---- tokenizer --------------------------------------------------------------------------------------------------
@@ -209,14 +212,14 @@ def _add_tokenizer(app: FastAPI, server: Server) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        server.check_model(body.model)
+        server.adapter_of(body.model)
         tokens = await server.tokenize(_tokens, server, body)
         names = hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": server.max_context, "tokens": tokens, "token_strs": names}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        server.check_model(body.model)
+        server.adapter_of(body.model)
         wrong = [token for token in body.tokens if not 0 <= token < len(hf)]
         if wrong:
             raise ApiError(400, f"tokens: {wrong[0]} is not in the vocabulary of {len(hf)}", "tokens")
@@ -243,12 +246,12 @@ def _tokens(server: Server, body: TokenizeRequest) -> list[int]:
 def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        server.check_model(body.model)
+        adapter = server.adapter_of(body.model)
         hf = server.hf
         _check_ids(body.prompts)
         prompts = [await server.tokenize(prompt_tokens, hf, prompt, "prompt") for prompt in body.prompts]
         count = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        more = {"max_new_tokens": count, "logprobs": body.logprobs}
+        more = {"max_new_tokens": count, "logprobs": body.logprobs, "adapter_name": adapter}
         echoed = None
         if body.echo:
             echoed = [it if isinstance(it, str) else await server.tokenize(hf.decode, it) for it in body.prompts]
@@ -259,13 +262,14 @@ def _add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        server.check_model(body.model)
+        adapter = server.adapter_of(body.model)
         records = [message.as_record() for message in body.messages]
         prompt = await server.tokenize(chat_tokens, server.hf, records, server.template, "messages")
         room = server.check_length(len(prompt))
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         top = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = body.sampling(max_new_tokens=room if limit is None else limit, logprobs=top)
+        more = {"max_new_tokens": room if limit is None else limit, "logprobs": top, "adapter_name": adapter}
+        sampling = body.sampling(**more)
         generation = server.generation(ChatFormat(server.texts, top), [prompt], sampling, body.include_usage)
         return await _answer(generation, request, bool(body.stream))
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several adapters over one base: each text of a step is computed with its own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.backends.decoding.step import padded_rows
+from megatron.bridge.inference.scheduler import Plan
+from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.peft import layers
+from megatron.bridge.peft.base import bare_chunks
+from megatron.bridge.peft.lora import LowRankPEFT
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+
+class AdapterNames:
+    """The adapters of a model, and which rows of the current step take which.
+
+    Args:
+        names: of the adapters.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.names = tuple(names)
+        self.parts: list[tuple[str, Tensor | None, int]] = []
+        """Name, rows (None is all of them) and how many of the rows count: the others are padding."""
+
+    def check(self, name: str | None) -> None:
+        """Refuse an adapter that is not there."""
+        if name is not None and name not in self.names:
+            have = f"one of {', '.join(self.names)}" if self.names else "none: this model has no named adapters"
+            raise UserError(f"adapter_name={name!r}{did_you_mean(name, self.names)}: give {have}")
+
+    def begin(self, plan: Plan, device: torch.device) -> None:
+        """Prepare for a pass over ``plan``."""
+        rows: dict[str | None, list[int]] = {}
+        for work in plan.work:
+            rows.setdefault(work.text.adapter, []).extend(range(work.row, work.row + work.count))
+        alone = len(rows) == 1
+        self.parts = [
+            (name, None if alone else _padded(found, device), len(found))
+            for name, found in rows.items()
+            if name is not None
+        ]
+
+
+def _padded(rows: list[int], device: torch.device) -> Tensor:
+    """As many rows as matrix products need to give each row the same bits in any batch."""
+    return torch.tensor(rows + [0] * (padded_rows(len(rows)) - len(rows)), device=device)
+
+
+class AdapterBank(nn.Module):
+    """The adapters of one layer, in the place of a single one; some of the names may leave the layer alone."""
+
+    scales_outputs = False
+
+    def __init__(self, names: AdapterNames, adapters: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._names = names
+        self._index = {name: index for index, name in enumerate(adapters)}
+        self._adapters = nn.ModuleList(adapters.values())
+
+    def forward(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
+        """The layer's outputs [rows, 1, outputs] from those without adapters."""
+        # PyTorch multiplies a transposed view by another kernel than the rows that are taken out of it
+        x = x.reshape(len(x), -1)[:, None]
+        for name, rows, count in self._names.parts:
+            if name not in self._index:
+                continue
+            adapter = self._adapters[self._index[name]]
+            if rows is None:
+                return adapter(base, x, counts, weights)
+            part = adapter(base[rows], x[rows], counts, weights)
+            base = base.index_copy(0, rows[:count], part[:count])
+        return base
+
+
+def add_adapters(chunks: Sequence[Any], adapters: Mapping[str, str], add: Callable[[Path], None]) -> AdapterNames:
+    """Put several adapters beside the weights.
+
+    Args:
+        chunks: of this rank, without adapters.
+        adapters: where each is, by name.
+        add: puts one of them on the chunks and fills it.
+
+    Raises:
+        UserError: an adapter that can only be used alone.
+    """
+    names = AdapterNames(tuple(adapters))
+    found: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}
+    for name, path in adapters.items():
+        add(Path(path))
+        for chunk in bare_chunks(list(chunks)):
+            info = chunk_info(chunk)
+            method, info.peft = info.peft, None
+            if not isinstance(method, LowRankPEFT) or method.modules_to_save:
+                raise UserError(f"adapter {name} replaces whole layers: merge it, or load it alone with --adapter")
+            for module in list(layers.adapted(chunk)):
+                _refuse_alone(name, module)
+                found.setdefault(module, {})[name] = (module.adapted_site, module.adapter)
+                layers.detach(module)
+    for one in found.values():
+        site = next(iter(one.values()))[0]
+        layers.attach(site, AdapterBank(names, {name: adapter for name, (_, adapter) in one.items()}))
+    return names
+
+
+def _refuse_alone(name: str, module: Any) -> None:
+    site = module.adapted_site
+    biased = module.adapter.scales_outputs and getattr(module, "bias", None) is not None
+    if site.experts is not None or ".layers." not in site.name or biased:
+        what = "experts" if site.experts is not None else "this layer"
+        raise UserError(
+            f"adapter {name} changes {site.name}, and {what} cannot have one for each text: load it alone with "
+            "--adapter, or merge it"
+        )

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named adapters over one base: each text is what it is alone, and what the peft library computes."""
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron.bridge.cli.main import main
+from megatron.bridge.inference.adapter_bank import add_adapters
+from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.utils.errors import UserError
+from tests.families import harness
+from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
+from tests.unit_tests.inference.test_llm import model_dir  # noqa: F401 - a fixture
+
+PROMPTS = [[5, 9, 11, 2, 7], [5, 9, 11, 2, 7], [5, 9, 11, 2, 7], [3, 3, 8], list(range(2, 40))]
+NAMES = ["small", "wide", None, "wide", "small"]
+TARGETS = {"small": ["q_proj", "v_proj"], "wide": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]}
+OPTIONS = {"dtype": "float32", "kv_memory": 1 << 24, "chunk": 16}
+
+
+def make_adapter(base, directory, name, targets, **options):
+    torch.manual_seed(len(targets))
+    config = peft.LoraConfig(r=8, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    for parameter in (it for it in model.parameters() if it.requires_grad):
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(directory / name)
+    return str(directory / name)
+
+
+@pytest.fixture(scope="module")
+def adapters(model_dir, tmp_path_factory):  # noqa: F811
+    directory = tmp_path_factory.mktemp("adapters")
+    return {name: make_adapter(model_dir, directory, name, targets) for name, targets in TARGETS.items()}
+
+
+def sampling(name, **more):
+    return Sampling(max_new_tokens=4, prompt_logprobs=0, logprobs=0, adapter_name=name, ignore_eos=True, **more)
+
+
+def numbers(completions):
+    return [
+        (one[0].tokens, [it.logprob for it in (*one[0].prompt_logprobs, *one[0].logprobs)]) for one in completions
+    ]
+
+
+def answers(llm, prompts=PROMPTS, names=NAMES):
+    return numbers(llm.generate(prompts, [sampling(name) for name in names]))
+
+
+def reference(base, adapter, tokens):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    return logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def test_texts_with_different_adapters_in_one_batch(model_dir, adapters):  # noqa: F811
+    with LLM(str(model_dir), adapters=adapters, **OPTIONS) as llm:
+        together = answers(llm)
+        alone = [answers(llm, [prompt], [name])[0] for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+    assert together == alone  # bitwise
+    assert len({tuple(tokens) + tuple(logprobs) for tokens, logprobs in together[:3]}) == 3  # no cache is shared
+    for prompt, name, (tokens, logprobs) in zip(PROMPTS, NAMES, together, strict=True):
+        expected = reference(model_dir, adapters.get(name), prompt + tokens)
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_one_of_the_adapters_is_the_one_loaded_by_itself(model_dir, adapters):  # noqa: F811
+    with LLM(str(model_dir), adapter=adapters["wide"], **OPTIONS) as llm:
+        expected = numbers(llm.generate(PROMPTS, sampling(None)))
+    with LLM(str(model_dir), adapters=adapters, **OPTIONS) as llm:
+        assert_close(answers(llm, names=["wide"] * len(PROMPTS)), expected)
+
+
+def assert_close(found, expected):
+    for (tokens, logprobs), (want, close) in zip(found, expected, strict=True):
+        assert tokens == want
+        assert logprobs == pytest.approx(close, abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
+def test_two_ranks(model_dir, adapters, layout):  # noqa: F811
+    with LLM(str(model_dir), adapters=adapters, **OPTIONS) as llm:
+        expected = answers(llm)
+    with LLM(str(model_dir), adapters=adapters, **layout, **OPTIONS) as llm:
+        assert_close(answers(llm), expected)
+
+
+def test_mistakes(model_dir, adapters, tmp_path, capsys):  # noqa: F811
+    with LLM(str(model_dir), adapters=adapters, **OPTIONS) as llm:
+        with pytest.raises(UserError, match=r"'smal'.*small.*one of small, wide"):
+            llm.generate(PROMPTS, sampling("smal"))
+        assert answers(llm, PROMPTS[:1], ["small"])
+    with pytest.raises(UserError, match=r"--adapter .*leave"):
+        LLM(str(model_dir), adapters=adapters, adapter=adapters["wide"], **OPTIONS)
+    whole = make_adapter(model_dir, tmp_path, "whole", ["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(UserError, match=r"lm_head|whole"):
+        LLM(str(model_dir), adapters={"whole": whole}, **OPTIONS)
+    for wrong in ("no-name", "=x", "x=", "x=1 x=2"):
+        options = [it for text in wrong.split() for it in ("--adapters", text)]
+        with pytest.raises(SystemExit):
+            main(["generate", str(model_dir), "--prompt", "x", *options])
+        assert "NAME=DIR" in capsys.readouterr().err
+
+
+def test_adapters_of_experts_are_refused(family_case):
+    case = family_case("qwen3_moe")
+    for targets, ends in ((["linear_fc1"], "experts"), (["output_layer"], "output_layer")):
+        _, chunks = harness.build(case, "one")
+        with pytest.raises(UserError, match=rf"{ends}.*--adapter"):
+            add_adapters(
+                chunks, {"x": "y"}, lambda _, t=targets, c=chunks: LoRA(target_modules=t, dim=2)(c, False)
+            )
