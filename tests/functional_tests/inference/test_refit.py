@@ -2,10 +2,12 @@
 """Refit between processes: transformers here receives from all layouts, two ranks receive from here."""
 
 import multiprocessing
+import shutil
 import threading
 import time
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +96,53 @@ def test_transformers_in_another_process(request, pool, family_case, tmp_path, n
     found = harness.read_weights(tmp_path / "saved")
     for tensor, weight in expected.items():
         torch.testing.assert_close(found[tensor], weight, atol=0, rtol=0)
+
+
+TRAINERS = {
+    "one": ("two_workers", "one"),
+    "tp2": ("two_workers", "tp2"),
+    "pp2": ("two_workers", "pp2"),
+    "ep2": ("two_workers", "ep2"),
+    "tp2pp2": ("four_workers", "tp2pp2"),
+}
+ENGINES = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "tp2pp2": {"tp": 2, "pp": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_layout_to_any_other(request, family_case, tmp_path, engine):
+    """From each layout the engine gets what an engine reads from an export, bit by bit."""
+    case = family_case("qwen3_moe")
+    options = {**ENGINES[engine], "dtype": "float32", "kv_memory": 1 << 24, "chunk": 16}
+    bridge, chunks = harness.build(case, "one")
+    back = WeightStream(bridge, chunks)
+    _, trained = harness.build(case, "one")
+    with torch.no_grad():
+        for parameter in trained[0].parameters():
+            parameter.mul_(1.5)
+    bridge.save_hf_pretrained(trained, tmp_path / "saved", show_progress=False)
+    for source, name in ((case.checkpoint, "base"), (tmp_path / "saved", "export")):
+        shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("tokenizer*"))  # a stub of one
+    with LLM(str(tmp_path / "export"), **options) as llm:
+        expected = answers(llm)
+    with LLM(str(tmp_path / "base"), **options) as llm:
+        before = answers(llm)
+        assert before != expected
+        for name, (pool, layout) in TRAINERS.items():
+            address = str(tmp_path / name)
+            with Listener(address) as listener:
+
+                def receive(listener=listener):
+                    with listener.accept() as connection:
+                        receive_weights(connection, SimpleNamespace(take=llm.replace_weights))
+
+                thread = threading.Thread(target=receive)
+                thread.start()
+                request.getfixturevalue(pool).run(send, case, layout, address)
+                thread.join()
+            assert answers(llm) == expected, name
+            send_weights(back, llm.replace_weights)
+            assert answers(llm) == before
 
 
 def test_what_transformers_stores_otherwise_is_named(family_case):
