@@ -3,7 +3,8 @@
 
 ``python -m benchmarks.refit`` trains nothing: it sends the random weights of SmolLM2-135M's shape to a model of
 transformers and to an engine of this project, all of them and only what changed, and copies them once into memory
-that other processes can see and once out of it, which is the floor of any channel with a buffer.
+that other processes can see and once out of it, which is the floor of any channel with a buffer. An engine on the
+trainer's own chunks shares its parameters.
 """
 
 import argparse
@@ -42,6 +43,12 @@ def floor(weights: dict[str, torch.Tensor], buckets: Any) -> Any:
     return copy
 
 
+def share(engine: Any) -> None:
+    """All that an engine on the trainer's chunks needs around a step of the optimizer."""
+    with engine.new_weights("keep"):
+        pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bucket-mb", type=int, default=64)
@@ -56,6 +63,7 @@ def main() -> None:
 
 def measure(folder: str, model: Any, size: int, rounds: int) -> None:
     from megatron.bridge import AutoBridge
+    from megatron.bridge.inference.engine import Engine, EngineConfig
     from megatron.bridge.inference.llm import LLM
     from megatron.bridge.inference.refit import packing
     from megatron.bridge.inference.refit.replacement import BucketReader
@@ -68,11 +76,13 @@ def measure(folder: str, model: Any, size: int, rounds: int) -> None:
     stream = WeightStream(bridge, chunks)
     everything = sum(info.bytes for info in stream.metadata())
     reader = BucketReader(TransformersReceiver(model))
-    with LLM(folder, dtype="float32", kv_memory=1 << 28) as llm:
+    shared = Engine([chunk.eval() for chunk in chunks], EngineConfig(64, 49152, kv_memory=1 << 26))
+    with LLM(folder, dtype="float32", kv_memory=1 << 28) as llm, shared:
         cases = {
             "floor": floor(dict(stream), packing.layout(stream.metadata(), size)),
             "transformers": lambda: send_weights(stream, reader.take, size),
             "engine": lambda: send_weights(stream, llm.replace_weights, size),
+            "own chunks": lambda: share(shared),
             "nothing changed": lambda: send_weights(stream, llm.replace_weights, size, changed_only=True),
         }
         for case in cases.values():
@@ -81,11 +91,11 @@ def measure(folder: str, model: Any, size: int, rounds: int) -> None:
     seconds = {name: median(timings).wall for name, timings in found.items()}
     memory = {name: median(timings).peak_anonymous for name, timings in found.items()}
     rows = [
-        [name, f"{seconds[name]:.3f}", f"{seconds['floor'] / seconds[name]:.2f}", f"{memory[name] >> 20}"]
+        [name, f"{seconds[name] * 1e3:.2f}", f"{seconds['floor'] / seconds[name]:.2f}", f"{memory[name] >> 20}"]
         for name in cases
     ]
     print(f"{everything / 1e9:.2f} GB in buckets of {size >> 20} MB")
-    print(table(["case", "s", "speed / floor", "memory MB"], rows))
+    print(table(["case", "ms", "speed / floor", "memory MB"], rows))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,20 @@
 
 ``PYTHONPATH=.cache/serve python -m benchmarks.serving --clients 1,16`` serves random weights of SmolLM2-135M's
 shape. Each client streams one request after the other; offline, ``LLM.generate`` gets all prompts at once, in a
-process of its own as the server's engine is.
+process of its own as the server's engine is. With ``--transformers``, ``transformers serve`` gets them, too, alone
+and with its continuous batching.
 """
 
 import argparse
 import asyncio
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,16 +39,41 @@ def server(folder: str, clients: int) -> Any:
             process.terminate()
 
 
-async def one_client(client: Any, texts: list[list[int]], count: int, times: dict[str, list[float]]) -> None:
+@contextmanager
+def transformers_server(folder: str, *options: str) -> Any:
+    """The address of ``transformers serve``."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    program = str(Path(sys.executable).with_name("transformers"))
+    place = ["--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32"]
+    command = [program, "serve", folder, *place, *options]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            address = f"http://127.0.0.1:{port}"
+            while not _is_up(f"{address}/health"):
+                time.sleep(0.5)
+            yield address
+        finally:
+            process.terminate()
+
+
+def _is_up(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+async def one_client(
+    client: Any, model: str, texts: Sequence[Any], count: int, times: dict[str, list[float]]
+) -> None:
+    more = {"extra_body": {"ignore_eos": True}} if model == "model" else {}  # the model itself has no end token
     for text in texts:
         last = start = time.perf_counter()
         stream = await client.completions.create(
-            model="model",
-            prompt=text,
-            max_tokens=count,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
+            model=model, prompt=text, max_tokens=count, temperature=0, stream=True, **more
         )
         async for _ in stream:
             now = time.perf_counter()
@@ -52,16 +81,18 @@ async def one_client(client: Any, texts: list[list[int]], count: int, times: dic
             last = now
 
 
-async def load(address: str, texts: list[list[int]], clients: int, count: int) -> tuple[float, dict[str, Any]]:
+async def load(
+    address: str, texts: Sequence[Any], clients: int, count: int, model: str = "model"
+) -> tuple[float, dict[str, Any]]:
     """Generated tokens a second, and what clients waited for."""
     from openai import AsyncOpenAI
 
     times: dict[str, list[float]] = {"first": [], "between": []}
     async with AsyncOpenAI(base_url=f"{address}/v1", api_key="none", timeout=3600) as client:
-        await one_client(client, texts[:1], 2, {"first": [], "between": []})
+        await one_client(client, model, texts[:1], 2, {"first": [], "between": []})
         start = time.perf_counter()
         shares = [texts[number::clients] for number in range(clients)]
-        await asyncio.gather(*(one_client(client, share, count, times) for share in shares))
+        await asyncio.gather(*(one_client(client, model, share, count, times) for share in shares))
         seconds = time.perf_counter() - start
     return len(texts) * count / seconds, times
 
@@ -100,28 +131,46 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=2, help="requests of each client")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--transformers", action="store_true", help="measure transformers serve, too")
     args = parser.parse_args()
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = make_model(Path(folder), "float32").config.vocab_size
-        add_tokenizer(folder)
+        hf = add_tokenizer(folder, vocabulary)
+        (Path(folder) / "generation_config.json").write_text("{}")  # no end token
         for clients in map(int, args.clients.split(",")):
             texts = prompts(clients * args.each, vocabulary)
             for _ in range(args.rounds):
                 plain = in_a_process(folder, texts, clients, args.tokens)
                 with server(folder, clients) as address:
                     speed, times = asyncio.run(load(address, texts, clients, args.tokens))
-                waits = [at(times[name], percent) for name in ("first", "between") for percent in (50, 99)]
-                rows.append([str(clients), f"{plain:.1f}", f"{speed:.1f}", f"{speed / plain:.2f}", *waits])
-    heads = ["clients", "offline tok/s", "server tok/s", "ratio", "first p50 ms", "p99", "between p50 ms", "p99"]
+                rows.append(["this server", *figures(clients, speed, times), f"{speed / plain:.2f}"])
+                for options in TRANSFORMERS if args.transformers else ():
+                    with transformers_server(folder, *options) as address:
+                        same = [hf.decode(text) for text in texts]
+                        speed, times = asyncio.run(load(address, same, clients, args.tokens, folder))
+                    name = " ".join(("transformers serve", *options))
+                    rows.append([name, *figures(clients, speed, times), f"{speed / plain:.2f}"])
+    heads = ["server", "clients", "tok/s", "first p50 ms", "p99", "between p50 ms", "p99", "to offline"]
     print(table(heads, rows))
 
 
-def add_tokenizer(folder: str) -> None:
-    """Any tokenizer: prompts are token ids."""
+TRANSFORMERS = ((), ("--continuous-batching",))
+
+
+def figures(clients: int, speed: float, times: dict[str, list[float]]) -> list[str]:
+    waits = [at(times[name], percent) for name in ("first", "between") for percent in (50, 99)]
+    return [str(clients), f"{speed:.1f}", *waits]
+
+
+def add_tokenizer(folder: str, vocabulary: int) -> Any:
+    """A tokenizer with a text for each token that the model may generate."""
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained("tutorials/data/tokenizer").save_pretrained(folder)
+    hf = AutoTokenizer.from_pretrained("tutorials/data/tokenizer")
+    hf.add_tokens([f"word{number} " for number in range(len(hf), vocabulary)])
+    hf.save_pretrained(folder)
+    return hf
 
 
 if __name__ == "__main__":
