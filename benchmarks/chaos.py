@@ -473,9 +473,7 @@ def _suffer(context: Any, paths: Paths, steps: int, faults: list[Fault], bad: li
             newest = _damage(paths, fault.detail, draw, newest, damaged)
         happened = any(event["event"] in ("fault", "damage") for event in events(paths)[mark:])
         if fault is not None and not happened:
-            queue.append(
-                replace(fault, after=fault.after + 2)
-            )  # the attempt ended before, or nothing could be done
+            queue.append(replace(fault, after=fault.after + 2))  # the attempt ended before, or nothing could be done
         attempts.append(done)
         if code == 0:
             if queue:

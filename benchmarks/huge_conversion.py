@@ -145,9 +145,7 @@ def measured(*words: str | Path) -> Run:
             status = Path(f"/proc/{process.pid}/status").read_text()
         except OSError:
             break
-        found = {
-            line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith(("Vm", "Rss"))
-        }
+        found = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith(("Vm", "Rss"))}
         peak = max(peak, int(found.get("VmHWM", 0)) * 1024)
         anonymous = max(anonymous, int(found.get("RssAnon", 0)) * 1024)
         time.sleep(0.01)
@@ -178,9 +176,7 @@ def benchmark(parameters: float, folder: Path, export: bool) -> str:
     files = sorted(source.glob("*.safetensors"))
     floor = copied(files, folder / "floor")
     rows = [row("read the source, write and flush it (floor)", floor, floor, size)]
-    rows.append(
-        row("convert", measured("convert", "--hf-model", source, "--megatron-path", megatron), floor, size)
-    )
+    rows.append(row("convert", measured("convert", "--hf-model", source, "--megatron-path", megatron), floor, size))
     if export:
         stored = sorted(megatron.rglob("*.distcp"))
         floor = copied(stored, folder / "floor")

@@ -64,9 +64,7 @@ def attention(form: Form, length: int) -> tuple[Tensors, Function, Function]:
     rows = positions_of_rank(form, length)
     shapes = [(len(rows), 1, HEADS, WIDTH), *[(length, 1, form.groups, WIDTH)] * 2]
     random = torch.Generator(DEVICE).manual_seed(1)
-    leaves = tuple(
-        torch.randn(shape, generator=random, device=DEVICE).to(DTYPE).requires_grad_() for shape in shapes
-    )
+    leaves = tuple(torch.randn(shape, generator=random, device=DEVICE).to(DTYPE).requires_grad_() for shape in shapes)
     module = build_attention(form)
     sinks = module.softmax_offset
     if sinks is not None:

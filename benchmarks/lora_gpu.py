@@ -90,9 +90,7 @@ def dataset(kind: str, length: int, folder: Path, vocabulary: int) -> DatasetCon
 def batches(config: DatasetConfig, vocabulary: int, micro_batch_size: int) -> Iterator[dict[str, Any]]:
     """Microbatches for ever; packed rows say where their samples begin."""
     while True:
-        found = build_iterators(
-            config, NullTokenizer(vocabulary), (ROWS, 0, 0), micro_batch_size, micro_batch_size
-        )
+        found = build_iterators(config, NullTokenizer(vocabulary), (ROWS, 0, 0), micro_batch_size, micro_batch_size)
         assert found.train is not None, "samples to train on"
         yield from found.train
 
@@ -157,9 +155,7 @@ def with_megatron(base: Path, data: DatasetConfig, args: argparse.Namespace) -> 
     run = setup(config, forward_step)
     run.emit("train_start")
     bare = [chunk.module for chunk in run.model]
-    return framework_loop(run), flops_per_token(
-        [getattr(chunk, "module", chunk) for chunk in bare], data.seq_length
-    )
+    return framework_loop(run), flops_per_token([getattr(chunk, "module", chunk) for chunk in bare], data.seq_length)
 
 
 def make_base(shape: str, folder: Path) -> int:
@@ -209,11 +205,7 @@ def main() -> None:
     times, operations = compare(args)
     length = args.seq_length
     print(f"\n{args.shape}, {args.data}, bf16, {args.micro_batch_size} x {length} tokens per step\n")
-    print(
-        table(
-            ["", "ms/step", "tokens/s", "TFLOP/s"], list(rows(times, args.micro_batch_size * length, operations))
-        )
-    )
+    print(table(["", "ms/step", "tokens/s", "TFLOP/s"], list(rows(times, args.micro_batch_size * length, operations))))
 
 
 def rows(times: dict[str, Any], tokens: int, operations: float) -> Iterator[list[str]]:

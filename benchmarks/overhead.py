@@ -67,9 +67,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     for precision in args.precision:
         found = measured(args, precision == "bf16")
-        print(
-            f"\n{args.size}, {precision}, {args.micro_batch_size} x {args.seq_length} tokens, {len(found)} pairs\n"
-        )
+        print(f"\n{args.size}, {precision}, {args.micro_batch_size} x {args.seq_length} tokens, {len(found)} pairs\n")
         print(table(["", "bare loop: ms", "the framework adds", "95 % interval"], rows(found)), flush=True)
 
 

@@ -89,9 +89,7 @@ def by_map(path: Path, tokenizer: Any, workers: int) -> int:
         )
         return {"input_ids": out["input_ids"], "mask": out["assistant_masks"]}
 
-    loaded = datasets.load_dataset(
-        "json", data_files=str(path), split="train", cache_dir=str(path.parent / "cache")
-    )
+    loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(path.parent / "cache"))
     mapped = loaded.map(
         encode, num_proc=workers if workers > 1 else None, remove_columns=["messages"], load_from_cache_file=False
     )

@@ -99,9 +99,7 @@ def rows(corpus: Path, model: Path, rounds: int) -> list[list[str]]:
     texts, backend = texts_of(corpus), load_hf_tokenizer(str(model)).backend_tokenizer  # type: ignore[attr-defined]
     times: dict[str, list[tuple[float, float]]] = {"encode_batch_fast": [], "data preprocess": []}
     for _ in range(rounds):
-        encode = measured(
-            lambda: [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
-        )
+        encode = measured(lambda: [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)])
         times["encode_batch_fast"].append(encode)
         seconds: list[float] = []
         _, cpu = measured(lambda: seconds.append(preprocess(config).seconds))  # noqa: B023 - called at once

@@ -223,9 +223,7 @@ def ceilings(args: argparse.Namespace) -> dict[str, float]:
         "logits": (config.hidden_size, config.vocab_size),
     }
     for name, (inner, outer) in sizes.items():
-        a, b = (
-            torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((tokens, inner), (inner, outer))
-        )
+        a, b = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((tokens, inner), (inner, outer)))
         found[f"{name}, TFLOP/s"] = 2 * tokens * inner * outer / best(lambda a=a, b=b: a @ b) / 1e12
     source = torch.empty(1 << (30 if DEVICE == "cuda" else 24), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
@@ -273,9 +271,7 @@ def write_profile(args: argparse.Namespace, steps: Any) -> None:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=kinds) as profile:
         steps(2)
-    found = profile.key_averages().table(
-        sort_by=f"self_{DEVICE}_time_total", row_limit=40, max_name_column_width=80
-    )
+    found = profile.key_averages().table(sort_by=f"self_{DEVICE}_time_total", row_limit=40, max_name_column_width=80)
     name = "-".join([args.worker, *(f"without {part}" for part in args.without)])
     folder = Path(args.profile)
     folder.mkdir(parents=True, exist_ok=True)
@@ -297,9 +293,7 @@ def in_process(args: argparse.Namespace, worker: str, without: tuple[str, ...] =
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(
-    args: argparse.Namespace, candidates: dict[str, tuple[str, tuple[str, ...]]]
-) -> dict[str, dict[str, Any]]:
+def compare(args: argparse.Namespace, candidates: dict[str, tuple[str, tuple[str, ...]]]) -> dict[str, dict[str, Any]]:
     """All candidates, in turn, round after round: their steps together, and the most memory."""
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "memory": 0} for name in candidates}
     for number in range(args.rounds):
@@ -378,9 +372,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="counted steps of a candidate in a round")
     parser.add_argument("--warm-up", type=int, default=6, help="steps before, which compile")
-    parser.add_argument(
-        "--changes", action="store_true", help="add and remove each of this framework's faster parts"
-    )
+    parser.add_argument("--changes", action="store_true", help="add and remove each of this framework's faster parts")
     parser.add_argument("--profile", metavar="DIR", help="write a table of operations for each candidate")
     parser.add_argument("--tiny", action="store_true", help="the whole of it, small, to see that it runs")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

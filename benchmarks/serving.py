@@ -66,9 +66,7 @@ def _is_up(address: str) -> bool:
         return False
 
 
-async def one_client(
-    client: Any, model: str, texts: Sequence[Any], count: int, times: dict[str, list[float]]
-) -> None:
+async def one_client(client: Any, model: str, texts: Sequence[Any], count: int, times: dict[str, list[float]]) -> None:
     more = {"extra_body": {"ignore_eos": True}} if model == "model" else {}  # the model itself has no end token
     for text in texts:
         last = start = time.perf_counter()

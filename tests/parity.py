@@ -450,9 +450,7 @@ def compare(records, reference):
     return Figures(
         losses=_relative(first.losses, reference.losses),
         held_out=_relative(first.held_out, reference.held_out),
-        further=max(
-            (_relative(found, reference.further[name]) for name, found in first.further.items()), default=0.0
-        ),
+        further=max((_relative(found, reference.further[name]) for name, found in first.further.items()), default=0.0),
         grad_norms=_relative(first.grad_norms, reference.grad_norms),
         weights=max(float((weights[name] - expected[name]).abs().max()) for name in weights),
     )

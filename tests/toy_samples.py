@@ -28,9 +28,7 @@ def write_samples(directory):
 
 def dataset(folder, kind, seq_length=SEQUENCE, multiple=None):
     """The samples of ``folder``, ``packed``, ``padding-free`` or ``padded``."""
-    specs = PackedSequenceSpecs(
-        packed_sequence_size=seq_length if kind == "packed" else -1, pad_seq_to_mult=multiple
-    )
+    specs = PackedSequenceSpecs(packed_sequence_size=seq_length if kind == "packed" else -1, pad_seq_to_mult=multiple)
     return FinetuningDatasetConfig(
         dataset_root=str(folder),
         seq_length=seq_length,

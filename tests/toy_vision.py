@@ -77,9 +77,7 @@ def _glm(row: str) -> Toy:
     size = {"shortest_edge": 2 * 8 * 8, "longest_edge": 2 * 8 * 8 * 12}
     images = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": size}
     mark = "<|begin_of_image|><|image|><|end_of_image|>"
-    return Toy(
-        row, "<|image|>", mark, ("Glm4vImageProcessor", images), ("Glm4vProcessor", {}), "Glm4vVideoProcessor"
-    )
+    return Toy(row, "<|image|>", mark, ("Glm4vImageProcessor", images), ("Glm4vProcessor", {}), "Glm4vVideoProcessor")
 
 
 def _square(side: int) -> dict[str, int]:

@@ -87,9 +87,7 @@ def config(folder: Path, model=None, kind="padded", train=None, dataset=None, **
 
 def first_weights(folder: Path, model: dict) -> dict[str, torch.Tensor]:
     """The weights that a run starts from, by name; what is trained moves by less than it is rounded to."""
-    record = run(
-        folder, model=model, train={"train_iters": 1}, optimizer=OptimizerConfig(lr=1e-30, weight_decay=0.0)
-    )
+    record = run(folder, model=model, train={"train_iters": 1}, optimizer=OptimizerConfig(lr=1e-30, weight_decay=0.0))
     return whole_weights([record])
 
 

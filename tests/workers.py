@@ -66,9 +66,7 @@ class Processes:
 
     def _start(self):
         inbox = self._context.Queue()
-        process = self._context.Process(
-            target=_serve, args=(len(self._processes), inbox, self._outbox), daemon=True
-        )
+        process = self._context.Process(target=_serve, args=(len(self._processes), inbox, self._outbox), daemon=True)
         process.start()
         self._inboxes.append(inbox)
         self._processes.append(process)

@@ -28,9 +28,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron.bridge.models.conversion.check import compare_logits
 
     sizes = model_options.parallel_sizes(args)
-    bridge = AutoBridge.from_hf_pretrained(
-        args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
-    )
+    bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
     ids, tokenizer = logits.tokens(bridge, args.prompt)
     model = megatron_model(bridge, sizes, args)
     found = compare_logits.run_megatron(model, ids)
@@ -59,9 +57,7 @@ def megatron_model(bridge: Any, sizes: dict[str, Any], args: argparse.Namespace)
     """The Megatron model, from the Hugging Face weights or from a checkpoint."""
     if args.megatron_path:
         precision = {"bf16": args.dtype == "bfloat16", "fp16": args.dtype == "float16"}
-        model = bridge.load_megatron_model(
-            args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False, **precision
-        )
+        model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False, **precision)
     else:
         model = model_options.build_model(bridge, sizes)
     for chunk in model:

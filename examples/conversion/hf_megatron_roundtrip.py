@@ -17,9 +17,7 @@ from megatron.bridge.cli.support.parser import Parser
 
 def main(argv: Sequence[str]) -> int:
     """Convert the model there and back; the exit code is 1 if a tensor differs."""
-    parser = Parser(
-        description="Compare every tensor of a model after a round trip through Megatron, bit for bit."
-    )
+    parser = Parser(description="Compare every tensor of a model after a round trip through Megatron, bit for bit.")
     model_options.add_model_arguments(parser, "--model-name", "--hf-model-id")
     parser.add_argument("--output-dir", type=Path, help="also write the Hugging Face model to this directory")
     args = parser.parse_args(argv)

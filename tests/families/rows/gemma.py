@@ -13,9 +13,7 @@ _LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0}
 ROWS = [
     Row("gemma", "GemmaForCausalLM", {**_GEMMA, "num_key_value_heads": 1}),
     Row("gemma_biases", "GemmaForCausalLM", {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False}),
-    Row(
-        "gemma2", "Gemma2ForCausalLM", {**_GEMMA2, **_CAPS}, layouts=("tp2", "sp2", "pp2", "vp2"), four=("tp2pp2",)
-    ),
+    Row("gemma2", "Gemma2ForCausalLM", {**_GEMMA2, **_CAPS}, layouts=("tp2", "sp2", "pp2", "vp2"), four=("tp2pp2",)),
     Row("gemma2_biases", "Gemma2ForCausalLM", {**_GEMMA2, "attention_bias": True, "attn_logit_softcapping": None}),
     Row(
         "gemma3",

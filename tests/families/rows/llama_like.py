@@ -50,9 +50,7 @@ ROWS = [
         "Olmo3ForCausalLM",
         {**SIZE, **WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
     ),
-    row(
-        "olmo3_tied", "Olmo3ForCausalLM", {**SIZE, **WINDOWS, "attention_bias": True, "tie_word_embeddings": True}
-    ),
+    row("olmo3_tied", "Olmo3ForCausalLM", {**SIZE, **WINDOWS, "attention_bias": True, "tie_word_embeddings": True}),
     row("seed_oss", "SeedOssForCausalLM", SEED),
     row("seed_oss_all_biases", "SeedOssForCausalLM", {**SEED, "attention_out_bias": True, "mlp_bias": True}),
     row("seed_oss_split_biases", "SeedOssForCausalLM", {**SEED, "mlp_bias": True, "tie_word_embeddings": True}),

@@ -61,9 +61,7 @@ def row(name, model, config, layouts=(), slow=("tp2", "pp2", "ep2", "etp2"), **m
 
 ROWS = [
     row("granitemoe", "GraniteMoeForCausalLM", {**GRANITE, "tie_word_embeddings": True}, ("ep2",)),
-    row(
-        "granitemoe_biases", "GraniteMoeForCausalLM", {**GRANITE, "attention_bias": True, "num_experts_per_tok": 2}
-    ),
+    row("granitemoe_biases", "GraniteMoeForCausalLM", {**GRANITE, "attention_bias": True, "num_experts_per_tok": 2}),
     row("granitemoeshared", "GraniteMoeSharedForCausalLM", {**GRANITE, "shared_intermediate_size": 28}),
     row("granitemoeshared_none", "GraniteMoeSharedForCausalLM", GRANITE),
     row(

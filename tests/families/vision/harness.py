@@ -91,9 +91,7 @@ def build(case: Case, layout: str, ddp: bool = False) -> tuple[AutoBridge, list[
     for name, value in harness.settings(provider, LAYOUTS[layout], case.row.provider).items():
         assert hasattr(provider, name), f"a provider has no {name}"
         setattr(provider, name, value)
-    overlapped = DistributedDataParallelConfig(
-        overlap_grad_reduce=layout == "dp2", use_distributed_optimizer=False
-    )
+    overlapped = DistributedDataParallelConfig(overlap_grad_reduce=layout == "dp2", use_distributed_optimizer=False)
     return bridge, provider.provide_distributed_model(wrap_with_ddp=ddp, ddp_config=overlapped if ddp else None)
 
 

@@ -84,11 +84,7 @@ def compare(sizes, settings):
         if "layernorm" in name:
             grad = parameter.grad.clone()
             per_head = "q_layernorm" in name or "k_layernorm" in name
-            if (
-                split > 1
-                or settings.get("sequence_parallel")
-                or (per_head and "tensor_model_parallel_size" in sizes)
-            ):
+            if split > 1 or settings.get("sequence_parallel") or (per_head and "tensor_model_parallel_size" in sizes):
                 dist.all_reduce(grad)
             differences.append(relative(grad, theirs[name].grad))
         elif ".experts.linear_fc2." in name and sizes.get("expert_tensor_parallel_size", 1) == 1:
@@ -123,9 +119,7 @@ SP = {"sequence_parallel": True}
         pytest.param(TP, {"normalization": "LayerNorm", "add_bias_linear": True, **SP}, id="tp-sp-layernorm-bias"),
         pytest.param(CP, {"cp_comm_type": "all_gather"}, id="cp-all-gather"),
         pytest.param(CP, {"cp_comm_type": "a2a"}, id="cp-a2a"),
-        pytest.param(
-            CP, {"cp_comm_type": "a2a", "window_size": (3, 0), "window_attn_skip_freq": 2}, id="cp-window"
-        ),
+        pytest.param(CP, {"cp_comm_type": "a2a", "window_size": (3, 0), "window_attn_skip_freq": 2}, id="cp-window"),
         pytest.param(EP, MOE, id="ep"),
         pytest.param(EP, MOE | {"add_bias_linear": True}, id="ep-bias"),
         pytest.param(EP, MOE | {"moe_token_dispatcher_type": "allgather"}, id="ep-allgather"),

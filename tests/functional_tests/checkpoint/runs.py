@@ -60,9 +60,7 @@ def run_to(root, stop, arguments, pretrained=None, load=None):
     config = toy_config(
         model=options.pop("model", {}),
         train={"train_iters": STEPS, "exit_interval": stop, **options.pop("train", {})},
-        checkpoint=CheckpointConfig(
-            save=root and str(root), pretrained_checkpoint=pretrained, load=load, **saving
-        ),
+        checkpoint=CheckpointConfig(save=root and str(root), pretrained_checkpoint=pretrained, load=load, **saving),
         ddp=ddp,
         **options,
     )

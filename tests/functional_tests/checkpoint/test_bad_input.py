@@ -127,9 +127,7 @@ def test_another_model_or_schedule(two_workers, tmp_path):
     message = _one_sentence(two_workers.run(refused, root, {"model": {"ffn_hidden_size": 48}}))
     assert "model.ffn_hidden_size is 48, in the checkpoint 64" in message
     allowed = {"allow_model_change": ["ffn_hidden_size"]}
-    message = _one_sentence(
-        two_workers.run(refused, root, {"model": {"ffn_hidden_size": 48}, "checkpoint": allowed})
-    )
+    message = _one_sentence(two_workers.run(refused, root, {"model": {"ffn_hidden_size": 48}, "checkpoint": allowed}))
     assert "shapes differ: decoder.layers.0.mlp.linear_fc1.weight is 128x32, the model's is 96x32" in message
     message = _one_sentence(two_workers.run(refused, root, {"optimizer": OptimizerConfig(lr=5e-3)}))
     assert "optimizer.lr is 0.005, in the checkpoint 0.01" in message

@@ -109,9 +109,7 @@ def _overflown():
     optimizer = OptimizerConfig(lr=1e-2, initial_loss_scale=1024, hysteresis=1)
     half = {"mixed_precision": "fp16_mixed", "optimizer": optimizer}
     model = {**EXPERTS, "expert_model_parallel_size": 2}
-    progress = run_to(None, 3, {"model": model, "extra": [At("grads_ready", 1, 1, spoil), last], **half})[
-        "progress"
-    ]
+    progress = run_to(None, 3, {"model": model, "extra": [At("grads_ready", 1, 1, spoil), last], **half})["progress"]
     return scales, progress["skipped_steps"]
 
 

@@ -23,9 +23,7 @@ IN_CI = {"write metadata", "gradients ready"}
 
 
 def _each(kills):
-    return [
-        pytest.param(kill, marks=[pytest.mark.slow] * (kill.point not in IN_CI), id=kill.point) for kill in kills
-    ]
+    return [pytest.param(kill, marks=[pytest.mark.slow] * (kill.point not in IN_CI), id=kill.point) for kill in kills]
 
 
 @pytest.fixture(scope="module")

@@ -107,9 +107,7 @@ def test_an_existing_iteration_is_not_replaced(two_workers, tmp_path):
     before = tensors_of(tmp_path / "run" / "iter_0000000")
     messages = two_workers.run(_save_refused, tmp_path / "run")
     assert all("exists" in message for message in messages)
-    assert all(
-        torch.equal(value, before[name]) for name, value in tensors_of(paths.resolve(tmp_path / "run")).items()
-    )
+    assert all(torch.equal(value, before[name]) for name, value in tensors_of(paths.resolve(tmp_path / "run")).items())
 
 
 def _save_refused(root):

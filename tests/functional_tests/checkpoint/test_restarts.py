@@ -95,9 +95,7 @@ def _assert_same(results, undisturbed):
         assert not differing, rank
 
 
-@pytest.mark.parametrize(
-    ("kind", "resumed"), [pytest.param("exception", 3, marks=pytest.mark.slow), ("in_memory", 4)]
-)
+@pytest.mark.parametrize(("kind", "resumed"), [pytest.param("exception", 3, marks=pytest.mark.slow), ("in_memory", 4)])
 def test_a_rank_that_fails_restarts_all_in_their_processes(tmp_path, undisturbed, kind, resumed):
     said = _within(tmp_path, kind)
     assert (tmp_path / "0").exists(), said

@@ -21,9 +21,7 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True,
 EXPERTS |= {"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.0}
 
 # The scale doubles after every second step, so that it is on its way when the run stops.
-GROWING_SCALE = OptimizerConfig(
-    lr=1e-2, weight_decay=0.1, clip_grad=0.5, initial_loss_scale=1024, loss_scale_window=2
-)
+GROWING_SCALE = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5, initial_loss_scale=1024, loss_scale_window=2)
 
 LAYOUTS = {
     "tp2_sp": {"model": {**TP2, "sequence_parallel": True}},

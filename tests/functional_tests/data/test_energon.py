@@ -50,9 +50,7 @@ def write(folder, records, shards=2, part="json"):
     for name, place in zip(names, np.array_split(np.arange(len(records)), shards), strict=True):
         with tarfile.open(folder / name, "w") as file:
             for number in place.tolist():
-                data = (
-                    records[number] if isinstance(records[number], bytes) else json.dumps(records[number]).encode()
-                )
+                data = records[number] if isinstance(records[number], bytes) else json.dumps(records[number]).encode()
                 info = tarfile.TarInfo(f"{number:04}.{part}")
                 info.size = len(data)
                 file.addfile(info, io.BytesIO(data))
@@ -279,6 +277,4 @@ def test_the_preview_shows_what_a_stream_begins_with(folder):
     first = [next(batches(config, rank, 2)) for rank in range(2)]
     assert [batch.trained for batch in found.first_batches] == [int(batch["loss_mask"].sum()) for batch in first]
     assert found.texts[0][0].text.split()[0] == str(numbers(first[0])[0])
-    assert numbers(next(data.train)) == numbers(next(data.train.replicate())), (
-        "nothing was drawn from the run's own"
-    )
+    assert numbers(next(data.train)) == numbers(next(data.train.replicate())), "nothing was drawn from the run's own"

@@ -361,9 +361,7 @@ def areal(directory, out, tensor_parallel, lora):
         model = _ModelList(peft(model, training=True))
         peft.set_params_to_save(model)
         assert all(".adapter." in name for name in peft.params_to_save)
-        bridge.save_hf_adapter(
-            model, path=out / "adapter", peft_config=peft, base_model_name_or_path=str(directory)
-        )
+        bridge.save_hf_adapter(model, path=out / "adapter", peft_config=peft, base_model_name_or_path=str(directory))
         return {}
     for _ in range(2):  # the same folder again and again, and the tokenizer after each
         bridge.save_hf_pretrained(model, str(out), source_path=str(directory))

@@ -203,9 +203,7 @@ def test_another_tokenizer_is_refused_before_anything_is_built(model_dir, chats,
     write_tokenizer(tokenizer_dir, tmp_path / "other", swapped=True)
     config = make_config(model_dir, chats, tmp_path / "run")
     config.tokenizer.tokenizer_model = str(tmp_path / "other")
-    with pytest.raises(
-        UserError, match=r"is not the tokenizer of .*: the ids of 2 tokens differ, for example of 'a'"
-    ):
+    with pytest.raises(UserError, match=r"is not the tokenizer of .*: the ids of 2 tokens differ, for example of 'a'"):
         finetune(config, forward_step)
 
 

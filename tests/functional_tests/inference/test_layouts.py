@@ -54,8 +54,6 @@ def test_two_processes(two_workers, family_case, name, layout):
     check(two_workers, family_case(name), layout)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [cell(row.name, layout) for row in ROWS.values() for layout in row.four]
-)
+@pytest.mark.parametrize(("name", "layout"), [cell(row.name, layout) for row in ROWS.values() for layout in row.four])
 def test_four_processes(four_workers, family_case, name, layout):
     check(four_workers, family_case(name), layout)

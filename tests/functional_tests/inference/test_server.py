@@ -204,9 +204,7 @@ def test_models_and_tokenizer(client, address, llm):
 
 
 def test_health_metrics_and_page(client, address):
-    client.completions.create(
-        model="toy", prompt="To", max_tokens=3, temperature=0, extra_body={"ignore_eos": True}
-    )
+    client.completions.create(model="toy", prompt="To", max_tokens=3, temperature=0, extra_body={"ignore_eos": True})
     assert fetch(address, "/health", key=None)[0] == 200
     metrics = fetch(address, "/metrics")[2]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

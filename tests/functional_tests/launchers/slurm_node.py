@@ -70,9 +70,7 @@ class SlurmNode:
             (folder / name).mkdir(parents=True)
         node = socket.gethostname().split(".")[0]
         ports = _free_ports(2)
-        text = CONF.format(
-            folder=folder, host=node, node=node, cpus=cpus, ctld_port=ports[0], slurmd_port=ports[1]
-        )
+        text = CONF.format(folder=folder, host=node, node=node, cpus=cpus, ctld_port=ports[0], slurmd_port=ports[1])
         (folder / "slurm.conf").write_text(text)
 
     def __enter__(self) -> "SlurmNode":
@@ -99,9 +97,7 @@ class SlurmNode:
 
     def run(self, *command: str, check: bool = True) -> str:
         """Standard output of a command of this cluster."""
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=600, check=False
-        )
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=600, check=False)
         assert not check or done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
@@ -146,9 +142,7 @@ class SlurmNode:
         self.wait_for((self.folder / "munge.socket").exists, "socket of munge", 300)
 
     def _logs(self) -> str:
-        texts = [
-            f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in self.folder.glob("*.log")
-        ]
+        texts = [f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in self.folder.glob("*.log")]
         return "\n".join(texts)
 
 

@@ -122,9 +122,7 @@ def test_a_stream_gives_every_rank_all_experts(two_workers, cases):
     for found in two_workers.run(streamed, case, "ep2"):
         assert len(found) == len(expected)
         assert dict(found) == expected
-        numbers = [
-            int(name.split(".")[5]) for name, _ in found if "layers.0" in name and name.endswith("w2.weight")
-        ]
+        numbers = [int(name.split(".")[5]) for name, _ in found if "layers.0" in name and name.endswith("w2.weight")]
         assert numbers == list(range(6))
 
 

@@ -81,9 +81,7 @@ def full_logits(model, ids, positions):
 
 def gather_vocabulary(logits):
     parts = [torch.empty_like(logits) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
-    torch.distributed.all_gather(
-        parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
-    )
+    torch.distributed.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     return torch.cat(parts, dim=-1)
 
 

@@ -37,9 +37,7 @@ METHODS = {
     "dora": DoRA(dim=4, alpha=8),
     "canonical": CanonicalLoRA(dim=4, alpha=8),
     "last_layer": LoRA(target_modules=["*.layers.1.*"], dim=4, alpha=8),
-    "router": LoRA(
-        target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"], dim=4, alpha=8
-    ),
+    "router": LoRA(target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"], dim=4, alpha=8),
 }
 DENSE = {
     "lora tp2": ("lora", TP2),

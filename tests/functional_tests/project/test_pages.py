@@ -26,9 +26,7 @@ CHAT_TEMPLATE = (
 def make_model(path):
     """A Llama of two layers and a tokenizer of some words, in Hugging Face format."""
     words = sorted({word for line in LINES for word in line.split()} | {"user", "assistant"})
-    tokenizer = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(["<eos>", *words])}, "<eos>")
-    )
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["<eos>", *words])}, "<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=CHAT_TEMPLATE)
     saved.save_pretrained(path)

@@ -51,8 +51,7 @@ DESIRABLE = [True, False, True, True]
 def numbers():
     generator = torch.Generator().manual_seed(0)
     return [
-        [torch.randint(0, EOD, (length,), generator=generator).tolist() for length in lengths]
-        for lengths in LENGTHS
+        [torch.randint(0, EOD, (length,), generator=generator).tolist() for length in lengths] for lengths in LENGTHS
     ]
 
 

@@ -70,9 +70,7 @@ def test_two_epochs_see_each_record_twice_also_after_a_resume(folder, tmp_path, 
     [(1, False, 3), (1.5, False, 4), (1.2, False, 3), (0.1, False, 1), (8, True, 4)],  # two packed rows
 )
 def test_epochs_become_steps(folder, epochs, packed, steps):
-    config = config_of(
-        folder, epochs, {"train_iters": 7}, packed, scheduler=SchedulerConfig(lr_warmup_fraction=0.5)
-    )
+    config = config_of(folder, epochs, {"train_iters": 7}, packed, scheduler=SchedulerConfig(lr_warmup_fraction=0.5))
     resolved = resolve_run(config)
     train, rows = resolved.config.train, 2 if packed else RECORDS
     assert (train.train_iters, resolved.config.scheduler.lr_decay_iters) == (steps, steps)

@@ -93,9 +93,7 @@ def hold_buffers(arguments):
     return held.found, buffers.found
 
 
-@pytest.mark.parametrize(
-    "cut", [MEGATRON, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (STATE, GRADIENTS))]
-)
+@pytest.mark.parametrize("cut", [MEGATRON, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (STATE, GRADIENTS))])
 def test_each_rank_holds_an_equal_part_of_megatrons_buffers(two_workers, run_in_process, cut):
     found = two_workers.run(hold_buffers, {**cut, **BF16})
     config = toy_config(mixed_precision="bf16_mixed", ddp=DistributedDataParallelConfig(**cut["ddp"]))
@@ -278,9 +276,7 @@ class Spoiled(Callback):
 
 def spoil(arguments, callbacks):
     with console().capture() as capture:
-        result = run_to(
-            None, 2, {**arguments, "rerun_state_machine": RerunStateMachineConfig(), "extra": callbacks}
-        )
+        result = run_to(None, 2, {**arguments, "rerun_state_machine": RerunStateMachineConfig(), "extra": callbacks})
     return result["losses"], capture.get()
 
 

@@ -57,9 +57,7 @@ def plain_loop(directory, config):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         logits = model(input_ids=batch["tokens"]).logits
-        losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch["labels"].flatten(), reduction="none"
-        )
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
         mask = batch["loss_mask"].flatten()
         loss = (losses * mask).sum() / mask.sum()
         optimizer.zero_grad()

@@ -136,8 +136,7 @@ def test_conversion(ran):
     output = ran[1]["02_convert_and_compare"]
     assert float(re.search(r"two logits: (\S+) of their", output)[1]) < 1e-4
     assert (
-        "6 files are byte for byte the same: README.md, chat_template.jinja, config.json, model.safetensors"
-        in output
+        "6 files are byte for byte the same: README.md, chat_template.jinja, config.json, model.safetensors" in output
     )
     assert "QKVMapping" in output
 

@@ -42,9 +42,7 @@ def build(kind=TransformerConfig, mtp=False, **settings):
     )
     decoder = layer_specs.decoder_block_spec(config, "torch")
     extra = {"mtp_block_spec": layer_specs.mtp_block_spec(config, decoder, "torch")} if mtp else {}
-    return GPTModel(
-        config, decoder, vocab_size=64, max_sequence_length=32, position_embedding_type="rope", **extra
-    )
+    return GPTModel(config, decoder, vocab_size=64, max_sequence_length=32, position_embedding_type="rope", **extra)
 
 
 def logits(model, tokens, positions=None, **kwargs):

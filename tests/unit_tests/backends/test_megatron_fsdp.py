@@ -35,9 +35,7 @@ def test_every_row_is_kept_by_one_rank(replicas, bucket_size):
     }
     buffers = list(flat_buffers(module, config, replicas))
     assert len(buffers) == (4 if bucket_size else 1)
-    kept = [
-        sum(len(cut[rank]) * module[name][:1].numel() for name, cut in cuts.items()) for rank in range(replicas)
-    ]
+    kept = [sum(len(cut[rank]) * module[name][:1].numel() for name, cut in cuts.items()) for rank in range(replicas)]
     assert max(kept) <= sum(buffer.size for buffer in buffers) // replicas
 
 
@@ -45,9 +43,7 @@ def test_a_cut_inside_a_row_is_refused_by_name():
     # the last two are smaller than a row of the first; the third part begins at 200, in a row of the last
     shapes = {"wide": (1, 100), "first": (10, 9), "second": (10, 9)}
     module, config = laid_out(shapes, 4)
-    with pytest.raises(
-        UserError, match=r"use_megatron_fsdp=True.* second of shape \(10, 9\).*use_torch_fsdp2=true"
-    ):
+    with pytest.raises(UserError, match=r"use_megatron_fsdp=True.* second of shape \(10, 9\).*use_torch_fsdp2=true"):
         row_ranges(module, config, 4)
 
 

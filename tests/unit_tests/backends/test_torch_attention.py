@@ -167,8 +167,7 @@ def test_window_only_on_the_layers_that_have_one():
     settings = {"window_size": (2, 0), "window_attn_skip_freq": 2}
     q, k, v = inputs()
     full, windowed = (
-        naive.attention(q, k, v, naive.seen_by_position(40, 40, window=w), scale=WIDTH**-0.5)
-        for w in (None, (2, 0))
+        naive.attention(q, k, v, naive.seen_by_position(40, 40, window=w), scale=WIDTH**-0.5) for w in (None, (2, 0))
     )
     torch.testing.assert_close(build(layer=1, **settings)(q, k, v, None), windowed.flatten(2))
     torch.testing.assert_close(build(layer=2, **settings)(q, k, v, None), full.flatten(2))

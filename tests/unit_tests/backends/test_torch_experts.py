@@ -57,9 +57,7 @@ def inputs():
 def naive(module, x, counts, probs, activation, gated):
     """Expert by expert, as the formula says."""
     outputs = []
-    for index, (rows, scale) in enumerate(
-        zip(x.split(counts.tolist()), probs.split(counts.tolist()), strict=True)
-    ):
+    for index, (rows, scale) in enumerate(zip(x.split(counts.tolist()), probs.split(counts.tolist()), strict=True)):
         part = dict(module.named_parameters())
         bias = [part.get(f"linear_fc{layer}.bias{index}") for layer in (1, 2)]
         hidden = F.linear(rows, part[f"linear_fc1.weight{index}"], bias[0])

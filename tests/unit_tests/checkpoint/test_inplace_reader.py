@@ -107,9 +107,7 @@ def test_rows_of_a_view_that_was_stored_with_its_storage(tmp_path, copies):
 def test_a_gpu_is_filled_block_by_block(tmp_path, monkeypatch):
     monkeypatch.setattr(inplace_reader, "STAGING", 100)
     values, sizes, read = torch.arange(252, dtype=torch.uint8), [], inplace_reader._read_into
-    monkeypatch.setattr(
-        inplace_reader, "_read_into", lambda flat, part: (sizes.append(len(flat)), read(flat, part))
-    )
+    monkeypatch.setattr(inplace_reader, "_read_into", lambda flat, part: (sizes.append(len(flat)), read(flat, part)))
     found = torch.zeros_like(values)
     inplace_reader._read_in_blocks(found, io.BytesIO(values.numpy().tobytes()))
     assert torch.equal(found, values)

@@ -31,9 +31,7 @@ def _ours(held):
         mine = {digest: size for digest, size in held[rank].items() if first[digest] == rank}
         shared = {digest: size for digest, size in mine.items() if digest in holders}
         main.append(MainShards(sum(mine.values()) - sum(shared.values()), shared))
-    return assign_writers(main, holders) | {
-        digest: rank for digest, rank in first.items() if digest not in holders
-    }
+    return assign_writers(main, holders) | {digest: rank for digest, rank in first.items() if digest not in holders}
 
 
 def _loads(writers, sizes):

@@ -106,9 +106,7 @@ def test_one_other_bit_is_named(places, tmp_path):
     tensors[name][0, 0] = tensors[name][0, 0].nextafter(torch.tensor(9.0))
     save_file(tensors, other / index[name], metadata={"format": "pt"})
     with console().capture() as printed:
-        code = main(
-            ["verify", str(other), str(megatron), "--skip-logits", "--certificate", str(tmp_path / "c.json")]
-        )
+        code = main(["verify", str(other), str(megatron), "--skip-logits", "--certificate", str(tmp_path / "c.json")])
     assert code == 1
     assert f"tensor {name} differs" in printed.get()
     proofs = json.loads((tmp_path / "c.json").read_text())["tensors"]

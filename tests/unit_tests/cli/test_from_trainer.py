@@ -116,9 +116,7 @@ def test_mistakes(values, key, way_out):
 def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
     """The block of docs/faq.md."""
     source, output = tmp_path / "axolotl.yaml", tmp_path / "settings.yaml"
-    source.write_text(
-        "adapter: lora\nlearning_rate: 2e-4\nnum_epochs: 2\nmicro_batch_size: 2\noutput_dir: runs/x\n"
-    )
+    source.write_text("adapter: lora\nlearning_rate: 2e-4\nnum_epochs: 2\nmicro_batch_size: 2\noutput_dir: runs/x\n")
     words = ["--recipe", "llama32_1b_finetune_config", "--output", str(output)]
     assert main(["from-trainer", str(source), *words]) == 0
     command = shlex.split(capsys.readouterr().err.splitlines()[-1])

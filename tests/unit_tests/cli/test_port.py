@@ -69,8 +69,7 @@ def test_what_is_missing_is_told(ported):
     code, said, _ = ported("MiniMaxM2")
     assert code == 1
     assert (
-        "tensor model.layers.*.block_sparse_moe.e_score_correction_bias: MixtralForCausalLM does not name it"
-        in said
+        "tensor model.layers.*.block_sparse_moe.e_score_correction_bias: MixtralForCausalLM does not name it" in said
     )
     assert "the draft does not pass yet" in said
 

@@ -131,9 +131,7 @@ def test_dry_run_counts_the_teacher(capsys):
     assert work(taught) - work(alone) == pytest.approx(work(teacher) / 3, rel=0.02)
     assert "activations  teacher  total GB" in taught
     assert "teacher  total GB" not in alone
-    note = (
-        "# note: distill.teacher=nobody/knows is not on this machine: memory and compute are those of the student"
-    )
+    note = "# note: distill.teacher=nobody/knows is not on this machine: memory and compute are those of the student"
     assert note in alone
     assert "is not on this machine" not in taught
 
@@ -155,8 +153,7 @@ def test_ranks_are_drawn(capsys):
     assert lines[start + 8].startswith("# stage 7   896-927   928-959")
     assert lines[start + 9 : start + 11] == [
         "# in a cell: tensor groups of 8: 0-7; context groups of 4: 0, 8, 16, 24",
-        "# nodes of 8 GPUs: tensor groups stay within one node; "
-        "context, data and pipeline groups span several nodes",
+        "# nodes of 8 GPUs: tensor groups stay within one node; context, data and pipeline groups span several nodes",
     ]
 
 
@@ -507,9 +504,7 @@ def test_wrong_file_is_one_line_and_1(capsys, tmp_path, text, arguments, message
 def test_wrong_values_in_a_whole_config_are_named(capsys, tmp_path):
     _, out = dry_run(capsys, *RECIPE)
     path = tmp_path / "run.yaml"
-    path.write_text(
-        out.replace("train_iters: 250000", "train_iters: many").replace("num_layers: 16", "num_layrs: 16")
-    )
+    path.write_text(out.replace("train_iters: 250000", "train_iters: many").replace("num_layers: 16", "num_layrs: 16"))
     code, _, err = run(capsys, "train", "--config", str(path), "--dry-run")
     assert code == 1
     assert "model.num_layrs is not a field of GPTModelProvider; did you mean num_layers" in err

@@ -115,9 +115,7 @@ def test_references_see_the_values_of_later_layers():
 
 def test_a_later_layer_overrides_a_reference():
     config = Config()
-    apply_layers(
-        config, [Layer("file", {"decay": "${train.iters}"}), Layer("command line", overrides=["decay=4"])]
-    )
+    apply_layers(config, [Layer("file", {"decay": "${train.iters}"}), Layer("command line", overrides=["decay=4"])])
     assert config.decay == 4
 
 

@@ -125,9 +125,7 @@ def test_value_is_typed_by_the_field(item, expected):
     assert change.new == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["1", "1e-4", "[1, 2.5, x]", "{a: {b: null}}", "null", "hello", "'1'", "true", "-3"]
-)
+@pytest.mark.parametrize("text", ["1", "1e-4", "[1, 2.5, x]", "{a: {b: null}}", "null", "hello", "'1'", "true", "-3"])
 def test_values_read_as_omegaconf_reads_them(text):
     config = Config()
     apply_overrides(config, [f"model.free={text}"])
@@ -253,9 +251,7 @@ def test_values_of_a_file_are_typed_and_named_alike():
     assert config.train.train_iters == 3
     assert config.model.function is F.silu
     assert {change.origin for change in changes} == {"file run.yaml"}
-    with pytest.raises(
-        UserError, match=r"there is no train\.train_itres in Train; did you mean train\.train_iters"
-    ):
+    with pytest.raises(UserError, match=r"there is no train\.train_itres in Train; did you mean train\.train_iters"):
         apply_layers(config, [Layer("file run.yaml", {"train": {"train_itres": 3}})])
 
 

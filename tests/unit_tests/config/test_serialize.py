@@ -269,9 +269,7 @@ def test_broken_yaml_is_one_sentence(text, message):
 
 
 def test_reading_and_writing_need_no_torch():
-    code = (
-        "import sys, megatron.bridge.utils.config.serialize as s; s.to_plain([1]); print('torch' in sys.modules)"
-    )
+    code = "import sys, megatron.bridge.utils.config.serialize as s; s.to_plain([1]); print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 

@@ -48,9 +48,7 @@ def test_global_batch_k_is_the_kth_slice(layout):
 def test_incomplete_draws_are_dropped_or_kept_as_asked(layout):
     micro, ranks, _, total, _ = layout
     dropped = [list(MegatronPretrainingSampler(total, 0, micro, rank, ranks)) for rank in range(ranks)]
-    kept = [
-        list(MegatronPretrainingSampler(total, 0, micro, rank, ranks, drop_last=False)) for rank in range(ranks)
-    ]
+    kept = [list(MegatronPretrainingSampler(total, 0, micro, rank, ranks, drop_last=False)) for rank in range(ranks)]
     stride = micro * ranks
     assert {len(draws) for draws in dropped} == {total // stride}
     assert all(len(ids) == micro for draws in dropped for ids in draws)
@@ -81,8 +79,7 @@ def test_a_run_goes_on_under_another_layout(layout, other_ranks, other_micro):
     batch = micro * ranks * accumulation
     other = other_ranks * other_micro
     samplers = [
-        MegatronPretrainingSampler(total, steps * batch, other_micro, rank, other_ranks)
-        for rank in range(other_ranks)
+        MegatronPretrainingSampler(total, steps * batch, other_micro, rank, other_ranks) for rank in range(other_ranks)
     ]
     left = (total - steps * batch) // other
     drawn = [index for step in global_batches(samplers, 1, left) for index in step]

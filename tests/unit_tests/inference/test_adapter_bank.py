@@ -43,9 +43,7 @@ def sampling(name, **more):
 
 
 def numbers(completions):
-    return [
-        (one[0].tokens, [it.logprob for it in (*one[0].prompt_logprobs, *one[0].logprobs)]) for one in completions
-    ]
+    return [(one[0].tokens, [it.logprob for it in (*one[0].prompt_logprobs, *one[0].logprobs)]) for one in completions]
 
 
 def answers(llm, prompts=PROMPTS, names=NAMES):
@@ -114,6 +112,4 @@ def test_adapters_of_experts_are_refused(family_case):
     for targets, ends in ((["linear_fc1"], "experts"), (["output_layer"], "output_layer")):
         _, chunks = harness.build(case, "one")
         with pytest.raises(UserError, match=rf"{ends}.*--adapter"):
-            add_adapters(
-                chunks, {"x": "y"}, lambda _, t=targets, c=chunks: LoRA(target_modules=t, dim=2)(c, False)
-            )
+            add_adapters(chunks, {"x": "y"}, lambda _, t=targets, c=chunks: LoRA(target_modules=t, dim=2)(c, False))

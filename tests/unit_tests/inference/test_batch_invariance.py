@@ -38,9 +38,7 @@ def random_requests(seed, vocabulary, count):
         if index % 2:
             prompt = shared + prompt
         options = {"max_new_tokens": draw.randint(1, 24), "logprobs": draw.choice((0, 2)), "seed": index}
-        options |= draw.choice(
-            ({}, {"temperature": 1.1}, {"temperature": 0.8, "top_p": 0.9}, {"prompt_logprobs": 1})
-        )
+        options |= draw.choice(({}, {"temperature": 1.1}, {"temperature": 0.8, "top_p": 0.9}, {"prompt_logprobs": 1}))
         found.append((prompt, Sampling(**options)))
     return found
 

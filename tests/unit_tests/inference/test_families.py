@@ -18,8 +18,7 @@ MIXED = ("llama_tied", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotr
 SOME = ("gpt2", "opt", "cohere2", "hunyuan_moe")
 """Of the brief rows, those whose decoding has something of its own."""
 NAMES = [
-    pytest.param(name, marks=pytest.mark.slow if row.brief and name not in SOME else ())
-    for name, row in ROWS.items()
+    pytest.param(name, marks=pytest.mark.slow if row.brief and name not in SOME else ()) for name, row in ROWS.items()
 ]
 
 

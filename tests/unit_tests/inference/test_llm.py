@@ -105,9 +105,7 @@ def test_log_probabilities_of_texts(llm, model_dir):
     (found,) = llm.logprobs(TEXT[0], top=3)
     ids = llm.hf.encode(TEXT[0])
     with torch.no_grad():
-        logits = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(torch.tensor([ids])).logits[
-            0, :-1
-        ]
+        logits = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(torch.tensor([ids])).logits[0, :-1]
     expected = logits.log_softmax(-1)
     chosen = expected.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor([one.logprob for one in found]), chosen, atol=1e-4, rtol=0)
@@ -270,9 +268,7 @@ def test_a_chat_in_the_terminal(llm, tmp_path):
     written = io.StringIO()
     talk = Conversation(llm, sampling, "Be brief.")
     path = tmp_path / "chat.json"
-    said = iter(
-        ["who?", "more", "/undo", "/seed 4", "/nonsense", f"/save {path}", "/seed x", "", "/quit", "not read"]
-    )
+    said = iter(["who?", "more", "/undo", "/seed 4", "/nonsense", f"/save {path}", "/seed x", "", "/quit", "not read"])
     talk.run(lambda: next(said), written.write)
     answer = llm.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "who?"}], sampling)
     saved = json.loads(path.read_text())["messages"]

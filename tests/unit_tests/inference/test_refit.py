@@ -98,9 +98,7 @@ def test_only_what_changed(trainer):
 
 
 SHAPES = st.lists(
-    st.tuples(
-        st.lists(st.integers(0, 9), max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.int8])
-    )
+    st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
 )
 
 

@@ -59,9 +59,7 @@ def test_import_and_export_of_checkpoints(hf, tmp_path):
     bridge.export_ckpt(tmp_path / "megatron", tmp_path / "out", show_progress=False)
     for path in hf.iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-    with pytest.raises(
-        UserError, match=r"mp_overrides.tensor_model_parallel is not a parallel size; did you mean"
-    ):
+    with pytest.raises(UserError, match=r"mp_overrides.tensor_model_parallel is not a parallel size; did you mean"):
         bridge.load_megatron_model(tmp_path / "megatron", mp_overrides={"tensor_model_parallel": 2})
     with pytest.raises(UserError, match="absent"):
         bridge.load_megatron_model(tmp_path / "absent")

@@ -102,9 +102,7 @@ def test_the_image_in_the_place_of_none_goes_where_the_tower_is(name):
 
 def test_a_tensor_on_the_cpu_would_be_found():
     (chunk,), vocabulary = built(ROWS["llama_biases"])
-    chunk.decoder.final_layernorm.register_forward_hook(
-        lambda module, inputs, out: out + torch.ones(out.shape[-1])
-    )
+    chunk.decoder.final_layernorm.register_forward_hook(lambda module, inputs, out: out + torch.ones(out.shape[-1]))
     with pytest.raises(RuntimeError, match="device"):
         step(chunk, vocabulary)
 

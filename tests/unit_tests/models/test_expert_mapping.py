@@ -89,9 +89,7 @@ def test_output_projection_of_one_expert_of_a_stack(tmp_path, transposed, size):
 def test_interleaved_biases_of_a_stack(tmp_path):
     whole = torch.randn(EXPERTS, 2 * WIDTH)
     save_file({"h.0.bias": whole}, tmp_path / "model.safetensors")
-    mapping = of_expert(
-        pm.InterleavedGatedMLPMapping(expert_names("linear_fc1", "bias")[0], "h.*.bias").stacked(), 0
-    )
+    mapping = of_expert(pm.InterleavedGatedMLPMapping(expert_names("linear_fc1", "bias")[0], "h.*.bias").stacked(), 0)
     (shard,) = loaded(mapping, SafetensorsCheckpoint(tmp_path), (2 * WIDTH,), "column", 1)
     assert torch.equal(shard, torch.cat((whole[0, ::2], whole[0, 1::2])))
 
@@ -190,9 +188,7 @@ def test_every_rank_plans_for_all_experts_and_holds_its_own(second_of_three, spe
         ["h.2.gate", *(f"h.2.experts.{expert}.{hf}" for expert in range(6) for hf in ("up", "down"))]
     )
     mine = {task.mapping.hf_param: task.param_weight for task in tasks if task.param_weight is not None}
-    assert sorted(mine) == sorted(
-        ["h.2.gate", *(f"h.2.experts.{e}.{hf}" for e in (2, 3) for hf in ("up", "down"))]
-    )
+    assert sorted(mine) == sorted(["h.2.gate", *(f"h.2.experts.{e}.{hf}" for e in (2, 3) for hf in ("up", "down"))])
     parameters = dict(model.named_parameters())
     for task in tasks:
         expert = task.mapping.hf_param.split(".")[3] if task.ep_rank is not None else None

@@ -30,9 +30,7 @@ def test_existing_output(converted, tmp_path):
     bridge, model = converted
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").touch()
-    with pytest.raises(
-        UserError, match=r"holds model\.safetensors, which no save .*: remove it or choose another"
-    ):
+    with pytest.raises(UserError, match=r"holds model\.safetensors, which no save .*: remove it or choose another"):
         bridge.save_hf_pretrained(model, tmp_path / "out")
     assert leftovers(tmp_path) == ["out"]
     assert leftovers(tmp_path / "out") == ["model.safetensors"]

@@ -104,9 +104,7 @@ class Trial:
         for name, value in harness.settings(provider, {}, self.case.row.provider).items():
             setattr(provider, name, value)
         model = provider.provide_distributed_model(wrap_with_ddp=False)
-        yield from different_logits(
-            self.logits_of_transformers(bridge.hf_config), logits(model, self.case.batch[0])
-        )
+        yield from different_logits(self.logits_of_transformers(bridge.hf_config), logits(model, self.case.batch[0]))
         undamaged = self.bridge.to_megatron_provider(load_weights=False)
         if self.changes(model) or different_providers(undamaged, bridge.to_megatron_provider(load_weights=False)):
             self.found.seen += 1

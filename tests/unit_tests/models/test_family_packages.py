@@ -118,9 +118,7 @@ def test_every_public_field_and_block_is_exported():
         for name, value in vars(module).items():
             own = getattr(value, "__module__", module.__name__) == module.__name__ and not inspect.ismodule(value)
             if own and not name.startswith("_"):
-                assert getattr(families, name, None) is value, (
-                    f"{module.__name__}.{name} is not in models/families.py"
-                )
+                assert getattr(families, name, None) is value, f"{module.__name__}.{name} is not in models/families.py"
 
 
 # ---- hooks of a provider ----------------------------------------------------------------------------------------

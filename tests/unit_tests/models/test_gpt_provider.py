@@ -81,9 +81,7 @@ def test_half_precision_follows_the_flag():
 
 
 def test_a_flag_that_is_switched_off_gives_full_precision():
-    (chunk,) = toy(bf16=True, params_dtype=torch.bfloat16).provide_distributed_model(
-        wrap_with_ddp=False, bf16=False
-    )
+    (chunk,) = toy(bf16=True, params_dtype=torch.bfloat16).provide_distributed_model(wrap_with_ddp=False, bf16=False)
     assert {parameter.dtype for parameter in chunk.parameters()} == {torch.float32}
 
 

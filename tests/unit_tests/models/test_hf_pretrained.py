@@ -80,9 +80,7 @@ def test_a_damaged_header_is_refused(tmp_path, header):
     ],
 )
 def test_every_byte_is_of_one_tensor(tmp_path, places, message):
-    tensors = {
-        name: {"dtype": "F32", "shape": [3], "data_offsets": at} for name, at in zip("ab", places, strict=True)
-    }
+    tensors = {name: {"dtype": "F32", "shape": [3], "data_offsets": at} for name, at in zip("ab", places, strict=True)}
     header = json.dumps(tensors).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(28))
     with pytest.raises(UserError, match=message):

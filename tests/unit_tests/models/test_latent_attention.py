@@ -64,9 +64,7 @@ def test_a_copy_that_is_none_is_refused(reference, tmp_path, name):
     tensors = load_file(directory / "model-mtp.safetensors")
     tensors[f"model.layers.5.{name}.weight"][3, 4] += 1.0
     save_file(tensors, directory / "model-mtp.safetensors", {"format": "pt"})
-    with pytest.raises(
-        UserError, match=rf"model.layers.5.{name}.weight differs from .* a copy: .* remove the layer"
-    ):
+    with pytest.raises(UserError, match=rf"model.layers.5.{name}.weight differs from .* a copy: .* remove the layer"):
         AutoBridge.from_hf_pretrained(directory).to_megatron_model(wrap_with_ddp=False)
 
 

@@ -130,9 +130,7 @@ def test_config_of_another_model_is_refused_before_anything_changes(tmp_path):
 def test_weights_of_others_are_refused(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / SINGLE).write_text("theirs")
-    with pytest.raises(
-        UserError, match=r"holds model\.safetensors, which no save .*: remove it or choose another"
-    ):
+    with pytest.raises(UserError, match=r"holds model\.safetensors, which no save .*: remove it or choose another"):
         save(tmp_path / "out", "new", 1)
 
 

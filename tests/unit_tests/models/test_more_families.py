@@ -124,9 +124,7 @@ def test_dropout_of_embeddings_is_their_own():
 def test_norms_of_each_head_need_a_group_of_heads_on_every_rank():
     provider = provider_of("cohere_head_norms")
     provider.tensor_model_parallel_size = 6
-    with pytest.raises(
-        UserError, match=r"qk_norm_by_head=True cannot split num_query_groups=3 over .*=6 ranks: set"
-    ):
+    with pytest.raises(UserError, match=r"qk_norm_by_head=True cannot split num_query_groups=3 over .*=6 ranks: set"):
         layer_features._check(provider, TorchSpecProvider())
 
 
@@ -154,9 +152,7 @@ def stack_experts(directory):
     for layer in range(EXPERTS["num_hidden_layers"]):
         parent = f"model.layers.{layer}.mlp.experts"
         gate, up, down = (
-            torch.stack(
-                [stored[f"{parent}.{expert}.{kind}_proj.weight"] for expert in range(EXPERTS["num_experts"])]
-            )
+            torch.stack([stored[f"{parent}.{expert}.{kind}_proj.weight"] for expert in range(EXPERTS["num_experts"])])
             for kind in ("gate", "up", "down")
         )
         tensors |= {f"{parent}.gate_up_proj": torch.cat((gate, up), 1), f"{parent}.down_proj": down}

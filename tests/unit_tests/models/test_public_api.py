@@ -67,8 +67,7 @@ MEMBERS = {
     "training.finetune": "finetune",
     "training.gpt_step": "forward_step",
     "training.vlm_step": "forward_step",
-    "data.vlm_datasets": "HFDatasetConversationProvider MockVLMConversationProvider"
-    " PreloadedVLMConversationProvider",
+    "data.vlm_datasets": "HFDatasetConversationProvider MockVLMConversationProvider PreloadedVLMConversationProvider",
     "training.config": "ConfigContainer TrainingConfig ValidationConfig OptimizerConfig SchedulerConfig"
     " DistributedDataParallelConfig GPTDatasetConfig MockGPTDatasetConfig FinetuningDatasetConfig CheckpointConfig"
     " LoggerConfig RNGConfig DistributedInitConfig RerunStateMachineConfig StragglerDetectionConfig",

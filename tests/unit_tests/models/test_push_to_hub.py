@@ -31,9 +31,7 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({"errors": [] if "license: apache-2.0" in content else ["no licence"], "warnings": []})
         elif "/preupload/" in self.path:
             wanted = [entry["path"] for entry in json.loads(body)["files"]]
-            self.answer(
-                {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in wanted]}
-            )
+            self.answer({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in wanted]})
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":

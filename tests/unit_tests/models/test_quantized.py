@@ -42,9 +42,7 @@ def opened(directory, config, dtype=torch.bfloat16, **tensors):
 def test_parts_of_float8_matrices(tmp_path, block, index):
     torch.manual_seed(0)
     packed, scale = to_fp8(torch.randn(37, 41), block)  # neither side divides by a block
-    checkpoint = opened(
-        tmp_path, fp8_config(block and list(block)), w=packed, w_scale_inv=scale, norm=torch.ones(3)
-    )
+    checkpoint = opened(tmp_path, fp8_config(block and list(block)), w=packed, w_scale_inv=scale, norm=torch.ones(3))
     assert set(checkpoint) == {"norm", "w"}
     expected = from_fp8(packed, scale, block)
     target = torch.empty(expected[index].shape)

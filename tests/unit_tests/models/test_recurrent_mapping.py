@@ -14,9 +14,7 @@ from megatron.bridge.models.conversion.mappings import recurrent as rm
 from megatron.bridge.models.conversion.param_mapping import ShardSpec
 
 MAMBA = SimpleNamespace(hidden_size=10, mamba_num_heads=4, mamba_head_dim=3, mamba_num_groups=2, mamba_state_dim=5)
-GDN = SimpleNamespace(
-    linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=3, linear_value_head_dim=2
-)
+GDN = SimpleNamespace(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=3, linear_value_head_dim=2)
 
 
 def shards_of(mapping, whole, rows, size, config):

@@ -97,9 +97,7 @@ class Peak:
             self.above = max(self.above, self._now() - self._start)
 
     def _now(self):
-        (line,) = (
-            line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")
-        )
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
         return int(line.split()[1]) * 1024
 
 

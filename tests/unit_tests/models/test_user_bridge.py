@@ -158,9 +158,7 @@ def test_a_parameter_without_a_mapping_is_named(registered, tmp_path):
 
     registered(Forgetful)
     save_as(tmp_path, "MyForCausalLM")
-    with pytest.raises(
-        UserError, match=r"parameter decoder.layers.0.mlp.linear_fc2.weight has no mapping; did you"
-    ):
+    with pytest.raises(UserError, match=r"parameter decoder.layers.0.mlp.linear_fc2.weight has no mapping; did you"):
         AutoBridge.from_hf_pretrained(tmp_path).to_megatron_model(wrap_with_ddp=False)
 
 
@@ -257,9 +255,7 @@ def test_a_hook_adds_and_drops_no_tensors_without_being_seen(registered, tmp_pat
             return converted_weights_dict | {"model.extra": torch.ones(2)} if extra else {}
 
     _, bridge, model = without_source(tmp_path, Adding, registered)
-    with pytest.raises(
-        UserError, match=r"model\.extra.*has no place" if extra else r"not make model\.norm\.weight,"
-    ):
+    with pytest.raises(UserError, match=r"model\.extra.*has no place" if extra else r"not make model\.norm\.weight,"):
         bridge.save_hf_weights(model, tmp_path / "out", show_progress=False, **options)
 
 

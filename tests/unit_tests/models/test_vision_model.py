@@ -160,9 +160,7 @@ def test_a_config_is_written_without_a_source(vision_case, tmp_path):
     again = AutoBridge.from_hf_pretrained(tmp_path / "out").to_megatron_provider(load_weights=False)
     assert (again.vision, again.mrope_section) == (provider.vision, provider.mrope_section)
     written = bridge._bridge.megatron_to_hf_config(provider)
-    assert (
-        type(bridge.hf_config)(**written).to_dict()["vision_config"] == bridge.hf_config.to_dict()["vision_config"]
-    )
+    assert type(bridge.hf_config)(**written).to_dict()["vision_config"] == bridge.hf_config.to_dict()["vision_config"]
 
 
 # ---- wrong input ------------------------------------------------------------------------------------------------

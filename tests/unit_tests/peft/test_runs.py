@@ -161,9 +161,7 @@ def test_merge_export_and_unmerge(models, tuned, tmp_path, capsys):
     save, _ = tuned
 
     def adapter(action, **options):
-        arguments = [
-            word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))
-        ]
+        arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         assert main(["adapter", action, *arguments]) == 0, capsys.readouterr().err
         forget_model_parallel()
 

@@ -26,9 +26,7 @@ def test_another_package_on_the_path(roots, tmp_path):
         clash.refuse_others(roots)
 
 
-@pytest.mark.parametrize(
-    ("module", "clashes"), [("megatron/bridge/__init__.py", True), ("megatron/core.py", False)]
-)
+@pytest.mark.parametrize(("module", "clashes"), [("megatron/bridge/__init__.py", True), ("megatron/core.py", False)])
 def test_a_megatron_core_that_brings_one(roots, tmp_path, module, clashes):
     info = tmp_path / "a" / "megatron_core-0.30.0.dist-info"
     info.mkdir()

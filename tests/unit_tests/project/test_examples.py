@@ -49,8 +49,6 @@ def test_every_architecture_of_transformers_has_a_toy():
     """All but those whose class is on the hub, that need images, or that are made of parts of others."""
     from megatron.bridge import AutoBridge
 
-    toys = {
-        json.loads(path.read_text())["architectures"][0] for path in (ROOT / "examples/models").glob("*/*.json")
-    }
+    toys = {json.loads(path.read_text())["architectures"][0] for path in (ROOT / "examples/models").glob("*/*.json")}
     without = set(AutoBridge.list_supported_models()) - toys - {row.model for row in VISION_ROWS.values()}
     assert without - MADE_OF_OTHERS == {"DeciLMForCausalLM", "MinistralForCausalLM"}

@@ -17,9 +17,7 @@ def rows(heading):
     """The first two cells of each row of the tables below a heading, of whatever level."""
     level, rest = re.search(rf"^(#+) {re.escape(heading)}\n(.*)", PAGE, flags=re.MULTILINE | re.DOTALL).groups()
     section = re.split(rf"^#{{2,{len(level)}}} ", rest, flags=re.MULTILINE)[0]
-    cells = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:3] == "| `"
-    ]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:3] == "| `"]
     assert all(len(row) == 3 for row in cells)
     return [(left.strip("`"), right) for left, right, _ in cells]
 

@@ -8,9 +8,7 @@ from tests.unit_tests.project.tree import tracked
 
 
 def test_table_is_current():
-    assert supported_models.PART.is_current(supported_models.table()), (
-        "run `make models` and commit docs/models.md"
-    )
+    assert supported_models.PART.is_current(supported_models.table()), "run `make models` and commit docs/models.md"
 
 
 def test_every_architecture_has_a_row_in_the_family_test():
@@ -23,9 +21,7 @@ def test_every_architecture_has_a_row_in_the_family_test():
 def test_a_family_is_short():
     """At most 40 lines, 90 with experts, latent attention or learned positions (whose configs have names of their
     own for everything); what is more belongs to a shared block."""
-    files = [
-        path for path in tracked("src/megatron/bridge/models/*/*_bridge.py") if "conversion" not in path.parts
-    ]
+    files = [path for path in tracked("src/megatron/bridge/models/*/*_bridge.py") if "conversion" not in path.parts]
     assert files
     text = {path.name: path.read_text() for path in files}
     long = ("expert", "latent", "learned_absolute")

@@ -5,9 +5,7 @@ from scripts.docs import vocabulary
 
 
 def test_tables_are_current():
-    assert vocabulary.PART.is_current(vocabulary.table()), (
-        "run `make vocabulary` and commit docs/adding-a-family.md"
-    )
+    assert vocabulary.PART.is_current(vocabulary.table()), "run `make vocabulary` and commit docs/adding-a-family.md"
 
 
 def test_known_rows():

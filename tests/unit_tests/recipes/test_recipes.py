@@ -119,12 +119,8 @@ class TestEveryRecipe:
         config, notes = resolved.config, resolved.notes
         modules = [name for name in config.model.recompute_modules or () if name in RECOMPUTED_BY_ENGINE]
         expected = [f"model.recompute_modules={', '.join(modules)} needs Transformer Engine"] * bool(modules)
-        expected += [f"mixed_precision={config.mixed_precision} needs"] * bool(
-            config.model.fp8 or config.model.fp4
-        )
-        made_up = isinstance(
-            config.dataset, MockVLMConversationProvider
-        )  # it has loss masks, made-up text has none
+        expected += [f"mixed_precision={config.mixed_precision} needs"] * bool(config.model.fp8 or config.model.fp4)
+        made_up = isinstance(config.dataset, MockVLMConversationProvider)  # it has loss masks, made-up text has none
         expected += ["model.calculate_per_token_loss=True is used"] * made_up
         pairs = zip(sorted(notes), sorted(expected), strict=True)
         assert all(note.startswith(text) for note, text in pairs), notes
@@ -279,16 +275,12 @@ def test_defaults_have_only_known_keys_and_complete_ones():
 def test_catalog_finds_by_name_and_words():
     assert find("llama3_8b_pretrain_config").function() is llama3_8b_pretrain_config
     assert [recipe.gpus for recipe in search("405b h100 pretrain 128k")] == [1024]
-    with pytest.raises(
-        UserError, match=r"there is no recipe llama3_8b_pretrain; did you mean llama3_8b_pretrain_c"
-    ):
+    with pytest.raises(UserError, match=r"there is no recipe llama3_8b_pretrain; did you mean llama3_8b_pretrain_c"):
         find("llama3_8b_pretrain")
 
 
 def test_listing_imports_no_torch():
-    code = (
-        "import sys; from megatron.bridge.recipes.catalog import catalog; catalog(); print('torch' in sys.modules)"
-    )
+    code = "import sys; from megatron.bridge.recipes.catalog import catalog; catalog(); print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 

@@ -130,9 +130,7 @@ def test_what_needs_transformer_engine_is_refused_here_and_noted_for_elsewhere(n
 
 def test_layers_of_torch_do_it_nowhere(monkeypatch):
     monkeypatch.setattr(layer_specs, "has_transformer_engine", lambda: True)
-    with pytest.raises(
-        UserError, match=r"tp_comm_overlap=True needs Transformer Engine, but model.backend is torch"
-    ):
+    with pytest.raises(UserError, match=r"tp_comm_overlap=True needs Transformer Engine, but model.backend is torch"):
         toy_config(model={"tp_comm_overlap": True, "backend": "torch"}).validate()
 
 

@@ -314,9 +314,7 @@ def test_adapters_learn_from_a_teacher(teacher, student):
     losses = Losses()
     look = Look()
     distill(config, [losses, look])
-    assert all(
-        "adapter" in name for name, one in unwrap(look.run.model[0]).named_parameters() if one.requires_grad
-    )
+    assert all("adapter" in name for name, one in unwrap(look.run.model[0]).named_parameters() if one.requires_grad)
     assert set(losses.train[0]) == {"lm loss", "kl loss"}
 
 
@@ -396,9 +394,7 @@ def test_a_cache_of_other_settings_is_refused(teacher, tmp_path, changes, senten
 
 def test_a_cache_of_another_teacher_is_refused(teacher, student, tmp_path):
     write_cache(teacher, tmp_path)
-    with pytest.raises(
-        UserError, match=r"the teacher was \S+teacher, whose weights differ from those of \S+student"
-    ):
+    with pytest.raises(UserError, match=r"the teacher was \S+teacher, whose weights differ from those of \S+student"):
         learn_from_cache(student, tmp_path)
 
 

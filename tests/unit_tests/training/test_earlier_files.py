@@ -96,9 +96,7 @@ def test_prepared_data_is_used_as_it_is(files, capsys):
         "dataset.seq_length=16 model.seq_length=16 dataset.prepared_dir=prepared dataset.do_test=false "
         "dataset.truncation=right"  # was the default of recipes
     )
-    command(
-        f"data prepare llama32_1b_finetune_config --data chats --hf-model base validation.eval_iters=1 {short}"
-    )
+    command(f"data prepare llama32_1b_finetune_config --data chats --hf-model base validation.eval_iters=1 {short}")
     command("data preprocess --input corpus.jsonl --output-prefix corpus --append-eod --tokenizer-model base")
     assert (state_of(files / "prepared"), state_of(files)) == before
 

@@ -40,9 +40,7 @@ class Step:
         return "object", data_iterator, model
 
 
-@pytest.mark.parametrize(
-    "step", [plain, plain_with_plan, Step(), partial(stateful, "bound"), gpt_step.forward_step]
-)
+@pytest.mark.parametrize("step", [plain, plain_with_plan, Step(), partial(stateful, "bound"), gpt_step.forward_step])
 def test_two_arguments_are_called_as_they_are(step):
     assert takes_state(step) is False
     assert bind_state(step, run=None) is step

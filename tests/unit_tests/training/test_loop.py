@@ -316,9 +316,7 @@ def test_evaluation_repeats_and_does_not_disturb():
 
 def test_fp16_scales_the_loss_and_skips_what_overflows():
     optimizer = OptimizerConfig(lr=1e-3, initial_loss_scale=2.0**40, hysteresis=1, min_loss_scale=1.0)
-    run = pretrain(
-        tiny(train={"train_iters": 40}, optimizer=optimizer, mixed_precision="fp16_mixed"), forward_step
-    )
+    run = pretrain(tiny(train={"train_iters": 40}, optimizer=optimizer, mixed_precision="fp16_mixed"), forward_step)
     assert 0 < run.progress.skipped_steps < 40
     # the schedule stands still while steps are skipped
     assert run.scheduler.num_steps == 8 * (40 - run.progress.skipped_steps)
@@ -336,9 +334,7 @@ def test_manual_garbage_collection_leaves_the_process_as_it_was():
 
 def test_tokenizer_larger_than_the_vocabulary_is_refused():
     config = tiny(model={"vocab_size": 64})
-    with pytest.raises(
-        UserError, match=r"model.vocab_size=64 is smaller than .* 96: .* leave model.vocab_size unset"
-    ):
+    with pytest.raises(UserError, match=r"model.vocab_size=64 is smaller than .* 96: .* leave model.vocab_size unset"):
         pretrain(config, forward_step)
 
 

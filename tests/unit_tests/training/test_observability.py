@@ -95,8 +95,7 @@ def test_console_shows_what_matters():
     numbers |= {"step time": 1.0, "data wait": 0.3, "memory GB": 1.0, "peak memory GB": 2.0, "mtp loss": 3.0}
     line = _train_line(numbers)
     assert (
-        line
-        == "lm loss 2.5000  mtp loss 3.0000  lr 1.00e-03  10 tokens/s  41.3% MFU  2.00 GB  30% waiting for data"
+        line == "lm loss 2.5000  mtp loss 3.0000  lr 1.00e-03  10 tokens/s  41.3% MFU  2.00 GB  30% waiting for data"
     )
     times = {"optimizer": 0.01, "optimizer min": 0.004, "forward-backward": 0.5, "short": 1e-6}
     line = _times_line({f"{PREFIX}{name}": seconds for name, seconds in times.items()})
@@ -168,9 +167,7 @@ def test_energy_of_this_gpu():
 def test_memory_history_of_this_gpu(tmp_path):
     from megatron.bridge.training.config import ProfilingConfig
 
-    profiling = ProfilingConfig(
-        record_memory_history=True, nvtx_ranges=True, profile_step_start=0, profile_step_end=1
-    )
+    profiling = ProfilingConfig(record_memory_history=True, nvtx_ranges=True, profile_step_start=0, profile_step_end=1)
     logger = LoggerConfig(log_interval=1, log_dir=str(tmp_path), log_energy=True)
     pretrain(tiny(logger=logger, profiling=profiling), forward_step)
     assert (tmp_path / "traces" / "memory_rank_0.pickle").stat().st_size > 0
@@ -230,9 +227,7 @@ def test_values_that_are_not_defaults(capfd):
     pretrain(config, forward_step)
     lines = capfd.readouterr().err.splitlines()
     assert "model.hidden_size=32  (default 0, from script)" in lines
-    assert (
-        "model.activation_func=torch.nn.functional.silu  (default torch.nn.functional.gelu, from script)" in lines
-    )
+    assert "model.activation_func=torch.nn.functional.silu  (default torch.nn.functional.gelu, from script)" in lines
     assert not [line for line in lines if line.startswith(("scheduler.lr_decay_iters", "model.seq_length=None"))]
 
 

@@ -222,9 +222,7 @@ def test_what_megatron_core_refuses_is_a_user_error():
 
 
 def test_parts_that_only_transformer_engine_computes_again_are_refused_here():
-    config = toy_config(
-        model={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
-    )
+    config = toy_config(model={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]})
     [note] = [note for note in config.validate(1) if "recompute" in note]
     assert note.startswith("model.recompute_modules=layernorm needs Transformer Engine")
     with pytest.raises(UserError, match="core_attn, mlp, moe, shared_experts"):

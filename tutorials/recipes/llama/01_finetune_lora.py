@@ -64,8 +64,6 @@ question = [{"role": "user", "content": "What colour is the light of Gull Rock?"
 for folder in (MODEL, OUT / "merged"):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)
     print(f"{folder}: {tokenizer.decode(tokens[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)!r}")

@@ -94,9 +94,7 @@ class _Replicas:
         model, instances = config.model, config.ddp.num_distributed_optimizer_instances
         expert_tensor = model.expert_tensor_ranks
         dense = world_size // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
-        expert = world_size // (
-            expert_tensor * model.expert_model_parallel_size * model.pipeline_model_parallel_size
-        )
+        expert = world_size // (expert_tensor * model.expert_model_parallel_size * model.pipeline_model_parallel_size)
         return cls(max(dense // instances, 1), max(expert // instances, 1))
 
 
@@ -139,9 +137,7 @@ def _memory(
     )
 
 
-def _fully_sharded(
-    config: ConfigContainer, chunks: list[MegatronModule], replicas: _Replicas
-) -> tuple[int, int, int]:
+def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replicas: _Replicas) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state where each rank has a part of the rows.
 
     What is trained is in fp32. At the fullest moment, the weights contain gathered layers and their gradients.
@@ -154,9 +150,7 @@ def _fully_sharded(
         share = -(-parameter.shape[0] // ranks) * parameter[:1].numel()
         trained += share if parameter.requires_grad else 0
         frozen += 0 if parameter.requires_grad else share * parameter.element_size()
-    layers = [
-        sum(map(_bytes, layer.parameters())) for chunk in chunks for layer in cast(Any, chunk).decoder.layers
-    ]
+    layers = [sum(map(_bytes, layer.parameters())) for chunk in chunks for layer in cast(Any, chunk).decoder.layers]
     outside = sum(map(_bytes, parameters)) - sum(layers)
     return (
         _FP32 * trained + frozen + outside + 2 * max(layers),
@@ -199,9 +193,7 @@ def _quantised(chunk: nn.Module) -> int:
 
     Two of a byte in FP8, as they are and transposed; two of half a byte in FP4.
     """
-    return sum(
-        weight.numel() for name, weight in chunk.named_parameters() if ".layers." in name and weight.dim() > 1
-    )
+    return sum(weight.numel() for name, weight in chunk.named_parameters() if ".layers." in name and weight.dim() > 1)
 
 
 @dataclass(frozen=True)

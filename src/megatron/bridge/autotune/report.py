@@ -45,9 +45,7 @@ def time_lines(prediction: Prediction, steps: int, gpus: str) -> Iterator[str]:
         f"{prediction.mfu:.0%} of the bf16 peak (predicted, not measured)"
     )
     yield "where the time of the busiest stage goes: " + ", ".join(
-        f"{KINDS[kind]} {part / seconds:.0%}"
-        for kind, part in _largest(prediction.split)
-        if part / seconds >= 0.005
+        f"{KINDS[kind]} {part / seconds:.0%}" for kind, part in _largest(prediction.split) if part / seconds >= 0.005
     )
 
 

@@ -162,9 +162,7 @@ def _check_format(directory: Path) -> None:
         raise UserError(f"checkpoint {directory} does not exist; give a directory that was saved")
     file = directory / CONFIG_FNAME
     if not file.exists():
-        raise UserError(
-            f"{directory} is not a checkpoint: {file.name} is missing; give a directory that was saved"
-        )
+        raise UserError(f"{directory} is not a checkpoint: {file.name} is missing; give a directory that was saved")
     try:
         values = strict_json.loads(file.read_bytes())
         found = values["sharded_backend"]  # earlier versions of Megatron-Core write the common state's, too
@@ -217,9 +215,7 @@ def united[T](mine: dict[str, T]) -> dict[str, T]:
     found, places = np.unique(np.concatenate(everyone), return_index=True)
     start = sum(len(part) for part in everyone[: distributed.rank()])
     sent = [
-        keys[number]
-        for number, place in zip(found.tolist(), places, strict=True)
-        if 0 <= place - start < len(keys)
+        keys[number] for number, place in zip(found.tolist(), places, strict=True) if 0 <= place - start < len(keys)
     ]
     parts = distributed.all_gather_object({key: mine[key] for key in sent})
     return {key: entry for part in parts for key, entry in part.items()}

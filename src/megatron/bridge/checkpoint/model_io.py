@@ -107,9 +107,7 @@ def load_model(chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool
     set_model_state(chunks, loaded)
 
 
-def examine(
-    chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool = True
-) -> tuple[Path, dict[str, Any]]:
+def examine(chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool = True) -> tuple[Path, dict[str, Any]]:
     """The directory of a whole checkpoint for ``chunks``, and how it names its tensors.
 
     Raises:

@@ -61,9 +61,7 @@ def published_iterations(root: str | Path) -> list[int]:
     root = Path(root)
     if not root.is_dir():
         return []
-    return sorted(
-        number for path in root.iterdir() if (number := iteration_of(path)) is not None and path.is_dir()
-    )
+    return sorted(number for path in root.iterdir() if (number := iteration_of(path)) is not None and path.is_dir())
 
 
 def latest_iteration(root: str | Path) -> int | None:
@@ -98,18 +96,12 @@ def resolve(path: str | Path) -> Path:
     if not path.exists():
         raise UserError(f"checkpoint {path} does not exist; give the directory that a run or an import saved to")
     if not path.is_dir():
-        raise UserError(
-            f"checkpoint {path} is a file; give the directory that holds {TRACKER} or an iter_* directory"
-        )
+        raise UserError(f"checkpoint {path} is a file; give the directory that holds {TRACKER} or an iter_* directory")
     if iteration_of(path) is not None or (path / "metadata.json").exists():
         return path
     if (path / NEMO_CONTEXT).is_dir():
         return path / NEMO_WEIGHTS
-    if (
-        (path / RELEASE).is_dir()
-        and (path / TRACKER).is_file()
-        and (path / TRACKER).read_text().strip() == RELEASE
-    ):
+    if (path / RELEASE).is_dir() and (path / TRACKER).is_file() and (path / TRACKER).read_text().strip() == RELEASE:
         return path / RELEASE
     iteration = latest_iteration(path)
     if iteration is None:

@@ -183,9 +183,7 @@ class MemoryStore(RankLocalStore):
         memory = self._free.pop() if self._free else HostBuffer()
         tensors = [entry for entry in nested_values(content) if isinstance(entry, torch.Tensor)]
         copies = iter(memory.copy_tensors(tensors))
-        kept = _each(
-            lambda entry: next(copies) if isinstance(entry, torch.Tensor) else copy.deepcopy(entry), content
-        )
+        kept = _each(lambda entry: next(copies) if isinstance(entry, torch.Tensor) else copy.deepcopy(entry), content)
         self._kept[iteration] = _MemoryCopy(kept, origin, memory)  # only now: a copy that broke off is not there
 
     def verify(self, iteration: int, mode: VerifyMode) -> None:

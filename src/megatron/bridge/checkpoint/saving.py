@@ -132,9 +132,7 @@ class _SaveAttempt:
 
 def save_planner() -> MCoreSavePlanner:
     """The planner of a state that is in memory."""
-    return MCoreSavePlanner(
-        dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
-    )
+    return MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 def torch_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -165,8 +163,6 @@ def save_error(error: BaseException, directory: Path) -> BaseException:
     """A failed save as a sentence where the user can do something about it, else the error itself."""
     cause = root_cause(error)
     if isinstance(cause, OSError):
-        way_out = (
-            "free some space or choose another disk" if out_of_space(cause) else "choose a folder that can be"
-        )
+        way_out = "free some space or choose another disk" if out_of_space(cause) else "choose a folder that can be"
         return UserError(f"{directory} cannot be written: {cause.strerror or cause}; {way_out}")
     return cause

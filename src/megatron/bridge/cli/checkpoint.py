@@ -37,18 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = commands.add_parser("verify", help="compare every byte with what was saved; exit code 1 if any differs")
     add.add_argument("path", type=Path, help=where)
     add.add_argument("--fast", action="store_true", help="compare only sizes and the content of small files")
-    add.add_argument(
-        "--all", action="store_true", help="verify every checkpoint of the folder, not only the newest"
-    )
+    add.add_argument("--all", action="store_true", help="verify every checkpoint of the folder, not only the newest")
     add.set_defaults(action=_verify)
     add = commands.add_parser("diff", help="compare two checkpoints; exit code 1 if they differ")
     add.add_argument("first", type=Path, help=where)
     add.add_argument("second", type=Path, help=where)
     add.add_argument("--values", action="store_true", help="also compare the values")
     add.set_defaults(action=_diff)
-    add = commands.add_parser(
-        "convert", help="write foreign weights, such as Megatron-LM's, in this package's format"
-    )
+    add = commands.add_parser("convert", help="write foreign weights, such as Megatron-LM's, in this package's format")
     add.add_argument("path", type=Path, help=where)
     add.add_argument("target", type=Path, help="folder to write to")
     add.add_argument("--run-config", type=Path, metavar="FILE", help="run_config.yaml to store with the weights")

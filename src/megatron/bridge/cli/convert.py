@@ -40,9 +40,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = model_options.parallel_sizes(args)
     if is_hf_model(args.megatron_path):
         raise UserError(f"--megatron-path {args.megatron_path} is a Hugging Face model: choose another folder")
-    bridge = AutoBridge.from_hf_pretrained(
-        args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
-    )
+    bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
     provider = bridge.to_megatron_provider(load_weights=False)
     model_options.set_parallel_sizes(provider, sizes)
     bridge.save_megatron_checkpoint(provider, args.megatron_path, not args.no_progress)

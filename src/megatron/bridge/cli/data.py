@@ -77,9 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CONFIG", help="YAML file with a complete config, or name of a recipe")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML")
     parser.add_argument("--data", metavar="DIR", help="folder of the data, for a recipe")
     train_job.add_trust_config(parser)
     parser.add_argument("--hf-model", metavar="ID", help="model to train instead of the recipe's")
@@ -142,9 +140,7 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         default="file",
         help="what counts as a document in plain text (default: the whole file)",
     )
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-sequence token"
-    )
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-sequence token")
     parser.add_argument(
         "--add-special-tokens", action="store_true", help="let the tokenizer add its special tokens, such as BOS"
     )

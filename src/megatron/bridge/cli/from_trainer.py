@@ -21,9 +21,7 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="FILE", help="YAML or JSON file of the other trainer")
-    parser.add_argument(
-        "--recipe", metavar="NAME", default="RECIPE", help="recipe for the command that is printed"
-    )
+    parser.add_argument("--recipe", metavar="NAME", default="RECIPE", help="recipe for the command that is printed")
     parser.add_argument("--output", type=Path, metavar="FILE", help="YAML file to write (default: print it)")
     parser.add_argument(
         "--ranks", type=count, default=1, metavar="N", help="data-parallel ranks, for the batch size (default: 1)"

@@ -72,9 +72,7 @@ def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
         file = CompletionFile(args.out, lines) if first else None
         done = on_first_rank(lambda: file.done if file else 0)
         left = lines[done:]
-        found = llm.generate_each(
-            [it.prompt for it in left], [it.sampling for it in left], [it.where for it in left]
-        )
+        found = llm.generate_each([it.prompt for it in left], [it.sampling for it in left], [it.where for it in left])
         for line, completions in zip(left, found, strict=True):
             if file is not None:
                 file.append(line, completions)

@@ -73,8 +73,7 @@ def read(path: Path) -> Contents:
         return _hugging_face(path)
     if paths.iteration_of(path) is None and not any((path / name).is_file() for name in _MEGATRON):
         raise UserError(
-            f"{path} is not a checkpoint: give a folder with config.json (Hugging Face) or "
-            f"{paths.TRACKER} (Megatron)"
+            f"{path} is not a checkpoint: give a folder with config.json (Hugging Face) or {paths.TRACKER} (Megatron)"
         )
     return _megatron(path)
 

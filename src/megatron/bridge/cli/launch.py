@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_processes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("processes")
     group.add_argument("--local", action="store_true", help="run on this machine, in the foreground")
-    group.add_argument(
-        "--devices", type=int, default=1, metavar="N", help="processes (GPUs) per node (default: 1)"
-    )
+    group.add_argument("--devices", type=int, default=1, metavar="N", help="processes (GPUs) per node (default: 1)")
     group.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
     group.add_argument("--cpu", action="store_true", help="request no GPUs; the processes communicate over gloo")
     group.add_argument(
@@ -65,9 +63,7 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Slurm")
     group.add_argument("--partition", metavar="NAME", help="partition (default: the cluster's default)")
     group.add_argument("--account", metavar="NAME", help="account to charge (default: your default account)")
-    group.add_argument(
-        "--time", default="04:00:00", metavar="LIMIT", help="time limit of one job (default: 04:00:00)"
-    )
+    group.add_argument("--time", default="04:00:00", metavar="LIMIT", help="time limit of one job (default: 04:00:00)")
     group.add_argument("--gres", metavar="LIST", help="generic resources per node, instead of --devices GPUs")
     group.add_argument(
         "--preempt-time",
@@ -90,9 +86,7 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", metavar="NAME", help="login node, for --ssh-tunnel")
     group.add_argument("--user", metavar="NAME", help="user name on the login node")
     group.add_argument("--identity", type=Path, metavar="FILE", help="private key (default: ask for a password)")
-    group.add_argument(
-        "--remote-job-dir", type=Path, metavar="DIR", help="folder of the jobs (default: ~/.nemo_run)"
-    )
+    group.add_argument("--remote-job-dir", type=Path, metavar="DIR", help="folder of the jobs (default: ~/.nemo_run)")
 
 
 def _add_kubernetes(parser: argparse.ArgumentParser) -> None:

@@ -85,7 +85,5 @@ def _config(name: str) -> Any:
         except UserError as error:
             raise UserError(str(error).replace(str(copy), name)) from error
     if AutoBridge.supports(config):
-        raise UserError(
-            f"{config.architectures[0]} is supported: AutoBridge.from_hf_pretrained({name!r}) converts it"
-        )
+        raise UserError(f"{config.architectures[0]} is supported: AutoBridge.from_hf_pretrained({name!r}) converts it")
     return config

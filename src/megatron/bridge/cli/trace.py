@@ -17,9 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "chrome://tracing.",
     )
     merge.add_argument("folder", type=Path, metavar="RUN_DIR", help="a run's folder, or a folder of traces in it")
-    merge.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="default: merged.json.gz beside the traces"
-    )
+    merge.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: merged.json.gz beside the traces")
     merge.add_argument(
         "--clock",
         choices=["wall", "barrier"],

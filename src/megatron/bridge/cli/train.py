@@ -24,17 +24,13 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
-    parser.add_argument(
-        "--list", nargs="*", metavar="WORD", help="list the recipes that contain all words, and exit"
-    )
+    parser.add_argument("--list", nargs="*", metavar="WORD", help="list the recipes that contain all words, and exit")
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print the resolved config with its memory and compute, check data and weights, and exit",
     )
-    parser.add_argument(
-        "--summary", action="store_true", help="with --dry-run: print the summary without the config"
-    )
+    parser.add_argument("--summary", action="store_true", help="with --dry-run: print the summary without the config")
     parser.add_argument(
         "--timeline",
         type=Path,

@@ -52,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fix-oom", action="store_true", help="change a layout that does not fit as little as possible"
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the config with the best layout as YAML"
-    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the config with the best layout as YAML")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page with timeline and tables")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -119,8 +117,7 @@ def _values(words: Iterable[str], option: str) -> dict[str, Any]:
         name, _, value = word.partition("=")
         if name not in NAMES:
             raise UserError(
-                f"{option} {word}: there is no dimension {name}{did_you_mean(name, NAMES)}; known: "
-                f"{', '.join(NAMES)}"
+                f"{option} {word}: there is no dimension {name}{did_you_mean(name, NAMES)}; known: {', '.join(NAMES)}"
             )
         if not value.isdecimal() or not int(value):
             raise UserError(f"{option} {word}: {name} is a number of at least 1, such as {name}=2")

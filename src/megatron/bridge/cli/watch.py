@@ -101,9 +101,7 @@ def _view(status: "RunStatus", metrics: list[str]) -> "Group":
             values = [value for _, value in status.values(metric, kind)]
             if values:
                 label = metric if kind == "train" else f"{metric} ({kind})"
-                ends = (
-                    f"{values[0]:,.5g} to {values[-1]:,.5g}, lowest {min(values):,.5g}, highest {max(values):,.5g}"
-                )
+                ends = f"{values[0]:,.5g} to {values[-1]:,.5g}, lowest {min(values):,.5g}, highest {max(values):,.5g}"
                 table.add_row(Text(label), Text(f"{sparkline(values, WIDTH)}\n{ends}"))
     return Group(Text(str(status.folder), style="bold"), table)
 

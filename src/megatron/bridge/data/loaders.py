@@ -119,9 +119,7 @@ class BatchIterator:
             )
 
     def replicate(self) -> "BatchIterator":
-        return BatchIterator(
-            self.dataset, self._make_sampler, self._num_workers, self._read_ahead, self._vocab_size
-        )
+        return BatchIterator(self.dataset, self._make_sampler, self._num_workers, self._read_ahead, self._vocab_size)
 
     def _start(self) -> Iterator[tuple[list[int], Batch]]:
         if self._num_workers:

@@ -97,9 +97,7 @@ class HuggingFaceTokenizer:
         """
         token = self.hf.eos_token_id
         if not isinstance(token, int):
-            raise UserError(
-                f"the tokenizer {self.path} defines no eos_token: set one in its tokenizer_config.json"
-            )
+            raise UserError(f"the tokenizer {self.path} defines no eos_token: set one in its tokenizer_config.json")
         return token
 
     @property
@@ -213,13 +211,9 @@ def load_hf_tokenizer(path: str, trust_remote_code: bool = False, **options: Any
         elif folder.exists():
             rule = "it is a file: give its directory"
         else:
-            rule = (
-                "it is not a directory, and not a hub id that can be loaded: give a directory with tokenizer files"
-            )
+            rule = "it is not a directory, and not a hub id that can be loaded: give a directory with tokenizer files"
         reason = shorten(str(error).split(". ")[0], 200, placeholder=" ...")
-        raise UserError(
-            f"cannot load a tokenizer from {path}: {rule} ({type(error).__name__}: {reason})"
-        ) from error
+        raise UserError(f"cannot load a tokenizer from {path}: {rule} ({type(error).__name__}: {reason})") from error
 
 
 def _name_damaged_file(folder: Path) -> None:

@@ -133,9 +133,7 @@ class Engine(AbstractContextManager["Engine"]):
         seed = sampling.seed
         if seed is None:
             seed = 0 if sampling.is_greedy else broadcast_object(secrets.randbits(63))
-        lane = min(
-            range(len(self.lanes)), key=lambda it: len(self.lanes[it].waiting) + len(self.lanes[it].running)
-        )
+        lane = min(range(len(self.lanes)), key=lambda it: len(self.lanes[it].waiting) + len(self.lanes[it].running))
         return [self._submit(list(prompt), sampling, seed, choice, lane) for choice in range(sampling.n)]
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:

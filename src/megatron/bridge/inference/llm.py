@@ -237,9 +237,7 @@ class LLM:
         from megatron.bridge.inference.refit.replacement import Replacement
 
         if self._bridge is None:
-            raise UserError(
-                "this engine was loaded from a Megatron checkpoint: load a Hugging Face model to refit it"
-            )
+            raise UserError("this engine was loaded from a Megatron checkpoint: load a Hugging Face model to refit it")
         if self._replacement is None:
             self._replacement = Replacement(self.engine, self._bridge, self._chunks)
         self._replacement.take(step)

@@ -61,9 +61,7 @@ class Workers(AbstractContextManager["Workers"]):
         for process in self._processes:
             process.join()
 
-    def iterate(
-        self, method: str, args: tuple[Any, ...], stopped: Callable[[], bool] | None = None
-    ) -> Iterator[Any]:
+    def iterate(self, method: str, args: tuple[Any, ...], stopped: Callable[[], bool] | None = None) -> Iterator[Any]:
         """What a method of ``LLM`` yields on rank 0; ``stopped`` asks it to end early."""
         for rank in range(len(self._pipes)):
             self._send(rank, (method, args, stopped is not None))

@@ -67,9 +67,7 @@ def check_host(host: str) -> None:
         socket.create_connection((host, SSH_PORT), timeout=CONNECT_SECONDS).close()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(
-            f"--host {host} cannot be reached by SSH: {reason}; check the name and your VPN"
-        ) from error
+        raise UserError(f"--host {host} cannot be reached by SSH: {reason}; check the name and your VPN") from error
 
 
 def check_cluster(options: LaunchOptions, shell: Shell) -> None:

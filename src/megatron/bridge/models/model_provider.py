@@ -324,9 +324,7 @@ def get_model(
 
 def _report(changes: list[layer_specs.DisabledSetting]) -> None:
     for change in changes if distributed.rank() == 0 else ():
-        logger.warning(
-            "model.%s=%r is %r on this machine: %s", change.field, change.asked, change.used, change.reason
-        )
+        logger.warning("model.%s=%r is %r on this machine: %s", change.field, change.asked, change.used, change.reason)
 
 
 def _add_hook(hooks: list[ModelHook], hook: ModelHook, prepend: bool) -> None:
@@ -401,9 +399,7 @@ def _keeps_buffers(module: Module) -> bool:
     return getattr(module, "keeps_buffers_exact", False)
 
 
-def _kind_of_sharding(
-    ddp: DistributedDataParallelConfig, torch_fsdp: bool
-) -> Callable[..., MegatronModule] | None:
+def _kind_of_sharding(ddp: DistributedDataParallelConfig, torch_fsdp: bool) -> Callable[..., MegatronModule] | None:
     """The wrapper that shards weights over ranks; None if they are not sharded."""
     if torch_fsdp:
         return torch_fsdp2.TorchFSDP2Wrapper

@@ -32,9 +32,7 @@ def trained_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict
     whole = model_io.model_state(chunks, metadata)
     trained = {key: sorted(chunk_info(chunk).trained) for key, chunk in _keyed(chunks)}
     # with FSDP, this rank may have no rows of a parameter
-    return {
-        key: {name: whole[key][name] for name in names if name in whole[key]} for key, names in trained.items()
-    }
+    return {key: {name: whole[key][name] for name in names if name in whole[key]} for key, names in trained.items()}
 
 
 def set_trained_state(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:

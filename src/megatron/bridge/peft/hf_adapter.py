@@ -37,9 +37,7 @@ def base_name(directory: Path) -> str | None:
     return peft_format.read(directory)[0].get("base_model_name_or_path")
 
 
-def adapted_model(
-    directory: Path, base: str, trust_remote_code: bool, check: bool
-) -> tuple[AutoBridge, list[Any]]:
+def adapted_model(directory: Path, base: str, trust_remote_code: bool, check: bool) -> tuple[AutoBridge, list[Any]]:
     """The base with the adapters of a directory, in one process.
 
     Args:

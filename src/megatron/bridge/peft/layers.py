@@ -57,9 +57,7 @@ class _Adapted:
         """
         index = self._index(weight)
         return (
-            weight
-            if index is None
-            else self.adapter.merged_weights(self.adapted_site.weights)[index].to(weight.dtype)
+            weight if index is None else self.adapter.merged_weights(self.adapted_site.weights)[index].to(weight.dtype)
         )
 
     def low_rank_parts(self, weight: Tensor) -> list[LowRankPart]:
@@ -106,9 +104,7 @@ class _AdaptedLinear(_Adapted):
 
 
 class _AdaptedExperts(_Adapted):
-    def forward(
-        self, x: Tensor, tokens_per_expert: Sequence[int], *args: Any, **options: Any
-    ) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, tokens_per_expert: Sequence[int], *args: Any, **options: Any) -> tuple[Tensor, Any]:
         """(outputs [tokens, out], biases to be added later)."""
         base, later = _base(self).forward(self, x, tokens_per_expert, *args, **options)  # type: ignore[misc]
         counts = [int(count) for count in tokens_per_expert]

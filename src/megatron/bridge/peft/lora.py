@@ -174,8 +174,7 @@ def _refuse_other_dtype(chunks: Sequence[nn.Module], asked: torch.dtype | None) 
     dtype = getattr(chunks[0].config, "params_dtype", None)
     if asked is not None and dtype is not None and asked != dtype:
         raise UserError(
-            f"peft.lora_dtype={dtype_name(asked)}: adapters have the model's dtype, {dtype_name(dtype)}; "
-            "leave it out"
+            f"peft.lora_dtype={dtype_name(asked)}: adapters have the model's dtype, {dtype_name(dtype)}; leave it out"
         )
 
 

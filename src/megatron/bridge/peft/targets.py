@@ -110,9 +110,7 @@ def check(site: Site) -> None:
             "model.moe_shared_expert_overlap=false"
         )
     if ".local_experts." in site.name:
-        raise UserError(
-            f"peft.target_modules: {site.name} is a module of one expert: set model.moe_grouped_gemm=true"
-        )
+        raise UserError(f"peft.target_modules: {site.name} is a module of one expert: set model.moe_grouped_gemm=true")
     if site.name.endswith(".in_proj") and site.group.size() > 1:
         raise UserError(
             f"peft.target_modules: the outputs of {site.name} are of several kinds, each cut over the ranks by "

@@ -49,9 +49,7 @@ def create_peft(config: Mapping[str, Any], dtype: torch.dtype | str | None = Non
     chosen = {name: value for name, value in values.items() if value not in (None, [], ())}
     for name, value in chosen.items():
         if name not in known:
-            raise UserError(
-                f"lora.{name}={value!r}: {method.__name__} has no such setting{did_you_mean(name, known)}"
-            )
+            raise UserError(f"lora.{name}={value!r}: {method.__name__} has no such setting{did_you_mean(name, known)}")
     return method(**{"lora_dtype": dtype, **chosen})
 
 

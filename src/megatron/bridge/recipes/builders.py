@@ -190,9 +190,7 @@ def dpo(
     config = sft(size, chosen)
     config.dpo = DPOConfig()
     config.model.calculate_per_token_loss = True  # pairs, here
-    config.dataset = PreferenceDatasetConfig(
-        seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"]
-    )
+    config.dataset = PreferenceDatasetConfig(seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"])
     return config
 
 
@@ -277,9 +275,7 @@ def _mock_data(chosen: dict[str, Any]) -> MockGPTDatasetConfig:
     return MockGPTDatasetConfig(seq_length=chosen["seq_length"], random_seed=chosen["seed"])
 
 
-def _assemble(
-    size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: float, mock: bool
-) -> ConfigContainer:
+def _assemble(size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: float, mock: bool) -> ConfigContainer:
     if chosen["hf_model"] is not None:
         size = CheckpointSize(chosen["hf_model"], numbers={}, published=False)
     model = _model(size, chosen)

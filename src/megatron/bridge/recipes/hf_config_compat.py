@@ -34,9 +34,7 @@ def current(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """The entries ``numbers`` of a ``config.json``, with today's keys."""
     kind = numbers["model_type"]
     renamed = _RENAMED.get(kind, {})
-    entries = {
-        renamed.get(key, key): value for key, value in numbers.items() if key not in _REPLACED_BY_LAYER_TYPES
-    }
+    entries = {renamed.get(key, key): value for key, value in numbers.items() if key not in _REPLACED_BY_LAYER_TYPES}
     return {**_DEFAULTS.get(kind, {}), **_rope(entries), **_layer_types(kind, numbers)}
 
 

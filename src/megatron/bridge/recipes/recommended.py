@@ -53,11 +53,7 @@ def _parse(path: Path) -> tuple[Tables, dict[str, ast.stmt]]:
     body = ast.parse(path.read_text()).body
     tables: Tables = {}
     for node in body:
-        if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and isinstance(node.value, ast.Dict)
-        ):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Dict):
             tables[node.target.id] = _table(node.value, tables)
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     assigned = {ast.unparse(node.targets[0]): node for node in body if isinstance(node, ast.Assign)}

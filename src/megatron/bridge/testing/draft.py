@@ -134,9 +134,7 @@ class Draft:
     def unread(self) -> dict[str, tuple[Any, ...]]:
         """Keys that nothing reads, or that a default of transformers contradicts, with their values."""
         both, defaults = (self.source_config.to_dict(), self.config), type(self.source_config)().to_dict()
-        checked = [
-            key for key, values in self.parent.irrelevant.items() if values is not None and key in self.config
-        ]
+        checked = [key for key, values in self.parent.irrelevant.items() if values is not None and key in self.config]
         keys = [key for key in self.unclaimed if key not in self.claimed]
         keys += [key for key in checked if key not in keys and self.config[key] != defaults.get(key)]
         return {key: (*{repr(it.get(key)): it.get(key) for it in both}.values(),) for key in keys}
@@ -190,9 +188,7 @@ class Draft:
         moved = placement != self.parent.fixed.get("norm_placement", "pre")
         if moved or any("norm" in name for name in self.left_over):
             self.blocks.append(f"attention(norm={norms[0]!r}, qk_norm={bool(query)})")
-            self.blocks += (
-                ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"] if after else []
-            )
+            self.blocks += ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"] if after else []
         if plain or moved:
             names = ("", "c_fc", "c_proj") if "mlp.c_fc.weight" in ends else ("gate_proj", "up_proj", "down_proj")
             self.blocks.append(f"mlp(norm={norms[1]!r}, gated={not plain}, projections={names!r})")
@@ -228,10 +224,7 @@ class {name}Bridge({parent}):
         return [
             f"{self.architecture} is nearest to {self.base}",
             *(f"key {key}={self.config[key]!r}: {text} reads it" for key, text in self.claimed.items()),
-            *(
-                f"key {key} in {values}: nothing reads it, others are refused"
-                for key, values in self.unread.items()
-            ),
+            *(f"key {key} in {values}: nothing reads it, others are refused" for key, values in self.unread.items()),
             *(f"tensor {name}: {self.base} does not name it" for name in self.left_over),
         ]
 

@@ -62,9 +62,7 @@ def config_in_both_directions(bridge: AutoBridge) -> list[str]:
     """A line for each attribute that a provider loses when it is written as a config and read again."""
     provider = bridge.to_megatron_provider(load_weights=False)
     written = type(bridge.hf_config)(**bridge._bridge.megatron_to_hf_config(provider))
-    return different_providers(
-        provider, AutoBridge.from_hf_config(written).to_megatron_provider(load_weights=False)
-    )
+    return different_providers(provider, AutoBridge.from_hf_config(written).to_megatron_provider(load_weights=False))
 
 
 def different_providers(one: Any, other: Any) -> list[str]:
@@ -81,9 +79,7 @@ def export_without_a_source(case: ReferenceFiles, output: Path) -> list[str]:
     return export_without_a_source_of(*reference.build(case, "one"), case, output)
 
 
-def export_without_a_source_of(
-    bridge: AutoBridge, model: list[Any], case: ReferenceFiles, output: Path
-) -> list[str]:
+def export_without_a_source_of(bridge: AutoBridge, model: list[Any], case: ReferenceFiles, output: Path) -> list[str]:
     """The same of a model that was built."""
     AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(model, output, show_progress=False)
     return _not_as_in_transformers(case, output)
@@ -113,9 +109,7 @@ def _on_processes(case: Case, layout: str, folder: Path) -> list[str]:
     bridge = type(AutoBridge.from_hf_pretrained(case.checkpoint)._bridge)
     multiprocessing.spawn(_rank, (size, case, layout, folder, bridge), nprocs=size)  # type: ignore[attr-defined]
     return list(
-        dict.fromkeys(
-            line for rank in range(size) for line in (folder / f"problems-{rank}").read_text().splitlines()
-        )
+        dict.fromkeys(line for rank in range(size) for line in (folder / f"problems-{rank}").read_text().splitlines())
     )
 
 

@@ -172,9 +172,7 @@ def save(model: Any, directory: Path) -> None:
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
     """All tensors of a folder."""
-    return {
-        name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()
-    }
+    return {name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
 # ---- the bridged model ------------------------------------------------------------------------------------------
@@ -242,9 +240,7 @@ def forward_backward(model: list[Any], ids: Tensor, labels: Tensor) -> Tensor | 
 def whole_vocabulary(logits: Tensor) -> Tensor:
     """The logits of all tensor-parallel ranks, joined."""
     parts = [torch.empty_like(logits) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
-    torch.distributed.all_gather(
-        parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
-    )
+    torch.distributed.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     return torch.cat(parts, dim=-1)
 
 
@@ -319,9 +315,7 @@ def different_files(case: ReferenceFiles, exported: Path) -> list[str]:
         return different_tensors(values, read_weights(exported))
     names = {path.name for directory in (case.checkpoint, exported) for path in directory.iterdir()}
     return [
-        line
-        for name in sorted(names - {RECORD})
-        for line in _different_file(case.checkpoint / name, exported / name)
+        line for name in sorted(names - {RECORD}) for line in _different_file(case.checkpoint / name, exported / name)
     ]
 
 
@@ -356,7 +350,5 @@ def different_tensors(source: Mapping[str, Tensor], exported: Mapping[str, Tenso
             problems.append(f"{name} is {list(other.shape)} {other.dtype}, not {list(one.shape)} {one.dtype}")
         elif not torch.equal(one, other):
             worst = (one.float() - other.float()).abs().max().item()
-            problems.append(
-                f"{name} differs in {(one != other).sum()} of {one.numel()} numbers, by up to {worst:.1e}"
-            )
+            problems.append(f"{name} differs in {(one != other).sum()} of {one.numel()} numbers, by up to {worst:.1e}")
     return problems

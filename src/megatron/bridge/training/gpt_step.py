@@ -34,9 +34,7 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
     extra: dict[str, Any] = {"loss_mask": batch["loss_mask"]} if get_model_config(model).mtp_num_layers else {}
     if "cu_seqlens" in batch:
         extra["packed_seq_params"] = packed_parameters(batch)
-    output = model(
-        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], **extra
-    )
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], **extra)
     return output, partial(masked_loss, batch["loss_mask"])
 
 

@@ -194,9 +194,7 @@ def _connect_processes(config: ConfigContainer) -> None:
 def _check_existing_groups(config: ConfigContainer) -> None:
     existing, wanted = asdict(ParallelSizes.current()), asdict(ParallelSizes.of(config.model))
     differing = [
-        f"{name} parallel size {size}, not {wanted[name]}"
-        for name, size in existing.items()
-        if size != wanted[name]
+        f"{name} parallel size {size}, not {wanted[name]}" for name, size in existing.items() if size != wanted[name]
     ]
     if differing:
         raise UserError(

@@ -62,9 +62,7 @@ class PrefetchIterator[T]:
         self._made: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
         self.close = weakref.finalize(self, self._wanted.put, False)
         self._wanted.put(True)
-        thread = threading.Thread(
-            target=_make, args=(items, self._wanted, self._made), name="one ahead", daemon=True
-        )
+        thread = threading.Thread(target=_make, args=(items, self._wanted, self._made), name="one ahead", daemon=True)
         _running[thread] = self._wanted
         thread.start()
 

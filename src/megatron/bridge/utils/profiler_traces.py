@@ -53,9 +53,7 @@ def find_traces(place: Path) -> dict[int, Path]:
     """
     folders = sorted({path.parent for path in place.rglob("rank_*.json*") if _NAME.fullmatch(path.name)})
     if not folders:
-        raise UserError(
-            f"{place} holds no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true"
-        )
+        raise UserError(f"{place} holds no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true")
     if len(folders) > 1:
         raise UserError(f"{place} holds several sets of traces: give one of {', '.join(map(str, folders))}")
     found = {}

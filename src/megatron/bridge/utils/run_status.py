@@ -68,9 +68,7 @@ class RunStatus:
         Args:
             now: Local time, from which the end is counted. The steps alone count, without evaluations and saves.
         """
-        total = (
-            "" if self.train_iters is None else f" of {self.train_iters:,} ({self.step / self.train_iters:.0%})"
-        )
+        total = "" if self.train_iters is None else f" of {self.train_iters:,} ({self.step / self.train_iters:.0%})"
         found = {"state": self._state_in_words(), "step": f"{self.step:,}{total}"}
         last = self.train[-1] if self.train else {}
         if self.state == "running" and self.train_iters is not None and self._step_time:

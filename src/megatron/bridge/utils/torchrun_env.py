@@ -18,9 +18,7 @@ def read_number(name: str, default: int | None = None, environment: Mapping[str,
     """
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
-        said = (
-            f"{name}={text!r} in the environment is no number" if text else f"{name} is missing in the environment"
-        )
+        said = f"{name}={text!r} in the environment is no number" if text else f"{name} is missing in the environment"
         raise UserError(f"{said}: torchrun or srun sets it; unset RANK to run as a process of its own")
     return int(text)
 
@@ -37,9 +35,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
             f"RANK={environment.get('RANK')} is set without {', '.join(missing)}: start it with torchrun or srun, "
             f"or unset RANK to run as a process of its own"
         )
-    rank, world, port = (
-        read_number(name, environment=environment) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
-    )
+    rank, world, port = (read_number(name, environment=environment) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world:
         raise UserError(f"RANK={rank} with WORLD_SIZE={world}: ranks are counted from 0 to {world - 1}")
     if not 0 < port < _PORTS:

@@ -82,13 +82,9 @@ def test_order_is_that_of_megatron_core(pipeline):
 @pytest.mark.parametrize("stage", range(4))
 def test_overlap_of_experts_runs_one_more_forward_pass_ahead(stage):
     pipeline = Pipeline(4, 8, 2, 4, overlap_experts=True)
-    communicator = NoNeighbors(
-        Group(4, stage), TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    )
+    communicator = NoNeighbors(Group(4, stage), TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1))
     communicator.virtual_pipeline_model_parallel_size = 2
-    expected = get_pp_rank_microbatches(
-        8, 2, 4, overlap_moe_expert_parallel_comm=True, p2p_communicator=communicator
-    )
+    expected = get_pp_rank_microbatches(8, 2, 4, overlap_moe_expert_parallel_comm=True, p2p_communicator=communicator)
     assert pipeline.warmup(stage) == expected[2]
 
 

@@ -69,9 +69,7 @@ NAMES = [
     Mistake("misspelt option", [*PRETRAIN, "--dryrun"], ("--dryrun", "did you mean --dry-run")),
     Mistake("option without its value", ["train", "--recipe"], ("--recipe", "expected one argument")),
     Mistake("unknown mode", [*PRETRAIN, "--mode", "rl"], ("--mode", "'rl'", "pretrain")),
-    Mistake(
-        "a word that is no override", [*PRETRAIN, "train_iters", "--dry-run"], ("train_iters", "key.sub=value")
-    ),
+    Mistake("a word that is no override", [*PRETRAIN, "train_iters", "--dry-run"], ("train_iters", "key.sub=value")),
     Mistake(
         "an override of two dashes",
         [*PRETRAIN, "--train.train_iters=5"],
@@ -100,12 +98,8 @@ NAMES = [
         [*PRETRAIN, "--rehearse-rank", "1", "--world-size", "7", "model.tensor_model_parallel_size=2"],
         ("needs 2 processes", "start 6 or 8"),
     ),
-    Mistake(
-        "adapters of one rank", [*TUNE, "--rehearse-rank", "0", "--peft_scheme", "lora"], ("peft", "pretrain")
-    ),
-    Mistake(
-        "two rehearsals", [*PRETRAIN, "--rehearse", "--rehearse-rank", "0"], ("--rehearse-rank", "leave one out")
-    ),
+    Mistake("adapters of one rank", [*TUNE, "--rehearse-rank", "0", "--peft_scheme", "lora"], ("peft", "pretrain")),
+    Mistake("two rehearsals", [*PRETRAIN, "--rehearse", "--rehearse-rank", "0"], ("--rehearse-rank", "leave one out")),
     Mistake("a rehearsal of nothing", [*PRETRAIN, "--rehearse", "0"], ("--rehearse: 0", "from 1 to")),
 ]
 
@@ -262,9 +256,7 @@ VALUES = [
 ]
 
 FILES = [
-    Mistake(
-        "no such file", [*PRETRAIN, "--config", "{tmp}/none.yaml", "--dry-run"], ("none.yaml", "No such file")
-    ),
+    Mistake("no such file", [*PRETRAIN, "--config", "{tmp}/none.yaml", "--dry-run"], ("none.yaml", "No such file")),
     Mistake("a folder for a file", [*PRETRAIN, "--config", "{tmp}", "--dry-run"], ("cannot be read", "directory")),
     Mistake("a file that is no text", [*PRETRAIN, "--config", "{tmp}/binary.yaml", "--dry-run"], ("not text",)),
     Mistake(

@@ -110,9 +110,7 @@ def folders(tmp_path):
 
 def sample(rows):
     """One of six in every run, all of them among the slow tests."""
-    return [
-        row if number % 6 == 0 else pytest.param(*row, marks=pytest.mark.slow) for number, row in enumerate(rows)
-    ]
+    return [row if number % 6 == 0 else pytest.param(*row, marks=pytest.mark.slow) for number, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(("folder", "name", "damage"), sample(CASES))

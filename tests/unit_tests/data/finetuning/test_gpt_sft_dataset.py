@@ -23,9 +23,7 @@ def learnt(row):
 
 
 def test_the_label_and_its_space_are_learnt(path, tokenizer):
-    dataset = GPTSFTDataset(
-        path, tokenizer, max_seq_length=40, prompt_template="Q: {input} A: {output}", add_bos=True
-    )
+    dataset = GPTSFTDataset(path, tokenizer, max_seq_length=40, prompt_template="Q: {input} A: {output}", add_bos=True)
     row = dataset[1]
     answer = [*tokenizer.continue_tokens(" me"), tokenizer.eod]
     assert learnt(row) == answer

@@ -35,9 +35,7 @@ def test_epochs_present_every_row_once_in_an_order_of_the_seed():
     assert sorted(first[:10]) == sorted(first[10:20]) == sorted(row["tokens"].tolist() for row in rows)
     assert first[:10] != first[10:20]
     assert [row["tokens"].tolist() for row in EpochRows(rows, 90, seed=3)][:25] == first
-    assert [row["tokens"].tolist() for row in EpochRows(rows, 10, seed=None)] == [
-        r["tokens"].tolist() for r in rows
-    ]
+    assert [row["tokens"].tolist() for row in EpochRows(rows, 10, seed=None)] == [r["tokens"].tolist() for r in rows]
     with pytest.raises(IndexError):
         EpochRows(rows, 25, seed=3)[25]
 

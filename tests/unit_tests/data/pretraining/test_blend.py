@@ -34,9 +34,7 @@ def test_files(tmp_path):
     assert get_blend_and_blend_per_split(per_split_data_args_path=str(table)) == (None, expected)
 
 
-@pytest.mark.parametrize(
-    "words", [["30", "a", "b"], ["30", "a", "70"], ["a", "30", "b", "70"], ["1", "2", "a", "b"]]
-)
+@pytest.mark.parametrize("words", [["30", "a", "b"], ["30", "a", "70"], ["a", "30", "b", "70"], ["1", "2", "a", "b"]])
 def test_weights_for_some_paths_only_are_refused(words):
     with refused(" ".join(words), "weight", "path"):
         get_blend_and_blend_per_split(data_paths=words)

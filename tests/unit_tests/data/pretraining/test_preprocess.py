@@ -284,9 +284,7 @@ def test_conversations_become_the_text_of_their_template(make, tokenizer_dir, tm
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_behind(make, jsonl, tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (1000, limits[1])
-    )  # the kernel refuses to write more, as a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # the kernel refuses to write more, as a full disk
     try:
         with refused("out.bin", "File too large", "space"):
             make(jsonl)

@@ -352,9 +352,7 @@ def mistral3(messages, tools):
     for place, message in enumerate(messages):
         role, content = message["role"], message["content"]
         if role == "user":
-            listed = (
-                f"[AVAILABLE_TOOLS] {json.dumps(tools)}[/AVAILABLE_TOOLS]" if tools and place == last_user else ""
-            )
+            listed = f"[AVAILABLE_TOOLS] {json.dumps(tools)}[/AVAILABLE_TOOLS]" if tools and place == last_user else ""
             found.append((f"{listed}[INST] {content}[/INST]", None))
         elif role == "tool":
             found.append((f'[TOOL_RESULTS] {{"content": {json.dumps(content)}}}[/TOOL_RESULTS]', None))
@@ -399,9 +397,7 @@ GEMMA = (
 GEMMA3 = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\n\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
-    "{% for m in rest %}"
-    + GEMMA_TURN
-    + "(system if loop.first else '') + m['content'] | trim + '<end_of_turn>\n' }}"
+    "{% for m in rest %}" + GEMMA_TURN + "(system if loop.first else '') + m['content'] | trim + '<end_of_turn>\n' }}"
     "{% endfor %}" + prompt("<start_of_turn>model\n")
 )
 
@@ -459,9 +455,7 @@ DEEPSEEK3 = (
     + END
     + prompt("<|Assistant|>")
 )
-R1 = DEEPSEEK3.replace(
-    "'<|Assistant|>' + m['content'] +", "'<|Assistant|>' + m['content'].split('</think>')[-1] +"
-)
+R1 = DEEPSEEK3.replace("'<|Assistant|>' + m['content'] +", "'<|Assistant|>' + m['content'].split('</think>')[-1] +")
 R1 = R1.replace(prompt("<|Assistant|>"), prompt("<|Assistant|><think>\n"))
 
 
@@ -539,9 +533,7 @@ def harmony(messages, tools):
         else:
             last = place == len(messages) - 1
             thought = message.get("reasoning_content")
-            analysis = (
-                f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought and last else ""
-            )
+            analysis = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought and last else ""
             end = "<|return|>" if last else "<|end|>"
             text = f"{analysis}<|channel|>final<|message|>{content}{end}"
             found += [("<|start|>assistant", None), (text, place)]
@@ -601,9 +593,7 @@ FORMS = [
     Form(
         "gemma",
         GEMMA,
-        turns(
-            "<s>", same("<start_of_turn>{}\n", "<end_of_turn>\n", "model"), "<start_of_turn>model\n", strip=True
-        ),
+        turns("<s>", same("<start_of_turn>{}\n", "<end_of_turn>\n", "model"), "<start_of_turn>model\n", strip=True),
         system=False,
     ),
     Form("gemma3", GEMMA3, gemma3),
@@ -652,9 +642,7 @@ FORMS = [
         ),
         refuses=always,
     ),
-    Form(
-        "command-r", COMMAND_R, turns("<BOS_TOKEN>", COMMAND_R_PARTS, COMMAND_R_PARTS["assistant"][0], strip=True)
-    ),
+    Form("command-r", COMMAND_R, turns("<BOS_TOKEN>", COMMAND_R_PARTS, COMMAND_R_PARTS["assistant"][0], strip=True)),
     by_turn(
         "zephyr",
         "'<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n'",
@@ -689,9 +677,7 @@ FORMS = [
         ALPACA_PARTS,
         "### Response:\n",
     ),
-    by_turn(
-        "falcon3", "'<|' + m['role'] + '|>\n' + m['content'] + '\n'", same("<|{}|>\n", "\n"), "<|assistant|>\n"
-    ),
+    by_turn("falcon3", "'<|' + m['role'] + '|>\n' + m['content'] + '\n'", same("<|{}|>\n", "\n"), "<|assistant|>\n"),
     by_turn(
         "stablelm2",
         "'<|' + m['role'] + '|>\n' + m['content'] + '<|endoftext|>\n'",

@@ -84,9 +84,7 @@ MISTAKES = {
         ("instruction", "process_example_fn"),
     ),
     "two system prompts": (
-        lines(
-            {"system": "a", "conversations": [{"from": "system", "value": "b"}, {"from": "human", "value": "c"}]}
-        ),
+        lines({"system": "a", "conversations": [{"from": "system", "value": "b"}, {"from": "human", "value": "c"}]}),
         ("key system", "system message", "keep one"),
     ),
     "an unknown speaker": (

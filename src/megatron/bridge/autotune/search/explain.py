@@ -64,9 +64,7 @@ def _slower(best: Price, price: Price) -> str:
     change = price.seconds / best.seconds - 1
     if change <= 0:
         return f"{-change:.1%} faster"
-    grown = {
-        name: price.prediction.split.get(name, 0.0) - seconds for name, seconds in best.prediction.split.items()
-    }
+    grown = {name: price.prediction.split.get(name, 0.0) - seconds for name, seconds in best.prediction.split.items()}
     cause = max(grown, key=grown.__getitem__)
     return f"{change:.1%} slower: {_WORDS[cause]} takes {grown[cause]:.3g} s more"
 

@@ -35,16 +35,12 @@ def _compute(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
     matrix = sum(kernels.matrix(run.tokens, each.rows, each.columns) for each in shape.matrices)
     matrix += sum(kernels.matrix(run.between, each.rows, each.columns, quantized=False) for each in shape.router)
     matrix += sum(_grouped(each, run, kernels) for each in shape.experts)
-    return Cost(
-        matrix=matrix, attention=_between(shape, run, kernels, "forward"), memory=_moved(shape, run, kernels)
-    )
+    return Cost(matrix=matrix, attention=_between(shape, run, kernels, "forward"), memory=_moved(shape, run, kernels))
 
 
 def _backward(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
     matrix = sum(_twice(each, kernels.matrix(run.tokens, each.columns, each.rows)) for each in shape.matrices)
-    matrix += 2 * sum(
-        kernels.matrix(run.between, each.columns, each.rows, quantized=False) for each in shape.router
-    )
+    matrix += 2 * sum(kernels.matrix(run.between, each.columns, each.rows, quantized=False) for each in shape.router)
     matrix += sum(_twice(each, _grouped(each, run, kernels)) for each in shape.experts)
     attention = _between(shape, run, kernels, "backward")
     return Cost(matrix=matrix, attention=attention, memory=2 * _moved(shape, run, kernels))
@@ -103,9 +99,7 @@ def _backward_exchange(shape: LayerShape, run: Run, links: AlphaBeta, kernels: R
     # the gradient of a block's output is gathered first; the other messages overlap with products
     tensor = shape.blocks * gather * (1 / run.tensor if run.tensor_overlap else 1.0)
     attention = _between(shape, run, kernels, "backward")
-    return Cost(
-        tensor=tensor, context=_context(shape, run, links, attention, 2.0), expert=_expert(shape, run, links)
-    )
+    return Cost(tensor=tensor, context=_context(shape, run, links, attention, 2.0), expert=_expert(shape, run, links))
 
 
 def _context(shape: LayerShape, run: Run, links: AlphaBeta, attention: float, factor: float = 1.0) -> float:

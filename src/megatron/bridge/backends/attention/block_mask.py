@@ -217,9 +217,7 @@ def packed_segments(packed: Any) -> tuple[list[PackedSegment], list[PackedSegmen
     def of(real: torch.Tensor, padded: torch.Tensor | None) -> list[PackedSegment]:
         return segments(host_values(real), None if padded is None else host_values(padded))
 
-    return of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded), of(
-        packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded
-    )
+    return of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded), of(packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded)
 
 
 def packed_spans(queries: list[PackedSegment], keys: list[PackedSegment]) -> list[QuerySpan]:

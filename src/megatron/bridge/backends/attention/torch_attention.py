@@ -335,9 +335,7 @@ def _pad_width(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return F.pad(value, (0, missing)) if missing > 0 else value
 
 
-def _looking_ahead(
-    mask: torch.Tensor | None, window: AttentionWindow
-) -> tuple[torch.Tensor | None, AttentionWindow]:
+def _looking_ahead(mask: torch.Tensor | None, window: AttentionWindow) -> tuple[torch.Tensor | None, AttentionWindow]:
     """No mask if no query sees ahead; else a window that reaches as far as the furthest of them."""
     if mask is None or mask.dtype == torch.bool:
         return mask, window

@@ -87,9 +87,7 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
             mesh=[[rank] for rank in torch.distributed.get_process_group_ranks(group)],
             mesh_dim_names=names,
         )
-        return FSDPDistributedIndex(
-            device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1], expt_device_mesh=mesh
-        )
+        return FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1], expt_device_mesh=mesh)
 
     def _compute_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's rows of the weights that the model computes with, by parameter name."""
@@ -173,9 +171,7 @@ class FlatBuffer:
     """The index of the layer that the parameters belong to; None outside of layers."""
 
 
-def flat_buffers(
-    module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int
-) -> Iterator[FlatBuffer]:
+def flat_buffers(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> Iterator[FlatBuffer]:
     """The buffers in which Megatron-FSDP will put the parameters of a chunk, which may be on the meta device."""
     strategy = ddp_config.data_parallel_sharding_strategy
     policy = core_buffers.BucketingPolicy(ddp_config.bucket_size, fsdp_units(ddp_config), strategy)
@@ -199,9 +195,7 @@ class TemporaryElements:
     """Whole gradients that wait for their reduction, and those of one more layer or buffer."""
 
 
-def temporary_elements(
-    ddp_config: DistributedDataParallelConfig, buffers: Sequence[FlatBuffer]
-) -> TemporaryElements:
+def temporary_elements(ddp_config: DistributedDataParallelConfig, buffers: Sequence[FlatBuffer]) -> TemporaryElements:
     """The peak of gathered and unreduced elements: usually all of a model with less than 500M parameters."""
     layers: dict[int, int] = {}
     for buffer in buffers:
@@ -216,9 +210,7 @@ def temporary_elements(
     return TemporaryElements(gathered, min(sum(outside) + inside, max(layer, *outside, 0) + in_flight))
 
 
-def row_ranges(
-    module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int
-) -> dict[str, RowRanges]:
+def row_ranges(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> dict[str, RowRanges]:
     """The rows of each parameter that each of ``replicas`` ranks will keep.
 
     Raises:

@@ -36,17 +36,13 @@ class _GroupedMatmul(torch.autograd.Function):
     """``x[rows of expert i] @ weight[i].T + bias[i]`` for each expert, in one tensor."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, counts: list[int], biased: bool, *parameters: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, counts: list[int], biased: bool, *parameters: torch.Tensor) -> torch.Tensor:
         """[tokens, out] from x [tokens, in], weights [out, in] and, if ``biased``, biases [out]."""
         weights, biases = parameters[: len(counts)], parameters[len(counts) :]
         ctx.save_for_backward(x, *weights)
         ctx.counts, ctx.biased = counts, biased
         if not biased and can_use_grouped_mm(x, weights[0]):
-            return torch._grouped_mm(
-                x, stack_weights(weights).transpose(1, 2), offs=_group_offsets(counts, x.device)
-            )
+            return torch._grouped_mm(x, stack_weights(weights).transpose(1, 2), offs=_group_offsets(counts, x.device))
         out = x.new_empty(x.size(0), weights[0].size(0))
         for index, rows in enumerate(_expert_slices(counts)):
             if biased:
@@ -69,9 +65,7 @@ class _GroupedMatmul(torch.autograd.Function):
             grad_x = torch.empty_like(x)
             for weight, rows in zip(weights, slices, strict=True):
                 torch.mm(grad[rows], weight, out=grad_x[rows])
-        grad_weights = [
-            grad[rows].t() @ x[rows] if need else None for rows, need in zip(slices, needed, strict=False)
-        ]
+        grad_weights = [grad[rows].t() @ x[rows] if need else None for rows, need in zip(slices, needed, strict=False)]
         biases = slices if ctx.biased else []
         grad_biases = [
             grad[rows].sum(0) if need else None for rows, need in zip(biases, needed[len(slices) :], strict=True)
@@ -252,9 +246,7 @@ class GroupedLinear(torch.nn.Module):
     def biases(self) -> list[torch.nn.Parameter]:
         return [getattr(self, f"bias{index}") for index in range(self.count)] if self.has_bias else []
 
-    def forward(
-        self, x: torch.Tensor, tokens_per_expert: list[int]
-    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """Outputs [tokens, out] and, if the caller adds them, the biases."""
         later = self.has_bias and self.skip_bias_add
         biases = [] if later else self.biases()

@@ -200,9 +200,7 @@ def install() -> None:
     if common.HAVE_FLA and has_cuda():
         return
     if has_cuda():
-        _log.warning(
-            "flash-linear-attention is not installed, so gated delta nets compute in PyTorch, chunk by chunk"
-        )
+        _log.warning("flash-linear-attention is not installed, so gated delta nets compute in PyTorch, chunk by chunk")
     common.HAVE_FLA = True  # Megatron-Core checks it before it builds the layer
     common.l2norm = l2norm
     gdn.causal_conv1d = causal_conv1d
@@ -276,9 +274,7 @@ class DeltaNet(GatedDeltaNet):
         dist.all_reduce(total, group=self.tp_group)
         return total
 
-    def _compute_g_and_beta(
-        self, rate: Tensor, bias: Tensor, alpha: Tensor, beta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _compute_g_and_beta(self, rate: Tensor, bias: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithm of the decay, and beta; both [b, t, h]."""
         return -rate.float().exp() * F.softplus(alpha.float() + bias.float()), beta.sigmoid()
 

@@ -208,9 +208,7 @@ class TorchMambaMixer(MambaMixer):
         inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
         return projected.split([inner, inner + 2 * states, cp.nheads_local_tpcp], dim=-1)
 
-    def _scan(
-        self, gate: Tensor, convolved: Tensor, dt: Tensor, state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _scan(self, gate: Tensor, convolved: Tensor, dt: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gated outputs [b, s, inner] in float32, and the state after them."""
         cp = self.cp
         inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state

@@ -76,9 +76,7 @@ def _mixer(config: TransformerConfig, linears: MambaMixerSubmodules) -> ModuleSp
 
 
 def _mamba_layer(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
-    linears = MambaMixerSubmodules(
-        in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear()
-    )
+    linears = MambaMixerSubmodules(in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear())
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(

@@ -230,9 +230,7 @@ class ByHeadNormAttention(SelfAttention):
         self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
     ) -> None:
         # no norms of the spec: they are per head, and their gradients are summed over tensor-parallel ranks
-        super().__init__(
-            config, dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None), *args, **kwargs
-        )
+        super().__init__(config, dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None), *args, **kwargs)
         groups = config.num_query_groups or config.num_attention_heads
         for role, heads in zip("qk", (config.num_attention_heads, groups), strict=True):
             setattr(self, f"{role}_layernorm", ByHeadNorm(config, heads, self.pg_collection.tp))

@@ -26,9 +26,7 @@ from megatron.bridge.backends.moe.grouped_experts import grouped_experts
 class TorchSpecProvider(LocalSpecProvider):
     """Megatron-Core's parallel linear layers, with norms, attention and experts in plain PyTorch."""
 
-    def layer_norm(
-        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
-    ) -> LayerNormBuilder:
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
         """One builder for all norms: it reads the kind of norm from the config."""
         return TorchNorm
 

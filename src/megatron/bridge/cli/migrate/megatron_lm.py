@@ -28,9 +28,7 @@ _FORMATS = (
     "bf16 fp16 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 fp4_recipe "
     "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
 )
-_PRECISION = {"fp8-format": "fp8", "fp4-format": "fp4"} | {
-    name.replace("_", "-"): name for name in _FORMATS.split()
-}
+_PRECISION = {"fp8-format": "fp8", "fp4-format": "fp4"} | {name.replace("_", "-"): name for name in _FORMATS.split()}
 LATENT_DEFAULTS: dict[str, Any] = {"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0}
 _IMPLIED, _MISSING = (
     {name: reason for reason, names in groups.items() for name in names.split()}
@@ -129,9 +127,7 @@ def _fields() -> dict[str, str]:
     from megatron.core.transformer import MLATransformerConfig
 
     groups = {"optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig, "model": MLATransformerConfig}
-    found = {
-        _dashed(entry.name): f"{group}.{entry.name}" for group, kind in groups.items() for entry in fields(kind)
-    }
+    found = {_dashed(entry.name): f"{group}.{entry.name}" for group, kind in groups.items() for entry in fields(kind)}
     found |= {f"ddp-{name}": key for name, key in found.items() if key.startswith("ddp.")}
     for group, pairs in table.RENAMED.items():
         found |= {name: f"{group}.{key}" for name, _, key in (pair.partition("=") for pair in pairs.split())}

@@ -109,9 +109,7 @@ def _dataset(value: Any, run: TrainerRun) -> str | None:
 def _targets(value: Any, run: TrainerRun) -> str | None:
     names: list[str] = value.replace(",", " ").split() if isinstance(value, str) else value
     if unknown := [name for name in names if name not in table.MODULES]:
-        return (
-            f"{', '.join(unknown)}: all linear layers are the default; peft.target_modules takes Megatron's names"
-        )
+        return f"{', '.join(unknown)}: all linear layers are the default; peft.target_modules takes Megatron's names"
     modules = list(dict.fromkeys(table.MODULES[name] for name in names))
     run.translation.set("peft.target_modules", json.dumps(modules), "lora_target")
     return None

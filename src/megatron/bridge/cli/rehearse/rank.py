@@ -184,9 +184,7 @@ def _checkpoint(clock: Clock, model: list[Any], optimizer: Any, world_size: int)
     def merge() -> Any:
         return create_default_global_save_plan([_slices_only(plan) for _ in range(PLANS)])
 
-    state = clock.measure(
-        "checkpoint state", describe, lambda state: f"{len(state['optimizer'])} slices of states"
-    )
+    state = clock.measure("checkpoint state", describe, lambda state: f"{len(state['optimizer'])} slices of states")
     plan = clock.measure("checkpoint plan", lambda: plan_mine(state), lambda plan: f"of {len(plan) / 1e3:.0f} kB")
     clock.measure(
         f"rank 0 merges {PLANS} plans",

@@ -263,9 +263,7 @@ def _shrink_layers(model: Any) -> None:
 def _layer_kinds(model: Any) -> list[tuple[Any, ...]]:
     """The properties in which the layers of a model differ, for each layer."""
     columns: list[Sequence[Any]] = [
-        [str(item) for item in value]
-        for name in _PER_LAYER
-        if isinstance(value := getattr(model, name, None), list)
+        [str(item) for item in value] for name in _PER_LAYER if isinstance(value := getattr(model, name, None), list)
     ]
     for name in _PER_LAYER:
         every = getattr(model, name, None)
@@ -356,9 +354,7 @@ def _shorten(toy: Toy, steps: int) -> None:
     config, dimensions = toy.config, toy.dimensions
     train, scheduler, dataset = config.train, config.scheduler, config.dataset
     microbatches = (
-        2 * dimensions.pipeline
-        if config.model.virtual_pipeline_model_parallel_size
-        else max(2, dimensions.pipeline)
+        2 * dimensions.pipeline if config.model.virtual_pipeline_model_parallel_size else max(2, dimensions.pipeline)
     )
     train.micro_batch_size = min(train.micro_batch_size, 2)
     train.global_batch_size = train.micro_batch_size * dimensions.data * microbatches

@@ -132,9 +132,7 @@ class Rehearsal:
         from megatron.bridge.cli.main import main as command
 
         for action in ("merge", "export"):
-            code = command(
-                ["adapter", action, "--adapter", str(self.first), "--hf-path", str(self.folder / action)]
-            )
+            code = command(["adapter", action, "--adapter", str(self.first), "--hf-path", str(self.folder / action)])
             if code and action == "merge":
                 raise UserError("adapter merge failed")
 

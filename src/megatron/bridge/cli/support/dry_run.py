@@ -166,9 +166,7 @@ def _layer_range(numbers: list[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}"
 
 
-def _compute(
-    config: "ConfigContainer", world_size: int, kind: str, teacher: "ModelProvider | None"
-) -> Iterator[str]:
+def _compute(config: "ConfigContainer", world_size: int, kind: str, teacher: "ModelProvider | None") -> Iterator[str]:
     length = config.dataset.seq_length
     teachers = [] if teacher is None else [meta_model.whole_model(teacher)]
     token = local_flops_per_token([_model_with_adapters(config)], length)

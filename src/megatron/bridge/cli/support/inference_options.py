@@ -67,9 +67,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest that sum up to P")
     group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P of the best")
-    group.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="divides logits of repeats"
-    )
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="divides logits of repeats")
     group.add_argument("--seed", type=int, help="the same seed gives the same text in any batch and layout")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end here; may be repeated")
 

@@ -25,8 +25,7 @@ def describe(config: "ConfigContainer", world_size: int) -> list[str]:
     whole = BatchSize(train).samples_after(train.train_iters) * config.dataset.seq_length
     first = f", growing from {train.rampup_batch_size[0]} samples" if train.rampup_batch_size else ""
     return [
-        f"model: {parameter_count(model):,} parameters, {model.num_layers} layers, "
-        f"hidden size {model.hidden_size}",
+        f"model: {parameter_count(model):,} parameters, {model.num_layers} layers, hidden size {model.hidden_size}",
         f"layout: {rank_diagram.summary(config, world_size)}",
         f"run: {train.train_iters:,} steps, {whole:,} tokens; each step {train.global_batch_size} samples x "
         f"{config.dataset.seq_length} tokens = {tokens:,} tokens, in "

@@ -50,9 +50,7 @@ class Job:
         """The GPU for which the recipe was made; empty if unknown."""
         return "" if self.recipe is None else self.recipe.gpu_kind
 
-    def resolve(
-        self, world_size: int, count_rows: Callable[[Any], int] | None = None
-    ) -> "Resolved[ConfigContainer]":
+    def resolve(self, world_size: int, count_rows: Callable[[Any], int] | None = None) -> "Resolved[ConfigContainer]":
         """The resolved config for ``world_size`` processes, not necessarily on this machine.
 
         ``count_rows`` is that of ``ConfigContainer.resolve``.
@@ -69,9 +67,7 @@ class Job:
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that select and change the config of a run."""
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML")
     parser.add_argument("--recipe", metavar="NAME", help="recipe to run; --list shows all")
     parser.add_argument(
         "--config",
@@ -102,9 +98,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seq_length", type=int, metavar="N", help="tokens per sample, for data and model")
     parser.add_argument("--peft_scheme", metavar="NAME", help="adapter to train, lora or dora; the same as --mode")
-    parser.add_argument(
-        "--packed_sequence", action="store_true", help="pack several fine-tuning samples into one row"
-    )
+    parser.add_argument("--packed_sequence", action="store_true", help="pack several fine-tuning samples into one row")
 
 
 def add_trust_config(parser: argparse.ArgumentParser) -> None:
@@ -277,8 +271,7 @@ def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> "tuple
     config = from_plain(resolve_tree(values))
     if not isinstance(config, ConfigContainer):
         raise UserError(
-            f"{args.config} describes a {type(config).__name__}, not a run: its top must be _target_: "
-            "ConfigContainer"
+            f"{args.config} describes a {type(config).__name__}, not a run: its top must be _target_: ConfigContainer"
         )
     origin = f"file {args.config}"
     layers = [Layer(origin, references_in(values))]  # again after overrides, which references may name
@@ -344,9 +337,7 @@ def forward_step(name: str | None, config: "ConfigContainer") -> Any:
         raise UserError("--step_func vlm_step, and the model has no vision tower: leave it out")
     if "." not in name:
         if name not in STEPS:
-            raise UserError(
-                f"--step_func {name} does not exist: use {', '.join(STEPS)} or package.module.function"
-            )
+            raise UserError(f"--step_func {name} does not exist: use {', '.join(STEPS)} or package.module.function")
         name = f"megatron.bridge.training.{name}.forward_step"
     sys.path.insert(0, str(Path.cwd()))  # also find modules in the current directory
     try:

@@ -42,9 +42,7 @@ class BlendedDatasetConfig(DatasetConfig):
         if not self.datasets:
             found.append("dataset.datasets is empty: name at least one dataset")
         if len(self.weights) != count:
-            found.append(
-                f"dataset.weights has {len(self.weights)} entries for {count} datasets: give one for each"
-            )
+            found.append(f"dataset.weights has {len(self.weights)} entries for {count} datasets: give one for each")
         if any(not weight > 0 for weight in self.weights):
             found.append(f"dataset.weights={self.weights}: all must be positive")
         for name in ("seq_length", "packed", "padding_free", "sequence_multiple"):

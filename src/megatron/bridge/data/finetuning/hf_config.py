@@ -74,9 +74,7 @@ class HFDatasetConfig(SFTDatasetConfig):
         name = self.train_split if holds_out else names[split]
         if name is None:
             return None
-        whole: RecordSource = HubSource(
-            self.dataset_name, self.dataset_subset, name, self.revision, self.streaming
-        )
+        whole: RecordSource = HubSource(self.dataset_name, self.dataset_subset, name, self.revision, self.streaming)
         if Path(self.dataset_name).is_file():
             whole = FileSource(Path(self.dataset_name))
         return HoldOutSource(whole, self.val_proportion, self.seed, split == "valid") if holds_out else whole

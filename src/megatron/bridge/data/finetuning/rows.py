@@ -85,9 +85,7 @@ class PaddedRows(SampleRows):
 class PaddingFreeRows(SampleRows):
     """One sample in each row, without padding. The rows of a microbatch are concatenated."""
 
-    def __init__(
-        self, samples: Samples, padding: int, multiple: int = 1, media: MediaProcessor | None = None
-    ) -> None:
+    def __init__(self, samples: Samples, padding: int, multiple: int = 1, media: MediaProcessor | None = None) -> None:
         super().__init__(samples, None, padding, multiple, media)
 
 

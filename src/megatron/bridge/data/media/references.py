@@ -89,9 +89,7 @@ def _source(raw: Any, root: Path, where: str) -> str:
     if hasattr(raw, "save") and hasattr(raw, "getexif"):  # an image of PIL
         return _source(_png(raw), root, where)
     if not isinstance(raw, str) or not raw:
-        raise UserError(
-            f"{where}: an image is {type(raw).__name__}: give a path, a data: URL, or the bytes of a file"
-        )
+        raise UserError(f"{where}: an image is {type(raw).__name__}: give a path, a data: URL, or the bytes of a file")
     if raw.startswith(_DATA):
         return raw
     if raw.startswith(_URLS):
@@ -159,21 +157,15 @@ def _open(source: str, where: str) -> "Image.Image":
 def _bytes(source: str, where: str) -> bytes:
     head, _, text = source.partition(",")
     if not head.endswith(";base64"):
-        raise UserError(
-            f"{where}: an image is a data: URL without ;base64, which is not read: encode it in base64"
-        )
+        raise UserError(f"{where}: an image is a data: URL without ;base64, which is not read: encode it in base64")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise UserError(
-            f"{where}: an image is a data: URL with damaged base64 ({error}): encode it again"
-        ) from error
+        raise UserError(f"{where}: an image is a data: URL with damaged base64 ({error}): encode it again") from error
 
 
 def _unreadable(source: str, where: str, error: Exception) -> UserError:
     if isinstance(error, UserError):
         return error
     reason = one_line(error).split(": <")[0]  # an address of a buffer helps nobody
-    return UserError(
-        f"{where}: the image {shown(source)} cannot be read ({reason}): repair it, or remove the record"
-    )
+    return UserError(f"{where}: the image {shown(source)} cannot be read ({reason}): repair it, or remove the record")

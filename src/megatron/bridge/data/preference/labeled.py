@@ -48,8 +48,7 @@ class LabeledEncoder(PairEncoder):
         samples, found = RecordEncoder.__call__(self, [(where, answer)])
         report.add(found)
         return [
-            Sample(np.append(sample.tokens, np.int32(label)), np.append(sample.trained, False))
-            for sample in samples
+            Sample(np.append(sample.tokens, np.int32(label)), np.append(sample.trained, False)) for sample in samples
         ]
 
 

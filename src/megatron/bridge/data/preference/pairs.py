@@ -98,9 +98,7 @@ def _prompt(record: Record, where: str) -> tuple[Any, int]:
 class PairRows(SampleRows):
     """One pair in each row, without padding. The rows of a microbatch are concatenated."""
 
-    def __init__(
-        self, samples: Samples, padding: int, multiple: int = 1, names: tuple[str, str] = ANSWERS
-    ) -> None:
+    def __init__(self, samples: Samples, padding: int, multiple: int = 1, names: tuple[str, str] = ANSWERS) -> None:
         super().__init__(samples, None, padding, multiple)
         self._names = names
 

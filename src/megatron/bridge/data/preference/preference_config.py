@@ -76,13 +76,9 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
     def problems(self) -> list[str]:
         found = super().problems()
         if not self.padding_free or self.packed:
-            found.append(
-                "dataset.padding_free=False: rows of pairs have no padding, leave it True, and do not pack"
-            )
+            found.append("dataset.padding_free=False: rows of pairs have no padding, leave it True, and do not pack")
         if self.train_on not in ("completion", "last"):
-            found.append(
-                f"dataset.train_on={self.train_on}: pairs differ in their completion, use completion or last"
-            )
+            found.append(f"dataset.train_on={self.train_on}: pairs differ in their completion, use completion or last")
         return found
 
     def build(self, request: DatasetRequest) -> Splits:

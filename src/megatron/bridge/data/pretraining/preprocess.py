@@ -206,9 +206,7 @@ def _key(config: PreprocessConfig, formats: list[Format], tokenizer: HuggingFace
 def _format_of(path: Path) -> Format:
     if path.suffix not in SUFFIXES:
         known = " ".join(SUFFIXES)
-        raise UserError(
-            f"the format of {path} is unknown (known endings: {known}): add --format jsonl, text or chat"
-        )
+        raise UserError(f"the format of {path} is unknown (known endings: {known}): add --format jsonl, text or chat")
     return SUFFIXES[path.suffix]
 
 
@@ -231,9 +229,7 @@ def _chunks(config: PreprocessConfig, formats: list[Format], start: InputPositio
             raise UserError(f"--input={path} cannot be read: {error.strerror}") from error
 
 
-def _progress(
-    results: Iterator[EncodedDocuments], config: PreprocessConfig, done: int
-) -> Iterator[EncodedDocuments]:
+def _progress(results: Iterator[EncodedDocuments], config: PreprocessConfig, done: int) -> Iterator[EncodedDocuments]:
     """Show a progress bar in bytes, on a terminal."""
     terminal = console()
     if not terminal.is_terminal:

@@ -180,14 +180,10 @@ def segments(sample: Sample, tokenizer: Tokenizer, media: MediaProcessor | None 
         *(place for part in images for place in part),
     }
     bounds = [0, *sorted(edges - {0, len(sample.tokens)}), len(sample.tokens)]
-    return [
-        _segment(sample, start, stop, images.get((start, stop)), tokenizer) for start, stop in pairwise(bounds)
-    ]
+    return [_segment(sample, start, stop, images.get((start, stop)), tokenizer) for start, stop in pairwise(bounds)]
 
 
-def _segment(
-    sample: Sample, start: int, stop: int, image: ImageReference | None, tokenizer: Tokenizer
-) -> TextSegment:
+def _segment(sample: Sample, start: int, stop: int, image: ImageReference | None, tokenizer: Tokenizer) -> TextSegment:
     trained = bool(sample.trained[start])
     if image is None:
         return TextSegment(tokenizer.detokenize(sample.tokens[start:stop].tolist()), stop - start, trained)

@@ -175,9 +175,7 @@ class ChatTemplate:
                 )
         except Exception as error:  # the template is a program of its own
             part = "" if count == len(chat.messages) else f", given its first {count} messages"
-            raise UserError(
-                f"{where}: the chat template refuses the conversation{part}: {one_line(error)}"
-            ) from error
+            raise UserError(f"{where}: the chat template refuses the conversation{part}: {one_line(error)}") from error
         return texts[0], spans[0] if spans else []
 
     def _source(self, chat: Chat, where: str) -> str:

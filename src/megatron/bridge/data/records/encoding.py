@@ -123,9 +123,7 @@ class RecordEncoder:
             else:
                 yield where, processed
 
-    def _parse(
-        self, records: Sequence[LocatedRecord], report: EncodingReport
-    ) -> Iterator[tuple[str, ParsedRecord]]:
+    def _parse(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[tuple[str, ParsedRecord]]:
         for where, record in self._processed(records, report):
             parsed = parse(record, where)
             report.formats[type(parsed).__name__] += 1

@@ -121,9 +121,9 @@ def _next(given: Iterator[Any] | None, where: str) -> Any:
 def _split(text: str) -> list[dict[str, Any]]:
     """A text with marks as parts."""
     pieces = re.split(f"({re.escape(MARK)})", text)
-    return [
-        {"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces if piece
-    ] or [{"type": "text", "text": ""}]
+    return [{"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces if piece] or [
+        {"type": "text", "text": ""}
+    ]
 
 
 def content_part(part: Any, where: str) -> dict[str, Any]:

@@ -215,9 +215,7 @@ def _load(folder: Path) -> PreparedSamples:
             images = [_mapped(folder / "images.npy", image_bounds), image_bounds]
         return PreparedSamples(Samples(tokens, trained, bounds, *images), report)
     except (OSError, ValueError, AssertionError) as error:
-        raise UserError(
-            f"the prepared samples in {folder} cannot be read ({error}): remove that folder"
-        ) from error
+        raise UserError(f"the prepared samples in {folder} cannot be read ({error}): remove that folder") from error
 
 
 def _mapped(path: Path, bounds: np.ndarray) -> np.ndarray:

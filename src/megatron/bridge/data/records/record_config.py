@@ -178,9 +178,7 @@ class RecordDatasetConfig(DatasetConfig):
                 f"to one value, because a packed row is as long as any other"
             )
         if not self.packed and size != -1:
-            found.append(
-                f"{name}.packed_sequence_size={size}: set it to dataset.seq_length, or to -1 for no packing"
-            )
+            found.append(f"{name}.packed_sequence_size={size}: set it to dataset.seq_length, or to -1 for no packing")
         if multiple < 1 or self.seq_length % multiple:
             found.append(
                 f"{name}.pad_seq_to_mult={multiple} does not divide dataset.seq_length={self.seq_length}: choose "

@@ -153,8 +153,7 @@ class EncodingReport:
     def lines(self) -> Iterator[str]:
         """The report for people, one sentence each, without counts of zero."""
         losses = [
-            f"{count:,} dropped {reason}"
-            + (f" (first: {where})" if (where := self.first_dropped.get(reason)) else "")
+            f"{count:,} dropped {reason}" + (f" (first: {where})" if (where := self.first_dropped.get(reason)) else "")
             for reason, count in self.dropped.items()
         ]
         cut = [f"{self.cut:,} cut"] if self.cut else []

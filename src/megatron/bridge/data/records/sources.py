@@ -143,9 +143,7 @@ class HubSource:
         loaded = datasets.load_from_disk(self.dataset_name)
         if isinstance(loaded, datasets.DatasetDict):
             if self.split not in loaded:
-                raise UserError(
-                    f"{self.dataset_name} has no split {self.split}: choose one of {', '.join(loaded)}"
-                )
+                raise UserError(f"{self.dataset_name} has no split {self.split}: choose one of {', '.join(loaded)}")
             return loaded[self.split]
         if self.split != "train":
             raise UserError(f"{self.dataset_name} holds a single split: call it train, not {self.split}")

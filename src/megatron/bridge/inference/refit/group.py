@@ -121,9 +121,7 @@ def described(infos: Sequence[WeightInfo], dtypes: str) -> dict[str, Any]:
     }
 
 
-def _to_vllm(
-    group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightInfo], writes: Iterator[Write]
-) -> None:
+def _to_vllm(group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightInfo], writes: Iterator[Write]) -> None:
     buckets = dense_layout(infos, bucket_bytes)
     packed = {"packed": True, "packed_buffer_size_bytes": bucket_bytes, "packed_num_buffers": 2}
     wait = call({**described(infos, "dtype_names"), **packed})
@@ -132,9 +130,7 @@ def _to_vllm(
     wait()
 
 
-def _to_sglang(
-    group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightInfo], writes: Iterator[Write]
-) -> None:
+def _to_sglang(group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightInfo], writes: Iterator[Write]) -> None:
     buckets = dense_layout(infos, bucket_bytes)
     name = getattr(group, "group_name", GROUP_NAME)
     waits: list[Wait] = []

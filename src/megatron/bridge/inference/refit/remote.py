@@ -28,9 +28,7 @@ class RemoteReceiver:
             self._connection.send(step)
             problem = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise UserError(
-                "the process that receives weights has ended: start it again from an export"
-            ) from error
+            raise UserError("the process that receives weights has ended: start it again from an export") from error
         if problem is not None:
             raise UserError(problem)
 

@@ -142,9 +142,7 @@ class WeightStream:
         self._new = {task.global_param_name: _hash(task) for task in tasks if task.param_weight is not None}
         flags = [self._differs(task) for task in tasks]
         anywhere = [bool(flag) for flag in reduce_numbers(flags, "MAX")]
-        names = {
-            name for task, flag in zip(tasks, anywhere, strict=True) if flag for name in task.mapping.hf_names
-        }
+        names = {name for task, flag in zip(tasks, anywhere, strict=True) if flag for name in task.mapping.hf_names}
         return [task for task in tasks if names.intersection(task.mapping.hf_names)]
 
     def _differs(self, task: WeightConversionTask) -> bool:

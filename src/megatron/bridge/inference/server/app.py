@@ -73,9 +73,7 @@ class Server:
         """The adapter that a model is made with; refuses the name of another model."""
         models = (self.name, *self.adapters)
         if name is not None and name not in models:
-            message = (
-                f"model {name!r:.100} is not served here{did_you_mean(name, models)}: use {' or '.join(models)}"
-            )
+            message = f"model {name!r:.100} is not served here{did_you_mean(name, models)}: use {' or '.join(models)}"
             raise ApiError(404, message, "model", "model_not_found")
         return None if name == self.name else name
 
@@ -154,9 +152,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
-        message = (
-            f"{request.method} {request.url.path}: {error.detail}" if error.status_code != 400 else error.detail
-        )
+        message = f"{request.method} {request.url.path}: {error.detail}" if error.status_code != 400 else error.detail
         return _error(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
@@ -278,9 +274,7 @@ def _check_ids(prompts: Sequence[str | list[int]]) -> None:
     """Refuse numbers that no tokenizer can read; the engine knows the vocabulary."""
     for token in (token for prompt in prompts if isinstance(prompt, list) for token in prompt):
         if not 0 <= token < 1 << 31:
-            raise ApiError(
-                400, f"prompt: token {token} is not in the vocabulary: use the model's tokenizer", "prompt"
-            )
+            raise ApiError(400, f"prompt: token {token} is not in the vocabulary: use the model's tokenizer", "prompt")
 
 
 async def _answer(generation: Generation, request: Request, stream: bool) -> Response:

@@ -35,12 +35,8 @@ class Metrics:
         self._prompt = labeled(Counter, "prompt_tokens", "tokens of prompts")
         self._generated = labeled(Counter, "generation_tokens", "generated tokens")
         self._first = labeled(Histogram, "time_to_first_token_seconds", "until a text begins", buckets=_SECONDS)
-        self._between = labeled(
-            Histogram, "inter_token_latency_seconds", "from a token to the next", buckets=_SECONDS
-        )
-        self._whole = labeled(
-            Histogram, "e2e_request_latency_seconds", "until a request is over", buckets=_SECONDS
-        )
+        self._between = labeled(Histogram, "inter_token_latency_seconds", "from a token to the next", buckets=_SECONDS)
+        self._whole = labeled(Histogram, "e2e_request_latency_seconds", "until a request is over", buckets=_SECONDS)
         labels = ["model_name", "finished_reason"]
         self._over = Counter("vllm:request_success", "choices that ended", labels, registry=self._registry)
         self._name = name

@@ -32,9 +32,7 @@ def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            "the text holds half of a pair of surrogates, which no character is: repair it"
-        ) from error
+        raise ValueError("the text holds half of a pair of surrogates, which no character is: repair it") from error
     return text
 
 

@@ -573,9 +573,7 @@ class AutoBridge(AdapterCalls):
     ) -> None:
         plan = self._export_plan(model, source if options.strict else None)
         self._note_left_out(plan, source)
-        for pattern in self._bridge.carried_by(
-            stored_provider.provider_of(model), source.entries if source else {}
-        ):
+        for pattern in self._bridge.carried_by(stored_provider.provider_of(model), source.entries if source else {}):
             if all(patterns.match(pattern, name) is None for name in plan.buffers):
                 raise UserError(
                     f"{pattern} is not converted and must come from the model's source, which "
@@ -595,6 +593,4 @@ class AutoBridge(AdapterCalls):
 
 
 def _with_config(hf_pretrained: Any) -> Any:
-    return (
-        hf_pretrained if isinstance(hf_pretrained, PreTrainedCausalLM) else SimpleNamespace(config=hf_pretrained)
-    )
+    return hf_pretrained if isinstance(hf_pretrained, PreTrainedCausalLM) else SimpleNamespace(config=hf_pretrained)

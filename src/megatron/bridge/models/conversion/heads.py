@@ -86,9 +86,7 @@ def output_tensors(registry: MegatronMappingRegistry) -> frozenset[str]:
     return frozenset(name for mapping in outputs for name in mapping.hf_names)
 
 
-def without_prefix(
-    registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
-) -> MegatronMappingRegistry:
+def without_prefix(registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]) -> MegatronMappingRegistry:
     """``registry`` for a checkpoint of the bare decoder, whose names lack the first part (``model.``)."""
     names = [name for mapping in registry.get_all_mappings() for name in mapping.hf_names]
     prefix = next((name.partition(".")[0] + "." for name in names if ".layers." in name or ".h." in name), "")

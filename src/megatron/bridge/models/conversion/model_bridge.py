@@ -304,9 +304,7 @@ def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
     for key, values in cast("dict[str, Any]", bridge.irrelevant).items():
         if not (values is None or isinstance(values, tuple)):
             yield f"irrelevant[{key!r}]={values!r} must be a tuple of harmless values, ({values!r},), or None"
-    read = [
-        (f.hf, name) for f in cast("tuple[Any, ...]", bridge.fields) if isinstance(f, Field) for name in f.names
-    ]
+    read = [(f.hf, name) for f in cast("tuple[Any, ...]", bridge.fields) if isinstance(f, Field) for name in f.names]
     for key, name in dict.fromkeys(pair for pair in read if read.count(pair) > 1):
         yield f"fields reads {key!r} twice into {name}: replace the first field with override(fields, own)"
 

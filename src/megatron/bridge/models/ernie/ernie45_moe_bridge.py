@@ -20,9 +20,7 @@ from megatron.bridge.models.conversion.param_mapping import OneRowMapping, Repli
 
 _ROUTER = (
     ReplicatedMapping("decoder.layers.*.mlp.router.weight", "model.layers.*.mlp.gate.weight"),
-    OneRowMapping(
-        "decoder.layers.*.mlp.router.expert_bias", "model.layers.*.mlp.moe_statics.e_score_correction_bias"
-    ),
+    OneRowMapping("decoder.layers.*.mlp.router.expert_bias", "model.layers.*.mlp.moe_statics.e_score_correction_bias"),
 )
 
 

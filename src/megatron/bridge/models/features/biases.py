@@ -37,9 +37,7 @@ def apply_biases(model: Any, config: Any) -> None:
         if name == "attention_output_bias" and wanted:
             continue
         if wanted and not config.add_bias_linear:
-            raise UserError(
-                f"{name}=True has no effect with add_bias_linear=False: set model.add_bias_linear=True"
-            )
+            raise UserError(f"{name}=True has no effect with add_bias_linear=False: set model.add_bias_linear=True")
         if wanted is False and config.add_bias_linear:
             for linear in _linears(model, name):
                 _remove(linear, name)

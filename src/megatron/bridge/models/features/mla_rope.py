@@ -32,9 +32,7 @@ class LatentRotaryEmbedding(YarnRotaryEmbedding):
         parameters = {**config.rope_parameters, "rope_theta": config.rotary_base}
         reference: Any = rope.reference_config(config, parameters, config.qk_pos_emb_head_dim)
         with torch.device("cpu"):  # numbers, even while the model is built on the meta device
-            self._frequencies, self._attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
-                reference, None
-            )
+            self._frequencies, self._attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](reference, None)
         super().__init__(
             config.qk_pos_emb_head_dim,
             rotary_base=config.rotary_base,
@@ -46,9 +44,7 @@ class LatentRotaryEmbedding(YarnRotaryEmbedding):
     def get_emb(self, max_seq_len: int, offset: int = 0) -> tuple[torch.Tensor, float]:
         """Angles [position, 1, 1, qk_pos_emb_head_dim] from ``offset`` on, and the factor of sines and cosines."""
         self._frequencies = self._frequencies.to(torch.cuda.current_device())
-        positions = torch.arange(
-            offset, offset + max_seq_len, device=self._frequencies.device, dtype=torch.float32
-        )
+        positions = torch.arange(offset, offset + max_seq_len, device=self._frequencies.device, dtype=torch.float32)
         angles = torch.outer(positions, self._frequencies)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :], self._attention_factor
 

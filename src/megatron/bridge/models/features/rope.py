@@ -62,9 +62,7 @@ def check_parameters(parameters: dict[str, Any]) -> None:
     required, optional = KINDS[kind]
     known = required | optional | _COMMON
     for key in sorted(set(parameters) - known):
-        raise UserError(
-            f"rope_parameters.{key} is not a parameter of rope_type={kind!r}{did_you_mean(key, known)}"
-        )
+        raise UserError(f"rope_parameters.{key} is not a parameter of rope_type={kind!r}{did_you_mean(key, known)}")
     for key in sorted(required):
         if parameters.get(key) is None:
             raise UserError(f"rope_parameters.{key} is missing: rope_type={kind!r} needs it")
@@ -120,9 +118,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
 
     def _frequencies(self, length: int) -> torch.Tensor:
         # transformers recomputes these two kinds from the length of the sequence at hand
-        if self._kind == "longrope" or (
-            self._kind == "dynamic" and length > self._reference.max_position_embeddings
-        ):
+        if self._kind == "longrope" or (self._kind == "dynamic" and length > self._reference.max_position_embeddings):
             return self._compute(length)[0].to(self.inv_freq.device)
         return self.inv_freq
 

@@ -11,9 +11,7 @@ from megatron.bridge.models.conversion.declare.fields import Field
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 
-_SUMMARY = tuple(
-    f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
-)
+_SUMMARY = tuple(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
 
 
 def _width(width: Any, config: Mapping[str, Any]) -> int:

@@ -70,9 +70,7 @@ def on_this_machine(name: str | Path) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def resolve(
-    model: str | Path, *, weights: bool, revision: str | None = None, cache_dir: str | None = None
-) -> Path:
+def resolve(model: str | Path, *, weights: bool, revision: str | None = None, cache_dir: str | None = None) -> Path:
     """The local directory of a model.
 
     Args:

@@ -98,9 +98,7 @@ def last_losses(folder: Path, steps: int) -> dict[str, float]:
         rows = read_metrics(folder)
     except UserError:
         return {}
-    return {
-        row["kind"]: row[LOSS] for row in rows if row["step"] <= steps and row["kind"] in _LOSSES and LOSS in row
-    }
+    return {row["kind"]: row[LOSS] for row in rows if row["step"] <= steps and row["kind"] in _LOSSES and LOSS in row}
 
 
 def public_name(model: str) -> str:

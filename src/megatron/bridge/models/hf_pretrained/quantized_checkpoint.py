@@ -94,9 +94,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def open_checkpoint(
-    directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None
-) -> SafetensorsCheckpoint:
+def open_checkpoint(directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None) -> SafetensorsCheckpoint:
     """The weights in ``directory``, in full.
 
     Args:
@@ -154,9 +152,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         for name, entry in self._stored.entries.items():
             if name in plain_name:
                 packed = self._packed[plain_name[name]]
-                whole[plain_name[name]] = replace(
-                    entry, name=plain_name[name], dtype=self._dtype, shape=packed.shape
-                )
+                whole[plain_name[name]] = replace(entry, name=plain_name[name], dtype=self._dtype, shape=packed.shape)
             elif name not in belongings:
                 whole[name] = entry
         return whole
@@ -249,14 +245,10 @@ def _wrong_scale(weight: TensorEntry, scale: TensorEntry | None, block: tuple[in
             "download the checkpoint again"
         )
     if len(weight.shape) != 2:
-        return (
-            f"tensor {weight.name} is {dtype_name(weight.dtype)} and of shape {list(weight.shape)}, not a matrix"
-        )
+        return f"tensor {weight.name} is {dtype_name(weight.dtype)} and of shape {list(weight.shape)}, not a matrix"
     if not scale.dtype.is_floating_point:
         return f"tensor {scale.name} is {dtype_name(scale.dtype)}, not a float"
-    right = (
-        torch.Size(scale.shape).numel() == 1 if block is None else scale.shape == block_grid(weight.shape, block)
-    )
+    right = torch.Size(scale.shape).numel() == 1 if block is None else scale.shape == block_grid(weight.shape, block)
     if right:
         return None
     wanted = "one number" if block is None else f"shape {list(block_grid(weight.shape, block))}"

@@ -186,14 +186,10 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
             names = sorted(set(self._index.values()))
             for name in names:
                 if Path(name).name != name:
-                    raise UserError(
-                        f"{self.directory / INDEX} names {name}: a shard must be a file of this folder"
-                    )
+                    raise UserError(f"{self.directory / INDEX} names {name}: a shard must be a file of this folder")
             missing = [name for name in names if not (self.directory / name).is_file()]
             if missing:
-                raise UserError(
-                    f"{self.directory} lacks {first_few(missing)}, which {INDEX} names: download it again"
-                )
+                raise UserError(f"{self.directory} lacks {first_few(missing)}, which {INDEX} names: download it again")
             return names
         if (self.directory / SINGLE).is_file():
             return [SINGLE]
@@ -210,9 +206,7 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         for file, (tensors, _) in headers.items():
             extra = [name for name in tensors if self._index.get(name) != file]
             if extra:
-                raise UserError(
-                    f"{file} of {self.directory} holds {first_few(extra)}, which {INDEX} does not name"
-                )
+                raise UserError(f"{file} of {self.directory} holds {first_few(extra)}, which {INDEX} does not name")
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]

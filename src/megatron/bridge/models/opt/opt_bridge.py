@@ -35,9 +35,7 @@ class OPTBridge(DecoderBridge):
         *(field for field in override(DENSE, *_OWN) if field.hf not in _ABSENT),
         Field("dropout", "hidden_dropout", default=0.1),
         Field("enable_bias", "add_bias_linear", default=True),
-        Field(
-            "word_embed_proj_dim", (), default=None, to=_same_width, back=lambda _, provider: provider.hidden_size
-        ),
+        Field("word_embed_proj_dim", (), default=None, to=_same_width, back=lambda _, provider: provider.hidden_size),
     )
     fixed = {
         **LAYER_NORM_LIKE,

@@ -115,9 +115,7 @@ class VisionGPTModelProvider(GPTModelProvider):
         """Add positions on three axes and the tower, and freeze what is not trained."""
         super().finish(model)
         if self.mrope_section is not None:
-            model.rotary_pos_emb = MultimodalRotary(
-                model.rotary_pos_emb, self.mrope_section, self.mrope_interleaved
-            )
+            model.rotary_pos_emb = MultimodalRotary(model.rotary_pos_emb, self.mrope_section, self.mrope_interleaved)
             model.position_embedding_type, model.mrope_section = "mrope", self.mrope_section
         if self.vision is not None and model.pre_process:
             self._add_tower(model)

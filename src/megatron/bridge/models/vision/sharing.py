@@ -19,9 +19,7 @@ from megatron.bridge.models.vision.media import Media
 from megatron.bridge.models.vision.tower import encode
 
 
-def features(
-    tower: nn.Module, media: Media | None, share: bool, dummy: Media
-) -> tuple[Tensor | None, Tensor | None]:
+def features(tower: nn.Module, media: Media | None, share: bool, dummy: Media) -> tuple[Tensor | None, Tensor | None]:
     """Features of all images of a microbatch, images before videos.
 
     Args:

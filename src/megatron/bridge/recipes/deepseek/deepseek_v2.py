@@ -61,9 +61,7 @@ DEEPSEEK_V2 = DEEPSEEK_V2_GENERATION.size(
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4608}
 _LAYOUT = layout(tp=8, pp=4, vp=5, ep=16, etp=1)
 
-deepseek_v2_lite_pretrain_config = pretrain_recipe(
-    DEEPSEEK_V2_LITE, _PRETRAIN, layout(ep=8), lr=4.2e-4, min_lr=4.2e-5
-)
+deepseek_v2_lite_pretrain_config = pretrain_recipe(DEEPSEEK_V2_LITE, _PRETRAIN, layout(ep=8), lr=4.2e-4, min_lr=4.2e-5)
 """DeepSeek-V2-Lite 16B pretraining, 8 x H100 80GB: 61 GB each, EP8."""
 deepseek_v2_pretrain_config = pretrain_recipe(DEEPSEEK_V2, _PRETRAIN, _LAYOUT, lr=2.4e-4, min_lr=2.4e-5)
 """DeepSeek-V2 236B pretraining, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""

@@ -55,7 +55,5 @@ deepseek_v3_mxfp8_pretrain_config = pretrain_recipe(
 )
 """DeepSeek-V3 671B pretraining in MXFP8, 256 x B200 180GB: 130 GB each, TP4 PP16 EP8."""
 
-deepseek_v3_finetune_config = finetune_recipe(
-    DEEPSEEK_V3, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1)
-)
+deepseek_v3_finetune_config = finetune_recipe(DEEPSEEK_V3, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1))
 """DeepSeek-V3 671B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32."""

@@ -23,9 +23,7 @@ LLAMA2_7B = LLAMA2.size("meta-llama/Llama-2-7b-hf", 4096, 11008, 32, 32, 32)
 LLAMA2_13B = LLAMA2.size("meta-llama/Llama-2-13b-hf", 5120, 13824, 40, 40, 40)
 LLAMA2_70B = LLAMA2.size("meta-llama/Llama-2-70b-hf", 8192, 28672, 80, 64, 8)
 
-llama2_7b_pretrain_config = pretrain_recipe(
-    LLAMA2_7B, seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5
-)
+llama2_7b_pretrain_config = pretrain_recipe(LLAMA2_7B, seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5)
 """Llama 2 7B pretraining, 8 x H100 80GB: 71 GB each, no model parallelism."""
 llama2_13b_pretrain_config = pretrain_recipe(
     LLAMA2_13B, layout(tp=2), seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5

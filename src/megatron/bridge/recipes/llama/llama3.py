@@ -55,9 +55,7 @@ llama3_70b_16k_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, LENG
 """Llama 3 70B pretraining on 16k tokens, 128 x H100 80GB: 59 GB each, TP8 PP2 CP2."""
 llama3_70b_64k_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, LENGTH_64K, layout(tp=8, pp=2, cp=8))
 """Llama 3 70B pretraining on 64k tokens, 256 x H100 80GB: 58 GB each, TP8 PP2 CP8."""
-llama3_70b_128k_pretrain_config = pretrain_recipe(
-    LLAMA3_70B, _PRETRAIN_70B, LENGTH_128K, layout(tp=8, pp=2, cp=16)
-)
+llama3_70b_128k_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, LENGTH_128K, layout(tp=8, pp=2, cp=16))
 """Llama 3 70B pretraining on 128k tokens, 512 x H100 80GB: 59 GB each, TP8 PP2 CP16."""
 llama3_8b_fp8_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, FP8, layout(tp=2))
 """Llama 3 8B pretraining in FP8, 8 x H100 80GB: 66 GB each, TP2."""

@@ -40,9 +40,7 @@ MINISTRAL3 = Generation(
         "tie_word_embeddings": False,
     }
 )
-MINISTRAL3_3B = MINISTRAL3.size(
-    "mistralai/Ministral-3-3B-Base-2512", 3072, 9216, 26, 32, 8, tie_word_embeddings=True
-)
+MINISTRAL3_3B = MINISTRAL3.size("mistralai/Ministral-3-3B-Base-2512", 3072, 9216, 26, 32, 8, tie_word_embeddings=True)
 MINISTRAL3_8B = MINISTRAL3.size("mistralai/Ministral-3-8B-Base-2512", 4096, 14336, 34, 32, 8)
 MINISTRAL3_14B = MINISTRAL3.size(
     "mistralai/Ministral-3-14B-Base-2512", 5120, 16384, 40, 32, 8, rope_parameters=_rope(1000000000.0)

@@ -88,7 +88,5 @@ llama_nemotron_8b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_8B, layout(tp
 """Llama-Nemotron 8B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 llama_nemotron_49b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_49B, layout(tp=8))
 """Llama-Nemotron 49B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8."""
-llama_nemotron_253b_finetune_config = finetune_recipe(
-    LLAMA_NEMOTRON_253B, layout(tp=8, pp=9), global_batch_size=192
-)
+llama_nemotron_253b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_253B, layout(tp=8, pp=9), global_batch_size=192)
 """Llama-Nemotron 253B full fine-tuning, 144 x H100 80GB: 71 GB each, TP8 PP9."""

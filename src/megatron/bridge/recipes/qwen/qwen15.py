@@ -39,17 +39,11 @@ QWEN15_7B = QWEN15.size("Qwen/Qwen1.5-7B", 4096, 11008, 32, 32, 32)
 QWEN15_14B = QWEN15.size("Qwen/Qwen1.5-14B", 5120, 13696, 40, 40, 40, vocab_size=152064)
 QWEN15_32B = QWEN15.size("Qwen/Qwen1.5-32B", 5120, 27392, 64, 40, 8, vocab_size=152064)
 QWEN15_72B = QWEN15.size("Qwen/Qwen1.5-72B", 8192, 24576, 80, 64, 64, vocab_size=152064)
-QWEN15_MOE_A2P7B = QWEN15.size(
-    "Qwen/Qwen1.5-MoE-A2.7B", 2048, 5632, 24, 16, 16, max_position_embeddings=8192, **MOE
-)
+QWEN15_MOE_A2P7B = QWEN15.size("Qwen/Qwen1.5-MoE-A2.7B", 2048, 5632, 24, 16, 16, max_position_embeddings=8192, **MOE)
 
-qwen15_500m_pretrain_config = pretrain_recipe(
-    QWEN15_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5
-)
+qwen15_500m_pretrain_config = pretrain_recipe(QWEN15_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
 """Qwen 1.5 0.5B pretraining, 8 x H100 80GB: 16 GB each, no model parallelism."""
-qwen15_1p8b_pretrain_config = pretrain_recipe(
-    QWEN15_1P8B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6
-)
+qwen15_1p8b_pretrain_config = pretrain_recipe(QWEN15_1P8B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6)
 """Qwen 1.5 1.8B pretraining, 8 x H100 80GB: 34 GB each, no model parallelism."""
 qwen15_4b_pretrain_config = pretrain_recipe(QWEN15_4B, seq_length=4096, lr=3e-4)
 """Qwen 1.5 4B pretraining, 8 x H100 80GB: 48 GB each, no model parallelism."""
@@ -59,9 +53,7 @@ qwen15_14b_pretrain_config = pretrain_recipe(QWEN15_14B, layout(tp=2), seq_lengt
 """Qwen 1.5 14B pretraining, 16 x H100 80GB: 70 GB each, TP2."""
 qwen15_32b_pretrain_config = pretrain_recipe(QWEN15_32B, layout(tp=8), seq_length=4096, lr=2e-4)
 """Qwen 1.5 32B pretraining, 32 x H100 80GB: 46 GB each, TP8."""
-qwen15_72b_pretrain_config = pretrain_recipe(
-    QWEN15_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6
-)
+qwen15_72b_pretrain_config = pretrain_recipe(QWEN15_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6)
 """Qwen 1.5 72B pretraining, 64 x H100 80GB: 55 GB each, TP8 PP2."""
 qwen15_moe_a2p7b_pretrain_config = pretrain_recipe(QWEN15_MOE_A2P7B, layout(ep=4), seq_length=4096, lr=3e-4)
 """Qwen 1.5 MoE A2.7B pretraining, 16 x H100 80GB: 56 GB each, EP4."""

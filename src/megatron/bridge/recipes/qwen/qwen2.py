@@ -28,9 +28,7 @@ qwen2_1p5b_pretrain_config = pretrain_recipe(QWEN2_1P5B, seq_length=4096, micro_
 """Qwen 2 1.5B pretraining, 8 x H100 80GB: 35 GB each, no model parallelism."""
 qwen2_7b_pretrain_config = pretrain_recipe(QWEN2_7B, layout(tp=2), seq_length=4096, lr=3e-4)
 """Qwen 2 7B pretraining, 8 x H100 80GB: 46 GB each, TP2."""
-qwen2_72b_pretrain_config = pretrain_recipe(
-    QWEN2_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6
-)
+qwen2_72b_pretrain_config = pretrain_recipe(QWEN2_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6)
 """Qwen 2 72B pretraining, 64 x H100 80GB: 54 GB each, TP8 PP2."""
 qwen2_57b_a14b_pretrain_config = pretrain_recipe(
     QWEN2_57B_A14B, layout(tp=4, pp=2, ep=8, etp=1), seq_length=4096, lr=2e-4

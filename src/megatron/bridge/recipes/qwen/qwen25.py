@@ -17,13 +17,9 @@ QWEN25_14B = QWEN2.size("Qwen/Qwen2.5-14B", 5120, 13824, 48, 40, 8, **LARGE)
 QWEN25_32B = QWEN2.size("Qwen/Qwen2.5-32B", 5120, 27648, 64, 40, 8, **LARGE)
 QWEN25_72B = QWEN2.size("Qwen/Qwen2.5-72B", 8192, 29568, 80, 64, 8, **LARGE)
 
-qwen25_500m_pretrain_config = pretrain_recipe(
-    QWEN25_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5
-)
+qwen25_500m_pretrain_config = pretrain_recipe(QWEN25_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
 """Qwen 2.5 0.5B pretraining, 8 x H100 80GB: 18 GB each, no model parallelism."""
-qwen25_1p5b_pretrain_config = pretrain_recipe(
-    QWEN25_1P5B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6
-)
+qwen25_1p5b_pretrain_config = pretrain_recipe(QWEN25_1P5B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6)
 """Qwen 2.5 1.5B pretraining, 8 x H100 80GB: 35 GB each, no model parallelism."""
 qwen25_3b_pretrain_config = pretrain_recipe(QWEN25_3B, seq_length=4096, lr=3e-4)
 """Qwen 2.5 3B pretraining, 8 x H100 80GB: 41 GB each, no model parallelism."""
@@ -33,9 +29,7 @@ qwen25_14b_pretrain_config = pretrain_recipe(QWEN25_14B, layout(tp=4), seq_lengt
 """Qwen 2.5 14B pretraining, 16 x H100 80GB: 42 GB each, TP4."""
 qwen25_32b_pretrain_config = pretrain_recipe(QWEN25_32B, layout(tp=8), seq_length=4096, lr=2e-4)
 """Qwen 2.5 32B pretraining, 32 x H100 80GB: 46 GB each, TP8."""
-qwen25_72b_pretrain_config = pretrain_recipe(
-    QWEN25_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6
-)
+qwen25_72b_pretrain_config = pretrain_recipe(QWEN25_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6)
 """Qwen 2.5 72B pretraining, 64 x H100 80GB: 54 GB each, TP8 PP2."""
 qwen25_7b_16k_pretrain_config = pretrain_recipe(QWEN25_7B, LENGTH_16K, layout(tp=4), lr=3e-4)
 """Qwen 2.5 7B pretraining on 16k tokens, 16 x H100 80GB: 40 GB each, TP4."""

@@ -24,9 +24,7 @@ SMOLLM2 = Generation(
         "eos_token_id": 0,
     }
 )
-SMOLLM2_135M = SMOLLM2.size(
-    "HuggingFaceTB/SmolLM2-135M", 576, 1536, 30, 9, 3, initializer_range=0.041666666666666664
-)
+SMOLLM2_135M = SMOLLM2.size("HuggingFaceTB/SmolLM2-135M", 576, 1536, 30, 9, 3, initializer_range=0.041666666666666664)
 SMOLLM2_360M = SMOLLM2.size("HuggingFaceTB/SmolLM2-360M", 960, 2560, 32, 15, 5)
 SMOLLM2_1P7B = SMOLLM2.size("HuggingFaceTB/SmolLM2-1.7B", 2048, 8192, 24, 32, 32, rope_theta=130000.0)
 

@@ -23,9 +23,7 @@ SMOLLM3 = Generation(
 )
 SMOLLM3_3B = SMOLLM3.size("HuggingFaceTB/SmolLM3-3B", 2048, 11008, 36, 16, 4)
 
-smollm3_3b_pretrain_config = pretrain_recipe(
-    SMOLLM3_3B, seq_length=4096, global_batch_size=576, lr=2e-4, min_lr=2e-6
-)
+smollm3_3b_pretrain_config = pretrain_recipe(SMOLLM3_3B, seq_length=4096, global_batch_size=576, lr=2e-4, min_lr=2e-6)
 """SmolLM3 3B pretraining, 8 x H100 80GB: 40 GB each, no model parallelism."""
 
 smollm3_3b_finetune_config = finetune_recipe(SMOLLM3_3B, lr=1e-5)

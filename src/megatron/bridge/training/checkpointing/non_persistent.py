@@ -67,9 +67,7 @@ def store(config: CheckpointConfig, name: str) -> rank_local.RankLocalStore:
     if config.non_persistent_ckpt_type == "in_memory":
         return rank_local.MemoryStore.of(name)
     assert config.non_persistent_local_ckpt_dir is not None, "non_persistent_local_ckpt_dir is not set"
-    return rank_local.DiskStore(
-        Path(config.non_persistent_local_ckpt_dir) / name / f"rank_{distributed.rank():05d}"
-    )
+    return rank_local.DiskStore(Path(config.non_persistent_local_ckpt_dir) / name / f"rank_{distributed.rank():05d}")
 
 
 def global_root(config: CheckpointConfig, name: str) -> Path:

@@ -435,9 +435,7 @@ def _own_checkpoints(config: CheckpointConfig) -> tuple[Path, ...]:
     later = published.index(newest)
     if later:
         names = ", ".join(path.name for path in directories[:later])
-        print_rank_0(
-            f"{root / paths.TRACKER} names iteration {newest}: resuming from it; {names} will be replaced"
-        )
+        print_rank_0(f"{root / paths.TRACKER} names iteration {newest}: resuming from it; {names} will be replaced")
     return tuple(directories[later:])
 
 
@@ -464,9 +462,7 @@ def _checked_run_state(run: Run, common: dict[str, Any], directory: Path) -> dic
 
 
 def _optimizer_scalars(run: Run) -> dict[str, Any]:
-    scalers = [
-        part.grad_scaler.state_dict() if _scaler(part) else {} for part in megatron_optimizers(run.optimizer)
-    ]
+    scalers = [part.grad_scaler.state_dict() if _scaler(part) else {} for part in megatron_optimizers(run.optimizer)]
     return {"step": update_count(run.optimizer), "grad_scalers": scalers}
 
 
@@ -498,7 +494,5 @@ def _set_random(run: Run, states: dict[str, Any] | None, saved: dict[str, int] |
         return
     seed_everything(run.config.rng, run.progress.step)
     sizes = ", ".join(f"{name} {size}" for name, size in (saved or {}).items())
-    why = (
-        f"the checkpoint was saved with parallel sizes {sizes}" if sizes else "those of Megatron-LM are not loaded"
-    )
+    why = f"the checkpoint was saved with parallel sizes {sizes}" if sizes else "those of Megatron-LM are not loaded"
     print_rank_0(f"random states are reseeded: {why}")

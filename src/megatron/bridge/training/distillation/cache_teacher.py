@@ -68,9 +68,7 @@ def teacher_run(config: ConfigContainer, world_size: int | None = None) -> Resol
         UserError: The teacher does not exist, or does not support the parallel sizes of ``config.model``.
     """
     if config.distill is None or config.distill.cache is None or config.distill.teacher is None:
-        raise UserError(
-            "--mode cache-teacher needs distill.teacher and distill.cache: set the teacher and a folder"
-        )
+        raise UserError("--mode cache-teacher needs distill.teacher and distill.cache: set the teacher and a folder")
     tokenizer, processes = build_tokenizer(config.tokenizer), world_size or distributed.world_size()
     alone = copy_config(config)
     alone.peft, alone.checkpoint = None, CheckpointConfig()
@@ -119,9 +117,7 @@ def _open_or_create(folder: Path, config: ConfigContainer, samples: int) -> Teac
     return on_first_rank(prepare).open("r+")
 
 
-def _fill_cache(
-    cache: TeacherCache, config: ConfigContainer, data: DataIterator, model: list[MegatronModule]
-) -> None:
+def _fill_cache(cache: TeacherCache, config: ConfigContainer, data: DataIterator, model: list[MegatronModule]) -> None:
     samples, printed = cache.header.samples, -1
     for batches in _microbatch_rounds(config, data):
         if not all(distributed.all_gather_object(all(cache.has(ids) for ids, _ in batches))):

@@ -83,9 +83,7 @@ class _WholeKL(torch.autograd.Function):
     """Computes blocks of rows. The only saved tensor of the logits' size is the gradient, in their precision."""
 
     @staticmethod
-    def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
         theirs, ours = teacher.flatten(0, -2), student.flatten(0, -2)
         blocks = _row_blocks(ours)
         highest = torch.stack([torch.cat([_to_fp32(x[rows].amax(-1)) for rows in blocks]) for x in (theirs, ours)])

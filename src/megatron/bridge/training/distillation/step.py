@@ -34,9 +34,7 @@ class StudentStep:
 
     learns_from_teacher = True
 
-    def __call__(
-        self, run: Run, data_iterator: BatchIterator, model: MegatronModule
-    ) -> tuple[Tensor, LossFunction]:
+    def __call__(self, run: Run, data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
         """Run one chunk of the student and of the teacher on the next microbatch.
 
         Returns:

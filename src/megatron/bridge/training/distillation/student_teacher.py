@@ -90,9 +90,7 @@ def bind(students: Sequence[MegatronModule], teachers: Sequence[MegatronModule],
     for student, wrapped in zip(students, teachers, strict=True):
         teacher = unwrap(wrapped)
         here = [*_watched("student", student, places), *_watched("teacher", teacher, places)]
-        stage_of = {
-            place: stage for stage, found in enumerate(exchange.all_gather_stages(here)) for place in found
-        }
+        stage_of = {place: stage for stage, found in enumerate(exchange.all_gather_stages(here)) for place in found}
         widths: dict[Side, int] = {"student": width(student), "teacher": width(teacher)}
         pair = ChunkPair(student, wrapped, places, stage_of, exchange.stage(), widths)
         chunk_info(student).student_teacher = pair

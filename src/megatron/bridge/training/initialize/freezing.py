@@ -58,6 +58,4 @@ def check_patterns(key: str, patterns: Iterable[str], trained: list[str]) -> Non
     names = sorted({name for part in all_gather_object(trained) for name in part})
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(
-                f"{key}: the pattern {pattern} matches no trained parameter{did_you_mean(pattern, names)}"
-            )
+            raise UserError(f"{key}: the pattern {pattern} matches no trained parameter{did_you_mean(pattern, names)}")

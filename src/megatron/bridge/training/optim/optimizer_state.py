@@ -70,9 +70,7 @@ def tensor_slices(shape: tuple[int, ...], start: int, end: int) -> list[TensorSl
         return _slices_in_row(shape, last, start, end, 0)
     found = _slices_in_row(shape, first - 1, start, first * row, 0)
     if first < last:
-        found.append(
-            TensorSlice((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row - start)
-        )
+        found.append(TensorSlice((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row - start))
     return found + _slices_in_row(shape, last, last * row, end, last * row - start)
 
 
@@ -123,9 +121,7 @@ def _parameter_intervals(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.
         for group in part.fp32_from_fp32_groups:
             yield from ((parameter, parameter, 0, parameter.numel()) for parameter in group)
     else:
-        yield from (
-            (parameter, parameter, 0, local_rows(parameter).numel()) for parameter in part.get_parameters()
-        )
+        yield from ((parameter, parameter, 0, local_rows(parameter).numel()) for parameter in part.get_parameters())
 
 
 def _distributed_intervals(
@@ -155,9 +151,7 @@ def _checkpoint_tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[tup
     """
     if isinstance(entry, ShardedTensor):
         return [(entry, 0)]
-    found: list[Any] = (
-        entry.shards if isinstance(entry, ShardedRowsFactory) else list(nested_values(entry.build()))
-    )
+    found: list[Any] = entry.shards if isinstance(entry, ShardedRowsFactory) else list(nested_values(entry.build()))
     for tensor in found:
         shared = tensor.data.untyped_storage().data_ptr() == entry.data.untyped_storage().data_ptr()
         assert shared, f"{tensor.key}: a copy has no offset in its parameter"

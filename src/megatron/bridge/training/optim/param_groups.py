@@ -16,9 +16,7 @@ from megatron.bridge.training.initialize.freezing import check_patterns, named_p
 from megatron.bridge.utils.errors import UserError
 
 
-def config_overrides(
-    config: OptimizerConfig, chunks: Sequence[MegatronModule]
-) -> dict[ParamKey, ParamGroupOverride]:
+def config_overrides(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -> dict[ParamKey, ParamGroupOverride]:
     """Megatron-Core's overrides for a config: its standard rules, then ``overrides``, which take precedence.
 
     By default, biases and all other vectors have no weight decay (except the norms of queries and keys with
@@ -40,9 +38,7 @@ def config_overrides(
         own |= _override_of(config, entries, name)
         groups.setdefault(tuple(sorted(own.items())), set()).add(id(parameter))
     return {
-        _exact_key(str(group), ids): cast(ParamGroupOverride, dict(group))
-        for group, ids in groups.items()
-        if group
+        _exact_key(str(group), ids): cast(ParamGroupOverride, dict(group)) for group, ids in groups.items() if group
     }
 
 

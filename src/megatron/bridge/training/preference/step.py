@@ -32,9 +32,7 @@ class PreferenceStep:
 
     learns_preferences = True
 
-    def __call__(
-        self, run: Run, data_iterator: BatchIterator, model: MegatronModule
-    ) -> tuple[Tensor, LossFunction]:
+    def __call__(self, run: Run, data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
         """Run one chunk of both models on the next pairs.
 
         Returns:

@@ -60,9 +60,7 @@ def references_in(values: object, key: str = "") -> dict[str, Any]:
         return {}
     if isinstance(values, str) or (isinstance(values, dict) and MARKERS - {TARGET} & values.keys()):
         return {key: values}
-    items = cast(
-        "dict[Any, Any]", values if isinstance(values, dict) else dict(enumerate(cast("list[Any]", values)))
-    )
+    items = cast("dict[Any, Any]", values if isinstance(values, dict) else dict(enumerate(cast("list[Any]", values))))
     parts = (references_in(value, f"{key}.{name}" if key else str(name)) for name, value in items.items())
     return {name: value for part in parts for name, value in part.items()}
 

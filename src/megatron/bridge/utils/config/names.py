@@ -92,9 +92,7 @@ def locate(name: str) -> Any:
     parts = import_path(name).split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         hint = did_you_mean(name, PUBLIC_NAMES)
-        raise UserError(
-            f"{name!r} is neither a public name nor a dotted one such as torch.nn.functional.silu{hint}"
-        )
+        raise UserError(f"{name!r} is neither a public name nor a dotted one such as torch.nn.functional.silu{hint}")
     trusted = _imports.get()
     if not trusted and not _is_known(parts):
         _refuse_import(name)

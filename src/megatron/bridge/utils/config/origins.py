@@ -23,9 +23,7 @@ class Origins:
     @classmethod
     def of(cls, config: Any, source: str = "recipe") -> "Origins":
         """Origins of a new config: a value that differs from its field's default came from ``source``."""
-        return cls(
-            {key: DEFAULT if _is_default(entry, value) else source for key, entry, value in _entries(config)}
-        )
+        return cls({key: DEFAULT if _is_default(entry, value) else source for key, entry, value in _entries(config)})
 
     def get(self, key: str) -> str | None:
         """Who set ``key``; None if that is unknown."""

@@ -321,9 +321,7 @@ def _leaves(config: Any, request: _Request) -> list[_Request]:
     own = name_of(type(current)) or ""
     if import_path(str(mapping.pop(TARGET, own))) != import_path(own):
         return [request]
-    parts = [
-        dataclasses.replace(request, key=f"{request.key}.{name}", value=value) for name, value in mapping.items()
-    ]
+    parts = [dataclasses.replace(request, key=f"{request.key}.{name}", value=value) for name, value in mapping.items()]
     return [leaf for part in parts for leaf in _leaves(config, part)]
 
 

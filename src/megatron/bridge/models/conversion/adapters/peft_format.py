@@ -98,9 +98,7 @@ def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
     for chunk in chunks:
         made_with = chunk_info(chunk).peft
         if made_with != peft_config:
-            raise UserError(
-                f"peft_config={peft_config} is not what the model's adapters were made with, {made_with}"
-            )
+            raise UserError(f"peft_config={peft_config} is not what the model's adapters were made with, {made_with}")
 
 
 def merging(plan: Plan) -> Plan:
@@ -119,9 +117,7 @@ def stream(plan: Plan) -> Iterator[ModuleTensors]:
     """
     for task in plan.tasks:
         mine = [] if task.is_copy or task.param_weight is None else _of_task(task)
-        for index, (module, described, outlines) in enumerate(
-            exchange.broadcast_object(task.owner, _outlines(mine))
-        ):
+        for index, (module, described, outlines) in enumerate(exchange.broadcast_object(task.owner, _outlines(mine))):
             held = mine[index].tensors if mine else {}
             tensors = {
                 name: exchange.from_owner(held.get(name), shape, dtype, task.owner)
@@ -366,9 +362,7 @@ def load(plan: Plan, directory: Path) -> None:
     for task in plan.tasks:
         mine = [] if task.param_weight is None else _parts(task)
         jobs += [(task, part) for part in mine]
-        claimed |= set(
-            exchange.broadcast_object(task.owner, [name for part in mine for name in _claims(task, part)])
-        )
+        claimed |= set(exchange.broadcast_object(task.owner, [name for part in mine for name in _claims(task, part)]))
     if wrong := sorted(claimed ^ tensors.keys()):
         missing = wrong[0] in claimed
         raise UserError(

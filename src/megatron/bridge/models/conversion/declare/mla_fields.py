@@ -113,9 +113,7 @@ LATENT: tuple[Field, ...] = (
 BEST_GROUPS: tuple[Field, ...] = (
     Field("topk_method", "moe_router_num_groups", default="greedy", to=_number_of_groups, back=_method_back),
     Field("n_group", "moe_router_num_groups", default=None, to=_number_of_groups, back=_or_one),
-    Field(
-        "topk_group", "moe_router_group_topk", default=None, to=lambda _, config: _groups(config)[1], back=_or_one
-    ),
+    Field("topk_group", "moe_router_group_topk", default=None, to=lambda _, config: _groups(config)[1], back=_or_one),
 )
 """A token chooses among the experts of a few groups; groups are ranked by their best expert."""
 

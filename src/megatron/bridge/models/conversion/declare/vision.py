@@ -89,9 +89,7 @@ class VisionBridge(DecoderBridge):
         raw = hf_pretrained.raw_config if isinstance(hf_pretrained, PreTrainedCausalLM) else whole
         text = {**self._text_config(whole), _TIED: self._is_tied(raw)}
         provider = self._text_bridge(whole).provider_bridge(SimpleNamespace(config=text))
-        values = {
-            field.name: getattr(provider, field.name) for field in dataclasses.fields(provider) if field.init
-        }
+        values = {field.name: getattr(provider, field.name) for field in dataclasses.fields(provider) if field.init}
         del values["deallocate_pipeline_outputs"]  # a tower has its own default
         rope: dict[str, Any] = whole[_TEXT].get(_ROPE) or {}
         sections = {key: rope[key] for key in _MROPE if key in rope}

@@ -50,9 +50,7 @@ def field_groups() -> dict[str, tuple[Field, ...]]:
 def groups_with(key: str) -> list[str]:
     """Names of the fields and groups that read a config key, the smallest first."""
     groups = field_groups()
-    return sorted(
-        (name for name in groups if any(f.hf == key for f in groups[name])), key=lambda n: len(groups[n])
-    )
+    return sorted((name for name in groups if any(f.hf == key for f in groups[name])), key=lambda n: len(groups[n]))
 
 
 def key_hint(key: str, claimed: Iterable[str], families: Iterable[str]) -> str:

@@ -105,9 +105,7 @@ def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tupl
 # ---- what goes together -----------------------------------------------------------------------------------------
 
 
-def _buckets(
-    tasks: Iterable[WeightConversionTask], limit: int, merged: bool
-) -> Iterator[list[WeightConversionTask]]:
+def _buckets(tasks: Iterable[WeightConversionTask], limit: int, merged: bool) -> Iterator[list[WeightConversionTask]]:
     """Runs of tasks whose exchange takes ``limit`` bytes; a task that communicates by itself is alone.
 
     Args:
@@ -281,8 +279,7 @@ def _by_itself(task: WeightConversionTask) -> Weights:
     described = {name: (tuple(weight.shape), weight.dtype) for name, weight in mine.items()}
     outline = exchange.broadcast_object(task.owner, described)
     return {
-        name: exchange.from_owner(mine.get(name), shape, dtype, task.owner)
-        for name, (shape, dtype) in outline.items()
+        name: exchange.from_owner(mine.get(name), shape, dtype, task.owner) for name, (shape, dtype) in outline.items()
     }
 
 
@@ -311,9 +308,7 @@ class _Stack:
     missing: int
 
 
-def _stacked(
-    task: WeightConversionTask, weights: Parts, stacks: dict[str, _Stack]
-) -> Iterator[tuple[str, Tensor]]:
+def _stacked(task: WeightConversionTask, weights: Parts, stacks: dict[str, _Stack]) -> Iterator[tuple[str, Tensor]]:
     """Put an expert's part into its tensors; those that are whole now."""
     shapes = task.mapping.hf_shapes(task.shard)
     for name, weight in weights.items():

@@ -148,8 +148,7 @@ def start_gather(
     if rank != receiver:
         return Pending(None, (dist.isend(local, group=group, group_dst=receiver),))
     shards = [
-        local if part == rank else empty(local.shape, dtype=local.dtype, device=local.device)
-        for part in range(parts)
+        local if part == rank else empty(local.shape, dtype=local.dtype, device=local.device) for part in range(parts)
     ]
     works = [dist.irecv(shards[part], group=group, group_src=part) for part in range(parts) if part != rank]
     return Pending(shards, tuple(works))

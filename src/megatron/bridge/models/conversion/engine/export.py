@@ -132,9 +132,7 @@ def _specs(task: WeightConversionTask, stored: Specs, computed: bool) -> Specs:
     names = task.mapping.hf_names
     if computed and all(name in stored for name in names):
         return {name: stored[name] for name in names}
-    return {
-        name: (stored[name][0] if name in stored else task.dtype, shape) for name, shape in task.hf_shapes.items()
-    }
+    return {name: (stored[name][0] if name in stored else task.dtype, shape) for name, shape in task.hf_shapes.items()}
 
 
 def _in_dtype(tensors: Specs, dtype: torch.dtype | None) -> Specs:
@@ -150,9 +148,7 @@ def _as_declared(tensors: Specs, options: SaveOptions) -> Specs:
         return tensors
     dtypes = [dtype for dtype, _ in tensors.values()]
     main = max(set(dtypes), key=dtypes.count)
-    return {
-        name: (options.declared if dtype == main else dtype, shape) for name, (dtype, shape) in tensors.items()
-    }
+    return {name: (options.declared if dtype == main else dtype, shape) for name, (dtype, shape) in tensors.items()}
 
 
 def _renamed(layouts: list[OutputFile], folder: Path | None) -> list[OutputFile]:

@@ -330,9 +330,7 @@ def _claim(
         owner_of |= dict.fromkeys(parts, item.name)
         return False
     if not (owners == {item.name} or (tied and item.name == OUTPUT)):
-        problems.append(
-            f"Megatron parameters {item.name} and {', '.join(owners)} both claim {mapping.hf_names[0]}"
-        )
+        problems.append(f"Megatron parameters {item.name} and {', '.join(owners)} both claim {mapping.hf_names[0]}")
     return True
 
 
@@ -369,9 +367,7 @@ def _layer_config(name: str, config: Any) -> Any:
     return config.get_config_for_layer(int(found[2]) + 1)
 
 
-def _ties(
-    registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None
-) -> dict[str, str]:
+def _ties(registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None) -> dict[str, str]:
     """The output layer of a tied model, where the checkpoint stores it all the same."""
     embedding, output = registry.megatron_to_hf_lookup(EMBEDDING), registry.megatron_to_hf_lookup(OUTPUT)
     if not tied or embedding is None or output is None or entries is None:

@@ -174,9 +174,7 @@ def _device() -> Any:
     return "cpu" if distributed.world_size() == 1 else torch.cuda.current_device()
 
 
-def _batches(
-    tasks: Iterable[WeightConversionTask], limit: int
-) -> Iterator[tuple[list[WeightConversionTask], int]]:
+def _batches(tasks: Iterable[WeightConversionTask], limit: int) -> Iterator[tuple[list[WeightConversionTask], int]]:
     """Runs of tasks that take up ``limit`` bytes here, or one that is larger; with their bytes."""
     batch: list[WeightConversionTask] = []
     held = 0

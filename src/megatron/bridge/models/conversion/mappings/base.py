@@ -318,9 +318,7 @@ class MegatronParamMapping(MappingGroups):
             piece.of_shard(local).copy_(piece.of_hf(whole[piece.hf]))
         return local
 
-    def megatron_to_hf(
-        self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
-    ) -> dict[str, Tensor]:
+    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
         """Whole Hugging Face tensors on all ranks of the stage that owns the parameter; nothing elsewhere.
 
         Of a tensor that holds all experts, this one's part.

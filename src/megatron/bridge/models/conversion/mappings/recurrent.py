@@ -144,9 +144,7 @@ class RMSNorm2ZeroCenteredRMSNormMapping(ReplicatedMapping):
         (weight,) = self._by_name(hf_weights).values()
         return (weight.float() - 1.0).to(weight.dtype)
 
-    def megatron_to_hf(
-        self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
-    ) -> dict[str, Tensor]:
+    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
         """The gain itself; nothing on the stages that do not own it."""
         if megatron_weights is None:
             return {}

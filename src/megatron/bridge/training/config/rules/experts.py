@@ -34,9 +34,7 @@ def expert_tensor_ranks_need_experts(config: RunConfig, world_size: int) -> Iter
     """A dense model would ignore the setting."""
     size = config.model.expert_tensor_parallel_size
     if size is not None and not config.model.num_moe_experts:
-        yield (
-            f"model.expert_tensor_parallel_size={size} has no effect, because {_COUNT} is not set: leave it unset"
-        )
+        yield (f"model.expert_tensor_parallel_size={size} has no effect, because {_COUNT} is not set: leave it unset")
 
 
 def expert_tensor_ranks_divide_experts(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -70,9 +68,7 @@ def expert_groups_are_even(config: RunConfig, world_size: int) -> Iterator[str]:
     if experts and groups:
         yield from indivisible("model.moe_router_num_groups", groups, _COUNT, experts)
         if chosen is not None and not 1 <= chosen <= groups:
-            yield (
-                f"model.moe_router_group_topk={chosen} must lie between 1 and model.moe_router_num_groups={groups}"
-            )
+            yield (f"model.moe_router_group_topk={chosen} must lie between 1 and model.moe_router_num_groups={groups}")
 
 
 def layer_spec_fits_moe_layer_freq(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -179,8 +179,7 @@ def cp_with_masks_needs_per_token_loss(config: RunConfig, world_size: int) -> It
     size = config.model.context_parallel_size
     if size > 1 and config.dataset.masks_tokens and not config.model.calculate_per_token_loss:
         yield (
-            f"model.context_parallel_size={size} with masked losses needs model.calculate_per_token_loss=True: "
-            "set it"
+            f"model.context_parallel_size={size} with masked losses needs model.calculate_per_token_loss=True: set it"
         )
 
 

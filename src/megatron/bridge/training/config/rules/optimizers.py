@@ -90,8 +90,6 @@ def optimizer_instances_share_state(config: RunConfig, world_size: int) -> Itera
     if ddp.num_distributed_optimizer_instances == 1:
         return
     if ddp.reduce_scatter_with_fp32_accumulation:
-        yield (
-            f"{key} with ddp.reduce_scatter_with_fp32_accumulation=True: switch the second off, or use 1 instance"
-        )
+        yield (f"{key} with ddp.reduce_scatter_with_fp32_accumulation=True: switch the second off, or use 1 instance")
     if not ddp.use_distributed_optimizer:
         yield f"{key} needs the distributed optimizer: set ddp.use_distributed_optimizer=true, or 1 instance"

@@ -43,8 +43,7 @@ def expert_overlap_fits(config: RunConfig, world_size: int) -> Iterator[str]:
     selected = (model.recompute_modules or ()) if model.recompute_granularity == "selective" else ()
     needs = {
         "model.expert_model_parallel_size=2 or more": model.expert_model_parallel_size > 1,
-        "model.moe_token_dispatcher_type=alltoall or flex": model.moe_token_dispatcher_type
-        in ("alltoall", "flex"),
+        "model.moe_token_dispatcher_type=alltoall or flex": model.moe_token_dispatcher_type in ("alltoall", "flex"),
         "mixed_precision=bf16_mixed or fp16_mixed": model.bf16 or model.fp16,
         "model.virtual_pipeline_model_parallel_size with a pipeline": model.pipeline_model_parallel_size == 1
         or (model.virtual_pipeline_model_parallel_size or 1) > 1,

@@ -40,8 +40,7 @@ def one_gpu_profiler_at_a_time(config: RunConfig, world_size: int) -> Iterator[s
         watchers.append("nvrx_straggler")
     if len(watchers) > 1:
         yield (
-            f"{' and '.join(watchers)} watch the GPU's kernels, which only one can at a time: leave all but one "
-            "out"
+            f"{' and '.join(watchers)} watch the GPU's kernels, which only one can at a time: leave all but one out"
         )
 
 

@@ -23,8 +23,7 @@ def uneven_stages_need_a_pipeline(config: RunConfig, world_size: int) -> Iterato
     chosen = given(config.model, SPLIT)
     if chosen and config.model.pipeline_model_parallel_size == 1:
         yield (
-            f"{_words(chosen)} has no effect with model.pipeline_model_parallel_size=1: raise that, or leave it "
-            "unset"
+            f"{_words(chosen)} has no effect with model.pipeline_model_parallel_size=1: raise that, or leave it unset"
         )
 
 
