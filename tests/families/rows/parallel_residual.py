@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and MLP side by side: Cohere, GPT-NeoX, Phi, StableLM."""
+"""Attention and MLP side by side: Cohere, Falcon, GPT-NeoX, Phi, StableLM."""
 
 from tests.families.row import Row
 
@@ -16,6 +16,8 @@ SIZE = {
     "pad_token_id": None,
 }
 NEOX = {key: value for key, value in SIZE.items() if key != "num_key_value_heads"}
+_RENAMED = {"intermediate_size": "ffn_hidden_size", "layer_norm_eps": "layer_norm_epsilon"}
+FALCON = {_RENAMED.get(key, key): value for key, value in NEOX.items()}
 PARTIAL = {"rope_type": "default", "rope_theta": 70.0, "partial_rotary_factor": 0.25}
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 SLOW = ("sp2", "pp2", "vp2")
@@ -43,6 +45,37 @@ ROWS = [
         {**SIZE, "sliding_window": 7, "layer_types": MIXED, "hidden_act": "gelu"},
         ("pp2",),
         slow=("tp2", "vp2"),
+        brief=True,
+    ),
+    Row("falcon_7b", "FalconForCausalLM", FALCON, ("tp2",), slow=SLOW, brief=True),
+    Row(
+        "falcon_40b",
+        "FalconForCausalLM",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "activation": "gelu_new"},
+        ("pp2",),
+        slow=("tp2", "sp2", "vp2"),
+        brief=True,
+    ),
+    Row(
+        "falcon_11b",
+        "FalconForCausalLM",
+        {
+            **FALCON,
+            "new_decoder_architecture": True,
+            "num_ln_in_parallel_attn": 1,
+            "num_kv_heads": 3,
+            "tie_word_embeddings": False,
+        },
+        (),
+        slow=("tp2", "pp2"),
+        brief=True,
+    ),
+    Row(
+        "falcon_serial",
+        "FalconForCausalLM",
+        {**FALCON, "parallel_attn": False, "multi_query": False},
+        (),
+        slow=("tp2", "sp2"),
         brief=True,
     ),
     Row("gpt_neox", "GPTNeoXForCausalLM", {**NEOX, "rope_parameters": PARTIAL}, ("tp2",), slow=SLOW, brief=True),

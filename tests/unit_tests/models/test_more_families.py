@@ -40,6 +40,8 @@ def provider_of(row, **changes):
         ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12 must be hidden_size=24"),
         ("opt", {"layerdrop": 0.1}, "layerdrop=0.1 is not supported"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
+        ("falcon_7b", {"alibi": True}, "alibi=True is not supported"),
+        ("falcon_40b", {"parallel_attn": False}, "parallel_attn=False and num_ln_in_parallel_attn=None with"),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, "attention_out_bias=True needs"),
         (
             "arcee",

@@ -93,6 +93,8 @@ COUNTS = {
     "openai-community--gpt2": 124_439_808,
     "openai-community--gpt2-xl": 1_557_611_200,
     "stabilityai--stablelm-2-1_6b": 1_644_515_328,
+    "tiiuae--falcon-7b": 6_921_720_704,
+    "tiiuae--falcon-11B": 11_102_822_400,
     "allenai--OLMoE-1B-7B-0924": 6_919_161_856,
     "mistralai--Mixtral-8x7B-v0.1": 46_702_792_704,
     "mistralai--Mixtral-8x22B-v0.1": 140_620_634_112,

@@ -6,6 +6,7 @@ docs/adding-a-family.md lists them all.
 
 from megatron.bridge.models.conversion.declare.blocks import *
 from megatron.bridge.models.conversion.declare.decoder_fields import *
+from megatron.bridge.models.conversion.declare.falcon_fields import *
 from megatron.bridge.models.conversion.declare.fields import *
 from megatron.bridge.models.conversion.declare.gated_delta_net import *
 from megatron.bridge.models.conversion.declare.heterogeneous_fields import *

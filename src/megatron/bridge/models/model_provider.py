@@ -16,11 +16,7 @@ from typing import Any, Self, cast
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    distributed_data_parallel,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, distributed_data_parallel
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
@@ -29,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import Module
 
 from megatron.bridge.backends.fsdp import megatron_fsdp, torch_fsdp2
+from megatron.bridge.backends.kernels import eager
 from megatron.bridge.backends.specs import layer_specs
 from megatron.bridge.models import process_groups
 from megatron.bridge.utils import distributed
@@ -369,9 +366,7 @@ def _place(
 
 
 def to_half_precision(
-    chunks: list[MegatronModule],
-    config: TransformerConfig,
-    wrapper: HalfPrecisionWrapper | None = Float16Module,
+    chunks: list[MegatronModule], config: TransformerConfig, wrapper: HalfPrecisionWrapper | None = Float16Module
 ) -> list[MegatronModule]:
     """The chunks in half precision where ``config`` asks for it, but for what needs to be exact."""
     if not (config.fp16 or config.bf16):
@@ -432,8 +427,9 @@ def _wrap_data_parallel(
             )
             for index, chunk in enumerate(chunks)
         ]
-    if broadcast:
-        for chunk in wrapped:
+    for chunk in wrapped:
+        eager.accumulate_by_parts(chunk)
+        if broadcast:
             chunk.broadcast_params()
     return cast(list[MegatronModule], wrapped)
 

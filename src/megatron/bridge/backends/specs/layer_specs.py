@@ -247,9 +247,7 @@ def layer_spec(
             self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type] - a function, as in Megatron-Core's specs
             pre_mlp_layernorm=norm,
             mlp=get_mlp_module_spec_for_backend(
-                provider,
-                num_experts=config.num_moe_experts if moe else None,
-                moe_grouped_gemm=config.moe_grouped_gemm,
+                provider, num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=config.moe_grouped_gemm
             ),
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             sharded_state_dict_keys_map=_fused_names(config, moe, linear),
@@ -339,10 +337,7 @@ _WITHOUT_EXTENSIONS = {
     "memory_efficient_layer_norm": "it needs Apex or Transformer Engine",
     "persist_layer_norm": "it needs Apex",
 }
-_WITHOUT_CUDA = {
-    "masked_softmax_fusion": "it is a CUDA kernel",
-    "bias_dropout_fusion": "it is compiled for CUDA",
-}
+_WITHOUT_CUDA = {"masked_softmax_fusion": "it is a CUDA kernel", "bias_dropout_fusion": "it is compiled for CUDA"}
 
 
 _Use = Callable[[str, object, str], None]

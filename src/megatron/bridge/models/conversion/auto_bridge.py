@@ -160,10 +160,7 @@ class AutoBridge(AdapterCalls):
         return self.to_megatron_provider(load_weights, hf_path).provide_distributed_model(**options)
 
     def load_hf_weights(
-        self,
-        model: Chunks,
-        hf_path: str | Path | None = None,
-        allowed_mismatched_params: Sequence[str] | None = None,
+        self, model: Chunks, hf_path: str | Path | None = None, allowed_mismatched_params: Sequence[str] | None = None
     ) -> None:
         """Fill the parameters of ``model``; each rank reads only the slices that it needs.
 
@@ -441,11 +438,7 @@ class AutoBridge(AdapterCalls):
         return self._export_plan(model, self._source(hf_path))
 
     def get_conversion_tasks(
-        self,
-        model: Chunks | None = None,
-        hf_path: str | Path | None = None,
-        *,
-        megatron_model: Chunks | None = None,
+        self, model: Chunks | None = None, hf_path: str | Path | None = None, *, megatron_model: Chunks | None = None
     ) -> list[WeightConversionTask]:
         """The tasks of ``plan``, the same list on every rank; ``megatron_model`` is another name of ``model``."""
         if (model is None) == (megatron_model is None):

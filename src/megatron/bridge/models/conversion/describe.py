@@ -10,22 +10,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from megatron.bridge.models.conversion.engine import stored_provider
-from megatron.bridge.models.conversion.model_bridge import (
-    DecoderBridge,
-    architectures,
-    bridge_for,
-    function_fields,
-)
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, architectures, bridge_for, function_fields
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_description(
-    checkpoint: str | Path,
-    directory: Path,
-    architecture: str | None = None,
-    tokenizer: Any = None,
+    checkpoint: str | Path, directory: Path, architecture: str | None = None, tokenizer: Any = None
 ) -> None:
     """Write ``config.json`` for a Megatron checkpoint, and its tokenizer.
 

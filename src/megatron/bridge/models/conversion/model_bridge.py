@@ -96,12 +96,7 @@ class MegatronModelBridge:
 
     @classmethod
     def register_bridge(
-        cls,
-        *,
-        source: type | str,
-        target: Any,
-        provider: Any = None,
-        model_type: str | None = None,
+        cls, *, source: type | str, target: Any, provider: Any = None, model_type: str | None = None
     ) -> Callable[[B], B]:
         """Decorate a bridge class to make it the one for ``source``.
 

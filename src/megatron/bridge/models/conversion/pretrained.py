@@ -36,10 +36,19 @@ def local_weights(name: str | Path) -> Path:
 
 
 def tokenizer_of(name: str | Path) -> str | None:
-    """Directory or hub id of the tokenizer beside the weights ``name``; None if there is none on this machine."""
+    """Directory or hub id of the tokenizer of the weights ``name``; None if there is none on this machine.
+
+    It lies beside them, or the run that wrote them names it.
+    """
     if is_megatron_checkpoint(name):
         kept = model_io.tokenizer_dir(name)
-        return None if kept is None else str(kept)
+        if kept is not None:
+            return str(kept)
+        if not (paths.resolve(name) / paths.RUN_CONFIG).is_file():
+            return None
+        tokenizer: dict[str, str | None] = model_io.read_run_config(name).get("tokenizer") or {}
+        of_run = tokenizer.get("tokenizer_model")
+        return None if of_run is None else tokenizer_of(of_run)
     folder = hub.on_this_machine(name)
     return str(name) if folder is not None and hub.has_tokenizer(folder) else None
 

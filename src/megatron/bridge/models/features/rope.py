@@ -25,10 +25,7 @@ KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
     "linear": (frozenset({"factor"}), frozenset()),
     "dynamic": (frozenset({"factor"}), frozenset()),
-    NTK_ALPHA: (
-        frozenset({"alpha"}),
-        frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
-    ),
+    NTK_ALPHA: (frozenset({"alpha"}), frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})),
     "proportional": (frozenset(), frozenset({"factor"})),
     "llama3": (
         frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),

@@ -29,14 +29,7 @@ _SIZES = {
 _ABOVE_ZERO = (
     *("rope_theta", "rope_local_base_freq", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"),
     *("norm_epsilon", "logits_scaling", "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier"),
-    *(
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-    ),
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
 )
 """Keys of a config, or of the dicts in it, by which a model divides or multiplies."""
 
@@ -84,7 +77,6 @@ class PreTrainedCausalLM:
 
     @cached_property
     def raw_config(self) -> dict[str, Any]:
-        """``config.json`` as it is written."""
         path = self.directory / "config.json"
         found = strict_json.read(path, _constant)
         if not isinstance(found, dict):

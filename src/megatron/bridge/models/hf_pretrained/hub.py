@@ -25,13 +25,7 @@ WEIGHT_PATTERNS = (
 # what a training run leaves beside a model: it says nothing about a model that is made of it
 RUN_PATTERNS = (
     *("run_config.yaml", "report.md", "loss.png", "metrics.jsonl", "environment.json", "git.diff"),
-    *(
-        "trainer_state.json",
-        "all_results.json",
-        "train_results.json",
-        "eval_results.json",
-        "events.out.tfevents.*",
-    ),
+    *("trainer_state.json", "all_results.json", "train_results.json", "eval_results.json", "events.out.tfevents.*"),
     *("runs/*", "checkpoint-*/*", "iter_*/*"),
 )
 _INDEX = ("*.safetensors.index.json",)  # small, and says which tensors there are
@@ -46,7 +40,6 @@ def is_hf_model(path: str | Path) -> bool:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether files of a tokenizer are in ``folder``."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 

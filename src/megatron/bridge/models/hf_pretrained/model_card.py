@@ -75,7 +75,6 @@ def compose(title: str, source: str | None, source_card: str | None, history: Hi
 
 
 def _told(source: str | None, history: History) -> Iterator[str]:
-    """What was done, in sentences."""
     if source is not None:
         yield f"Config and tokenizer of {source}." if history.from_scratch else f"Base model: {source}."
     if history.steps:

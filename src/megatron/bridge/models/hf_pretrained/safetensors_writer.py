@@ -198,11 +198,7 @@ def _file(name: str, tensors: TensorSpecs, metadata: Mapping[str, str]) -> Outpu
     position = 0
     for tensor, (dtype, shape) in tensors.items():
         size = _size(dtype, shape)
-        header[tensor] = {
-            "dtype": CODES[dtype],
-            "shape": list(shape),
-            "data_offsets": [position, position + size],
-        }
+        header[tensor] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [position, position + size]}
         position += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

@@ -15,12 +15,7 @@ class OlmoeBridge(DecoderBridge):
     fields = (*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS)
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
     irrelevant = {"attention_bias": (False,), "clip_qkv": (None,), "output_router_logits": None}
-    weights = (
-        ends(),
-        attention(qk_norm=True),
-        router(norm="post_attention_layernorm"),
-        experts(),
-    )
+    weights = (ends(), attention(qk_norm=True), router(norm="post_attention_layernorm"), experts())
 
 
 OlMoEBridge = OlmoeBridge

@@ -25,10 +25,7 @@ def _patches(vision: Any) -> dict[str, Tensor]:
     merge = vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)
     width = channels * vision.temporal_patch_size * vision.patch_size**2
-    return {
-        "pixel_values": torch.ones(merge**2, width),
-        "image_grid_thw": torch.tensor([[1, merge, merge]]),
-    }
+    return {"pixel_values": torch.ones(merge**2, width), "image_grid_thw": torch.tensor([[1, merge, merge]])}
 
 
 def _size(config: Any) -> int:
@@ -45,7 +42,4 @@ def _tiles(config: Any, pixels: Tensor) -> dict[str, Tensor]:
 
     size = pixels.shape[-1]
     count = image_size_to_num_patches([size, size], config.image_grid_pinpoints, size)
-    return {
-        "pixel_values": pixels[:, None].expand(-1, count, -1, -1, -1),
-        "image_sizes": torch.tensor([[size, size]]),
-    }
+    return {"pixel_values": pixels[:, None].expand(-1, count, -1, -1, -1), "image_sizes": torch.tensor([[size, size]])}

@@ -105,7 +105,6 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
 
 
 def is_video(media: Mapping[str, Tensor]) -> bool:
-    """Whether these are the tensors of videos."""
     return any("video" in name for name in media)
 
 

@@ -57,5 +57,4 @@ def mark_whole(parameter: Tensor) -> None:
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Whether ``mark_whole`` was called for it."""
     return bool(getattr(parameter, "trained_beside_adapters", False))

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 
 from megatron.bridge.backends.fsdp import sharded_rows
 from megatron.bridge.models.chunk_info import chunk_info
-from megatron.bridge.models.conversion.adapters.adapted_layers import (
-    ADAPTER,
-    AdaptedModule,
-    LowRankPart,
-    is_whole,
-)
+from megatron.bridge.models.conversion.adapters.adapted_layers import ADAPTER, AdaptedModule, LowRankPart, is_whole
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ParallelKind, ShardSpec

@@ -266,11 +266,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 DTYPE = Field("dtype", ("params_dtype", "bf16", "fp16"), default=None, to=_precision, back=_precision_back)
 
 ROPE = Field(
-    "rope_parameters",
-    ("rope_parameters", "rotary_base", "rotary_percent"),
-    default=None,
-    to=_rope,
-    back=_rope_back,
+    "rope_parameters", ("rope_parameters", "rotary_base", "rotary_percent"), default=None, to=_rope, back=_rope_back
 )
 
 PARTIAL_ROPE = replace(ROPE, to=_partial_rope, back=_partial_rope_back)

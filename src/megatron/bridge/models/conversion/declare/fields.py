@@ -187,10 +187,7 @@ def _hint(key: str, claimed: Iterable[str]) -> str:
 
 
 def read_all(
-    fields: Iterable[Field],
-    config: Mapping[str, Any],
-    irrelevant: HarmlessKeys = IRRELEVANT,
-    hint: KeyHint = _hint,
+    fields: Iterable[Field], config: Mapping[str, Any], irrelevant: HarmlessKeys = IRRELEVANT, hint: KeyHint = _hint
 ) -> dict[str, Any]:
     """The provider's attributes that ``config`` sets.
 

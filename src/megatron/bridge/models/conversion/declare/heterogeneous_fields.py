@@ -21,8 +21,7 @@ BLOCK_CONFIGS = Field("block_configs", "block_configs", to=_each)
 
 
 def linear_replacements(
-    layers: str = "model.layers.*",
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    layers: str = "model.layers.*", norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
 ) -> Block:
     """One linear layer in place of attention, or of the feed-forward layer.
 

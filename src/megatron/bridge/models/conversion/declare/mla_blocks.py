@@ -57,9 +57,7 @@ def after_decoder_layers(config: Any, depth: int) -> MTPNames:
 
 
 def mtp(
-    *layer: Block,
-    layers: str = "model.layers.*",
-    names: Callable[[Any, int], MTPNames] = after_decoder_layers,
+    *layer: Block, layers: str = "model.layers.*", names: Callable[[Any, int], MTPNames] = after_decoder_layers
 ) -> SizedBlock:
     """Layers of multi-token prediction.
 

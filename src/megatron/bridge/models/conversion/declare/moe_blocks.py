@@ -57,11 +57,7 @@ def experts(
 
 
 def stacked_experts(
-    names: str,
-    up: str = "gate_up_proj",
-    down: str = "down_proj",
-    layers: str = "model.layers.*",
-    turned: bool = False,
+    names: str, up: str = "gate_up_proj", down: str = "down_proj", layers: str = "model.layers.*", turned: bool = False
 ) -> Block:
     """Experts that two tensors of a layer hold together, gate and up projection in one.
 

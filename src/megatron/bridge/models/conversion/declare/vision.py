@@ -13,12 +13,7 @@ from typing import Any, ClassVar, cast
 from megatron.bridge.models.conversion.declare.blocks import Block
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, unknown_keys
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import (
-    DecoderBridge,
-    MegatronModelBridge,
-    as_dict,
-    bridge_for,
-)
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, as_dict, bridge_for
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ReplicatedMapping
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization

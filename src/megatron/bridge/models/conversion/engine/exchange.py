@@ -131,11 +131,7 @@ def gather(tensor: Tensor, group: Group, parts: int, receiver: int) -> list[Tens
 
 
 def start_gather(
-    tensor: Tensor,
-    group: Group,
-    parts: int,
-    receiver: int,
-    empty: Callable[..., Tensor] = torch.empty,
+    tensor: Tensor, group: Group, parts: int, receiver: int, empty: Callable[..., Tensor] = torch.empty
 ) -> Pending[list[Tensor] | None]:
     """Begin to get the shards of all ``parts`` ranks on the rank ``receiver`` of the group.
 

@@ -317,11 +317,7 @@ def _lookup(registry: MegatronMappingRegistry, name: str, tied: bool) -> Megatro
 
 
 def _claim(
-    mapping: MegatronParamMapping,
-    item: LocatedParameter,
-    owner_of: dict[HFPart, str],
-    tied: bool,
-    problems: list[str],
+    mapping: MegatronParamMapping, item: LocatedParameter, owner_of: dict[HFPart, str], tied: bool, problems: list[str]
 ) -> bool:
     """Note what covers the Hugging Face tensors; return whether they were covered, as a tied output may be."""
     parts = mapping.parts
@@ -335,11 +331,7 @@ def _claim(
 
 
 def _task(
-    item: LocatedParameter,
-    mapping: MegatronParamMapping,
-    config: Any,
-    is_copy: bool,
-    modules: HeldParameters,
+    item: LocatedParameter, mapping: MegatronParamMapping, config: Any, is_copy: bool, modules: HeldParameters
 ) -> WeightConversionTask:
     rank, size = exchange.rank_and_size(exchange.shard_group(item.name))
     module, parameter = None, None

@@ -69,11 +69,7 @@ def write(
 
 
 def _write_config(
-    bridge: MegatronModelBridge,
-    provider: Any,
-    source: PreTrainedCausalLM,
-    directory: Path,
-    stored: dict[str, Any],
+    bridge: MegatronModelBridge, provider: Any, source: PreTrainedCausalLM, directory: Path, stored: dict[str, Any]
 ) -> None:
     """The source's config, with what the model has otherwise."""
     changed = bridge.changed_config(provider, as_dict(source.config))

@@ -423,7 +423,6 @@ class AttentionHeads:
 
     @classmethod
     def of(cls, config: Any) -> "AttentionHeads":
-        """The heads of a model with ``config``."""
         declared = (config.num_attention_heads, config.num_query_groups or config.num_attention_heads)
         queries, groups = getattr(config, "unpadded_heads", declared)
         return cls(queries, groups, config.kv_channels or config.hidden_size // queries)

@@ -7,12 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron.bridge.models.conversion.mappings.base import (
-    AttentionHeads,
-    HFRange,
-    MegatronParamMapping,
-    ShardSpec,
-)
+from megatron.bridge.models.conversion.mappings.base import AttentionHeads, HFRange, MegatronParamMapping, ShardSpec
 
 
 class QKVMapping(MegatronParamMapping):
