@@ -184,3 +184,15 @@ def test_gpus():
         gpu("H101 80GB")
     with pytest.raises(UserError, match="'A100' is one of A100 40GB, A100 80GB: give the whole name"):
         gpu("A100")
+
+
+@pytest.mark.parametrize(("on_host", "torch_fsdp2"), [(False, True), (True, True), (True, False)])
+def test_a_model_is_whole_before_it_is_sharded(on_host, torch_fsdp2):
+    """FSDP2 moves a model from the host unit by unit; Megatron-FSDP moves it at once."""
+    config = configured(provider("llama"))
+    config.model.use_cpu_initialization = on_host
+    config.dist.use_torch_fsdp2, config.ddp.use_megatron_fsdp = torch_fsdp2, not torch_fsdp2
+    (rank,) = memory_per_rank(config.resolve(world_size=16).config, 16)
+    whole = 2 * rank.parameters
+    assert (rank.unsharded >= whole) == (not on_host or not torch_fsdp2)
+    assert rank.total >= rank.unsharded

@@ -17,8 +17,8 @@ norm of a layer            R x hidden x e (its input; in fp32 if the gain is zer
 linear layer               R x in x e, or T x in/t x e if it is row-parallel (its input, once where several
                            share it), and T x out/t x e (its output, unless it ends in the residual stream)
 attention                  T x (queries + keys)/t x e (rotated), as much for queries before a norm of their own,
-                           4 x T x head x e (sines and cosines), T x heads/t x 4 (sums of exponentials); latent
-                           values and outputs once more, where they are padded to the width of keys
+                           T x heads/t x 4 (sums of exponentials); latent values and outputs once more, where they
+                           are padded to the width of keys
 activation of an MLP       nothing more where it is fused; else two times T x width/t x e if it is gated, and as
                            much again if it is clamped
 experts                    as the other layers, with R x top-k x expert tensor ranks tokens; R x hidden x e (their
@@ -76,7 +76,7 @@ class Sizes:
     activation: int  # tensors that the activation of an MLP keeps beside its result
     weighting: int  # the same of the product with an expert's weight
     norm: int  # bytes of a number of a norm's input
-    rotated: int  # bytes of a number of a position: sines and cosines of queries and keys; 0 without
+    rotates: bool  # whether queries and keys have rotary embeddings
     separate_gradients: bool  # kernels do not add weight gradients to the buffer themselves
     logit: int  # bytes of a logit while the loss is computed
     masks: bool  # of dropout
@@ -187,7 +187,6 @@ def microbatches_in_flight(config: ConfigContainer, stage: int, world_size: int)
 
 
 def sizes_of(config: ConfigContainer) -> Sizes:
-    """The sizes of a resolved config."""
     model = config.model
     tensor = model.tensor_model_parallel_size
     tokens = config.train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size
@@ -206,7 +205,7 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         activation=_of_activation(model),
         weighting=0 if _is_fused(model) else 1,
         norm=_FP32 if model.layernorm_zero_centered_gamma else number,
-        rotated=4 * number if _has_rotary(model) else 0,
+        rotates=_has_rotary(model),
         separate_gradients=not model.gradient_accumulation_fusion,
         logit=_logit_bytes(model),
         masks=model.hidden_dropout > 0,
@@ -402,19 +401,18 @@ def _attention(attention: Any, sizes: Sizes) -> int:
     config = attention.config
     heads = attention.num_attention_heads_per_partition
     groups = attention.num_query_groups_per_partition
-    width = rotated = attention.hidden_size_per_attention_head
+    width = attention.hidden_size_per_attention_head
     numbers = 0
     if config.multi_latent_attention:
-        groups, rotated = heads, config.qk_pos_emb_head_dim
-        width = config.qk_head_dim + rotated
+        groups, width = heads, config.qk_head_dim + config.qk_pos_emb_head_dim
         numbers += 2 * heads * width if _pads_values(config) else 0
     elif config.qk_layernorm:
         numbers += heads * width
-    if sizes.rotated:  # copies of queries and keys
+    if sizes.rotates:  # copies of queries and keys
         numbers += heads * width + groups * width
     if sizes.gathered > 1:  # keys and values of all context ranks
-        numbers += groups * width * (2 * sizes.gathered - (1 if sizes.rotated else 0))
-    return sizes.tokens * (numbers * sizes.number + rotated * sizes.rotated + heads * _FP32)
+        numbers += groups * width * (2 * sizes.gathered - int(sizes.rotates))
+    return sizes.tokens * (numbers * sizes.number + heads * _FP32)
 
 
 def _mamba(mixer: Any, sizes: Sizes) -> int:

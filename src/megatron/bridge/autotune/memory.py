@@ -39,6 +39,7 @@ class RankMemory:
         optimizer: fp32 copies of the weights and the moments of the optimizer: this rank's share.
         activations: Kept for the backward pass, and held by it, at the fullest moment of a step (an estimate).
         teacher: Weights of a teacher, and what it adds to the activations (an estimate).
+        unsharded: Weights of a whole model, which a GPU holds before fully sharded data parallelism divides them.
     """
 
     stage: int
@@ -48,6 +49,7 @@ class RankMemory:
     optimizer: int
     activations: int
     teacher: int = 0
+    unsharded: int = 0
 
     @property
     def states(self) -> int:
@@ -56,7 +58,8 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return self.states + self.activations + self.teacher
+        """At the fullest moment of a step, or of the set-up if that is fuller."""
+        return max(self.states + self.activations + self.teacher, self.unsharded)
 
 
 def memory_per_rank(
@@ -68,7 +71,7 @@ def memory_per_rank(
     """
     # quantised products leave the weights in bf16, and Megatron-Core builds them only where Transformer Engine is
     plain = replace(config, model=without_quantization(config.model))
-    copies = 2 if config.model.fp8 else 1 if config.model.fp4 else 0
+    copies = quantized_bytes(config.model)
     found = [_memory(plain, chunks, stage, world_size, copies) for stage, chunks in enumerate(_stages(plain))]
     if teacher is None:
         return found
@@ -116,7 +119,9 @@ def _memory(
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     weights = sum(map(_bytes, parameters)) + sum(_bytes(buffer) for chunk in chunks for buffer in chunk.buffers())
     weights += copies * sum(map(_quantised, chunks))
-    gradients = optimizer = 0
+    gradients = optimizer = unsharded = 0
+    if config.ddp.use_megatron_fsdp or (config.dist.use_torch_fsdp2 and not config.model.use_cpu_initialization):
+        unsharded = weights
     if config.dist.use_torch_fsdp2:
         weights, gradients, optimizer = _fully_sharded(config, chunks, replicas)
     elif config.ddp.use_megatron_fsdp:
@@ -134,6 +139,7 @@ def _memory(
         gradients=gradients,
         optimizer=optimizer,
         activations=activations.activation_bytes(config, chunks, stage, world_size),
+        unsharded=unsharded,
     )
 
 
@@ -188,11 +194,17 @@ def _of_teacher(
     return sum(map(_bytes, tensors)) + beside
 
 
-def _quantised(chunk: nn.Module) -> int:
-    """Numbers that Transformer Engine copies for a step: matrices of layers.
+def quantized_bytes(model: Any) -> int:
+    """Bytes for each number in the matrices of layers, beside two of bf16, or instead of them with ``fp8_param``.
 
-    Two of a byte in FP8, as they are and transposed; two of half a byte in FP4.
+    Transformer Engine has each matrix twice, as it is and transposed: a byte each in FP8, half a byte in FP4.
     """
+    replaced = 2 if model.fp8_param or model.fp4_param else 0
+    return (2 if model.fp8 else 1 if model.fp4 else replaced) - replaced
+
+
+def _quantised(chunk: nn.Module) -> int:
+    """Numbers in the matrices of layers."""
     return sum(weight.numel() for name, weight in chunk.named_parameters() if ".layers." in name and weight.dim() > 1)
 
 
@@ -242,13 +254,19 @@ def _bucket_size(config: ConfigContainer, replicas: _Replicas) -> int | None:
 
 
 def optimizer_bytes(config: ConfigContainer, dtype: torch.dtype) -> int:
-    """For one trained parameter: its fp32 copy, unless it is fp32 itself, and the moments."""
+    """For one trained parameter on its device: its fp32 copy, unless it is fp32 itself, and the moments."""
     optimizer = config.optimizer
-    copies = 0 if dtype == torch.float32 else 1
-    moments = len(STATE_NAMES[optimizer.optimizer])
+    copy, moments = 0 if dtype == torch.float32 else _FP32, _FP32 * len(STATE_NAMES[optimizer.optimizer])
     if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum:
         moments = 0
-    return _FP32 * (copies + moments)
+    on_device = 1 - optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 1
+    if not optimizer.use_precision_aware_optimizer:
+        return copy + round(on_device * moments)
+    if not optimizer.optimizer_cpu_offload:
+        moments = optimizer.exp_avg_dtype.itemsize + optimizer.exp_avg_sq_dtype.itemsize
+        own_copy = optimizer.fp8_recipe in (None, "delayed")  # otherwise Megatron-Core keeps the copies
+        copy = 2 if optimizer.store_param_remainders and dtype == torch.bfloat16 and own_copy else _FP32
+    return round(on_device * (copy + moments))
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -81,7 +81,6 @@ def split_table(prediction: Prediction) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """An HTML table."""
     cells = ["<tr>" + "".join(f"<th>{escape(str(cell))}</th>" for cell in head) + "</tr>"]
     cells += ["<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows]
     return f"<table>{''.join(cells)}</table>"

@@ -101,7 +101,6 @@ class Space:
     sizes: Mapping[str, tuple[Any, ...]]
 
     def candidates(self) -> Iterator[Candidate]:
-        """All combinations."""
         names = list(self.sizes)
         for values in itertools.product(*self.sizes.values()):
             candidate = Candidate(**dict(zip(names, values, strict=True)))

@@ -12,7 +12,7 @@ import torch
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.activations import ChunkCounts, LayerCounts, counts_of_layer, sizes_of, stage_moments
 from megatron.bridge.autotune.layers import layer_shape, layers_of
-from megatron.bridge.autotune.memory import optimizer_bytes
+from megatron.bridge.autotune.memory import optimizer_bytes, quantized_bytes
 from megatron.bridge.autotune.predict import roofline_of, setting_of
 from megatron.bridge.autotune.schedules import pipeline_of
 from megatron.bridge.autotune.search.candidate import NO_RECOMPUTE, Candidate
@@ -101,8 +101,13 @@ class Pricer:
             return None
         return self._memory(divided[0], self.configured(divided[0]), *self._plan(*divided))
 
-    def price(self, candidate: Candidate, span: Callable[[Pipeline, PassTimes], float] = bound) -> Price | None:
-        """Memory and time of a candidate; None if its stages cannot be filled with layers."""
+    def price(
+        self,
+        candidate: Candidate,
+        span: Callable[[Pipeline, PassTimes], float] = bound,
+        memory: tuple[int, ...] | None = None,
+    ) -> Price | None:
+        """Memory, unless it is known, and time of a candidate; None if its stages cannot be filled with layers."""
         divided = self.divide(candidate)
         if divided is None:
             return None
@@ -110,11 +115,8 @@ class Pricer:
         config = self.configured(candidate)
         setting = setting_of(config, self.world_size)
         plan, modules = self._plan(candidate, counts)
-        return Price(
-            candidate,
-            self._memory(candidate, config, plan, modules),
-            predict_step(plan, setting, self.kernels, span),
-        )
+        memory = memory or self._memory(candidate, config, plan, modules)
+        return Price(candidate, memory, predict_step(plan, setting, self.kernels, span))
 
     def divide(self, candidate: Candidate) -> tuple[Candidate, list[int]] | None:
         """The candidate with its pipeline layout, and the layers of each chunk; None if layers are too few."""
@@ -181,7 +183,7 @@ class Pricer:
     def _state_bytes(self, dense: float, experts: float, candidate: Candidate, config: ConfigContainer) -> float:
         model, ddp = config.model, config.ddp
         number = 2 if model.bf16 or model.fp16 else 4
-        copies = 2 if model.fp8 else 1 if model.fp4 else 0
+        copies = quantized_bytes(model)
         gradient = 4 if ddp.grad_reduce_in_fp32 or number == 4 else 2
         replicas = self.world_size // (candidate.tensor * candidate.pipeline)
         expert_ranks = (candidate.expert_tensor or candidate.tensor) * candidate.expert * candidate.pipeline

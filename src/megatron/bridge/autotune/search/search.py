@@ -31,7 +31,7 @@ _EARLY_RULES = [
     *(layout.tp_divides_heads, layout.tp_fits_query_groups, layout.tp_divides_ffn, layout.tp_divides_vocabulary),
     *(rule for rule in _LAYOUT_RULES if rule.__module__ == experts.__name__),
 ]
-_NUMBER = re.compile(r"=?\b\d+\b")
+_VALUE, _NUMBER = re.compile(r"=\d+\b"), re.compile(r"\b\d+\b")
 
 # Candidates that are simulated: the order by the quick estimate differs from the simulated one by less than this.
 FINALISTS = 40
@@ -88,7 +88,7 @@ class Search:
         smallest: tuple[int, Candidate] | None = None
         for candidate in self.space.candidates():
             if problems := self.problems(candidate):
-                refused.update({_NUMBER.sub("", problem).split(":")[0] for problem in problems})
+                refused.update({_NUMBER.sub("N", _VALUE.sub("", problem)).split(":")[0] for problem in problems})
                 continue
             tried += 1
             price, least = self._first_that_fits(candidate)
@@ -139,7 +139,7 @@ class Search:
                 break
             least = max(memory), each
             if least[0] <= self.budget:
-                return self.pricer.price(each), least
+                return self.pricer.price(each, memory=memory), least
         return None, least
 
     def _simulated(self, prices: list[Price]) -> list[Price]:

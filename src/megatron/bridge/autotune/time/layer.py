@@ -22,7 +22,6 @@ class LayerTime:
 
 @lru_cache(maxsize=65536)
 def layer_time(shape: LayerShape, run: Run, kernels: Roofline) -> LayerTime:
-    """The time of one layer for one microbatch."""
     links = AlphaBeta(kernels.card)
     forward = _compute(shape, run, kernels) + _forward_exchange(shape, run, links, kernels)
     backward = _backward(shape, run, kernels) + _backward_exchange(shape, run, links, kernels)

@@ -118,15 +118,11 @@ class Prediction:
         return self.split["bubble"] / self.seconds
 
     def timeline(self) -> list[Span]:
-        """All passes of all stages."""
         return simulate(self.pipeline, self.times)
 
 
 def predict_step(
-    plan: Plan,
-    setting: Setting,
-    kernels: Roofline,
-    span: Callable[[Pipeline, PassTimes], float] = makespan,
+    plan: Plan, setting: Setting, kernels: Roofline, span: Callable[[Pipeline, PassTimes], float] = makespan
 ) -> Prediction:
     """The time of a step; ``plan`` holds the layers of all stages.
 
@@ -151,12 +147,7 @@ def predict_step(
 
 
 def _prediction(
-    plan: Plan,
-    setting: Setting,
-    kernels: Roofline,
-    times: PassTimes,
-    busy: tuple[float, ...],
-    split: dict[str, float],
+    plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes, busy: tuple[float, ...], split: dict[str, float]
 ) -> Prediction:
     seconds = sum(split.values())
     half = SPREAD[any(layer.experts for chunks in plan for chunk in chunks for layer in chunk.layers)]
