@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if path is None:
         raise UserError("no model: give --hf_model_path or --megatron_model_path")
     for package in serve.PACKAGES:
-        import_optional(package, "openai_server.py", "serve")
+        import_optional(package, "openai_server.py", "serve", is_setting=False)
     from megatron.bridge.inference.server.run import ServeConfig
     from megatron.bridge.inference.server.run import serve as run_server
 

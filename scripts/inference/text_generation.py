@@ -19,12 +19,21 @@ WITHOUT_EFFECT = {
     "--use-legacy-generation": "there is one engine",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--cache-mla-latents": "latents are always cached",
+    "--sequence-parallel": "the rows of a step are not split",
+}
+WITHOUT_EFFECT_OF_VALUE = {
+    "--block_size_tokens": "a text has consecutive rows of the caches",
+    "--attention-backend": "there is one attention with caches",
+    "--inference-moe-token-dispatcher-type": "experts use the dispatcher of training",
+    "--distributed-timeout-minutes": "a rank that ends is noticed at once",
+    "--coordinator-host": "processes talk through pipes",
+    "--coordinator-port": "processes talk through pipes",
 }
 
 
-def parsed(argv: Sequence[str]) -> argparse.Namespace:
+def parsed(argv: Sequence[str], description: str | None = __doc__) -> argparse.Namespace:
     """Read the options."""
-    parser = Parser(description=__doc__)
+    parser = Parser(description=description)
     inference_options.add_script_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="may be repeated")
@@ -45,7 +54,32 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kv_cache_buffer_size_gb", "--kv-cache-buffer-size-gb", type=float, default=4.0)
     for name, reason in WITHOUT_EFFECT.items():
         parser.add_argument(name, action="store_true", help=f"no effect: {reason}")
-    return parser.parse_args(argv)
+    for name, reason in WITHOUT_EFFECT_OF_VALUE.items():
+        parser.add_argument(name, metavar="VALUE", help=f"no effect: {reason}")
+    args = parser.parse_args(argv)
+    for name, reason in {**WITHOUT_EFFECT, **WITHOUT_EFFECT_OF_VALUE}.items():
+        if getattr(args, name.strip("-").replace("-", "_")):
+            sys.stderr.write(f"note: {name} has no effect: {reason}\n")
+    return args
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the engine may use."""
+    return {
+        "kv_memory": int(args.kv_cache_buffer_size_gb * (1 << 30)),
+        "max_context": args.max_seq_length,
+        "max_requests": args.max_batch_size,
+        "rows": args.max_tokens,
+    }
+
+
+def record_of(prompt: Any, found: Any, sampling: Any) -> dict[str, Any]:
+    """What is written of a completion."""
+    record = {"prompt": prompt, "text": found.text, "tokens": found.tokens}
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, name) is not None:
+            record[name] = [one.logprob for one in getattr(found, name)]
+    return record
 
 
 def sampling_of(args: argparse.Namespace) -> Any:
@@ -78,23 +112,13 @@ def prompts_of(args: argparse.Namespace) -> list[Any]:
 def main(argv: Sequence[str]) -> int:
     """Print a JSON object for each prompt."""
     args = parsed(argv)
-    for name, reason in WITHOUT_EFFECT.items():
-        if getattr(args, name.strip("-").replace("-", "_")):
-            sys.stderr.write(f"note: {name} has no effect: {reason}\n")
     from megatron.bridge.utils import distributed
 
     prompts, sampling = prompts_of(args), sampling_of(args)
-    memory = int(args.kv_cache_buffer_size_gb * (1 << 30))
-    sizes = {"max_context": args.max_seq_length, "max_requests": args.max_batch_size, "rows": args.max_tokens}
-    with inference_options.load_of_script(args, kv_memory=memory, **sizes) as llm:
+    with inference_options.load_of_script(args, **sizes_of(args)) as llm:
         for prompt, completions in zip(prompts, llm.generate_each(prompts, sampling), strict=True):
-            found = completions[0]
-            record = {"prompt": prompt, "text": found.text, "tokens": found.tokens}
-            for name in ("logprobs", "prompt_logprobs"):
-                if getattr(sampling, name) is not None:
-                    record[name] = [one.logprob for one in getattr(found, name)]
             if distributed.rank() == 0:
-                sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+                sys.stdout.write(json.dumps(record_of(prompt, completions[0], sampling), ensure_ascii=False) + "\n")
     return 0
 
 

@@ -2,6 +2,8 @@
 """Three local tasks of lm-evaluation-harness: the numbers of its own ``hf`` model, sample by sample."""
 
 import json
+import os
+import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -90,11 +92,12 @@ def reference(directory, tasks):
     )
 
 
-def test_scores_are_those_of_the_hf_model(model_dir, tasks, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("layout", [[], ["--tp", "2"], ["--pp", "2"]])
+def test_scores_are_those_of_the_hf_model(model_dir, tasks, tmp_path, layout):  # noqa: F811
     torch.set_num_threads(1)
     out = tmp_path / "out.json"
     options = ["--tasks", ",".join(NAMES), "--include-path", str(tasks), "--out", str(out), "--dtype", "float32"]
-    assert main(["eval", str(model_dir), *options, "--kv-memory", "16MB"]) == 0
+    assert main(["eval", str(model_dir), *options, *layout, "--kv-memory", "16MB"]) == 0
     found, expected = json.loads(out.read_text()), reference(model_dir, tasks)
     for name in NAMES:
         pairs = list(zip(found["samples"][name], expected["samples"][name], strict=True))
@@ -104,6 +107,20 @@ def test_scores_are_those_of_the_hf_model(model_dir, tasks, tmp_path):  # noqa: 
         for metric, value in expected["results"][name].items():
             if isinstance(value, float):
                 assert found["results"][name][metric] == pytest.approx(value, rel=1e-6, abs=1e-4), (name, metric)
+
+
+def test_torchrun_starts_the_ranks(model_dir, tasks, tmp_path):  # noqa: F811
+    options = [str(model_dir), "--tasks", "toy_choice", "--include-path", str(tasks), "--dtype", "float32"]
+    options += ["--tp", "2", "--kv-memory", "16MB"]
+    assert main(["eval", *options, "--out", str(tmp_path / "alone.json")]) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command = [*launch, "megatron.bridge.cli.main", "eval", *options, "--out", str(tmp_path / "ranks.json")]
+    environment = {**os.environ, "PYTHONPATH": str(BESIDE)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["task", "toy_choice", "toy_choice"]
+    found, expected = (json.loads((tmp_path / name).read_text()) for name in ("ranks.json", "alone.json"))
+    assert found["results"] == expected["results"]
 
 
 def compare(ours, theirs, name):

@@ -381,7 +381,7 @@ def test_answers_under_load_are_those_of_the_request_alone(address, llm):
     check_load(address, llm, requests=48, clients=16, distinct=12)
 
 
-LONG_LOAD = 30_000
+LONG_LOAD = 45_000
 
 
 @pytest.mark.slow

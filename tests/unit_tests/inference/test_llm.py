@@ -311,3 +311,16 @@ def test_a_script_takes_the_options_of_the_api(model_dir, tmp_path, capsys):
     assert "--use-legacy-generation has no effect" in written.err
     with pytest.raises(UserError, match="--hf_model_path"):
         script("scripts/inference/text_generation.py")(["--prompt", "x"])
+
+
+def test_a_script_asks_for_all_prompts_at_once(model_dir, capsys):
+    prompts, run = ["The gentle", "Once"], script("scripts/inference/async_text_generation.py")
+    options = ["--hf_model_path", str(model_dir), "--prompt", prompts[0], "--prompt", prompts[1]]
+    options += ["--kv_cache_buffer_size_gb", "0.01", "--dtype", "float32", "--max_new_tokens"]
+    assert run([*options, "5", "--coordinator-port", "1"]) == 0
+    written = capsys.readouterr()
+    records = sorted(map(json.loads, written.out.splitlines()), key=lambda record: record["index"])
+    assert [record["text"] for record in records] == [greedy_text(model_dir, prompt, 5) for prompt in prompts]
+    assert "--coordinator-port has no effect" in written.err
+    with pytest.raises(UserError, match="exceed the context"):
+        run([*options, "5000"])

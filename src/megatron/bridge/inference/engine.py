@@ -86,11 +86,7 @@ class Engine(AbstractContextManager["Engine"]):
     """
 
     def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        config: EngineConfig,
-        hf: Any = None,
-        adapters: AdapterNames | None = None,
+        self, chunks: Sequence[nn.Module], config: EngineConfig, hf: Any = None, adapters: AdapterNames | None = None
     ) -> None:
         self.config = config
         self.hf = hf

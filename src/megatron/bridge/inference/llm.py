@@ -176,10 +176,7 @@ class LLM:
         return next(iter(self.generate_each([messages], sampling)))[0]
 
     def stream(
-        self,
-        prompt: Prompt | Messages,
-        sampling: Sampling | None = None,
-        stopped: Callable[[], bool] = lambda: False,
+        self, prompt: Prompt | Messages, sampling: Sampling | None = None, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[str | Completion]:
         """The pieces of a completion as they come.
 

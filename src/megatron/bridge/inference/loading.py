@@ -13,6 +13,7 @@ from megatron.bridge.data.tokenizer import load_hf_tokenizer
 from megatron.bridge.inference.adapter_bank import AdapterNames, add_adapters
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import stored_provider
+from megatron.bridge.models.conversion.pretrained import tokenizer_of
 from megatron.bridge.models.gpt_provider import drop_mtp_layers, pad_query_groups
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.peft import hf_adapter
@@ -84,6 +85,7 @@ def load(
     else:
         bridge, provider = None, stored_provider.read_for_layout(path, sizes)
         folder, hook = model_io.tokenizer_dir(path), stored_provider.load_hook(path)
+        tokenizer = tokenizer or tokenizer_of(path)
     if getattr(provider, "head", None) is not None:
         raise UserError(
             f"{path} has head={provider.head} and generates no tokens: call the model of AutoBridge itself"

@@ -15,7 +15,6 @@ Messages = list[dict[str, Any]]
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -32,7 +31,7 @@ def prompt_tokens(hf: Any, prompt: Prompt, where: str) -> list[int]:
     if not isinstance(prompt, str):
         raise UserError(f"{where} is a {type(prompt).__name__}: give a text or a list of token ids")
     if hf is None:
-        raise UserError(f"{where} is a text and the model has no tokenizer: give token ids, or a tokenizer")
+        raise UserError(f"{where} is a text and the model has no tokenizer: give token ids, or --tokenizer")
     bos = hf.bos_token
     # a rendered template begins with the token that the tokenizer would add
     return hf.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))

@@ -43,7 +43,7 @@ class Runner:
         self._split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._stages: Any = parallel_state.get_pipeline_model_parallel_group()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self, plan: Plan, outputs: Sequence[Output], width: int) -> Tensor | None:
         """Compute a plan.
 

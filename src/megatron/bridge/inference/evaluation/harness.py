@@ -140,7 +140,7 @@ def evaluate(
         chat: put prompts into the chat template.
 
     Returns:
-        The harness's results, with a record of each example under ``samples``.
+        The results, with a record of each example under ``samples``; nothing on other ranks than the first.
 
     Raises:
         UserError: an unknown task, or data that cannot be had.
@@ -162,10 +162,4 @@ def evaluate(
         )
     except (OSError, ConnectionError) as error:
         raise UserError(f"--tasks {','.join(tasks)}: the data cannot be read ({one_line(error)})") from error
-    assert results is not None, "only other ranks of the harness get none"
-    return dict(results)
-
-
-def summary(results: dict[str, Any]) -> str:
-    """The harness's table."""
-    return lm_eval.utils.make_table(results)
+    return dict(results or {})

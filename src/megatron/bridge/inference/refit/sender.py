@@ -125,12 +125,7 @@ class Refit:
     """
 
     def __init__(
-        self,
-        llm: Any,
-        stream: WeightStream,
-        chunks: Sequence[Any],
-        canary: Canary,
-        bucket_bytes: int = BUCKET_BYTES,
+        self, llm: Any, stream: WeightStream, chunks: Sequence[Any], canary: Canary, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         self._llm, self._stream, self._chunks, self._canary = llm, stream, chunks, canary
         self._bucket_bytes = bucket_bytes

@@ -72,7 +72,6 @@ class TransformersReceiver:
             )
 
     def _target(self, name: str) -> Tensor | None:
-        """Where a tensor goes, or None."""
         if name in self._state:
             return self._state[name]
         found = _EXPERT.fullmatch(name)

@@ -52,7 +52,6 @@ class Choice:
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
-    """Tokens of all prompts, and of all completions."""
     prompt, completion = sum(map(len, prompts)), sum(choice.tokens for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -154,12 +153,7 @@ class ChatFormat:
 
     def _choice(self, choice: Choice, name: str, value: Json, logprobs: Sequence[TokenLogprob]) -> Json:
         content = None if self.top is None else {"content": [self._logprob(one) for one in logprobs]}
-        return {
-            "index": choice.index,
-            name: value,
-            "logprobs": content,
-            "finish_reason": choice.finish_reason,
-        }
+        return {"index": choice.index, name: value, "logprobs": content, "finish_reason": choice.finish_reason}
 
     def _logprob(self, one: TokenLogprob) -> Json:
         top = [self._token(token, logprob) for token, logprob in list(one.top.items())[: self.top]]

@@ -24,12 +24,7 @@ from megatron.bridge.inference.server.engine_client import EngineClient, EngineG
 from megatron.bridge.inference.server.errors import ApiError, to_json
 from megatron.bridge.inference.server.generation import Generation
 from megatron.bridge.inference.server.metrics import CONTENT_TYPE, Metrics
-from megatron.bridge.inference.server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from megatron.bridge.inference.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 _PAGE = Path(__file__).parent / "page.html"

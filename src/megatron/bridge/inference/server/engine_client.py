@@ -120,7 +120,6 @@ class RequestStream:
         self._events: asyncio.Queue[Event | EngineGoneError] = asyncio.Queue()
 
     def put(self, event: Event | EngineGoneError) -> None:
-        """Note an event."""
         if isinstance(event, Refused):
             self.open_choices = 0
         elif isinstance(event, Progress) and event.finish_reason is not None:

@@ -42,7 +42,6 @@ class Metrics:
         self._name = name
 
     def text(self) -> bytes:
-        """The page."""
         return generate_latest(self._registry)
 
     def watch(self, prompt_tokens: int) -> "RequestTimes":

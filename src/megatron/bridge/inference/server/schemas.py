@@ -144,7 +144,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One prompt or several as a list."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
         return list(self.prompt)  # type: ignore[arg-type]
