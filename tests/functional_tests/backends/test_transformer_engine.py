@@ -65,15 +65,42 @@ def cells():
 @pytest.fixture(scope="module")
 def proven(request, tmp_path_factory):
     """What differs in each selected cell."""
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    calls = [item.callspec.params for item in items]
+    output = tmp_path_factory.mktemp("proof") / "problems.json"
+    return found_by("proof", output, *(f"{call['check']}:{call['name']}" for call in calls))
+
+
+def found_by(script, output, *arguments):
+    """What a script of ``tests/transformer_engine`` writes."""
     if not FOLDER.is_dir():
         pytest.skip("no Transformer Engine: run scripts/extra.sh te")
-    calls = [item.callspec.params for item in request.session.items if item.module is request.module]
-    output = tmp_path_factory.mktemp("proof") / "problems.json"
-    command = [sys.executable, "-m", "tests.transformer_engine.proof", str(output)]
-    command += [f"{call['check']}:{call['name']}" for call in calls]
+    command = [sys.executable, "-m", f"tests.transformer_engine.{script}", str(output), *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(output.read_text())
+
+
+def test_optimizers_resume(tmp_path):
+    """Those of Transformer Engine, precision-aware ones, and Megatron-Core's offloaded ones: bit for bit."""
+    found = found_by("optimizers", tmp_path / "problems.json")
+    assert found
+    assert found == {case: [] for case in found}
+
+
+def test_precisions_reach_transformer_engine(tmp_path):
+    """Delayed scaling is one context for all of the four layers; current scaling leaves out the first and the last."""
+    assert found_by("precisions", tmp_path / "recipes.json") == {
+        "bf16_with_fp8_current_scaling_mixed": ["Float8CurrentScaling(fp8_format=Format.HYBRID, fp8_dpa=False)"] * 2,
+        "bf16_with_fp8_delayed_scaling_mixed": [
+            "TEDelayedScaling(fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo=max, margin=0, "
+            "fp8_dpa=False)"
+        ],
+        "bf16_with_fp8_subchannel_scaling_mixed": ["Float8BlockScaling(fp8_format=Format.E4M3, fp8_dpa=False)"] * 4,
+        "bf16_with_mxfp8_mixed": ["MXFP8BlockScaling(fp8_format=Format.E4M3, margin=0, fp8_dpa=False)"] * 4,
+        "bf16_with_nvfp4_mixed": ["NVFP4BlockScaling(fp8_format=Format.E4M3, fp4_format=Format.E2M1, fp8_dpa=False)"]
+        * 4,
+    }
 
 
 @pytest.mark.parametrize(("name", "check"), cells())

@@ -12,7 +12,7 @@ from tests.toy_run import run_toy
 
 SIZES = [4, 4, 6, 8, 8, 8]
 TRAIN = {"micro_batch_size": 1, "rampup_batch_size": [4, 2, 14]}
-RAMP = {"train": TRAIN, "scheduler": SchedulerConfig(lr_warmup_samples=12, lr_decay_samples=38)}
+RAMP = {"train": TRAIN, "scheduler": SchedulerConfig(lr_warmup_samples=12, lr_decay_samples=70)}
 FULL = {"train": {"micro_batch_size": 1}}
 TP2 = {"model": {"tensor_model_parallel_size": 2}}
 

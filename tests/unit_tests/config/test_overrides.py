@@ -291,6 +291,12 @@ def test_value_replaced_later_is_found():
         check_sticks(config, changes)
 
 
+def test_null_asks_for_a_derived_value():
+    config = Config()
+    change = Change("train.seed", 5, None, "command line")
+    check_sticks(config, [change])
+
+
 def test_a_block_that_was_given_whole_sticks_but_for_what_is_derived():
     config = Config()
     config.model.block = Block(bucket=3)

@@ -9,6 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 from megatron.bridge.cli.main import main
+from megatron.bridge.models.conversion.pretrained import tokenizer_of
 from tests.fixtures.arithmetic import fingerprint
 from tests.unit_tests.project.tree import ROOT
 from tests.workers import forget_model_parallel
@@ -61,7 +62,7 @@ def assert_settled_as_before(text, folder, changed=()):
 
 
 def assert_same_numbers(found, expected):
-    """Bitwise on a CPU that computes as the recording one did; elsewhere kernels sum in another order."""
+    """Bitwise where kernels compute as the recording ones did; others sum in another order."""
     assert found.keys() == expected.keys()
     if fingerprint() == (V0_1 / "arithmetic.txt").read_text().strip():
         assert found == expected
@@ -76,6 +77,11 @@ def test_a_run_goes_on_from_its_own_config(files, folder):
     assert_same_numbers(numbers(files / folder / "metrics.jsonl"), expected)
     assert state_of(files / "prepared") == prepared
     assert_settled_as_before((files / folder / "run_config.yaml").read_text(), V0_1 / folder)
+
+
+def test_a_checkpoint_speaks_with_the_tokenizer_of_its_run(files):
+    assert tokenizer_of("pretrain") == "base"
+    command("generate pretrain --prompt The --max-new-tokens 2 --kv-memory 16MB")  # a text needs a tokenizer
 
 
 def test_settings_on_top_of_a_recipe_mean_the_same(files, capsys):

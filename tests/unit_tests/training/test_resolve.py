@@ -107,6 +107,11 @@ def test_another_machine_may_have_what_this_one_lacks(name):
     assert resolved.config.validate(1) == [note]
 
 
+def test_weights_in_fp8_are_checked_on_another_machine():
+    config = toy_config(model={"fp8_param": True}, mixed_precision="bf16_with_mxfp8_mixed")
+    assert config.resolve(1).config.model.fp8_param
+
+
 def test_model_that_quantises_by_itself_is_told_the_same():
     model = {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
     with pytest.raises(UserError, match="mixed_precision=tensorwise needs Transformer Engine"):
@@ -163,8 +168,8 @@ def test_schedule_and_folder_follow_the_run():
     assert config.scheduler.end_weight_decay == config.optimizer.weight_decay
     assert config.optimizer.min_lr == 0.0
     assert config.logger.log_dir == "somewhere"
-    config = toy_config(scheduler=SchedulerConfig(lr_decay_iters=7, end_weight_decay=0.1)).resolve(1).config
-    assert config.scheduler.lr_decay_iters == 7
+    config = toy_config(scheduler=SchedulerConfig(lr_decay_iters=700, end_weight_decay=0.1)).resolve(1).config
+    assert config.scheduler.lr_decay_iters == 700
 
 
 def test_trial_shorter_than_the_warmup_is_told():

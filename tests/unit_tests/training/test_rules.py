@@ -5,6 +5,7 @@ import re
 from dataclasses import fields
 
 import pytest
+import torch
 import torch.nn.functional as F
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -465,9 +466,33 @@ CASES = {
         ],
     ),
     "unavailable_settings_are_unset": (
-        {"tensor_inspect": 1, "optimizer.optimizer_cpu_offload": True},
+        {"tensor_inspect": 1, "optimizer.use_layer_wise_distributed_optimizer": True},
         1,
-        ["tensor_inspect=1: not available", "optimizer_cpu_offload=True: not supported", "cannot be saved"],
+        ["tensor_inspect=1: not available", "layer_wise_distributed_optimizer=True: not supported", "cannot be saved"],
+    ),
+    "hierarchical_cp_has_two_levels": (
+        {"model.hierarchical_context_parallel_sizes": [3, 2], CP: 4},
+        4,
+        [
+            "sizes=[3, 2]",
+            "cp_comm_type=a2a+p2p",
+            "product is model.context_parallel_size=4",
+            "divides the 2 key heads",
+        ],
+    ),
+    "offloaded_optimizer_is_adam": (
+        {"optimizer.optimizer_cpu_offload": True, "optimizer.optimizer": "sgd"},
+        1,
+        ["optimizer=adam", "use_distributed_optimizer=true", "optimizer_offload_fraction above 0, such as 1.0"],
+    ),
+    "precise_optimizer_is_stored": (
+        {
+            "optimizer.use_precision_aware_optimizer": True,
+            "optimizer.exp_avg_dtype": torch.float16,
+            "optimizer.main_params_dtype": torch.float16,
+        },
+        1,
+        ["use_distributed_optimizer=true", "main_params_dtype=float32", "exp_avg_dtype=float32 or bfloat16"],
     ),
     "replicas_divide_batch": ({"train.global_batch_size": 10}, 4, ["global_batch_size=10", "use 8 or 16"]),
     "sequence_fits_model": ({"dataset.seq_length": 64}, 1, ["seq_length=64", "model.seq_length=32"]),
@@ -476,6 +501,11 @@ CASES = {
         {"scheduler.lr_warmup_iters": 10, "scheduler.lr_decay_iters": 10},
         1,
         ["lr_warmup_iters=10", "lr_decay_iters=10", "at most 9"],
+    ),
+    "learning_rate_lasts": (
+        {"scheduler.lr_decay_iters": 1},
+        1,
+        ["lr_decay_iters=1", "learning rate of 0", "lr_decay_iters=null", "min_lr"],
     ),
     "wsd_has_a_decay": ({"scheduler.lr_decay_style": "WSD"}, 1, ["lr_wsd_decay_iters=None", "between 1 and 8"]),
     "weight_decay_grows": (

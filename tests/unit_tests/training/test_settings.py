@@ -56,7 +56,8 @@ logits_scaling attn_logit_softcapping final_logit_softcapping attention_bias att
 short_conv_layers make_query_groups_divisible_by head transformer_layer_spec
 """,
     "optimizer": """
-lr min_lr decoupled_lr weight_decay apply_wd_to_qk_layernorm fp8_recipe fp16 bf16
+lr min_lr decoupled_lr weight_decay apply_wd_to_qk_layernorm fp8_recipe fp16 bf16 use_precision_aware_optimizer
+optimizer_cpu_offload
 reuse_grad_buf_for_mxfp8_param_ag params_dtype optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay
 sgd_momentum muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec
 muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer lion_beta1

@@ -196,8 +196,7 @@ def _refusal(root: Path, other: Process | None) -> UserError:
 def _beats(record: Path) -> bool:
     """Whether a holder on another machine shows that it lives; compares no clocks of two machines."""
     console().print(
-        f"{record.parent} is held by a run elsewhere: waiting up to {PATIENCE:.0f} s for a sign of life",
-        markup=False,
+        f"{record.parent} is held by a run elsewhere: waiting up to {PATIENCE:.0f} s for a sign of life", markup=False
     )
     before, until = _touched(record), time.monotonic() + PATIENCE
     while time.monotonic() < until:

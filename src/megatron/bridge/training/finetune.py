@@ -17,11 +17,7 @@ from megatron.bridge.training.state import Run
 from megatron.bridge.utils.errors import UserError
 
 
-def finetune(
-    config: AnyConfig,
-    forward_step_func: Callable[..., Any],
-    callbacks: Callbacks | None = None,
-) -> Run:
+def finetune(config: AnyConfig, forward_step_func: Callable[..., Any], callbacks: Callbacks | None = None) -> Run:
     """``pretrain`` from the weights of ``checkpoint.pretrained_checkpoint``, or resume an earlier run.
 
     A report is written after the last step.

@@ -90,11 +90,7 @@ def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:
     """
     bounds, longest = batch["cu_seqlens"], batch["max_seqlen"]
     return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
     )
 
 

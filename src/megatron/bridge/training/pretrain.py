@@ -13,11 +13,7 @@ from megatron.bridge.training.setup import AnyConfig, Callbacks, resolve_run, se
 from megatron.bridge.training.state import Run
 
 
-def pretrain(
-    config: AnyConfig,
-    forward_step_func: Callable[..., Any],
-    callbacks: Callbacks | None = None,
-) -> Run:
+def pretrain(config: AnyConfig, forward_step_func: Callable[..., Any], callbacks: Callbacks | None = None) -> Run:
     """Train the model of ``config``, under any parallelism.
 
     Args:

@@ -214,12 +214,7 @@ def build_model(config: ConfigContainer) -> list[MegatronModule]:
     )
 
 
-def connect(
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer,
-    ddp: Any,
-    align_grad_reduce: bool,
-) -> None:
+def connect(model: list[MegatronModule], optimizer: MegatronOptimizer, ddp: Any, align_grad_reduce: bool) -> None:
     """Set the functions of the optimizer and of data parallelism that Megatron-Core's schedules call."""
     hooks = get_model_config(model[0])
     hooks.grad_scale_func = optimizer.scale_loss

@@ -25,13 +25,13 @@ from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, S
 from megatron.bridge.training.initialize import peft
 from megatron.bridge.training.initialize.parallel_sizes import ParallelSizes
 from megatron.bridge.training.initialize.rng import random_states, seed_everything, set_random_states
-from megatron.bridge.training.optim.optimizer import (
-    megatron_optimizers,
+from megatron.bridge.training.optim.optimizer import megatron_optimizers, set_update_count, update_count
+from megatron.bridge.training.optim.optimizer_state import (
+    PREFIX,
+    copy_loaded_masters,
     reload_main_weights,
-    set_update_count,
-    update_count,
+    sharded_optimizer_state,
 )
-from megatron.bridge.training.optim.optimizer_state import PREFIX, sharded_optimizer_state
 from megatron.bridge.training.optim.param_gather import gathered_params
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed, unpickling
@@ -232,6 +232,8 @@ def load_run(run: Run, start: StartingPoint | None) -> bool:
         UserError: The checkpoint is damaged, or its model or schedule differs.
     """
     if start is None:
+        if chunk_info(run.model[0]).filled_from is None:
+            print_rank_0("random weights; checkpoint.pretrained_checkpoint=DIR starts from those of a model")
         return False
     if start.local is not None:
         resume_local(run, start.local)
@@ -474,6 +476,7 @@ def _set_optimizer(run: Run, saved: dict[str, Any] | None) -> None:
     if not run.config.checkpoint.load_optim or saved is None:
         reload_main_weights(run.optimizer)
         return
+    copy_loaded_masters(run.optimizer)
     set_update_count(run.optimizer, saved["step"])
     for part, scaler in zip(megatron_optimizers(run.optimizer), saved["grad_scalers"], strict=False):
         if scaler and _scaler(part):

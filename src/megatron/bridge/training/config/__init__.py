@@ -5,12 +5,7 @@
 ``rules/`` checks the result, and ``container`` is the class that users make.
 """
 
-from megatron.bridge.data.config import (
-    DatasetConfig,
-    FinetuningDatasetConfig,
-    GPTDatasetConfig,
-    MockGPTDatasetConfig,
-)
+from megatron.bridge.data.config import DatasetConfig, FinetuningDatasetConfig, GPTDatasetConfig, MockGPTDatasetConfig
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.training.config.blocks.checkpoint import CheckpointConfig
 from megatron.bridge.training.config.blocks.comm_overlap import CommOverlapConfig

@@ -63,7 +63,6 @@ class TeacherCache:
         return self
 
     def create(self) -> None:
-        """Create sparse files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, (shape, dtype) in _array_shapes(self.header).items():
             open_memmap(self.folder / f"{name}.npy", "w+", dtype, shape).flush()
@@ -109,7 +108,6 @@ class TeacherCache:
 
 
 def header_of(config: ConfigContainer, samples: int) -> CacheHeader:
-    """The header of a cache for a run."""
     distill: Any = config.distill  # a rule has required the teacher and top_k
     vocabulary: Any = config.model.vocab_size
     return CacheHeader(

@@ -140,10 +140,7 @@ def _microbatch_rounds(config: ConfigContainer, data: DataIterator) -> Iterator[
 
 @torch.no_grad()
 def _forward(
-    cache: TeacherCache,
-    config: ConfigContainer,
-    batches: list[tuple[list[int], Batch]],
-    model: list[MegatronModule],
+    cache: TeacherCache, config: ConfigContainer, batches: list[tuple[list[int], Batch]], model: list[MegatronModule]
 ) -> None:
     distill: Any = config.distill
     group: Any = parallel_state.get_tensor_model_parallel_group()

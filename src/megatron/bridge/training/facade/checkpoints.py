@@ -17,7 +17,7 @@ from megatron.bridge.peft.base import PEFT
 from megatron.bridge.training.callbacks.base import CallbackManager
 from megatron.bridge.training.checkpointing import save_load
 from megatron.bridge.training.config import CheckpointConfig
-from megatron.bridge.training.optim.optimizer import reload_main_weights
+from megatron.bridge.training.optim.optimizer_state import reload_main_weights
 from megatron.bridge.training.state import GlobalState, Run
 from megatron.bridge.utils import unpickling
 from megatron.bridge.utils.config.origins import Origins

@@ -15,7 +15,7 @@ from megatron.bridge.models.conversion import pretrained
 from megatron.bridge.models.model_provider import PreWrapHook
 from megatron.bridge.peft.checkpoint import fingerprint, set_trained_state, trained_state
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.optim.optimizer import reload_main_weights
+from megatron.bridge.training.optim.optimizer_state import reload_main_weights
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError

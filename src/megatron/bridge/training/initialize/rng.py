@@ -27,7 +27,6 @@ def seed_everything(rng: RNGConfig, step: int = 0) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of all generators."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -17,8 +17,10 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.fsdp.sharded_rows import ShardedRowsFactory, local_rows, stored_dtype
 from megatron.bridge.training.config.blocks.optimizer import STATE_NAMES
@@ -26,6 +28,7 @@ from megatron.bridge.training.optim.optimizer import megatron_optimizers, optimi
 
 PREFIX = "optimizer.state"
 MASTER = "fp32_param"
+REMAINDER = "param_remainder"  # the lower 16 bits of fp32, the upper ones being the bf16 parameter's
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,48 @@ def parameter_shards(optimizer: MegatronOptimizer) -> Iterator[ParameterShard]:
         for parameter, main, start, end in _parameter_intervals(part):
             state = part.optimizer.state[main]
             tensors = {name: local_rows(state[name]) for name in names if name in state}
-            if stored_dtype(parameter) != main.dtype:
-                tensors[MASTER] = local_rows(main.data)
+            master = _master(part, main)
+            if stored_dtype(parameter) != master.dtype:
+                tensors[REMAINDER if master.dtype == torch.int16 else MASTER] = master
             sharded = isinstance(part, DistributedOptimizer)
             instance = part.distributed_optimizer_instance_id if sharded else None
             yield ParameterShard(local_rows(parameter), start, end, tensors, instance)
+
+
+def reload_main_weights(optimizer: MegatronOptimizer | None) -> None:
+    """Copy loaded weights to the main parameters; fully sharded parameters have no separate ones."""
+    if optimizer is not None and not isinstance(next(iter(optimizer.get_parameters()), None), DTensor):
+        optimizer.reload_model_params()
+        for part in megatron_optimizers(optimizer):
+            for parameter, main, start, end in _separate_masters(part):
+                values, master = parameter.data.view(-1)[start:end], _master(part, main)
+                main.data.copy_(values.view_as(main))
+                _ = master.zero_() if master.dtype == torch.int16 else master.copy_(main)
+
+
+def copy_loaded_masters(optimizer: MegatronOptimizer) -> None:
+    """Make the two copies of main parameters equal where a checkpoint filled one of them."""
+    for part in megatron_optimizers(optimizer):
+        for parameter, main, *_ in _separate_masters(part):
+            master = _master(part, main)
+            if stored_dtype(parameter) == master.dtype:
+                master.copy_(main)
+            elif master.dtype != torch.int16:
+                main.data.copy_(master)
+
+
+def _separate_masters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
+    """The intervals of an optimizer whose main parameters have copies, which Megatron-Core does not reload."""
+    if isinstance(part.optimizer, HybridDeviceOptimizer) or part.config.use_precision_aware_optimizer:
+        yield from _parameter_intervals(part)
+
+
+def _master(part: Any, main: torch.Tensor) -> torch.Tensor:
+    """The most exact copy of a main parameter: on the CPU if it is offloaded, or the one that Adam itself keeps."""
+    inner = part.optimizer
+    if isinstance(inner, HybridDeviceOptimizer):
+        return cast(Any, inner).param_to_inner_param[main].data
+    return local_rows(inner.state[main].get("master_param", main).data)
 
 
 def _parameter_intervals(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
@@ -124,9 +164,7 @@ def _parameter_intervals(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.
         yield from ((parameter, parameter, 0, local_rows(parameter).numel()) for parameter in part.get_parameters())
 
 
-def _distributed_intervals(
-    part: DistributedOptimizer,
-) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
+def _distributed_intervals(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
     for buffer in part.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:

@@ -57,7 +57,5 @@ def kto_losses(ratios: Tensor, desirable: Tensor, kl: Tensor, settings: DPOConfi
     """
     gain = settings.beta * (ratios - kl)
     return torch.where(
-        desirable,
-        settings.desirable_weight * torch.sigmoid(-gain),
-        settings.undesirable_weight * torch.sigmoid(gain),
+        desirable, settings.desirable_weight * torch.sigmoid(-gain), settings.undesirable_weight * torch.sigmoid(gain)
     )

@@ -96,7 +96,8 @@ def _next_steps(config: ConfigContainer) -> Iterator[str]:
     yield "\n## To train further\n\n```bash"
     epochs = config.train.num_epochs
     length = f"num_epochs={2 * epochs:g}" if epochs else f"train_iters={2 * config.train.train_iters}"
-    longer = f"train.{length} scheduler.override_opt_param_scheduler=true"
+    # the decay that this run derived from its length is in its file
+    longer = f"train.{length} scheduler.lr_decay_iters=null scheduler.override_opt_param_scheduler=true"
     yield f"megatron-bridge train --config {config_file} {longer}"
     yield "```\n\n## To export\n\n```bash"
     if config.peft is not None:

@@ -71,7 +71,6 @@ MODEL_FIELDS = (
 
 
 def fp32() -> MixedPrecisionConfig:
-    """Everything in float32."""
     return MixedPrecisionConfig()
 
 

@@ -42,10 +42,7 @@ class ParameterOverride:
     def rates(self, lr: float, min_lr: float) -> tuple[float, float]:
         """Peak and final learning rate, given the common ones."""
         factor = 1.0 if self.lr_mult is None else self.lr_mult
-        return (
-            lr * factor if self.lr is None else self.lr,
-            min_lr * factor if self.min_lr is None else self.min_lr,
-        )
+        return (lr * factor if self.lr is None else self.lr, min_lr * factor if self.min_lr is None else self.min_lr)
 
 
 @dataclass
@@ -72,6 +69,8 @@ class OptimizerConfig(CoreOptimizerConfig):
     """None takes it from ``mixed_precision``, or from the model if that is not set."""
 
     def __post_init__(self) -> None:
-        """Accept the name of a dtype."""
-        self.params_dtype = to_dtype(self.params_dtype)
-        super().__post_init__()
+        """Accept the names of dtypes; what Megatron-Core derives needs to know who shards the state."""
+        for name in ("params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype"):
+            setattr(self, name, to_dtype(getattr(self, name)))
+        if not self.use_precision_aware_optimizer or self.use_distributed_optimizer:
+            super().__post_init__()

@@ -57,6 +57,7 @@ def without_quantization(model: Any) -> Any:
     """A copy of a provider without FP8 and FP4, which Megatron-Core can check without Transformer Engine."""
     plain = copy.copy(model)
     plain.fp8 = plain.fp4 = None
+    plain.fp8_param = plain.fp4_param = False
     return plain
 
 

@@ -34,6 +34,20 @@ def check_requirements(config: RunConfig, findings: Findings) -> None:
     _check_flex_dispatcher(config, findings)
     if config.ddp.nccl_ub and not findings.hardware.cuda:
         findings.lacking("ddp.nccl_ub=True needs NCCL, and this machine has no GPU", "switch it off")
+    _check_optimizer(config, findings)
+
+
+def _check_optimizer(config: RunConfig, findings: Findings) -> None:
+    if config.optimizer.optimizer_cpu_offload and not findings.hardware.cuda:
+        findings.lacking(
+            "optimizer.optimizer_cpu_offload=True needs a GPU whose memory it saves, and this machine has none",
+            "switch it off",
+        )
+    elif config.optimizer.use_precision_aware_optimizer and not findings.hardware.transformer_engine:
+        findings.lacking(
+            "optimizer.use_precision_aware_optimizer=True needs Transformer Engine, which is not installed",
+            "switch it off",
+        )
     if config.optimizer.optimizer == "muon" and not findings.hardware.emerging_optimizers:
         findings.lacking(
             "optimizer.optimizer=muon needs the package emerging-optimizers, which is not installed",

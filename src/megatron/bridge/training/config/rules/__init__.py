@@ -64,22 +64,7 @@ LOCAL_RULES: tuple[Rule, ...] = (
 )
 
 _MODULES = (
-    *(
-        ranges,
-        fields,
-        layout,
-        stages,
-        experts,
-        model,
-        optimizers,
-        schedule,
-        peft,
-        distill,
-        dpo,
-        heads,
-        overlap,
-        data,
-    ),
+    *(ranges, fields, layout, stages, experts, model, optimizers, schedule, peft, distill, dpo, heads, overlap, data),
     *(profiling, sharding, checkpoint, resiliency, exclusions, unused_settings),
 )
 RULES: tuple[Rule, ...] = tuple(

@@ -19,10 +19,7 @@ EXCLUSIONS: dict[tuple[str, str], str] = {
     ("scheduler.lr_wsd_decay_samples", "scheduler.lr_wsd_decay_iters"): "remove one",
     ("scheduler.lr_warmup_fraction", "scheduler.lr_warmup_iters"): "remove one",
     ("scheduler.lr_warmup_fraction", "scheduler.lr_warmup_samples"): "remove one",
-    (
-        "scheduler.use_checkpoint_opt_param_scheduler",
-        "scheduler.override_opt_param_scheduler",
-    ): "switch one off",
+    ("scheduler.use_checkpoint_opt_param_scheduler", "scheduler.override_opt_param_scheduler"): "switch one off",
 }
 """Two settings of which one must be off or unset -> the way out."""
 

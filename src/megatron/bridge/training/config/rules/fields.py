@@ -12,7 +12,6 @@ from megatron.bridge.utils.config.coerce import field_types
 from megatron.bridge.utils.config.serialize import phantom_attributes
 
 _ABSENT = "not available in this version, leave it unset"
-_UNSAVED = "not supported, because the state cannot be saved: unset it"
 _CORE_ENGINE = "a setting of Megatron-Core's inference engine, which is not used here: unset it"
 _GRAPHS = "CUDA graphs are not available in this version (their random states could not be saved): unset it"
 _DEAD = (
@@ -48,9 +47,9 @@ UNAVAILABLE = {
     # it needs one optimizer per model chunk
     "optimizer.overlap_param_gather_with_optimizer_step": "not available in this version, use "
     "ddp.overlap_param_gather=true",
-    "optimizer.use_precision_aware_optimizer": _UNSAVED,
-    "optimizer.optimizer_cpu_offload": _UNSAVED,
-    "optimizer.use_layer_wise_distributed_optimizer": _UNSAVED,
+    "optimizer.use_layer_wise_distributed_optimizer": "not supported, because the state cannot be saved: unset it",
+    "optimizer.use_torch_optimizer_for_cpu_offload": "never read, because the CPU always uses torch's optimizer",
+    "optimizer.main_grads_dtype": "never read, use ddp.grad_reduce_in_fp32",
 }
 """Settings that must keep their defaults -> why, and what to do instead."""
 

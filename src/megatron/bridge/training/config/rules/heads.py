@@ -13,12 +13,7 @@ from megatron.bridge.data.config import (
 from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.config.run_config import RunConfig
 
-OF_HEADS = (
-    ClassificationDatasetConfig,
-    EmbeddingDatasetConfig,
-    RewardDatasetConfig,
-    TokenClassificationDatasetConfig,
-)
+OF_HEADS = (ClassificationDatasetConfig, EmbeddingDatasetConfig, RewardDatasetConfig, TokenClassificationDatasetConfig)
 
 
 def head_fits_the_data(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules on the parallel layout: the parallel sizes divide what they split."""
 
+import math
 from collections.abc import Iterator
 
 from megatron.bridge.backends.attention.context_parallel import repeats_for_heads
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
 from megatron.bridge.training.config.rules.lookup import value_of
-from megatron.bridge.training.config.rules.nearest_values import indivisible, multiple_near, near
+from megatron.bridge.training.config.rules.nearest_values import indivisible, multiple_near, near, unmet
 from megatron.bridge.training.config.rules.stages import SPLIT, given
 from megatron.bridge.training.config.run_config import RunConfig
 
@@ -174,6 +175,25 @@ def cp_comm_type_is_available(config: RunConfig, world_size: int) -> Iterator[st
         yield f"model.cp_comm_type={', '.join(unknown)} needs Transformer Engine: use all_gather or a2a"
 
 
+def hierarchical_cp_has_two_levels(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Transformer Engine exchanges heads within the first level and passes keys and values around in the second."""
+    model, size = config.model, config.model.context_parallel_size
+    sizes, key = model.hierarchical_context_parallel_sizes, "model.hierarchical_context_parallel_sizes"
+    asked = size > 1 and "a2a+p2p" in _cp_kinds(config)
+    if not sizes and not asked:
+        return
+    groups = max(model.padded_heads[1] // model.tensor_model_parallel_size, 1)
+    needs = {
+        "model.cp_comm_type=a2a+p2p": asked,
+        f"two sizes whose product is model.context_parallel_size={size}": sizes is not None
+        and len(sizes) == 2
+        and math.prod(sizes) == size,
+        f"a first size that divides the {groups} key heads of a tensor-parallel rank": bool(sizes)
+        and groups % (sizes or [1])[0] == 0,
+    }
+    yield from unmet(f"{key}={sizes}", needs)
+
+
 def cp_with_masks_needs_per_token_loss(config: RunConfig, world_size: int) -> Iterator[str]:
     """With masked tokens, a mean over ranks of means over tokens is not the mean over tokens."""
     size = config.model.context_parallel_size
@@ -204,9 +224,10 @@ def replicas_divide_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     micro, batch = config.train.micro_batch_size, config.train.global_batch_size
     replicas = config.data_parallel_size(world_size)
     if batch % (micro * replicas):
+        smaller = "" if batch % replicas else f", or train.micro_batch_size={math.gcd(micro, batch // replicas)}"
         yield (
             f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro} x data parallel "
-            f"size {replicas}: use {multiple_near(batch, micro * replicas)}"
+            f"size {replicas}: use {multiple_near(batch, micro * replicas)}{smaller}"
         )
 
 

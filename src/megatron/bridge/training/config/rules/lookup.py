@@ -2,6 +2,7 @@
 """Values of a config by their dotted keys."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from megatron.bridge.training.config.run_config import RunConfig
@@ -19,8 +20,12 @@ def default_of(config: RunConfig, key: str) -> Any:
     """The default of the field ``block.name``; None if the block is unset or has no such field."""
     block, _, name = key.partition(".")
     owner: Any = getattr(config, block)
-    for entry in dataclasses.fields(owner) if owner is not None and name else ():
-        if entry.name == name:
-            made = entry.default_factory
-            return entry.default if made is dataclasses.MISSING else made()
-    return None
+    entry = _fields(type(owner)).get(name) if owner is not None and name else None
+    if entry is None:
+        return None
+    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+
+
+@functools.cache
+def _fields(kind: Any) -> dict[str, dataclasses.Field[Any]]:
+    return {entry.name: entry for entry in dataclasses.fields(kind)}

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
@@ -31,6 +30,13 @@ def multiple_near(value: int, unit: int) -> str:
     """
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
+
+
+def unmet(setting: str, needs: dict[str, bool]) -> Iterator[str]:
+    """A sentence with the ``needs`` of a setting that is on which are not met, if there are any."""
+    missing = [need for need, met in needs.items() if not met]
+    if missing:
+        yield f"{setting} needs {'; '.join(missing)}: or switch it off"
 
 
 def indivisible(key: str, size: int, whole_key: str, whole: int, otherwise: str = "") -> Iterator[str]:

@@ -4,9 +4,11 @@
 import dataclasses
 from collections.abc import Iterator
 
+import torch
+
 from megatron.bridge.training.config.blocks.optimizer import STATE_NAMES
 from megatron.bridge.training.config.rules.experts import expert_ranks
-from megatron.bridge.training.config.rules.nearest_values import divisors, near
+from megatron.bridge.training.config.rules.nearest_values import divisors, near, unmet
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.errors import did_you_mean
 
@@ -53,6 +55,38 @@ def muon_fits_tensor_parallelism(config: RunConfig, world_size: int) -> Iterator
         )
     if mode not in MUON_TP_MODES:
         yield f"optimizer.muon_tp_mode={mode}: use one of {', '.join(MUON_TP_MODES)}"
+
+
+def offloaded_optimizer_is_adam(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Megatron-Core offloads shards of Adam's state; other optimizers would update copies that nobody reads."""
+    optimizer = config.optimizer
+    needs = {
+        "optimizer.optimizer=adam": optimizer.optimizer == "adam",
+        "optimizer.decoupled_weight_decay=true": optimizer.decoupled_weight_decay,
+        "ddp.use_distributed_optimizer=true": bool(config.ddp.use_distributed_optimizer),
+        "optimizer.optimizer_offload_fraction above 0, such as 1.0": optimizer.optimizer_offload_fraction > 0,
+    }
+    if optimizer.optimizer_cpu_offload:
+        yield from unmet("optimizer.optimizer_cpu_offload=True", needs)
+
+
+def precise_optimizer_is_stored(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Narrower dtypes have a scale for each rank's shard, which a checkpoint for any parallel sizes cannot hold."""
+    optimizer = config.optimizer
+    # the optimizers of an offloaded state know fp32 only
+    dtypes = (torch.float32,) if optimizer.optimizer_cpu_offload else (torch.float32, torch.bfloat16)
+    legal = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    needs = {
+        "optimizer.optimizer=adam": optimizer.optimizer == "adam",
+        "ddp.use_distributed_optimizer=true": bool(config.ddp.use_distributed_optimizer),
+        "optimizer.main_params_dtype=float32": optimizer.main_params_dtype == torch.float32,
+        **{
+            f"optimizer.{name}={legal}": getattr(optimizer, name) in dtypes
+            for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+        },
+    }
+    if optimizer.use_precision_aware_optimizer:
+        yield from unmet("optimizer.use_precision_aware_optimizer=True", needs)
 
 
 def optimizer_settings_are_used(config: RunConfig, world_size: int) -> Iterator[str]:

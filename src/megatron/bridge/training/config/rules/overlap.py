@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+from megatron.bridge.training.config.rules.nearest_values import unmet
 from megatron.bridge.training.config.run_config import RunConfig
 
 
@@ -53,13 +54,7 @@ def expert_overlap_fits(config: RunConfig, world_size: int) -> Iterator[str]:
         "model.mtp_num_layers of 1 at most": (model.mtp_num_layers or 0) <= 1,
     }
     if model.overlap_moe_expert_parallel_comm:
-        yield from _unmet("model.overlap_moe_expert_parallel_comm=True", needs)
-
-
-def _unmet(setting: str, needs: dict[str, bool]) -> Iterator[str]:
-    missing = [need for need, met in needs.items() if not met]
-    if missing:
-        yield f"{setting} needs {'; '.join(missing)}: or switch it off"
+        yield from unmet("model.overlap_moe_expert_parallel_comm=True", needs)
 
 
 def delayed_wgrad_needs_expert_overlap(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -102,7 +97,7 @@ def offloading_fits(config: RunConfig, world_size: int) -> Iterator[str]:
         f"model.cpu_offloading_num_layers between 0 and {most}": 0 <= model.cpu_offloading_num_layers <= most,
     }
     if model.cpu_offloading:
-        yield from _unmet("model.cpu_offloading=True", needs)
+        yield from unmet("model.cpu_offloading=True", needs)
 
 
 def deterministic_delta_nets_are_unpacked(config: RunConfig, world_size: int) -> Iterator[str]:

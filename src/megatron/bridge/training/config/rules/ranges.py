@@ -77,10 +77,7 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
         *("model.logits_scaling", "model.attn_logit_softcapping", "model.final_logit_softcapping"),
         *("model.mup_width_mult", "model.mup_embedding_mult", "model.mup_output_mult"),
         *("optimizer.min_loss_scale", "optimizer.grad_norm_skip_threshold"),
-        *(
-            "optimizer.adam_eps",
-            "model.softmax_scale",
-        ),  # 0 / 0 for a gradient of zero; blind attention
+        *("optimizer.adam_eps", "model.softmax_scale"),  # 0 / 0 for a gradient of zero; blind attention
         *("optimizer.loss_scale", "optimizer.initial_loss_scale", "peft.alpha", "logger.peak_tflops"),
         *("distill.temperature", "dpo.beta", "dpo.desirable_weight", "dpo.undesirable_weight"),
     ),
@@ -137,13 +134,7 @@ def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
 def _out_of_range(config: RunConfig, sizes: bool) -> Iterator[str]:
     for key, allowed in RANGES.items():
         # a size is a number with which other rules compute
-        is_size = allowed != BELOW_ONE and key.partition(".")[0] in (
-            "model",
-            "tokenizer",
-            "dataset",
-            "peft",
-            "rng",
-        )
+        is_size = allowed != BELOW_ONE and key.partition(".")[0] in ("model", "tokenizer", "dataset", "peft", "rng")
         value = value_of(config, key)
         if is_size == sizes and any(number not in allowed for number in _numbers(key, value)):
             yield f"{key}={value}: must {allowed.rule}"

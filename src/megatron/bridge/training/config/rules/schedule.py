@@ -124,6 +124,20 @@ def warmup_ends_before_decay(config: RunConfig, world_size: int) -> Iterator[str
         )
 
 
+def learning_rate_lasts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Steps with a learning rate of 0 change nothing, for example those by which a finished run is made longer."""
+    optimizer, scheduler, length = config.optimizer, config.scheduler, lengths(config)
+    ends = scheduler.lr_decay_style != "constant" and not optimizer.min_lr and not optimizer.overrides
+    if ends and length.decay < length.run:
+        of_samples = scheduler.lr_decay_samples is not None
+        key = "scheduler.lr_decay_samples" if of_samples else "scheduler.lr_decay_iters"
+        yield (
+            f"{key}={value_of(config, key)} ends after {length.decay} of {length.run} samples at a learning rate "
+            f"of 0, and what follows trains nothing: set {key}=null, which ends with the run, or raise "
+            "optimizer.min_lr"
+        )
+
+
 def wsd_has_a_decay(config: RunConfig, world_size: int) -> Iterator[str]:
     """The WSD schedule needs the length of its final decay, which must fit behind the warmup."""
     scheduler, length = config.scheduler, lengths(config)

@@ -52,6 +52,8 @@ def fsdp_needs_supported_model(config: RunConfig, world_size: int) -> Iterator[s
         "model.fp4": (model.fp4, "null"),
         "model.gradient_accumulation_fusion": (model.gradient_accumulation_fusion, "false"),
         "model.cpu_offloading": (model.cpu_offloading, "false"),
+        "optimizer.optimizer_cpu_offload": (config.optimizer.optimizer_cpu_offload, "false"),
+        "optimizer.use_precision_aware_optimizer": (config.optimizer.use_precision_aware_optimizer, "false"),
         # projections to the teacher's width are used outside of the forward pass, where weights are cut
         "distill.hidden_layers": (distill and distill.hidden_layers, "{} (with hidden_weight=0)"),
         "rng.data_parallel_random_init": (config.rng.data_parallel_random_init, "false"),
