@@ -64,6 +64,40 @@ def test_a_frozen_norm_passes_gradients_on():
     assert torch.autograd.gradcheck(lambda x: rms_norm(x, gain, 1e-5), (x,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_embedding_has_the_bits_of_megatron_core(dtype):
+    freqs = random(6, 1, 1, 8)  # the halves differ, so the gradient needs the angles of the other half
+    for factor in (1.0, 1.3, 1.0):
+        x, y = (random(6, 2, 3, 8, dtype=dtype).requires_grad_() for _ in range(2))
+        found, wanted = eager.rotary(x, freqs, mscale=factor), eager.core_rotary(y, freqs, mscale=factor)
+        assert torch.equal(found, wanted)
+        grad = random(6, 2, 3, 8, dtype=dtype, seed=1)
+        assert torch.equal(*(torch.autograd.grad(out, at, grad)[0] for out, at in ((found, x), (wanted, y))))
+        with torch.inference_mode():
+            assert torch.equal(eager.rotary(x, freqs, mscale=factor), wanted)
+
+
+@pytest.mark.parametrize("options", [{"rotary_interleaved": True}, {"mla_rotary_interleaved": True}, {}])
+def test_other_rotary_embeddings_are_megatron_cores(options):
+    x, freqs = random(6, 2, 3, 8), random(6, 1, 1, 8 if options else 4)
+    assert torch.equal(eager.rotary(x, freqs, **options), eager.core_rotary(x, freqs, **options))
+
+
+def test_gradients_in_bf16_are_summed_in_fp32(monkeypatch):
+    monkeypatch.setattr(eager, "CHUNK", 7)
+    layer = torch.nn.Linear(5, 4, bias=False, dtype=torch.bfloat16)
+    layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(4, 5), False
+    texts, sums = random(3, 2, 5, dtype=torch.bfloat16), torch.zeros(4, 5)
+    for text in texts:
+        sums += torch.autograd.grad(layer(text).sum(), layer.weight)[0]
+    eager.accumulate_by_parts(layer)
+    for text in texts:
+        layer(text).sum().backward()
+        layer.weight.grad = None
+    assert torch.equal(layer.weight.main_grad, sums)
+    assert layer.weight.grad_added_to_main_grad
+
+
 def gain64():
     return random(64, seed=1) * 0.1 + 1
 

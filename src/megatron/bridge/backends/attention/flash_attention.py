@@ -23,10 +23,7 @@ def is_supported(query: torch.Tensor) -> bool:
 
 
 def _recent(device: torch.device) -> bool:
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (
-        8,
-        0,
-    )
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def supports_window(window: AttentionWindow) -> bool:

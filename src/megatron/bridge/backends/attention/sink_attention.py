@@ -101,12 +101,7 @@ class CudaFlashKernel:
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor,
-        kernel: FlashKernel,
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, kernel: FlashKernel
     ) -> torch.Tensor:
         out, log_sum = kernel.forward(query, key, value)
         whole = torch.logaddexp(log_sum, kernel.expand_sinks(sinks.to(log_sum.dtype)))

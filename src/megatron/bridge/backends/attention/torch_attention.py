@@ -440,12 +440,7 @@ class _TileAttention:
         return out
 
     def _formula(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        sinks: torch.Tensor | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         batch, heads, rows, width = q.shape
         groups, keys = k.size(1), k.size(2)

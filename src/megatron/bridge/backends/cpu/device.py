@@ -109,7 +109,6 @@ class _Event:
         self._at = time.perf_counter()
 
     def elapsed_time(self, end: "_Event") -> float:
-        """Milliseconds from this event to ``end``."""
         return (end._at - self._at) * 1e3
 
     def query(self) -> bool:

@@ -108,7 +108,6 @@ def _row_ranges(parameter: DTensor) -> RowRanges:
 
 
 def sharded_names(chunk: nn.Module) -> set[str]:
-    """The names of the sharded parameters of a chunk."""
     return {name for name, parameter in chunk.named_parameters() if isinstance(parameter, DTensor)}
 
 

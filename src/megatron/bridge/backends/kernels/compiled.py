@@ -127,12 +127,7 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
 
 @compiled
 def _rotate(
-    x: torch.Tensor,
-    angles: torch.Tensor,
-    positions: torch.Tensor | None,
-    factor: float,
-    interleaved: bool,
-    mla: bool,
+    x: torch.Tensor, angles: torch.Tensor, positions: torch.Tensor | None, factor: float, interleaved: bool, mla: bool
 ) -> torch.Tensor:
     """Rotate ``x`` [s, b, h, d] by ``angles`` [s, 1 or b, 1, r <= d]; token i takes row ``positions[i]``."""
     angles = angles if positions is None else angles[positions]
@@ -223,14 +218,7 @@ def rotary_packed(
     """
     if cp_group is None or cp_group.size() > 1:
         return _core_rotary_packed(
-            t,
-            cu_seqlens,
-            freqs,
-            rotary_interleaved,
-            mla_rotary_interleaved,
-            mscale,
-            cp_group,
-            multi_latent_attention,
+            t, cu_seqlens, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, cp_group, multi_latent_attention
         )
     mla = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
     # with as many angles as tokens, the angles belong to the tokens of the row, not to positions in sequences

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel, utils
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -19,9 +20,10 @@ from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
-CHUNK = 1 << 18  # elements: 1 MB in fp32, so a chunk of logits stays in the cache of a core
+CHUNK = 1 << 18  # elements: 1 MB in fp32, so a chunk stays in the cache of a core
 
 core_cross_entropy = tensor_parallel.vocab_parallel_cross_entropy  # before ``install`` replaces it
+core_rotary = rope_utils._apply_rotary_pos_emb_bshd
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -29,29 +31,75 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = upcast(x)
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        scale.div_(x.shape[-1]).add_(eps).rsqrt_()
+        out, scale = _normalize(x, gain, eps)
         ctx.save_for_backward(x, gain, scale)
-        return (wide * scale).mul_(gain).to(x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, gain, scale = ctx.saved_tensors
-        size = x.shape[-1]
-        wide, grad = (upcast(tensor).reshape(-1, size) for tensor in (x, grads[0]))
-        scale, weight = scale.reshape(-1, 1), upcast(gain)
-        product = grad * wide  # most of the work is its sums over rows and columns, as matrix products
-        along_gain = scale.t().mm(product).view(-1).to(gain.dtype) if ctx.needs_input_grad[1] else None
-        share = product.mm(weight.unsqueeze(-1)).mul_(scale.pow(3)).div_(size)
-        grad_x = torch.addcmul(grad.mul(weight).mul_(scale), wide, share, value=-1)
-        return grad_x.view(x.shape).to(x.dtype), along_gain, None
+        wide, grad, weight = (upcast(tensor) for tensor in (x, grads[0], gain))
+        # LayerNorm's kernel with a mean of zero; RMSNorm does not subtract the mean of the gradient
+        wanted, mean = (True, ctx.needs_input_grad[1], False), torch.zeros_like(scale)
+        backward = torch.ops.aten.native_layer_norm_backward
+        grad_x, along_gain, _ = backward(grad, wide, gain.shape, mean, scale, weight, None, wanted)
+        grad_x.add_((grad @ weight).unsqueeze(-1).mul_(scale).div_(x.shape[-1]))
+        return grad_x.to(x.dtype), along_gain.to(gain.dtype) if ctx.needs_input_grad[1] else None, None
 
 
 def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension; ``gain`` has the dtype of ``x``."""
-    return _RMSNorm.apply(x, gain, eps)  # pyright: ignore[reportReturnType]
+    return _RMSNorm.apply(x, gain, eps) if _records() else _normalize(x, gain, eps)[0]  # pyright: ignore
+
+
+def _records() -> bool:
+    """Whether autograd records; if not, calls of its functions would take longer than their work for one token."""
+    # Megatron-Core enables gradients around residual connections, also in inference mode
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _normalize(x: torch.Tensor, gain: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = upcast(x)
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    scale.div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).mul_(gain).to(x.dtype), scale
+
+
+class _Rotary(torch.autograd.Function):
+    """``x * cos + rotate_half(x) * sin`` with the rounding of Megatron-Core; the rotated half is never stored."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(grads[0], cos, -sin.roll(cos.shape[-1] // 2, dims=-1)), None, None
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + n / 2) of the last dimension, whose size is n."""
+    out = x * cos
+    (x1, x2), (out1, out2), (sin1, sin2) = (tensor.chunk(2, dim=-1) for tensor in (x, out, sin))
+    out1.sub_(x2 * sin1)
+    out2.add_(x1 * sin2)
+    return out
+
+
+def rotary(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Megatron-Core's ``_apply_rotary_pos_emb_bshd``; interleaved and partial embeddings use the original."""
+    mscale = kwargs.pop("mscale", 1.0)
+    if args or any(kwargs.values()) or freqs.shape[-1] != t.shape[-1] or freqs.requires_grad:
+        return core_rotary(t, freqs, *args, mscale=mscale, **kwargs)
+    known = vars(freqs).setdefault("cos_sin", {})  # all layers get the same angles
+    if (mscale, t.dtype) not in known:
+        known[mscale, t.dtype] = tuple((turn(freqs) * mscale).to(t.dtype) for turn in (torch.cos, torch.sin))
+    apply = _Rotary.apply if _records() else rotate
+    return apply(t, *known[mscale, t.dtype])  # pyright: ignore[reportReturnType]
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -60,8 +108,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return _gate(x)
 
     @staticmethod
     @once_differentiable
@@ -77,7 +124,13 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None, *_: bool) -> torch.Tensor:
     """Megatron-Core's ``bias_swiglu_impl``; its other options only save memory on GPUs."""
-    return _SwiGLU.apply(x if bias is None else x + bias)  # pyright: ignore[reportReturnType]
+    apply = _SwiGLU.apply if _records() else _gate
+    return apply(x if bias is None else x + bias)  # pyright: ignore[reportReturnType]
+
+
+def _gate(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -206,11 +259,34 @@ def fuses_activation(config: TransformerConfig) -> bool:
     )
 
 
+def accumulate_by_parts(chunk: torch.nn.Module) -> None:
+    """Add gradients in half precision to fp32 ``main_grad`` by parts that stay in the cache.
+
+    A sum of two dtypes first writes an fp32 copy, which took a tenth of a training step. Where
+    ``grad_added_to_main_grad`` is set, Megatron-Core skips its own sum.
+    """
+    for parameter in chunk.parameters():
+        main_grad = getattr(parameter, "main_grad", None)
+        if main_grad is not None and main_grad.device.type == "cpu" and main_grad.dtype != parameter.dtype:
+            parameter.register_post_accumulate_grad_hook(_accumulate)
+
+
+def _accumulate(parameter: Any) -> None:
+    main_grad, grad = parameter.main_grad.view(-1), parameter.grad.reshape(-1)
+    if not parameter.grad_added_to_main_grad:  # the first of a step: main_grad is zero
+        main_grad.copy_(grad)
+    else:
+        for part, added in zip(main_grad.split(CHUNK), grad.split(CHUNK), strict=True):
+            part.add_(added)
+    parameter.grad_added_to_main_grad = True
+
+
 def install() -> None:
-    """Replace Megatron-Core's SwiGLU and cross entropy; safe to call again."""
+    """Replace Megatron-Core's SwiGLU, cross entropy and rotary embedding; safe to call again."""
     mlp.bias_swiglu_impl = swiglu
     shared_experts.bias_swiglu_impl = swiglu
     tensor_parallel.vocab_parallel_cross_entropy = cross_entropy
+    rope_utils._apply_rotary_pos_emb_bshd = rotary
     install_for_optimizer()
 
 

@@ -23,10 +23,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 
 from megatron.bridge.backends.decoding.packed_linear import PackedWeight
@@ -315,7 +312,6 @@ class RowParallelGroupedLinear(GroupedLinear):
 
 
 def grouped_experts() -> ExpertsBuilder:
-    """A builder of grouped experts for a layer spec."""
     submodules = GroupedMLPSubmodules(
         linear_fc1=ColumnParallelGroupedLinear,  # type: ignore[arg-type] - their protocol is positional-only
         linear_fc2=RowParallelGroupedLinear,  # type: ignore[arg-type]

@@ -264,10 +264,7 @@ class DeltaNet(GatedDeltaNet):
         """Of the states of one text: last inputs of the convolution, and the state of each head."""
         taps, channels = self.conv1d.weight.shape[-1], self.conv1d.weight.shape[0]
         heads: Any = (self.num_v_heads_local_tp, self.key_head_dim, self.value_head_dim)
-        return [
-            StateShape((taps - 1, channels), self.config.params_dtype),
-            StateShape(heads, torch.float32),
-        ]
+        return [StateShape((taps - 1, channels), self.config.params_dtype), StateShape(heads, torch.float32)]
 
     def _sum_over_ranks(self, gradient: Tensor) -> Tensor:
         total = gradient.clone()

@@ -197,10 +197,7 @@ class TorchMambaMixer(MambaMixer):
         groups = cp.ngroups_local_tpcp
         channels = cp.d_inner_local_tpcp + 2 * groups * self.d_state
         heads = (groups, cp.nheads_local_tpcp // groups, self.headdim, self.d_state)
-        return [
-            StateShape((self.d_conv - 1, channels), self.config.params_dtype),
-            StateShape(heads, torch.float32),
-        ]
+        return [StateShape((self.d_conv - 1, channels), self.config.params_dtype), StateShape(heads, torch.float32)]
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """Gate, x with B and C, and dt of projections [..., z + x + B + C + dt]."""
@@ -240,13 +237,7 @@ class GroupRMSNorm(torch.nn.Module):
     tp_group: Any
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float,
-        group_size: int,
-        norm_before_gate: bool,
-        device: Any,
-        dtype: torch.dtype,
+        self, hidden_size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: torch.dtype
     ) -> None:
         super().__init__()
         assert not norm_before_gate, "Megatron-Core's mixer normalizes gated outputs"
