@@ -32,10 +32,8 @@ def main(argv: Sequence[str]) -> int:
     ids, tokenizer = logits.tokens(bridge, args.prompt)
     model = megatron_model(bridge, sizes, args)
     found = compare_logits.run_megatron(model, ids)
-    reference = logits.reference_activations(bridge, ids)
-    report = compare_logits.compare(reference, found)
+    reference, report, tolerance = logits.judged(bridge, ids, found, args.tolerance)
     print_next_tokens(reference.logits[0, -1], found.logits[0, -1], tokenizer)
-    tolerance = logits.tolerance_of(args.dtype) if args.tolerance is None else args.tolerance
     return print_report(report, tolerance, tokenizer)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reinforcement learning in one file: rollouts on two processes, training here, a refit after each step.
 
-python tutorials/rl/policy_gradient.py                                   # a toy model, no network, a minute
-python tutorials/rl/policy_gradient.py HuggingFaceTB/SmolLM2-135M        # a real one; the first start downloads it
+python tutorials/rl/policy_gradient.py                                        # a toy model, no network, a minute
+python tutorials/rl/policy_gradient.py HuggingFaceTB/SmolLM2-135M --steps 25  # a real one, downloaded; 5 minutes
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
-    path, rate = args.model or str(OUT / "toy"), 2e-5 if args.model else 2e-3
+    path, rate = args.model or str(OUT / "toy"), 5e-5 if args.model else 2e-3
     if args.model is None:
         make_toy(path)
 

@@ -131,7 +131,7 @@ def test_a_model_learns_its_answers_and_the_run_tells(model_dir, chats, tmp_path
         "who?",
         "After step 0",
         "gentle rain",
-        "run_config.yaml train.train_iters=120 scheduler.override_opt_param_scheduler=true\n",
+        "train.train_iters=120 scheduler.lr_decay_iters=null scheduler.override_opt_param_scheduler=true\n",
         f"## To export\n\n```bash\nmegatron-bridge export --hf-model {model_dir} --megatron-path ",
     ):
         assert text in report

@@ -112,7 +112,7 @@ def test_adapters(ran):
     found, held_out = losses(folder / OUT / "llama/lora"), losses(folder / OUT / "llama/lora", "validation")
     assert found[-1] < found[0] / 3
     assert held_out[-1] < found[0]
-    answers = re.findall(r"^runs/\S+: '(.*)'$", output["01_finetune_lora"], flags=re.M)
+    answers = re.findall(r"^runs/\S+: (['\"].*['\"])$", output["01_finetune_lora"], flags=re.M)
     assert len(answers) == 2
     assert "light of" in answers[1]
     assert same_logits(folder / OUT / "llama")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.cli.main import main
+from megatron.bridge.cli.support import logits
 from megatron.bridge.models.hf_pretrained.model_folder import RECORD
 from megatron.bridge.utils.console import console
 from tests.toy_models import make_llama
@@ -92,6 +93,24 @@ def test_a_certificate_says_that_both_are_the_same(places, tmp_path):
     assert certificate["logits"]["largest"] < 1e-3
     assert set(certificate["tensors"]) == set(AutoBridge.from_hf_pretrained(hf).hf_pretrained.state)
     assert all(proof["equal"] and len(proof["sha256"]) == 64 for proof in certificate["tensors"].values())
+
+
+def test_half_precision_is_judged_by_what_it_does_to_transformers(tmp_path, monkeypatch):
+    """Where bf16 moves logits by more than the tolerance, an equal model passes and another function does not."""
+    monkeypatch.setitem(logits.TOLERANCES, "bfloat16", 1e-6)
+    hf, megatron = tmp_path / "hf", str(tmp_path / "megatron")
+    make_llama(hf, num_hidden_layers=2, dtype=torch.bfloat16)
+    (hf / "tokenizer.json").unlink()
+    assert main(["convert", "--hf-model", str(hf), "--megatron-path", megatron]) == 0
+    with console().capture() as printed:
+        assert main(["verify", str(hf), megatron]) == 0
+    assert "bfloat16 moves those of transformers by" in printed.get()
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    with console().capture() as printed:
+        assert main(["verify", str(hf), megatron]) == 1
+    assert "differs" not in printed.get()
+    assert "NOT the same model" in printed.get()
 
 
 def test_one_other_bit_is_named(places, tmp_path):

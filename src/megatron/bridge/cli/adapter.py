@@ -30,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     base = "Hugging Face base model (default: as the adapter names it)"
     for action, text, model in (
         (merge, "add the adapter to its base, in fp32, and write the sum as a Hugging Face model", base),
-        (
-            unmerge,
-            "subtract the adapter from a merged model; this gives its base up to rounding",
-            "the merged model",
-        ),
+        (unmerge, "subtract the adapter from a merged model; this gives its base up to rounding", "the merged model"),
         (export, "write the adapter of a run for peft.PeftModel.from_pretrained", base),
     ):
         command = commands.add_parser(action.__name__, help=text, description=text)

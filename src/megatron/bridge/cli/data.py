@@ -241,7 +241,6 @@ def _run_preprocess(args: argparse.Namespace) -> int:
 
 
 def _for_each_key(config: "PreprocessConfig", keys: list[str] | None) -> "list[PreprocessConfig]":
-    """One dataset for each key, or ``config`` alone."""
     prefix = config.output_prefix
     return [
         replace(config, json_key=key, output_prefix=prefix.with_name(f"{prefix.name}_{key}_document"))

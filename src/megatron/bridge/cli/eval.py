@@ -5,9 +5,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron.bridge.cli.support import inference_options
 from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.text_format import columns
 from megatron.bridge.utils.optional_imports import import_optional
 
 DESCRIPTION = (
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import_optional("lm_eval", "eval", "eval")
+    import_optional("lm_eval", "megatron-bridge eval", "eval", is_setting=False)
     from megatron.bridge.inference.evaluation import harness
     from megatron.bridge.utils import distributed
 
@@ -38,7 +40,25 @@ def run(args: argparse.Namespace) -> int:
         options = (args.include_path, args.limit, args.few_shot, args.chat)
         results = harness.evaluate(llm, args.tasks.split(","), *options)
     if distributed.rank() == 0:
-        sys.stdout.write(harness.summary(results) + "\n")
+        sys.stdout.write(_table(results) + "\n")
         if args.out is not None:
             args.out.write_text(json.dumps(results, default=str, ensure_ascii=False) + "\n")
     return 0
+
+
+def _table(results: dict[str, Any]) -> str:
+    """A table of all metrics, with their standard errors where the harness has them."""
+    rows = [("metric", "value", "stderr", "shots", "task")]
+    for task, found in results["results"].items():
+        shots = str(results.get("n-shot", {}).get(task, ""))
+        for key, value in found.items():
+            metric, comma, kind = key.partition(",")
+            if comma and not metric.endswith("_stderr"):
+                error = found.get(f"{metric}_stderr,{kind}")
+                name = metric if kind == "none" else f"{metric} ({kind})"
+                rows.append((name, _number(value), _number(error), shots, found.get("alias", task)))
+    return "\n".join(columns(rows))
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else ""

@@ -36,10 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bridge.cli.migrate.megatron_lm_config import build
 
     found = translate(_command(args.source), args.world_size)
-    if args.overrides:
-        text = "".join(f"{line}\n" for line in found.translation.overrides())
-    else:
-        text = build(found).to_yaml()
+    text = "".join(f"{line}\n" for line in found.translation.overrides()) if args.overrides else build(found).to_yaml()
     found.translation.show(text, args.output)
     return 0
 

@@ -129,11 +129,7 @@ def _facts_of_model(directory: Path) -> dict[str, str]:
     if not (directory / paths.RUN_CONFIG).is_file():
         return {"model": f"unknown: there is no {paths.RUN_CONFIG}"}
     model = model_io.read_run_config(directory)["model"]
-    return {
-        "provider": str(model.get("_target_")),
-        **_sizes(model, "num_layers"),
-        "layout of the run": _layout(model),
-    }
+    return {"provider": str(model.get("_target_")), **_sizes(model, "num_layers"), "layout of the run": _layout(model)}
 
 
 def _sizes(config: Any, layers: str) -> dict[str, str]:

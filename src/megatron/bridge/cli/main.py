@@ -66,8 +66,9 @@ def _run(arguments: list[str]) -> int:
         parser.error(f"there is no command {name}{did_you_mean(name, SUBCOMMANDS) or '; --help lists them'}")
     args, extra = parser.parse_known_args(arguments)
     if extra and not _take_overrides(args, extra):
-        hint = _without_dashes(extra[0]) or did_you_mean(extra[0], _options(commands.get(name, parser)))
-        parser.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
+        command = commands.get(name, parser)
+        hint = _without_dashes(extra[0]) or did_you_mean(extra[0], _options(command) - {"-h", "--help"})
+        command.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
     if module is None:
         parser.print_help()
         return 2
@@ -114,7 +115,6 @@ def add_subcommand(subparsers: Subparsers, name: str, module: Any) -> None:
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:
-    """All options of a command and of its subcommands."""
     found = set(parser._option_string_actions)
     deeper = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return found.union(*(_options(child) for choices in deeper for child in choices.values()))

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     for package in PACKAGES:
-        import_optional(package, "serve", "serve")
+        import_optional(package, "megatron-bridge serve", "serve", is_setting=False)
     from megatron.bridge.inference.server.run import ServeConfig, serve
 
     if "RANK" in os.environ:

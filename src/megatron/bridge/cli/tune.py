@@ -36,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="their type, such as h100 (default: that of the recipe)")
     parser.add_argument("--budget", metavar="memory=SIZE", help="memory of a GPU to use, such as memory=72GB")
     parser.add_argument(
-        "--fixed",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="dimensions that keep a value, such as tensor=8",
+        "--fixed", nargs="+", default=[], metavar="NAME=VALUE", help="dimensions that keep a value, such as tensor=8"
     )
     parser.add_argument("--top", type=count, default=10, metavar="N", help="layouts to list (default: 10)")
     parser.add_argument(
@@ -312,12 +308,7 @@ def _page(job: Job, search: "Search", found: "Found") -> str:
 
     best = found.best[0]
     rows = [
-        (
-            price.candidate.label(),
-            f"{price.seconds:.3f}",
-            f"{price.fullest / 1e9:.1f}",
-            f"{price.prediction.mfu:.1%}",
-        )
+        (price.candidate.label(), f"{price.seconds:.3f}", f"{price.fullest / 1e9:.1f}", f"{price.prediction.mfu:.1%}")
         for price in found.best
     ]
     memory = [(f"stage {stage}", f"{size / 1e9:.1f}") for stage, size in enumerate(best.memory)]

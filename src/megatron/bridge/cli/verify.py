@@ -78,24 +78,24 @@ def _certificate(bridge: Any, args: argparse.Namespace, sizes: dict[str, Any]) -
     proofs, missing = prove(compared, source)
     expected = bridge.not_converted(stored_provider.read_for_layout(args.megatron_path, sizes))
     missing = tuple(name for name in missing if not any(patterns.match(it, name) is not None for it in expected))
+    compared, tolerance = (None, 0.0) if model is None else _logits(bridge, model)
     return Certificate(
         hf_model=args.hf_model,
         megatron=str(args.megatron_path),
         tensors=proofs,
         missing=missing,
-        logits=None if model is None else _logits(bridge, model),
-        tolerance=logits.tolerance_of(bridge.hf_config.dtype),
+        logits=compared,
+        tolerance=tolerance,
     )
 
 
-def _logits(bridge: Any, model: list[Any]) -> "LogitComparison":
+def _logits(bridge: Any, model: list[Any]) -> "tuple[LogitComparison, float]":
     from megatron.bridge.models.conversion.check import compare_logits
 
     ids, _ = logits.tokens(bridge, None)
     for chunk in model:
         chunk.eval()
-    reference = logits.reference_activations(bridge, ids)
-    return compare_logits.compare(reference, compare_logits.run_megatron(model, ids))
+    return logits.judged(bridge, ids, compare_logits.run_megatron(model, ids))[1:]
 
 
 def _report(certificate: "Certificate") -> None:

@@ -32,17 +32,10 @@ WIDTH = 60
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
     parser.add_argument(
-        "--metric",
-        action="append",
-        metavar="NAME",
-        help="curve to show; repeatable (default: loss and throughput)",
+        "--metric", action="append", metavar="NAME", help="curve to show; repeatable (default: loss and throughput)"
     )
     parser.add_argument(
-        "--interval",
-        type=count,
-        default=5,
-        metavar="SECONDS",
-        help="time between two looks (default: %(default)s)",
+        "--interval", type=count, default=5, metavar="SECONDS", help="time between two looks (default: %(default)s)"
     )
     parser.add_argument("--once", action="store_true", help="print the run as it is, and exit; so does a pipe")
     parser.add_argument(

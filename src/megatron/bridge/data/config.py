@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every dataset config, in one place to import from. This costs no torch."""
 
-from megatron.bridge.data.dataset_config import (
-    SPLITS,
-    DatasetConfig,
-    DatasetRequest,
-    Splits,
-    StreamingDatasetConfig,
-)
+from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig, DatasetRequest, Splits, StreamingDatasetConfig
 from megatron.bridge.data.energon.energon_config import EnergonProvider
 from megatron.bridge.data.finetuning.blended_config import BlendedDatasetConfig
 from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig

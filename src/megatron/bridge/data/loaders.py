@@ -8,13 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from megatron.bridge.data.dataset_config import (
-    SPLITS,
-    DatasetConfig,
-    DatasetRequest,
-    Splits,
-    StreamingDatasetConfig,
-)
+from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig, DatasetRequest, Splits, StreamingDatasetConfig
 from megatron.bridge.data.pretraining.blend import get_blend_and_blend_per_split
 from megatron.bridge.data.samplers import (
     MegatronPretrainingBatchSampler,

@@ -173,11 +173,7 @@ def _pod(options: KubernetesOptions, torchrun: list[str]) -> dict[str, Any]:
         container["resources"] = {"requests": resources, "limits": dict(resources)}
     if options.rdma is not None:
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # adapters need pinned memory
-    return {
-        "terminationGracePeriodSeconds": options.grace_seconds,
-        "containers": [container],
-        "volumes": volumes,
-    }
+    return {"terminationGracePeriodSeconds": options.grace_seconds, "containers": [container], "volumes": volumes}
 
 
 def _literal(text: str) -> str:

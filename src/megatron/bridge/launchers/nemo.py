@@ -38,7 +38,7 @@ FT_PORT, FT_RESTARTS = 29500, 5
 
 PERFORMANCE_ENV = {
     # long runs with changing shapes fragment the caching allocator otherwise
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"
 }
 
 
@@ -312,8 +312,4 @@ def _tunnel(options: LaunchOptions) -> LocalTunnel | SSHTunnel:
 def _command(options: LaunchOptions) -> list[str]:
     """What a local run comes to."""
     program = ["torchrun", f"--nproc-per-node={options.devices}"]
-    return [
-        *(program if options.launcher == "torchrun" else _program(options)),
-        _script(options),
-        *options.arguments,
-    ]
+    return [*(program if options.launcher == "torchrun" else _program(options)), _script(options), *options.arguments]

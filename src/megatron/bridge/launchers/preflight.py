@@ -128,7 +128,6 @@ def seconds(limit: str) -> float:
 
 
 def run_here(command: str) -> ShellResult:
-    """A shell on this machine."""
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     return ShellResult(done.returncode, done.stdout + done.stderr)
 

@@ -57,7 +57,6 @@ class DoRAAdapter(LoRAAdapter):
         return [self.part(expert, magnitude=self._rows_of_magnitude()[expert])]
 
     def _rows_of_magnitude(self) -> Tensor:
-        """[weights, outputs]."""
         return self.magnitude.view(1 if self.experts is None else self.experts, -1)
 
     @torch.no_grad()

@@ -83,10 +83,7 @@ class LowRankPEFT(PEFT):
             found.append("peft.a2a_experimental=True is not there: leave it out, the sums are the same")
         if not self.target_modules:
             found.append("peft.target_modules is empty: name the layers to adapt, such as linear_qkv")
-        ranks = {
-            "peft.dim": self.dim,
-            **{f"peft.dim_by_module[{key!r}]": n for key, n in self.dim_by_module.items()},
-        }
+        ranks = {"peft.dim": self.dim, **{f"peft.dim_by_module[{key!r}]": n for key, n in self.dim_by_module.items()}}
         found += [f"{key}={rank}: a rank is at least 1" for key, rank in ranks.items() if rank < 1]
         if not 0 <= self.dropout < 1:
             found.append(f"peft.dropout={self.dropout}: a probability is at least 0 and below 1")

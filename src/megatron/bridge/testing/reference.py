@@ -42,12 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sp2": {**_TP2, **_SP},
     "pp2": _PP2,
     # overlapped sends: batched ones mix up the two neighbours when they are the same process
-    "vp2": {
-        **_PP2,
-        "virtual_pipeline_model_parallel_size": 2,
-        "overlap_p2p_comm": True,
-        "batch_p2p_comm": False,
-    },
+    "vp2": {**_PP2, "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False},
     "dp2": {},
     "ep2": _EP2,
     "etp2": {**_TP2, **_SP, "expert_tensor_parallel_size": 2},
@@ -171,7 +166,6 @@ def save(model: Any, directory: Path) -> None:
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a folder."""
     return {name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 

@@ -100,7 +100,6 @@ def published_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` atomically and durably."""
     with published_file(path) as aside:
         aside.write_text(text)
 

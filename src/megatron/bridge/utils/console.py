@@ -44,10 +44,6 @@ def track[T](items: Iterable[T], description: str, total: int | None = None, sho
         terminal.print(f"{description}: {count} done")
         return
     with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=terminal,
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=terminal
     ) as progress:
         yield from progress.track(items, description=description, total=total)

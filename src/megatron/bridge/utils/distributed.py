@@ -59,9 +59,7 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
     else:
         where = {"store": store, "rank": rank(), "world_size": world_size()}
     dist.init_process_group(
-        backend or ("nccl" if cuda else "gloo"),
-        timeout=timedelta(minutes=timeout_minutes),
-        **where,
+        backend or ("nccl" if cuda else "gloo"), timeout=timedelta(minutes=timeout_minutes), **where
     )
 
 

@@ -92,7 +92,6 @@ def _shortened(text: str) -> str:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """What git says; None if it cannot."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words],

@@ -16,13 +16,14 @@ def installed(package: str) -> bool:
         return False
 
 
-def import_optional(package: str, key: str, extra: str) -> Any:
+def import_optional(package: str, key: str, extra: str, is_setting: bool = True) -> Any:
     """The module ``package``.
 
     Args:
         package: dotted name.
-        key: what in the config asks for it.
+        key: what in the config asks for it, or the command that needs it.
         extra: the extra of this project that installs it.
+        is_setting: whether ``key`` is of the config, and can be left unset.
 
     Raises:
         UserError: it is not installed, or lacks a part that it needs itself.
@@ -30,12 +31,11 @@ def import_optional(package: str, key: str, extra: str) -> Any:
     try:
         return import_module(package)
     except ImportError as error:
-        raise UserError(f"{missing_message(package, key, extra)} ({one_line(error)})") from error
+        raise UserError(f"{missing_message(package, key, extra, is_setting)} ({one_line(error)})") from error
 
 
-def missing_message(package: str, key: str, extra: str) -> str:
+def missing_message(package: str, key: str, extra: str, is_setting: bool = True) -> str:
     """The sentence for a package that is not installed."""
-    return (
-        f"{key} needs the package {package}, which is not installed: install it with "
-        f"`uv pip install 'hf-megatron-bridge[{extra}]'`, or leave {key.partition('=')[0]} unset"
-    )
+    install = f"install it with `uv pip install 'hf-megatron-bridge[{extra}]'`"
+    instead = f", or leave {key.partition('=')[0]} unset" if is_setting else ""
+    return f"{key} needs the package {package}, which is not installed: {install}{instead}"

@@ -37,7 +37,6 @@ class RunStatus:
 
     @property
     def train(self) -> list[json_lines.Row]:
-        """The rows of training."""
         return [row for row in self.rows if row["kind"] == "train"]
 
     def values(self, metric: str, kind: str) -> list[tuple[json_lines.Row, float]]:

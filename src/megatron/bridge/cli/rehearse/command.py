@@ -126,12 +126,7 @@ def _without_out_of_range_tokens(hf_config: dict[str, Any] | None) -> dict[str, 
 
 def _results(folder: Path) -> Iterator[dict[str, Any]]:
     """Run the worker process, without visible GPUs, and yield each result that it prints."""
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "megatron.bridge.cli.rehearse.worker", str(folder)]

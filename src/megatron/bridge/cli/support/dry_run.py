@@ -139,7 +139,10 @@ def _verdict(config: "ConfigContainer", world_size: int, memory: list[RankMemory
     verdict = f"{'fits' if found else 'does NOT fit'} with 10% left free"
     need = rank_diagram.gigabytes(most.total)
     yield f"the fullest rank, of stage {most.stage}, needs {need} GB of {kind}: {verdict}"
-    if not found:
+    if not found and most.total == most.unsharded:
+        host = "model.use_cpu_initialization=true, " if config.dist.use_torch_fsdp2 else ""
+        yield f"that is the model before it is sharded: use {host}tensor parallelism or the distributed optimizer"
+    elif not found:
         nearest = nearest_fit(Search(config, world_size, kind))
         changes = "" if nearest is None else " ".join(as_overrides(config, nearest.candidate.settings()))
         yield f"the nearest settings that fit: {changes or f'none on {world_size} GPUs, use more of them'}"

@@ -125,19 +125,25 @@ def add_script_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
-    """The ``LLM`` of ``add_script_options``.
+    """The ``LLM`` of ``add_script_options``; see ``script_model``."""
+    from megatron.bridge.inference.llm import LLM
+
+    path, same = script_model(args)
+    return LLM(path, **same, **options)
+
+
+def script_model(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The path and the options of an ``LLM`` from ``add_script_options``.
 
     Raises:
         UserError: no model is given.
     """
-    from megatron.bridge.inference.llm import LLM
-
     path = args.megatron_model_path or args.hf_model_path
     if path is None:
         raise UserError("no model: give --hf_model_path or --megatron_model_path")
     names = ("tp", "pp", "ep", "etp", "dtype", "trust_remote_code", "trust_checkpoint")
     same = {name: getattr(args, name) for name in names}
-    return LLM(path, tokenizer=args.hf_model_path if args.megatron_model_path else None, **same, **options)
+    return path, {"tokenizer": args.hf_model_path if args.megatron_model_path else None, **same}
 
 
 def _template(path: Path | None) -> str | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron.bridge.models.conversion.check.compare_logits import ModelOutputs
+    from megatron.bridge.models.conversion.check.compare_logits import LogitComparison, ModelOutputs
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it"
 RANDOM_TOKENS = 32
@@ -46,8 +46,35 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     return ids, None
 
 
-def reference_activations(bridge: Any, ids: "Tensor") -> "ModelOutputs":
-    """What transformers computes for the tokens."""
+def judged(
+    bridge: Any, ids: "Tensor", found: "ModelOutputs", given: float | None = None
+) -> "tuple[ModelOutputs, LogitComparison, float]":
+    """What transformers computes for the tokens, how far ``found`` is from that, and how far it may be.
+
+    Half precision moves the logits of some models by more than the tolerance, in transformers, too. Such a model
+    is compared with transformers in float32, from which it may be twice as far as transformers in half precision
+    is. A tolerance that the user has ``given`` is taken as it is.
+    """
+    import torch
+
+    from megatron.bridge.models.conversion.check.compare_logits import compare
+    from megatron.bridge.utils.console import console
+
+    reference = reference_activations(bridge, ids)
+    report, usual = compare(reference, found), tolerance_of(bridge.hf_config.dtype)
+    if given is not None or report.relative <= usual or usual == TOLERANCES["float32"]:
+        return reference, report, usual if given is None else given
+    exact = reference_activations(bridge, ids, torch.float32)
+    rounding = compare(exact, reference).relative
+    console().print(
+        f"logits differ by {report.relative:.3g} of their standard deviation; {bridge.hf_config.dtype} moves "
+        f"those of transformers by {rounding:.3g}: comparing with float32"
+    )
+    return exact, compare(exact, found), 2 * rounding
+
+
+def reference_activations(bridge: Any, ids: "Tensor", dtype: Any = None) -> "ModelOutputs":
+    """What transformers computes for the tokens in ``dtype``, or in that of the model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
@@ -61,7 +88,7 @@ def reference_activations(bridge: Any, ids: "Tensor") -> "ModelOutputs":
     kind = AutoModelForImageTextToText if hasattr(pretrained.config, "vision_config") else AutoModelForCausalLM
     hf = kind.from_pretrained(
         pretrained.state.directory,
-        dtype=pretrained.config.dtype or torch.float32,
+        dtype=dtype or pretrained.config.dtype or torch.float32,
         trust_remote_code=pretrained.trust_remote_code,
     )
     device = torch.cuda.current_device()

@@ -45,9 +45,7 @@ def add_trust_remote_code(parser: argparse.ArgumentParser) -> None:
 
 def add_trust_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--trust-checkpoint",
-        action="store_true",
-        help="unpickle all classes in the checkpoint, which can run code",
+        "--trust-checkpoint", action="store_true", help="unpickle all classes in the checkpoint, which can run code"
     )
 
 

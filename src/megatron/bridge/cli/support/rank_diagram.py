@@ -88,10 +88,7 @@ def _across_nodes(config: "ConfigContainer", world_size: int) -> str:
         "tensor": (model.tensor_model_parallel_size, model.tensor_model_parallel_size),
         "context": (model.context_parallel_size, model.tensor_model_parallel_size * model.context_parallel_size),
         "expert": (model.expert_model_parallel_size, expert),
-        "data": (
-            config.data_parallel_size(world_size),
-            world_size // model.pipeline_model_parallel_size,
-        ),
+        "data": (config.data_parallel_size(world_size), world_size // model.pipeline_model_parallel_size),
         "pipeline": (model.pipeline_model_parallel_size, world_size),
     }
     inside = [name for name, (size, ranks) in reach.items() if size > 1 and ranks <= NODE and NODE % ranks == 0]

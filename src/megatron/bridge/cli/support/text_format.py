@@ -24,7 +24,6 @@ def size(count: float) -> str:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

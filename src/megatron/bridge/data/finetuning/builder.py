@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 from torch.utils.data import Dataset
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Split, Splits
-from megatron.bridge.data.finetuning.rows import (
-    BlendedRows,
-    EpochRows,
-    PackedRows,
-    PaddedRows,
-    PaddingFreeRows,
-    Row,
-)
+from megatron.bridge.data.finetuning.rows import BlendedRows, EpochRows, PackedRows, PaddedRows, PaddingFreeRows, Row
 from megatron.bridge.data.media.processing import MediaProcessor
 from megatron.bridge.data.records.encoding import media_processor
 from megatron.bridge.data.records.preparation import PreparedSamples, prepare

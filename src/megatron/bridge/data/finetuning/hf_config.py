@@ -7,13 +7,7 @@ from pathlib import Path
 
 from megatron.bridge.data.dataset_config import Split
 from megatron.bridge.data.finetuning.sft_config import FILE_STEMS, SFTDatasetConfig
-from megatron.bridge.data.records.sources import (
-    FileSource,
-    HoldOutSource,
-    HubSource,
-    RecordSource,
-    is_saved_dataset,
-)
+from megatron.bridge.data.records.sources import FileSource, HoldOutSource, HubSource, RecordSource, is_saved_dataset
 from megatron.bridge.utils.errors import UserError
 
 

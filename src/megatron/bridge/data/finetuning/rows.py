@@ -96,12 +96,7 @@ class PackedRows(SampleRows):
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        seq_length: int,
-        padding: int,
-        multiple: int = 1,
-        media: MediaProcessor | None = None,
+        self, samples: Samples, seq_length: int, padding: int, multiple: int = 1, media: MediaProcessor | None = None
     ) -> None:
         assert seq_length % multiple == 0, (seq_length, multiple)
         super().__init__(samples, seq_length, padding, multiple, media)
@@ -175,12 +170,7 @@ class EpochRows(Dataset[Row]):
     """
 
     def __init__(
-        self,
-        rows: Dataset[Row],
-        size: int,
-        seed: int | None,
-        report: EncodingReport | None = None,
-        source: str = "",
+        self, rows: Dataset[Row], size: int, seed: int | None, report: EncodingReport | None = None, source: str = ""
     ) -> None:
         self.rows: Any = rows
         self.size = size

@@ -64,7 +64,6 @@ class SFTDatasetConfig(RecordDatasetConfig):
         return source if source is None or limit is None else LimitedSource(source, limit)
 
     def encoder(self, tokenizer: "Tokenizer") -> "RecordEncoder":
-        """What tokenizes the records."""
         from megatron.bridge.data.records.encoding import RecordEncoder  # imports torch
 
         return RecordEncoder(tokenizer, self.encoding_rules())
@@ -77,7 +76,6 @@ class SFTDatasetConfig(RecordDatasetConfig):
         return [*super().problems(), *too_small(self, *counts), *found]
 
     def build(self, request: DatasetRequest) -> Splits:
-        """Build datasets of rows."""
         from megatron.bridge.data.finetuning.builder import build_finetuning_datasets  # imports torch
 
         self.finalize()

@@ -10,11 +10,7 @@ from megatron.bridge.data.preference.preference_config import PreferenceDatasetC
 from megatron.bridge.data.records.record_config import EncodingRules
 
 if TYPE_CHECKING:
-    from megatron.bridge.data.labels.label_encoding import (
-        EmbeddingPairEncoder,
-        LabelEncoder,
-        RewardPairEncoder,
-    )
+    from megatron.bridge.data.labels.label_encoding import EmbeddingPairEncoder, LabelEncoder, RewardPairEncoder
     from megatron.bridge.data.labels.word_labels import WordLabelEncoder
     from megatron.bridge.data.preference.pairs import PairRows
     from megatron.bridge.data.records.samples import Samples
@@ -93,7 +89,6 @@ class TokenClassificationDatasetConfig(PreferenceDatasetConfig):
         )
 
     def encoder(self, tokenizer: "Tokenizer") -> "WordLabelEncoder":  # pyright: ignore
-        """What tokenizes the words."""
         from megatron.bridge.data.labels.word_labels import WordLabelEncoder  # imports torch
 
         return WordLabelEncoder(tokenizer, self.pair_rules())
@@ -129,7 +124,6 @@ class RewardDatasetConfig(_TextPairsConfig):
     """
 
     def encoder(self, tokenizer: "Tokenizer") -> "RewardPairEncoder":  # pyright: ignore
-        """What tokenizes the pairs."""
         from megatron.bridge.data.labels.label_encoding import RewardPairEncoder  # imports torch
 
         return RewardPairEncoder(tokenizer, self.pair_rules())
@@ -146,7 +140,6 @@ class EmbeddingDatasetConfig(_TextPairsConfig):
     pair_names: ClassVar[tuple[str, str]] = ("query", "positive")
 
     def encoder(self, tokenizer: "Tokenizer") -> "EmbeddingPairEncoder":  # pyright: ignore
-        """What tokenizes the pairs."""
         from megatron.bridge.data.labels.label_encoding import EmbeddingPairEncoder  # imports torch
 
         return EmbeddingPairEncoder(tokenizer, self.pair_rules())

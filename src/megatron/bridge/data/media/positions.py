@@ -88,7 +88,6 @@ def _frames(grids: Any, steps: list[float], split: bool) -> _Grids:
 
 
 def _run(types: NDArray[Any], at: int) -> int:
-    """Tokens of text from ``at`` on."""
     media = np.flatnonzero(types[at:] != TEXT)
     return int(media[0]) if len(media) else len(types) - at
 

@@ -77,7 +77,6 @@ def decode(reference: ImageReference) -> "Image.Image":
 
 
 def shown(source: str) -> str:
-    """A source as messages name it."""
     return "in the record" if source.startswith(_DATA) else source
 
 

@@ -58,14 +58,12 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
         return rules.extended(kind, max_tokens=self.seq_length // 2 // multiple * multiple + 1)
 
     def encoder(self, tokenizer: "Tokenizer") -> "PairEncoder":
-        """What tokenizes the pairs."""
         from megatron.bridge.data.preference.labeled import LabeledEncoder  # imports torch
         from megatron.bridge.data.preference.pairs import PairEncoder
 
         return (LabeledEncoder if self.labeled else PairEncoder)(tokenizer, self.pair_rules())
 
     def rows(self, samples: "Samples", padding: int) -> "SampleRows":
-        """The rows of prepared samples."""
         from megatron.bridge.data.preference.labeled import LabeledRows  # imports torch
         from megatron.bridge.data.preference.pairs import PairRows
 

@@ -173,7 +173,6 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
 
 
 def _check(config: PreprocessConfig) -> list[Format]:
-    """The format of each input."""
     if config.workers < 1:
         raise UserError(f"--workers={config.workers}: it must be at least 1")
     for path in config.inputs:
@@ -235,13 +234,7 @@ def _progress(results: Iterator[EncodedDocuments], config: PreprocessConfig, don
     if not terminal.is_terminal:
         yield from results
         return
-    columns = (
-        TextColumn("tokenizing"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=terminal) as progress:
         task = progress.add_task("", total=sum(path.stat().st_size for path in config.inputs), completed=done)
         for result in results:

@@ -104,11 +104,7 @@ class _FirstBatch(NamedTuple):
 
 
 def preview(
-    config: DatasetConfig,
-    data: Iterators,
-    tokenizer: Tokenizer,
-    sizes: tuple[int, int, int],
-    samples: int = 3,
+    config: DatasetConfig, data: Iterators, tokenizer: Tokenizer, sizes: tuple[int, int, int], samples: int = 3
 ) -> Preview:
     """Look at the data of a run, without drawing from its iterators.
 
@@ -175,10 +171,7 @@ def histogram(lengths: np.ndarray, bins: int = BINS) -> list[tuple[int, int]]:
 def segments(sample: Sample, tokenizer: Tokenizer, media: MediaProcessor | None = None) -> list[TextSegment]:
     """The text of a sample, split where the loss or an image begins and ends."""
     images = _image_places(sample, media)
-    edges = {
-        *(np.flatnonzero(np.diff(sample.trained)) + 1).tolist(),
-        *(place for part in images for place in part),
-    }
+    edges = {*(np.flatnonzero(np.diff(sample.trained)) + 1).tolist(), *(place for part in images for place in part)}
     bounds = [0, *sorted(edges - {0, len(sample.tokens)}), len(sample.tokens)]
     return [_segment(sample, start, stop, images.get((start, stop)), tokenizer) for start, stop in pairwise(bounds)]
 

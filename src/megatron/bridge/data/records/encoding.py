@@ -26,13 +26,7 @@ from megatron.bridge.data.records.record_config import EncodingRules, ProcessExa
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
 from megatron.bridge.data.records.truncation import shorten
-from megatron.bridge.data.tokenizer import (
-    HuggingFaceTokenizer,
-    Tokenizer,
-    bos_token,
-    encode_many,
-    encode_with_offsets,
-)
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer, bos_token, encode_many, encode_with_offsets
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:

@@ -15,13 +15,7 @@ MARK = "<image>"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _SOURCES = ("image", "path", "url", "bytes", "image_url")
-_REFUSED = {
-    "video": "videos",
-    "video_url": "videos",
-    "audio": "audio",
-    "input_audio": "audio",
-    "audio_url": "audio",
-}
+_REFUSED = {"video": "videos", "video_url": "videos", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
 _WITH_IMAGES = ("system", "developer", "user")
 
 Message = dict[str, Any]
@@ -119,7 +113,6 @@ def _next(given: Iterator[Any] | None, where: str) -> Any:
 
 
 def _split(text: str) -> list[dict[str, Any]]:
-    """A text with marks as parts."""
     pieces = re.split(f"({re.escape(MARK)})", text)
     return [{"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces if piece] or [
         {"type": "text", "text": ""}

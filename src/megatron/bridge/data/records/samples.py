@@ -86,7 +86,6 @@ class Samples(Sequence[Sample]):
         return Sample(self.tokens[part], self.trained[part], self.images_of(index))
 
     def images_of(self, index: int) -> tuple[ImageReference, ...]:
-        """The images of a sample."""
         start, end = int(self.image_bounds[index]), int(self.image_bounds[index + 1])
         if start == end:
             return ()

@@ -129,11 +129,7 @@ class HubSource:
             return self._load_saved(datasets)
         try:
             return datasets.load_dataset(
-                self.dataset_name,
-                self.subset,
-                split=self.split,
-                revision=self.revision,
-                streaming=self.streaming,
+                self.dataset_name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
             )
         except (OSError, ValueError, DatasetsError) as error:
             name = f"dataset.dataset_name={self.dataset_name} (split {self.split})"
@@ -162,7 +158,7 @@ class HoldOutSource:
 
     @property
     def name(self) -> str:
-        return f"{self.source.name} ({self.share:.1%} held out)" if self.held_out else self.source.name
+        return f"{self.source.name} (held out)" if self.held_out else self.source.name
 
     def records(self) -> Iterator[LocatedRecord]:
         """The choice depends on the index of a record only, so that a stream can be divided, too."""

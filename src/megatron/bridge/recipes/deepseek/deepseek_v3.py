@@ -45,7 +45,7 @@ deepseek_v3_pretrain_config = pretrain_recipe(
 deepseek_v3_pretrain_config_32nodes = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _RECOMPUTE, _PRETRAIN, layout(tp=8, pp=8, vp=4, ep=32, etp=1)
 )
-"""DeepSeek-V3 671B pretraining on 32 nodes, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32."""
+"""DeepSeek-V3 671B pretraining on 32 nodes, 256 x H100 80GB: 70 GB each, TP8 PP8 EP32."""
 deepseek_v3_fp8_blockwise_pretrain_config = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _RECOMPUTE, _PRETRAIN, FP8_BLOCKWISE, layout(tp=4, pp=16, vp=2, ep=32, etp=1)
 )
@@ -56,4 +56,4 @@ deepseek_v3_mxfp8_pretrain_config = pretrain_recipe(
 """DeepSeek-V3 671B pretraining in MXFP8, 256 x B200 180GB: 130 GB each, TP4 PP16 EP8."""
 
 deepseek_v3_finetune_config = finetune_recipe(DEEPSEEK_V3, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1))
-"""DeepSeek-V3 671B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP8 EP32."""
+"""DeepSeek-V3 671B full fine-tuning, 256 x H100 80GB: 70 GB each, TP8 PP8 EP32."""

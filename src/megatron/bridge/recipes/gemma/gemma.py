@@ -31,6 +31,6 @@ gemma_7b_pretrain_config = pretrain_recipe(GEMMA_7B, layout(tp=4), seq_length=81
 """Gemma 7B pretraining, 16 x H100 80GB: 41 GB each, TP4."""
 
 gemma_2b_finetune_config = finetune_recipe(GEMMA_2B, lr=1e-5)
-"""Gemma 2B full fine-tuning, 8 x H100 80GB: 39 GB each, no model parallelism."""
+"""Gemma 2B full fine-tuning, 8 x H100 80GB: 38 GB each, no model parallelism."""
 gemma_7b_finetune_config = finetune_recipe(GEMMA_7B, layout(tp=2))
 """Gemma 7B full fine-tuning, 8 x H100 80GB: 60 GB each, TP2."""

@@ -24,7 +24,7 @@ GEMMA2_27B = GEMMA2.size("google/gemma-2-27b", 4608, 36864, 46, 32, 16, head_dim
 gemma2_2b_pretrain_config = pretrain_recipe(GEMMA2_2B, seq_length=8192, lr=3e-4)
 """Gemma 2 2B pretraining, 8 x H100 80GB: 62 GB each, no model parallelism."""
 gemma2_9b_pretrain_config = pretrain_recipe(GEMMA2_9B, layout(tp=4), seq_length=8192, lr=3e-4)
-"""Gemma 2 9B pretraining, 16 x H100 80GB: 46 GB each, TP4."""
+"""Gemma 2 9B pretraining, 16 x H100 80GB: 45 GB each, TP4."""
 gemma2_27b_pretrain_config = pretrain_recipe(GEMMA2_27B, layout(tp=8), seq_length=8192, lr=2e-4)
 """Gemma 2 27B pretraining, 32 x H100 80GB: 56 GB each, TP8."""
 

@@ -36,19 +36,19 @@ GEMMA3_12B = GEMMA3.size("google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8)
 GEMMA3_27B = GEMMA3.size("google/gemma-3-27b-pt", 5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168)
 
 gemma3_1b_pretrain_config = pretrain_recipe(GEMMA3_1B, seq_length=8192, lr=5e-4)
-"""Gemma 3 1B pretraining, 8 x H100 80GB: 39 GB each, no model parallelism."""
+"""Gemma 3 1B pretraining, 8 x H100 80GB: 38 GB each, no model parallelism."""
 gemma3_4b_pretrain_config = pretrain_recipe(GEMMA3_4B, layout(tp=2), seq_length=8192, lr=3e-4)
 """Gemma 3 4B (text) pretraining, 8 x H100 80GB: 47 GB each, TP2."""
 gemma3_12b_pretrain_config = pretrain_recipe(GEMMA3_12B, layout(tp=4), seq_length=8192, lr=3e-4)
-"""Gemma 3 12B (text) pretraining, 16 x H100 80GB: 57 GB each, TP4."""
+"""Gemma 3 12B (text) pretraining, 16 x H100 80GB: 56 GB each, TP4."""
 gemma3_27b_pretrain_config = pretrain_recipe(GEMMA3_27B, layout(tp=8), seq_length=8192, lr=2e-4)
-"""Gemma 3 27B (text) pretraining, 32 x H100 80GB: 56 GB each, TP8."""
+"""Gemma 3 27B (text) pretraining, 32 x H100 80GB: 55 GB each, TP8."""
 
 gemma3_1b_finetune_config = finetune_recipe(GEMMA3_1B, lr=1e-5)
 """Gemma 3 1B full fine-tuning, 1 x H100 80GB: 34 GB, no model parallelism."""
 gemma3_4b_finetune_config = finetune_recipe(GEMMA3_4B, lr=1e-5)
-"""Gemma 3 4B (text) full fine-tuning, 8 x H100 80GB: 59 GB each, no model parallelism."""
+"""Gemma 3 4B (text) full fine-tuning, 8 x H100 80GB: 58 GB each, no model parallelism."""
 gemma3_12b_finetune_config = finetune_recipe(GEMMA3_12B, layout(tp=4))
-"""Gemma 3 12B (text) full fine-tuning, 8 x H100 80GB: 51 GB each, TP4."""
+"""Gemma 3 12B (text) full fine-tuning, 8 x H100 80GB: 50 GB each, TP4."""
 gemma3_27b_finetune_config = finetune_recipe(GEMMA3_27B, layout(tp=8))
-"""Gemma 3 27B (text) full fine-tuning, 16 x H100 80GB: 54 GB each, TP8."""
+"""Gemma 3 27B (text) full fine-tuning, 16 x H100 80GB: 53 GB each, TP8."""

@@ -53,8 +53,8 @@ GEMMA3_VL_12B = _size("google/gemma-3-12b-it", 3840, 15360, 48, 16, 8)
 GEMMA3_VL_27B = _size("google/gemma-3-27b-it", 5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168)
 
 gemma3_vl_4b_finetune_config = finetune_recipe(GEMMA3_VL_4B, layout(tp=4), lr=1e-5)
-"""Gemma 3 VL 4B full fine-tuning, 8 x H100 80GB: 25 GB each, TP4."""
+"""Gemma 3 VL 4B full fine-tuning, 8 x H100 80GB: 24 GB each, TP4."""
 gemma3_vl_12b_finetune_config = finetune_recipe(GEMMA3_VL_12B, layout(tp=8))
 """Gemma 3 VL 12B full fine-tuning, 16 x H100 80GB: 31 GB each, TP8."""
 gemma3_vl_27b_finetune_config = finetune_recipe(GEMMA3_VL_27B, layout(tp=8))
-"""Gemma 3 VL 27B full fine-tuning, 16 x H100 80GB: 59 GB each, TP8."""
+"""Gemma 3 VL 27B full fine-tuning, 16 x H100 80GB: 58 GB each, TP8."""

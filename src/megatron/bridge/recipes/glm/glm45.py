@@ -51,11 +51,11 @@ glm45_air_106b_pretrain_config = pretrain_recipe(
 glm45_355b_pretrain_config = pretrain_recipe(
     GLM45_355B, _STAGES, _PRETRAIN, layout(tp=8, pp=16, vp=2, ep=8, etp=1), global_batch_size=4096
 )
-"""GLM-4.5 355B-A32B pretraining, 256 x H100 80GB: 58 GB each, TP8 PP16 EP8."""
+"""GLM-4.5 355B-A32B pretraining, 256 x H100 80GB: 57 GB each, TP8 PP16 EP8."""
 
 glm45_air_106b_finetune_config = finetune_recipe(GLM45_AIR_106B, _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
 """GLM-4.5 Air 106B-A12B full fine-tuning, 64 x H100 80GB: 58 GB each, TP4 PP4 EP8."""
 glm45_355b_finetune_config = finetune_recipe(
     GLM45_355B, _STAGES, layout(tp=8, pp=8, vp=4, ep=16, etp=1), recompute=["layernorm", "moe_act"]
 )
-"""GLM-4.5 355B-A32B full fine-tuning, 128 x H100 80GB: 70 GB each, TP8 PP8 EP16."""
+"""GLM-4.5 355B-A32B full fine-tuning, 128 x H100 80GB: 69 GB each, TP8 PP8 EP16."""

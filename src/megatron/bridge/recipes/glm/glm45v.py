@@ -53,4 +53,4 @@ GLM_45V = VisionSize(
 _STAGES: LayoutOptions = {"pipeline_layout": "Et*3|(t*4|)*10t*3L"}
 
 glm_45v_finetune_config = finetune_recipe(GLM_45V, _STAGES, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
-"""GLM-4.5V 106B-A12B full fine-tuning, 64 x H100 80GB: 61 GB each, TP4 PP4 EP8."""
+"""GLM-4.5V 106B-A12B full fine-tuning, 64 x H100 80GB: 60 GB each, TP4 PP4 EP8."""

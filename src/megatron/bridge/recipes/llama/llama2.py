@@ -37,6 +37,6 @@ llama2_70b_pretrain_config = pretrain_recipe(
 llama2_7b_finetune_config = finetune_recipe(LLAMA2_7B)
 """Llama 2 7B full fine-tuning, 8 x H100 80GB: 71 GB each, no model parallelism."""
 llama2_13b_finetune_config = finetune_recipe(LLAMA2_13B, layout(tp=4))
-"""Llama 2 13B full fine-tuning, 8 x H100 80GB: 48 GB each, TP4."""
+"""Llama 2 13B full fine-tuning, 8 x H100 80GB: 47 GB each, TP4."""
 llama2_70b_finetune_config = finetune_recipe(LLAMA2_70B, layout(tp=8, pp=2))
 """Llama 2 70B full fine-tuning, 32 x H100 80GB: 65 GB each, TP8 PP2."""

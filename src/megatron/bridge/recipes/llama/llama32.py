@@ -17,7 +17,7 @@ LLAMA33_70B = LLAMA31.size(
 llama32_1b_pretrain_config = pretrain_recipe(LLAMA32_1B, seq_length=8192, lr=5e-4, min_lr=5e-6)
 """Llama 3.2 1B pretraining, 8 x H100 80GB: 25 GB each, no model parallelism."""
 llama32_3b_pretrain_config = pretrain_recipe(LLAMA32_3B, seq_length=8192, lr=3e-4)
-"""Llama 3.2 3B pretraining, 8 x H100 80GB: 52 GB each, no model parallelism."""
+"""Llama 3.2 3B pretraining, 8 x H100 80GB: 51 GB each, no model parallelism."""
 llama33_70b_pretrain_config = pretrain_recipe(
     LLAMA33_70B, layout(tp=8, pp=2), seq_length=8192, lr=1.5e-4, min_lr=1.5e-6
 )

@@ -30,7 +30,7 @@ MISTRAL_SMALL_24B = MISTRAL.size(
 )
 
 mistral_7b_pretrain_config = pretrain_recipe(MISTRAL_7B, layout(tp=2), seq_length=8192, lr=3e-4)
-"""Mistral 7B pretraining, 8 x H100 80GB: 54 GB each, TP2."""
+"""Mistral 7B pretraining, 8 x H100 80GB: 53 GB each, TP2."""
 mistral_nemo_12b_pretrain_config = pretrain_recipe(MISTRAL_NEMO_12B, layout(tp=4), seq_length=8192, lr=3e-4)
 """Mistral NeMo 12B pretraining, 16 x H100 80GB: 42 GB each, TP4."""
 mistral_small_24b_pretrain_config = pretrain_recipe(MISTRAL_SMALL_24B, layout(tp=4), seq_length=8192, lr=2e-4)

@@ -24,9 +24,7 @@ MIXTRAL = Generation(
     }
 )
 MIXTRAL_8X7B = MIXTRAL.size(
-    *("mistralai/Mixtral-8x7B-v0.1", 4096, 14336, 32, 32, 8),
-    max_position_embeddings=32768,
-    router_aux_loss_coef=0.02,
+    *("mistralai/Mixtral-8x7B-v0.1", 4096, 14336, 32, 32, 8), max_position_embeddings=32768, router_aux_loss_coef=0.02
 )
 MIXTRAL_8X22B = MIXTRAL.size("mistralai/Mixtral-8x22B-v0.1", 6144, 16384, 56, 48, 8)
 
@@ -42,4 +40,4 @@ mixtral_8x22b_pretrain_config = pretrain_recipe(
 mixtral_8x7b_finetune_config = finetune_recipe(MIXTRAL_8X7B, layout(tp=2, pp=4, vp=4, ep=4, etp=1))
 """Mixtral 8x7B full fine-tuning, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4."""
 mixtral_8x22b_finetune_config = finetune_recipe(MIXTRAL_8X22B, layout(tp=8, pp=4, vp=7, ep=8, etp=1))
-"""Mixtral 8x22B full fine-tuning, 64 x H100 80GB: 65 GB each, TP8 PP4 EP8."""
+"""Mixtral 8x22B full fine-tuning, 64 x H100 80GB: 64 GB each, TP8 PP4 EP8."""

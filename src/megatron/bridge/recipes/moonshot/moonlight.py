@@ -42,7 +42,7 @@ MOONLIGHT = Generation(
 MOONLIGHT_16B = MOONLIGHT.size("moonshotai/Moonlight-16B-A3B", 2048, 11264, 27, 16, 16, 1408, 64)
 
 moonlight_16b_pretrain_config = pretrain_recipe(MOONLIGHT_16B, layout(ep=4), seq_length=4096, lr=4.2e-4, min_lr=4.2e-5)
-"""Moonlight 16B-A3B pretraining, 16 x H100 80GB: 63 GB each, EP4."""
+"""Moonlight 16B-A3B pretraining, 16 x H100 80GB: 62 GB each, EP4."""
 
 moonlight_16b_finetune_config = finetune_recipe(MOONLIGHT_16B, layout(tp=2, ep=4, etp=1))
 """Moonlight 16B-A3B full fine-tuning, 8 x H100 80GB: 60 GB each, TP2 EP4."""

@@ -76,7 +76,7 @@ LLAMA_NEMOTRON_253B = NEMOTRON_NAS.size(
 )
 
 llama_nemotron_8b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_8B, layout(tp=2), seq_length=8192, lr=3e-4)
-"""Llama-Nemotron 8B pretraining, 8 x H100 80GB: 59 GB each, TP2."""
+"""Llama-Nemotron 8B pretraining, 8 x H100 80GB: 58 GB each, TP2."""
 llama_nemotron_49b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_49B, layout(tp=8), seq_length=8192, lr=2e-4)
 """Llama-Nemotron 49B pretraining, 64 x H100 80GB: 65 GB each, TP8."""
 llama_nemotron_253b_pretrain_config = pretrain_recipe(
@@ -87,6 +87,6 @@ llama_nemotron_253b_pretrain_config = pretrain_recipe(
 llama_nemotron_8b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_8B, layout(tp=2))
 """Llama-Nemotron 8B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 llama_nemotron_49b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_49B, layout(tp=8))
-"""Llama-Nemotron 49B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8."""
+"""Llama-Nemotron 49B full fine-tuning, 32 x H100 80GB: 65 GB each, TP8."""
 llama_nemotron_253b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_253B, layout(tp=8, pp=9), global_batch_size=192)
 """Llama-Nemotron 253B full fine-tuning, 144 x H100 80GB: 71 GB each, TP8 PP9."""

@@ -46,7 +46,7 @@ nemotron4_15b_pretrain_config = pretrain_recipe(
 nemotron4_340b_pretrain_config = pretrain_recipe(
     NEMOTRON4_340B, layout(tp=8, pp=12, vp=8), seq_length=4096, global_batch_size=2304, lr=1e-4, min_lr=1e-6
 )
-"""Nemotron-4 340B pretraining, 768 x H100 80GB: 67 GB each, TP8 PP12."""
+"""Nemotron-4 340B pretraining, 768 x H100 80GB: 66 GB each, TP8 PP12."""
 minitron_4b_pretrain_config = pretrain_recipe(MINITRON_4B, seq_length=4096, lr=3e-4)
 """Minitron 4B pretraining, 8 x H100 80GB: 49 GB each, no model parallelism."""
 minitron_8b_pretrain_config = pretrain_recipe(MINITRON_8B, layout(tp=2), seq_length=4096, lr=3e-4)

@@ -52,9 +52,9 @@ qwen15_7b_pretrain_config = pretrain_recipe(QWEN15_7B, layout(tp=2), seq_length=
 qwen15_14b_pretrain_config = pretrain_recipe(QWEN15_14B, layout(tp=2), seq_length=4096, lr=3e-4)
 """Qwen 1.5 14B pretraining, 16 x H100 80GB: 70 GB each, TP2."""
 qwen15_32b_pretrain_config = pretrain_recipe(QWEN15_32B, layout(tp=8), seq_length=4096, lr=2e-4)
-"""Qwen 1.5 32B pretraining, 32 x H100 80GB: 46 GB each, TP8."""
+"""Qwen 1.5 32B pretraining, 32 x H100 80GB: 45 GB each, TP8."""
 qwen15_72b_pretrain_config = pretrain_recipe(QWEN15_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6)
-"""Qwen 1.5 72B pretraining, 64 x H100 80GB: 55 GB each, TP8 PP2."""
+"""Qwen 1.5 72B pretraining, 64 x H100 80GB: 54 GB each, TP8 PP2."""
 qwen15_moe_a2p7b_pretrain_config = pretrain_recipe(QWEN15_MOE_A2P7B, layout(ep=4), seq_length=4096, lr=3e-4)
 """Qwen 1.5 MoE A2.7B pretraining, 16 x H100 80GB: 56 GB each, EP4."""
 

@@ -56,11 +56,7 @@ def _size(hub_id: str, *row: int, tower: int = 3420, vocabulary: int = 152064, t
     return VisionSize(hub_id, numbers)
 
 
-QWEN25_VL_3B = _size(
-    *("Qwen/Qwen2.5-VL-3B-Instruct", 2048, 11008, 36, 16, 2),
-    vocabulary=151936,
-    tied=True,
-)
+QWEN25_VL_3B = _size(*("Qwen/Qwen2.5-VL-3B-Instruct", 2048, 11008, 36, 16, 2), vocabulary=151936, tied=True)
 QWEN25_VL_7B = _size("Qwen/Qwen2.5-VL-7B-Instruct", 3584, 18944, 28, 28, 4)
 QWEN25_VL_32B = _size("Qwen/Qwen2.5-VL-32B-Instruct", 5120, 27648, 64, 40, 8, tower=3456)
 QWEN25_VL_72B = _size("Qwen/Qwen2.5-VL-72B-Instruct", 8192, 29568, 80, 64, 8, tower=3456)

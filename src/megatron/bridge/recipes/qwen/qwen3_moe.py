@@ -38,7 +38,7 @@ qwen3_30b_a3b_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_30B, la
 qwen3_235b_a22b_pretrain_config = pretrain_recipe(
     QWEN3_235B_A22B, _PRETRAIN_235B, layout(tp=4, pp=8, vp=4, ep=8, etp=1)
 )
-"""Qwen 3 235B-A22B pretraining, 256 x H100 80GB: 64 GB each, TP4 PP8 EP8."""
+"""Qwen 3 235B-A22B pretraining, 256 x H100 80GB: 63 GB each, TP4 PP8 EP8."""
 qwen3_30b_a3b_fp8_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_30B, FP8, layout(tp=4, ep=8, etp=1))
 """Qwen 3 30B-A3B pretraining in FP8, 16 x H100 80GB: 62 GB each, TP4 EP8."""
 qwen3_30b_a3b_mxfp8_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_30B, MXFP8, layout(ep=4))
@@ -46,7 +46,7 @@ qwen3_30b_a3b_mxfp8_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_3
 qwen3_235b_a22b_fp8_pretrain_config = pretrain_recipe(
     QWEN3_235B_A22B, _PRETRAIN_235B, FP8, layout(tp=4, pp=8, vp=4, ep=8, etp=1)
 )
-"""Qwen 3 235B-A22B pretraining in FP8, 256 x H100 80GB: 72 GB each, TP4 PP8 EP8."""
+"""Qwen 3 235B-A22B pretraining in FP8, 256 x H100 80GB: 71 GB each, TP4 PP8 EP8."""
 qwen3_235b_a22b_mxfp8_pretrain_config = pretrain_recipe(
     QWEN3_235B_A22B, _PRETRAIN_235B, MXFP8, layout(tp=2, pp=4, vp=8, ep=8, etp=1)
 )

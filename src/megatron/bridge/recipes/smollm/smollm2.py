@@ -57,6 +57,6 @@ The teacher needs 10 GB of these, mostly for its logits.
 smollm2_135m_finetune_config = finetune_recipe(SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-4)
 """SmolLM2 135M full fine-tuning, 1 x H100 80GB: 28 GB, no model parallelism."""
 smollm2_360m_finetune_config = finetune_recipe(SMOLLM2_360M, seq_length=2048, micro_batch_size=8, lr=3e-5)
-"""SmolLM2 360M full fine-tuning, 1 x H100 80GB: 27 GB, no model parallelism."""
+"""SmolLM2 360M full fine-tuning, 1 x H100 80GB: 26 GB, no model parallelism."""
 smollm2_1p7b_finetune_config = finetune_recipe(SMOLLM2_1P7B, seq_length=2048, micro_batch_size=4, lr=1e-5)
 """SmolLM2 1.7B full fine-tuning, 8 x H100 80GB: 33 GB each, no model parallelism."""

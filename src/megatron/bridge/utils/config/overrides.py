@@ -153,6 +153,8 @@ def _settle_types(config: Any, prefix: str) -> Iterator[str]:
 def check_sticks(config: Any, changes: Iterable[Change]) -> None:
     """Refuse a config in which a later step replaced a value that somebody set; of two changes the last counts.
 
+    Null asks a later step for the value.
+
     Raises:
         UserError: names every such key with both values.
     """
@@ -160,7 +162,7 @@ def check_sticks(config: Any, changes: Iterable[Change]) -> None:
         [
             f"{change.key}={change.new!r} from the {change.origin} does not stick: it became {now!r}"
             for change in {change.key: change for change in changes}.values()
-            if not _holds(now := _value_at(config, change.key), change.new)
+            if change.new is not None and not _holds(now := _value_at(config, change.key), change.new)
         ]
     )
 

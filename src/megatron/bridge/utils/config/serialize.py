@@ -102,7 +102,6 @@ def config_fields(owner: object) -> list[dataclasses.Field[Any]]:
 
 
 def is_group(value: object) -> bool:
-    """Whether ``value`` is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
