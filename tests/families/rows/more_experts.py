@@ -27,6 +27,25 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 7.0,
 }
+GRANITE_4 = {
+    **GRANITE,
+    "shared_intermediate_size": 28,
+    "position_embedding_type": "nope",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_d_state": 10,
+}
+GRANITE_4_DENSE = {
+    **GRANITE_4,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 2,  # as if there were no such key, which is right without experts
+    "intermediate_size": 11008,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "position_embedding_type": "rope",
+    "tie_word_embeddings": True,
+}
 ERNIE = {
     **{key: value for key, value in WIDE.items() if key != "num_experts_per_tok"},
     "moe_num_experts": 6,
@@ -64,6 +83,8 @@ ROWS = [
     row("granitemoe_biases", "GraniteMoeForCausalLM", {**GRANITE, "attention_bias": True, "num_experts_per_tok": 2}),
     row("granitemoeshared", "GraniteMoeSharedForCausalLM", {**GRANITE, "shared_intermediate_size": 28}),
     row("granitemoeshared_none", "GraniteMoeSharedForCausalLM", GRANITE),
+    row("granitemoehybrid", "GraniteMoeHybridForCausalLM", GRANITE_4, ("sp2", "ep2"), slow=("pp2", "etp2")),
+    row("granitemoehybrid_dense", "GraniteMoeHybridForCausalLM", GRANITE_4_DENSE, ("tp2",), slow=("pp2",)),
     row(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",

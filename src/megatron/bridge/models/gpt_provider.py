@@ -110,6 +110,8 @@ class GPTModelProvider(ModelProvider):
     short_conv_layers: list[int] | None = None
     """1 for each layer with a gated short convolution in the place of attention, over ``linear_conv_kernel_dim``
     tokens; None has none."""
+    mamba_layers: list[int] | None = None
+    """1 for each layer with a Mamba-2 mixer in the place of attention, whose heads are one group; None has none."""
     make_query_groups_divisible_by: int = 1
     """Append groups of attention heads that are all zero until the number of groups divides by this, so that
     tensor parallelism fits a model whose heads do not split evenly. Such heads output zero and get zero gradients:
@@ -166,7 +168,7 @@ class GPTModelProvider(ModelProvider):
         positions.check(self)
         routing.check(self)
         # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
-        self.hetereogenous_dist_checkpoint |= self.short_conv_layers is not None
+        self.hetereogenous_dist_checkpoint |= (self.short_conv_layers or self.mamba_layers) is not None
         self._unpadded_heads = self.unpadded_heads
         if self.make_query_groups_divisible_by > 1:
             self.kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -267,7 +269,7 @@ class GPTModelProvider(ModelProvider):
                 raise UserError(f"{name}={value!r} has no effect {where}: set model.{name}={default!r}")
 
     def _check_layer_lists(self) -> None:
-        for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq", "short_conv_layers"):
+        for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq", *gated_delta_net.LAYERS):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != self.num_layers:
                 raise UserError(

@@ -211,11 +211,15 @@ class TorchMambaMixer(MambaMixer):
         inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
         x, b, c = F.silu(convolved).split([inner, states, states], dim=-1)
         x = x.unflatten(-1, (-1, self.headdim))
-        b, c = (part.unflatten(-1, (-1, self.d_state)) for part in (b, c))
+        b, c = self._grouped(b), self._grouped(c)
         dt = F.softplus(dt.float() + cp.get_dt_bias().float()).clamp(min=self.smallest_step)
         y, state = ssd.scan(x, dt, -cp.get_A_log().float().exp(), b, c, self.chunk_size, state)
         y = y + cp.get_D().float()[:, None] * x
         return y.flatten(-2) * F.silu(gate.float()), state
+
+    def _grouped(self, states: Tensor) -> Tensor:
+        """B or C [b, s, groups, state size] of this rank's groups of heads."""
+        return states.unflatten(-1, (-1, self.d_state))
 
     def _convolve(self, x: Tensor) -> Tensor:
         """The causal convolution of x [b, s, channels]."""

@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_mlp_module_spec_for_backend,
 )
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
@@ -43,6 +44,7 @@ from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels import compiled, eager, mtp_loss
 from megatron.bridge.backends.moe import aux_loss_metrics
 from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
+from megatron.bridge.backends.recurrent.one_group_mamba import OneGroupMambaMixer
 from megatron.bridge.backends.recurrent.short_conv import ShortConv, ShortConvSubmodules
 from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.backends.specs.heterogeneous_specs import heterogeneous_layer
@@ -90,7 +92,7 @@ def decoder_block_spec(
     kinds = [tuple(map(bool, kind)) for kind in zip(moe_pattern(config), linear_pattern(config), strict=True)]
     specs = {kind: layer_spec(config, provider, *kind) for kind in set(kinds)}
     layers = [specs[kinds[index]] for index in _layers_here(config, vp_stage)]
-    layers = _with_convolutions(layers, config, vp_stage, provider, provider.column_parallel_linear())
+    layers = _with_mixers(layers, config, vp_stage, provider, provider.column_parallel_linear())
     if config.heterogeneous_block_specs:
         blocks = config.per_block_parameters  # type: ignore[attr-defined]
         layers = [
@@ -113,26 +115,30 @@ def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -
         )
         provider = get_backend("transformer_engine")
         first = provider.column_parallel_layer_norm_linear()
-        layers = _with_convolutions(block.layer_specs or [], config, vp_stage, provider, first)
+        layers = _with_mixers(block.layer_specs or [], config, vp_stage, provider, first)
     else:
         block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
         layers = block.layer_specs or []
     return dataclasses.replace(block, layer_specs=[_with_own_attention(spec) for spec in layers])
 
 
-def _with_convolutions(
+def _with_mixers(
     layers: list[ModuleSpec],
     config: TransformerConfig,
     vp_stage: int | None,
     provider: BackendSpecProvider,
     first: type | None,
 ) -> list[ModuleSpec]:
-    """Replace attention by gated short convolutions in the layers that ``config`` selects."""
+    """Replace attention by gated short convolutions or Mamba-2 mixers in the layers that ``config`` selects."""
     pattern: list[int] | None = getattr(config, "short_conv_layers", None)
+    mixer, submodules = ShortConv, ShortConvSubmodules
+    if pattern is None:
+        pattern = getattr(config, "mamba_layers", None)
+        mixer, submodules = OneGroupMambaMixer, MambaMixerSubmodules
     if pattern is None:
         return layers
-    parts = ShortConvSubmodules(in_proj=first, out_proj=provider.row_parallel_linear())
-    spec = ModuleSpec(module=ShortConv, submodules=parts)
+    parts = submodules(in_proj=first, out_proj=provider.row_parallel_linear())
+    spec = ModuleSpec(module=mixer, submodules=parts)
     return [
         _with_mixer(layer, spec) if pattern[index] else layer
         for layer, index in zip(layers, _layers_here(config, vp_stage), strict=True)

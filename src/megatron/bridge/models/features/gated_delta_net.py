@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model with gated delta nets beside attention must fulfil, said before it is built."""
+"""What a model with other layers than attention must fulfil, said before it is built."""
 
 from typing import Any
 
@@ -8,6 +8,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bridge.backends.specs.layer_specs import linear_pattern
 from megatron.bridge.utils.errors import UserError
+
+LAYERS = ("short_conv_layers", "mamba_layers")
+"""Fields that list layers with another mixer than attention."""
 
 # features of a layer that were made for attention alone -> the value with which they change nothing
 _OF_ATTENTION: dict[str, Any] = {
@@ -28,8 +31,9 @@ def check(config: TransformerConfig) -> None:
         UserError: sizes that do not divide, or features that gated delta nets do not have.
     """
     kind = config.experimental_attention_variant
-    if getattr(config, "short_conv_layers", None) is not None:
-        _check_convolutions(config)
+    for name in LAYERS:
+        if getattr(config, name, None) is not None:
+            _check_layers(config, name)
     if kind is None:
         if config.linear_attention_freq is not None:
             raise UserError(
@@ -58,21 +62,24 @@ def check(config: TransformerConfig) -> None:
             )
 
 
-def _check_convolutions(config: TransformerConfig) -> None:
+def _check_layers(config: TransformerConfig, layers: str) -> None:
     if config.context_parallel_size > 1:
         raise UserError(
-            f"context_parallel_size={config.context_parallel_size} is not supported with short_conv_layers: a "
+            f"context_parallel_size={config.context_parallel_size} is not supported with {layers}: a "
             "convolution sees tokens that another rank has"
         )
-    if config.hidden_size % config.tensor_model_parallel_size:
-        raise UserError(
-            f"tensor_model_parallel_size={config.tensor_model_parallel_size} does not divide "
-            f"hidden_size={config.hidden_size}, which short_conv_layers needs"
-        )
-    others: dict[str, Any] = {**_OF_ATTENTION, "experimental_attention_variant": None, "mtp_num_layers": None}
-    for name, harmless in others.items():
+    sizes = ("mamba_num_heads", "mamba_state_dim") if layers == "mamba_layers" else ("hidden_size",)
+    for name in sizes:
+        if (getattr(config, name) or 0) % config.tensor_model_parallel_size:
+            raise UserError(
+                f"tensor_model_parallel_size={config.tensor_model_parallel_size} does not divide "
+                f"{name}={getattr(config, name)}, which {layers} needs"
+            )
+    one_mixer = {name: None for name in LAYERS if name != layers}
+    others: dict[str, Any] = {**_OF_ATTENTION, **one_mixer, "experimental_attention_variant": None}
+    for name, harmless in {**others, "mtp_num_layers": None}.items():
         if getattr(config, name, harmless) != harmless:
-            raise UserError(f"{name}={getattr(config, name)!r} is not supported with short_conv_layers")
+            raise UserError(f"{name}={getattr(config, name)!r} is not supported with {layers}")
 
 
 def _check_heads(config: TransformerConfig) -> None:

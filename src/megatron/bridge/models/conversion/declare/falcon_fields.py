@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of Falcon's configuration, whose two architectures share one class."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION, DENSE
-from megatron.bridge.models.conversion.declare.fields import Field, constant, override
+from megatron.bridge.models.conversion.declare.fields import Field, constant, override, read_by_others
 from megatron.bridge.utils.errors import UserError
 
 
@@ -52,15 +52,6 @@ def _has_one_group(provider: Any) -> bool:
     return provider.num_query_groups < provider.num_attention_heads
 
 
-def _read_with_others(key: str, default: Any, back: Callable[[Any], Any]) -> Field:
-    """A key that other fields read."""
-    return Field(key, (), default=default, to=_nothing, back=lambda _, provider: back(provider))
-
-
-def _nothing(value: Any, config: Mapping[str, Any]) -> tuple[()]:
-    return ()
-
-
 _OWN = (
     replace(ACTIVATION, hf="activation", default="gelu"),
     Field("ffn_hidden_size", "ffn_hidden_size", default=None, to=_width),
@@ -74,8 +65,8 @@ FALCON = (
     *(field for field in override(DENSE, *_OWN) if field.hf != "head_dim"),
     Field("bias", "add_bias_linear", default=False),
     Field("parallel_attn", "parallel_residual", default=True, to=_norms, back=lambda kind, _: kind is not None),
-    _read_with_others("new_decoder_architecture", False, _is_new),
-    _read_with_others("num_ln_in_parallel_attn", None, _norm_count),
-    _read_with_others("multi_query", True, _has_one_group),
+    read_by_others("new_decoder_architecture", False, _is_new),
+    read_by_others("num_ln_in_parallel_attn", None, _norm_count),
+    read_by_others("multi_query", True, _has_one_group),
     constant("alibi", False),
 )

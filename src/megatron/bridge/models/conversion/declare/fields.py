@@ -76,6 +76,15 @@ def constant(key: str, *values: Any) -> Field:
     return Field(key, (), default=values[0], to=check, back=first)
 
 
+def read_by_others(key: str, default: Any, back: Callable[[Any], Any]) -> Field:
+    """A key that sets nothing by itself, because the ``to`` of other fields reads it; ``back`` gets the provider."""
+
+    def nothing(_: Any, __: Any) -> tuple[()]:
+        return ()
+
+    return Field(key, (), default=default, to=nothing, back=lambda _, provider: back(provider))
+
+
 def override(fields: Iterable[Field], *own: Field) -> tuple[Field, ...]:
     """``fields`` with an architecture's ``own`` in place of those that set the same attributes."""
     taken = {name for field in own for name in field.names}

@@ -7,20 +7,26 @@ from megatron.bridge.models.conversion.param_mapping import (
     ColumnParallelMapping,
     MambaConv1dMapping,
     MambaInProjMapping,
+    ReplicatedMapping,
 )
 
 
-def mamba(layers: str, names: str = "mixer", norm: str = "norm") -> Block:
+def mamba(layers: str, names: str = "mixer", norm: str = "norm", replaces_attention: bool = False) -> Block:
     """A Mamba-2 mixer, and the normalisation before it.
 
     Args:
         layers: Hugging Face's name of a layer.
         names: its name of the mixer in a layer.
         norm: its name of the normalisation in a layer.
+        replaces_attention: the layer is one of attention otherwise, and ``attention`` names its normalisation where
+            that is a module.
     """
-    ours, theirs = "decoder.layers.*.mixer", f"{layers}.{names}"
+    ours, theirs = f"decoder.layers.*.{'self_attention' if replaces_attention else 'mixer'}", f"{layers}.{names}"
+    norms = fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}")
+    if replaces_attention:
+        norms = (ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),)
     return (
-        *fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}"),
+        *norms,
         MambaInProjMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
         MambaConv1dMapping(f"{ours}.conv1d_weight", f"{theirs}.conv1d.weight"),
         MambaConv1dMapping(f"{ours}.conv1d_bias", f"{theirs}.conv1d.bias"),

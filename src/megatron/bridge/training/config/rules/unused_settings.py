@@ -49,7 +49,7 @@ NEEDS = {
 
 
 # families of hybrid models have the same routing whether a model has experts or not
-_EXPERTS = "model.num_moe_experts or model.hybrid_override_pattern"
+_EXPERTS = "model.num_moe_experts or model.hybrid_override_pattern or model.mamba_layers"
 _RECOMPUTE, _OFFLOAD = "model.recompute_granularity", "model.fine_grained_activation_offloading"
 _VARIANT, _FLEX = "model.experimental_attention_variant", "model.moe_token_dispatcher_type=flex"
 _FP16, _CPU_OPTIMIZER = "optimizer.fp16", "optimizer.optimizer_cpu_offload"
@@ -69,7 +69,7 @@ NEEDS_BY_PREFIX = {
     "model.dsa_": f"{_VARIANT}=dsa",
     "model.linear_": f"{_VARIANT}=gated_delta_net",
     "model.linear_conv_kernel_dim": f"{_VARIANT}=gated_delta_net or model.short_conv_layers",
-    "model.mamba_": "model.hybrid_override_pattern",
+    "model.mamba_": "model.hybrid_override_pattern or model.mamba_layers",
     "model.mup_": "model.use_mup",
     "model.qk_clip_": "model.qk_clip",
     "model.fp8_": "model.fp8",
