@@ -39,8 +39,8 @@ GRANITE_4 = {
 GRANITE_4_DENSE = {
     **GRANITE_4,
     "num_local_experts": 0,
-    "num_experts_per_tok": 2,  # as if there were no such key, which is right without experts
-    "intermediate_size": 11008,
+    "num_experts_per_tok": 0,
+    "intermediate_size": 28,
     "mamba_d_head": "auto",
     "mamba_n_groups": 1,
     "position_embedding_type": "rope",

@@ -21,6 +21,7 @@ IN_CI = {
     ("glm4_moe_lite", "pp2"),
     ("lfm2", "tp2"),
     ("lfm2_moe", "ep2"),
+    ("granitemoehybrid_dense", "tp2"),
     ("nemotron_h_experts", "tp2"),
     ("qwen3_5_moe", "ep2"),
     ("qwen3_next", "vp2"),

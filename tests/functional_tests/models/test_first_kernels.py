@@ -4,7 +4,7 @@
 import pytest
 
 from tests.unit_tests.models.test_gpt_provider import toy
-from tests.unit_tests.models.test_linear_attention import SIZES
+from tests.unit_tests.models.test_linear_attention import MAMBA, SIZES
 
 
 def kernels(changes):
@@ -12,10 +12,11 @@ def kernels(changes):
     (chunk,) = toy(**changes, vocab_size=100, tensor_model_parallel_size=2).provide_distributed_model(
         wrap_with_ddp=False
     )
-    return chunk.decoder.layers[0].self_attention.conv1d.weight.detach().numpy()
+    kernels = [weight for name, weight in chunk.decoder.layers[0].named_parameters() if "conv1d" in name]
+    return kernels[0].detach().numpy()
 
 
-@pytest.mark.parametrize("changes", [SIZES, {"short_conv_layers": [1, 0]}])
+@pytest.mark.parametrize("changes", [SIZES, MAMBA, {"short_conv_layers": [1, 0]}])
 def test_ranks_start_with_kernels_of_their_own(two_workers, changes):
     first, second = two_workers.run(kernels, changes)
     assert first.shape == second.shape

@@ -6,7 +6,7 @@ import pytest
 from megatron.bridge.models.flops import flops_per_token
 from tests.families import harness
 
-ROWS = ("nemotron_h_experts", "qwen3_next", "deepseek_v3", "llama_tied")
+ROWS = ("nemotron_h_experts", "granitemoehybrid", "qwen3_next", "deepseek_v3", "llama_tied")
 
 
 def count(case, layout):

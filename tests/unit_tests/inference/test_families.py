@@ -15,7 +15,7 @@ from tests.families.rows import ROWS
 MIXED = ("llama_tied", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h_experts", "lfm2")
 
 
-SOME = ("gpt2", "opt", "cohere2", "hunyuan_moe")
+SOME = ("gpt2", "opt", "cohere2", "hunyuan_moe", "granitemoehybrid")
 """Of the brief rows, those whose decoding has something of its own."""
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow if row.brief and name not in SOME else ()) for name, row in ROWS.items()

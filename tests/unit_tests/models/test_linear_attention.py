@@ -27,6 +27,13 @@ SIZES = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+MAMBA = {
+    "mamba_layers": [1, 0],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "mamba_state_dim": 6,
+    "mamba_num_groups": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +65,7 @@ def test_what_cannot_be_built_is_refused(changes, message):
     ("changes", "message"),
     [
         ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "must say full_attention or linear"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: gated delta nets have 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: layers without attention have 'silu'"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
     ],
@@ -136,8 +143,28 @@ def test_what_short_convolutions_cannot_do(changes, message):
         toy(**{"short_conv_layers": [1, 0], **changes}).finalize()
 
 
-def test_short_convolutions_do_not_see_other_samples():
-    (chunk,) = toy(short_conv_layers=[1, 0]).provide_distributed_model(wrap_with_ddp=False)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel_size": 2}, "context_parallel_size=2 is not supported with mamba_layers"),
+        ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size=3 does not divide mamba_num_heads=4"),
+        (
+            {"tensor_model_parallel_size": 2, "mamba_state_dim": 5},
+            "tensor_model_parallel_size=2 does not divide mamba_state_dim=5",
+        ),
+        ({"mamba_num_groups": 2}, "mamba_num_groups=2 is not supported with mamba_layers"),
+        ({"mamba_layers": [1]}, "mamba_layers has 1 layers, num_layers=2"),
+        ({"short_conv_layers": [0, 1]}, r"mamba_layers=\[1, 0\] is not supported with short_conv_layers"),
+    ],
+)
+def test_what_mamba_layers_cannot_do(changes, message):
+    with pytest.raises(UserError, match=message):
+        toy(**{**MAMBA, **changes}).finalize()
+
+
+@pytest.mark.parametrize("changes", [{"short_conv_layers": [1, 0]}, MAMBA])
+def test_layers_do_not_see_other_samples(changes):
+    (chunk,) = toy(**changes).provide_distributed_model(wrap_with_ddp=False)
     layer, x = chunk.decoder.layers[0].self_attention, torch.randn(9, 1, 32)
     bounds = torch.tensor([0, 2, 9], dtype=torch.int32)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)

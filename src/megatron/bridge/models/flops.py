@@ -95,7 +95,7 @@ def operations_between(module: nn.Module, length: int) -> float:
         return _of_attention(module, length)
     if isinstance(module, MambaMixer):
         chunk, states = min(module.chunk_size, length), getattr(module, "state_size", module.d_state)
-        within = module.ngroups_local_tp * states + module.nheads_local_tp * module.headdim
+        within = module.ngroups_local_tp * module.d_state + module.nheads_local_tp * module.headdim
         return (chunk + 1) * within + 4 * module.nheads_local_tp * module.headdim * states
     if isinstance(module, GatedDeltaNet):
         net: Any = module

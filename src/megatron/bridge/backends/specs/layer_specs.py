@@ -127,7 +127,7 @@ def _with_mixers(
     config: TransformerConfig,
     vp_stage: int | None,
     provider: BackendSpecProvider,
-    first: type | None,
+    first: Any,
 ) -> list[ModuleSpec]:
     """Replace attention by gated short convolutions or Mamba-2 mixers in the layers that ``config`` selects."""
     pattern: list[int] | None = getattr(config, "short_conv_layers", None)

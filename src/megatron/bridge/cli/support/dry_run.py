@@ -205,5 +205,7 @@ def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iter
         )
     if teacher is not None:
         yield "the predicted time leaves out the teacher's forward pass"
+    if any(getattr(config.model, "mamba_layers", None) or ()):
+        yield "activations of model.mamba_layers are computed in PyTorch, which stores several times what is counted"
     if package:
         yield f"activations assume the kernels of {package}; without them PyTorch stores several times as much"

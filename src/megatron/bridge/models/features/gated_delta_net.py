@@ -30,10 +30,14 @@ def check(config: TransformerConfig) -> None:
     Raises:
         UserError: sizes that do not divide, or features that gated delta nets do not have.
     """
-    kind = config.experimental_attention_variant
     for name in LAYERS:
-        if getattr(config, name, None) is not None:
+        if any(getattr(config, name, None) or ()):
             _check_layers(config, name)
+    _check_delta_nets(config)
+
+
+def _check_delta_nets(config: TransformerConfig) -> None:
+    kind = config.experimental_attention_variant
     if kind is None:
         if config.linear_attention_freq is not None:
             raise UserError(
@@ -68,16 +72,18 @@ def _check_layers(config: TransformerConfig, layers: str) -> None:
             f"context_parallel_size={config.context_parallel_size} is not supported with {layers}: a "
             "convolution sees tokens that another rank has"
         )
-    sizes = ("mamba_num_heads", "mamba_state_dim") if layers == "mamba_layers" else ("hidden_size",)
-    for name in sizes:
-        if (getattr(config, name) or 0) % config.tensor_model_parallel_size:
-            raise UserError(
-                f"tensor_model_parallel_size={config.tensor_model_parallel_size} does not divide "
-                f"{name}={getattr(config, name)}, which {layers} needs"
-            )
-    one_mixer = {name: None for name in LAYERS if name != layers}
-    others: dict[str, Any] = {**_OF_ATTENTION, **one_mixer, "experimental_attention_variant": None}
-    for name, harmless in {**others, "mtp_num_layers": None}.items():
+    is_mamba = layers == "mamba_layers"
+    for name in ("mamba_num_heads", "mamba_state_dim") if is_mamba else ("hidden_size",):
+        size, ranks = getattr(config, name), config.tensor_model_parallel_size
+        if not size or size % ranks:
+            raise UserError(f"tensor_model_parallel_size={ranks} does not divide {name}={size}, which {layers} needs")
+    others: dict[str, Any] = {
+        **_OF_ATTENTION,
+        **({"mamba_num_groups": 1} if is_mamba else {"mamba_layers": None}),
+        "experimental_attention_variant": None,
+        "mtp_num_layers": None,
+    }
+    for name, harmless in others.items():
         if getattr(config, name, harmless) != harmless:
             raise UserError(f"{name}={getattr(config, name)!r} is not supported with {layers}")
 

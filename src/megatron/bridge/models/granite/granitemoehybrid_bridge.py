@@ -2,32 +2,45 @@
 """Granite 4: Mamba-2 mixers in the place of attention in most layers, with experts or without."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends
-from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
-from megatron.bridge.models.conversion.declare.hybrid_fields import MAMBA_LAYERS, ONE_GROUP, of_experts
+from megatron.bridge.models.conversion.declare.hybrid_fields import MAMBA_LAYERS, ONE_GROUP, ONE_GROUP_MAMBA
 from megatron.bridge.models.conversion.declare.moe_blocks import router, shared_experts, stacked_experts
-from megatron.bridge.models.conversion.declare.moe_fields import AUX_LOSS, expert_sizes
+from megatron.bridge.models.conversion.declare.moe_fields import expert_sizes
 from megatron.bridge.models.conversion.model_bridge import register_bridge
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    ConcatenatedGatedMLPMapping,
-    ReplicatedMapping,
-)
 from megatron.bridge.models.granite.granitemoe_bridge import GraniteMoeBridge
 
-_COUNT = "num_local_experts"
-_EXPERTS = (*expert_sizes(_COUNT, "intermediate_size"), AUX_LOSS)
-_KEYS = {field.hf for field in _EXPERTS}
-_MLP, _THEIRS = "decoder.layers.*.mlp", "model.layers.*.shared_mlp"
+_EXPERTS, _CHOSEN, _WIDTH = expert_sizes("num_local_experts", "intermediate_size")
+
+
+def _count(experts: int | None, config: Mapping[str, Any]) -> int | None:
+    return _EXPERTS.to(experts, config) if experts and _EXPERTS.to else None
+
+
+def _chosen(experts: int, config: Mapping[str, Any]) -> int:
+    return experts if config[_EXPERTS.hf] else 2  # Megatron-Core's default
+
+
+def _chosen_back(experts: int, provider: Any) -> int:
+    return experts if provider.num_moe_experts else 0
+
+
+def _width(width: int, config: Mapping[str, Any]) -> int | None:
+    return width if config[_EXPERTS.hf] else None
+
+
+def _width_back(width: int | None, provider: Any) -> int:
+    return width or provider.ffn_hidden_size
 
 
 def _shared(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
     """Width of the feed-forward layers; beside experts, they are one that all tokens pass."""
-    return width, width if config.get(_COUNT) else None
+    return width, _width(width, config)
 
 
 def _positions(kind: str | None, _: Any) -> str:
@@ -43,15 +56,16 @@ class GraniteMoeHybridBridge(GraniteMoeBridge):
     """Hugging Face's ``GraniteMoeHybridForCausalLM`` and Megatron's ``GPTModel``."""
 
     fields = (
-        *(field for field in GraniteMoeBridge.fields if field.hf not in _KEYS),
-        *of_experts(*_EXPERTS, count=_COUNT),
-        Field(
-            "shared_intermediate_size",
-            ("ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-            to=_shared,
+        *override(
+            GraniteMoeBridge.fields,
+            replace(_EXPERTS, to=_count, back=lambda count, _: count or 0),
+            replace(_CHOSEN, to=_chosen, back=_chosen_back),
+            replace(_WIDTH, to=_width, back=_width_back),
+            *ONE_GROUP_MAMBA,
+            Field("shared_intermediate_size", ("ffn_hidden_size", "moe_shared_expert_intermediate_size"), to=_shared),
         ),
         Field("position_embedding_type", "position_embedding_type", default=None, to=_positions, back=_positions_back),
-        *MAMBA_LAYERS,
+        MAMBA_LAYERS,
     )
     fixed = {**GraniteMoeBridge.fixed, **ONE_GROUP}
     irrelevant = {
@@ -61,13 +75,11 @@ class GraniteMoeHybridBridge(GraniteMoeBridge):
         "time_step_limit": ([0.0, inf], (0.0, inf)),
     }
     weights = (
-        *GraniteMoeBridge.weights,
+        ends(),
+        attention(),
         mamba("model.layers.*", "mamba", "input_layernorm", replaces_attention=True),
-        (
-            ReplicatedMapping(
-                f"{_MLP}.linear_fc1.layer_norm_weight", "model.layers.*.post_attention_layernorm.weight"
-            ),
-            ConcatenatedGatedMLPMapping(f"{_MLP}.linear_fc1.weight", f"{_THEIRS}.input_linear.weight"),
-            AutoMapping(f"{_MLP}.linear_fc2.weight", f"{_THEIRS}.output_linear.weight"),
-        ),
+        mlp(names="shared_mlp", fused="input_linear", projections=("", "", "output_linear")),
+        router("block_sparse_moe.router.layer"),
+        stacked_experts("block_sparse_moe", "input_linear.weight", "output_linear.weight"),
+        shared_experts("shared_mlp", fused=("input_linear", "output_linear")),
     )

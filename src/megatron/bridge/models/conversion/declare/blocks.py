@@ -108,7 +108,7 @@ def mlp(
     norm: str | None = "post_attention_layernorm",
     names: str = "mlp",
     gated: bool = True,
-    fused: bool = False,
+    fused: bool | str = False,
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     turned: bool = False,
 ) -> Block:
@@ -119,14 +119,15 @@ def mlp(
         norm: the normalisation before the feed-forward layer; None where there is none.
         names: Hugging Face's name of the feed-forward layer in a layer; empty where its parts lie in the layer.
         gated: there is a gate beside the up projection.
-        fused: gate and up projection are one tensor, ``gate_up_proj``.
+        fused: gate and up projection are one tensor, of this name; ``gate_up_proj`` if True.
         projections: Hugging Face's names of gate, up and down projection.
         turned: matrices are stored as [in, out]; of layers without a gate only.
     """
     ours, theirs = "decoder.layers.*.mlp", f"{layers}.{names}" if names else layers
     gate, up, down = (f"{theirs}.{name}" for name in projections)
     if fused:
-        fc1 = _fused_gated(f"{ours}.linear_fc1", f"{theirs}.gate_up_proj")
+        name = "gate_up_proj" if fused is True else fused
+        fc1 = _fused_gated(f"{ours}.linear_fc1", f"{theirs}.{name}")
     else:
         fc1 = _gated(f"{ours}.linear_fc1", gate, up) if gated else linear(f"{ours}.linear_fc1", up, turned)
     block = (*fc1, *linear(f"{ours}.linear_fc2", down, turned))

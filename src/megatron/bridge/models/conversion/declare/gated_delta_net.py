@@ -35,13 +35,13 @@ def _linear_back(_: Any, provider: Any) -> list[str]:
 
 def _only_silu(name: Any, config: Mapping[str, Any]) -> Any:
     if name not in ("silu", "swish"):
-        raise UserError(f"hidden_act={name!r} is not supported: gated delta nets have 'silu'")
+        raise UserError(f"hidden_act={name!r} is not supported: layers without attention have 'silu'")
     assert ACTIVATION.to is not None
     return ACTIVATION.to(name, config)
 
 
 SILU = replace(ACTIVATION, to=_only_silu)
-"""The activation of feed-forward layers and of the convolutions of gated delta nets."""
+"""The activation of feed-forward layers, and of the convolutions of gated delta nets and Mamba-2 mixers."""
 
 DELTA_NET: tuple[Field, ...] = (
     Field("layer_types", "linear_attention_freq", to=_linear, back=_linear_back),

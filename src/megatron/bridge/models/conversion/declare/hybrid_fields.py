@@ -2,11 +2,12 @@
 """Fields of hybrid architectures: which layer does what, Mamba-2 mixers, experts in some models of a family."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
 from megatron.bridge.models.conversion.declare.fields import ABSENT, Field, constant, kind_indices, read_by_others
+from megatron.bridge.models.conversion.declare.gated_delta_net import SILU
 from megatron.bridge.models.mamba_provider import ATTENTION, EXPERTS, FEED_FORWARD, KINDS, MAMBA
 from megatron.bridge.utils.errors import UserError
 
@@ -69,23 +70,16 @@ def _mlp_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
     return own, own
 
 
-@dataclass(frozen=True)
 class _OfExperts(Field):
-    """A field of models that have experts; in others the key changes nothing."""
-
-    count: str | None = None
-    """Key of the number of experts; None where a list of layers tells whether there are any."""
+    """A field of models that have layers of experts; in others the key changes nothing."""
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing without experts."""
-        has_experts = config.get(self.count, True) if self.count else EXPERTS in _layers(config)
-        return super().read(config) if has_experts else {}
+        """Nothing where no layer has experts."""
+        return super().read(config) if EXPERTS in _layers(config) else {}
 
     def write(self, provider: Any) -> Any:
-        """The key's value; without experts, a count of 0, and no other key."""
-        if provider.num_moe_experts:
-            return super().write(provider)
-        return 0 if self.hf == self.count else ABSENT
+        """The key's value, ``ABSENT`` where no layer has experts."""
+        return super().write(provider) if EXPERTS in provider.layer_kinds else ABSENT
 
 
 _KINDS = ("full_attention", "linear_attention")
@@ -136,8 +130,11 @@ MAMBA_STEPS: tuple[Field, ...] = (
     Field("time_step_floor", "mamba_first_step_floor"),
 )
 
-MAMBA_LAYERS: tuple[Field, ...] = (
-    Field("layer_types", "mamba_layers", default=None, to=_mixers, back=_mixers_back),
+MAMBA_LAYERS = Field("layer_types", "mamba_layers", default=None, to=_mixers, back=_mixers_back)
+"""Which layers have a Mamba-2 mixer in the place of attention."""
+
+ONE_GROUP_MAMBA: tuple[Field, ...] = (
+    SILU,
     Field("mamba_n_heads", "mamba_num_heads", default=128),
     Field("mamba_d_head", "mamba_head_dim", default="auto", to=_head_width),
     Field("mamba_d_state", "mamba_state_dim", default=256),
@@ -147,7 +144,7 @@ MAMBA_LAYERS: tuple[Field, ...] = (
     constant("mamba_conv_bias", True),
     constant("mamba_proj_bias", False),
 )
-"""Which layers have a Mamba-2 mixer in the place of attention, and its sizes; all heads are one group."""
+"""Sizes of Mamba-2 mixers in the place of attention, all of whose heads are one group."""
 
 ONE_GROUP: dict[str, Any] = {"mamba_num_groups": 1}
 
@@ -164,11 +161,6 @@ MLP_BIAS = Field(
 MLP_ACTIVATION = replace(ACTIVATION, hf="mlp_hidden_act", default="relu2")
 
 
-def of_experts(*fields: Field, count: str | None = None) -> tuple[Field, ...]:
-    """``fields`` that count only where a layer has experts.
-
-    Args:
-        fields: of experts.
-        count: key of the number of experts, if no list of layers tells whether there are any.
-    """
-    return tuple(_OfExperts(field.hf, field.megatron, field.default, field.to, field.back, count) for field in fields)
+def of_experts(*fields: Field) -> tuple[Field, ...]:
+    """``fields`` that count only where a layer has experts."""
+    return tuple(_OfExperts(field.hf, field.megatron, field.default, field.to, field.back) for field in fields)

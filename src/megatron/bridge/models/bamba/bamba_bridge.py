@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bamba: Mamba-2 mixers, whose heads are one group, in the place of attention in most layers."""
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE, PARTIAL_ROPE
+from megatron.bridge.models.conversion.declare.fields import Field, override
+from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
+from megatron.bridge.models.conversion.declare.hybrid_fields import ONE_GROUP, ONE_GROUP_MAMBA
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+def _layers(attention: list[int] | None, config: Mapping[str, Any]) -> list[int]:
+    return [int(layer not in (attention or ())) for layer in range(config["num_hidden_layers"])]
+
+
+def _layers_back(layers: list[int], _: Any) -> list[int] | None:
+    return [index for index, mixer in enumerate(layers) if not mixer] or None
+
+
+@register_bridge("BambaForCausalLM", model_type="bamba")
+class BambaBridge(DecoderBridge):
+    """Hugging Face's ``BambaForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = (
+        *override((*DENSE, *BIASES), PARTIAL_ROPE, *ONE_GROUP_MAMBA),
+        Field("attn_layer_indices", "mamba_layers", default=None, to=_layers, back=_layers_back),
+    )
+    fixed = {**LLAMA_LIKE, **ONE_GROUP}
+    irrelevant = {
+        **dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb")),
+        "time_step_limit": ([0.0, inf], (0.0, inf)),
+    }
+    weights = (
+        ends(norm="model.final_layernorm"),
+        attention(),
+        mamba("model.layers.*", "mamba", "input_layernorm", replaces_attention=True),
+        mlp(norm="pre_ff_layernorm", names="feed_forward"),
+    )
