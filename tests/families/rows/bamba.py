@@ -17,7 +17,14 @@ SIZES = {
 }
 
 ROWS = [
-    Row("bamba", "BambaForCausalLM", {**SIZES, "attn_layer_indices": [1]}, ("tp2", "sp2", "pp2", "vp2")),
+    Row(
+        "bamba",
+        "BambaForCausalLM",
+        {**SIZES, "attn_layer_indices": [1]},
+        ("sp2",),
+        slow=("tp2", "pp2", "vp2"),
+        brief=True,
+    ),
     Row(
         "bamba_biases",
         "BambaForCausalLM",
@@ -29,6 +36,7 @@ ROWS = [
             "mlp_bias": True,
             "tie_word_embeddings": True,
         },
-        ("tp2",),
+        slow=("tp2",),
+        brief=True,
     ),
 ]

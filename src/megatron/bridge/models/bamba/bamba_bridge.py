@@ -30,10 +30,8 @@ class BambaBridge(DecoderBridge):
         Field("attn_layer_indices", "mamba_layers", default=None, to=_layers, back=_layers_back),
     )
     fixed = {**LLAMA_LIKE, **ONE_GROUP}
-    irrelevant = {
-        **dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb")),
-        "time_step_limit": ([0.0, inf], (0.0, inf)),
-    }
+    irrelevant = dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"))
+    irrelevant |= {"time_step_limit": ([0.0, inf], (0.0, inf))}
     weights = (
         ends(norm="model.final_layernorm"),
         attention(),
