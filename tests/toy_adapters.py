@@ -32,7 +32,7 @@ EPSILON = 1e-8
 
 def make(kind, directory=None):
     """A tiny Hugging Face model; the same numbers every time."""
-    others = {"llama": lambda: make_llama(**DECODER), "nemotron_h": _with_mamba}
+    others = {"llama": lambda: make_llama(**DECODER), "nemotron_h": _with_mamba, "bamba": _with_one_group}
     model = others[kind]() if kind in others else _with_experts(kind)
     if directory is not None:
         model.save_pretrained(directory)
@@ -59,6 +59,17 @@ def _with_mamba():
     model = {key: value for key, value in DECODER.items() if key != "num_hidden_layers"}
     torch.manual_seed(0)
     model = NemotronHForCausalLM(NemotronHConfig(**model, **sizes, hybrid_override_pattern="M-*"))
+    randomise(model)
+    return model.eval()
+
+
+def _with_one_group():
+    from transformers import BambaConfig, BambaForCausalLM
+
+    model = {key: value for key, value in DECODER.items() if key != "head_dim"}
+    sizes = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [1]}
+    torch.manual_seed(0)
+    model = BambaForCausalLM(BambaConfig(**model, **sizes))
     randomise(model)
     return model.eval()
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rehearsal shrinks, and what it keeps."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron.bridge.autotune import meta_model
@@ -11,6 +13,7 @@ from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.recipes.catalog import find
 from megatron.bridge.utils.config.origins import Origins
+from tests.families import published
 
 LAYOUTS = [
     (ParallelDimensions(2, 2, 1, 2, 1, 2), ParallelDimensions(2, 2, 1, 2, 1, 2)),  # small enough
@@ -40,6 +43,27 @@ def test_layers_that_are_described_one_by_one_keep_their_kinds(size):
     assert len(kinds[1]) <= small.config.model.num_layers <= len(kinds[1]) + 1
     assert meta_model.parameter_count(small.config.model) < 3_000_000
     assert AutoBridge.hf_config_of(small.config.model)["block_configs"] == small.config.model.block_configs
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("ibm-granite--granite-4.0-h-tiny", "mamba_layers"), ("LiquidAI--LFM2-8B-A1B", "short_conv_layers")],
+)
+def test_layers_without_attention_stay_beside_those_with_it(tmp_path, name, field):
+    (tmp_path / "config.json").write_text((Path(published.__path__[0]) / f"{name}.json").read_text())
+    config = find("olmoe_7b_pretrain_config").build()
+    config.model = AutoBridge.from_hf_pretrained(tmp_path).to_megatron_provider(load_weights=False)
+    config.model.pipeline_model_parallel_size, config.model.tensor_model_parallel_size = 2, 4
+    config.model.sequence_parallel = True
+    config.model.seq_length = config.dataset.seq_length
+    small = toy_config.shrink(config.resolve(8).config, 8, 1)
+    small.config.validate(small.dimensions.ranks)
+    assert set(getattr(small.config.model, field)) == {0, 1}
+    assert meta_model.parameter_count(small.config.model) < 3_000_000
+    assert (
+        AutoBridge.hf_config_of(small.config.model)["architectures"]
+        == AutoBridge.hf_config_of(config.model)["architectures"]
+    )
 
 
 def test_layers_of_no_operations_have_a_time_under_selective_recomputation():

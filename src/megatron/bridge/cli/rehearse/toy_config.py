@@ -18,7 +18,10 @@ VOCAB_SIZE = 512
 
 _DIMENSIONS = ("tensor", "pipeline", "expert", "context", "data")
 _BLOCK_CONFIGS = "block_configs"
-_PER_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq", _BLOCK_CONFIGS)
+_PER_LAYER = (
+    *("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"),
+    *("short_conv_layers", "mamba_layers", _BLOCK_CONFIGS),
+)
 _HYBRID_PATTERN = "hybrid_override_pattern"
 _STAGE_SEPARATOR = "|"
 
@@ -211,6 +214,9 @@ def _state_space_sizes(model: Any, dimensions: ParallelDimensions) -> dict[str, 
             "mamba_num_groups": groups,
             "mamba_chunk_size": 16,
         }
+    if model.mamba_layers is not None:
+        # a quarter of the hidden size for each head, as transformers expands it twice
+        return {"mamba_num_heads": 8, "mamba_head_dim": HIDDEN_SIZE // 4, "mamba_state_dim": 16}
     if model.experimental_attention_variant is None:
         return {}
     return {
