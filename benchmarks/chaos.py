@@ -23,7 +23,6 @@ import pickle
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -49,6 +48,7 @@ from megatron.bridge.training.callbacks.guard.preemption import REQUEUE_EXIT_COD
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils import atomic
+from megatron.bridge.utils.ports import free_port
 from megatron.bridge.utils.processes import start_time
 
 WORLD = 2
@@ -390,7 +390,7 @@ def launch(main: Any, arguments: tuple[Any, ...]) -> None:
     """Start the ranks; when one fails, end the others; hand a SIGTERM on. Exits as the first failed rank did."""
     os.environ |= {"CHAOS_LAUNCHER": str(os.getpid()), "TORCHELASTIC_RUN_ID": "chaos"}
     fork = multiprocessing.get_context("fork")
-    port = _free_port()
+    port = free_port()
     ranks = [fork.Process(target=main, args=(rank, port, *arguments)) for rank in range(WORLD)]
     for process in ranks:
         process.start()
@@ -411,12 +411,6 @@ def _end(ranks: list[Any], grace: float) -> None:
         time.sleep(0.01)
     for process in ranks:
         process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def attempt(context: Any, paths: Paths, main: Any, arguments: tuple[Any, ...]) -> int | None:

@@ -9,7 +9,6 @@ and with its continuous batching.
 
 import argparse
 import asyncio
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 from benchmarks.inference import make_model, prompts
 from benchmarks.measure import table
+from megatron.bridge.utils.ports import free_port
 
 
 @contextmanager
@@ -42,9 +42,7 @@ def server(folder: str, clients: int) -> Any:
 @contextmanager
 def transformers_server(folder: str, *options: str) -> Any:
     """The address of ``transformers serve``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     program = str(Path(sys.executable).with_name("transformers"))
     place = ["--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32"]
     command = [program, "serve", folder, *place, *options]

@@ -10,7 +10,6 @@ Megatron's model parallel groups destroyed. Pools of all sizes are the same proc
 import gc
 import os
 import queue
-import socket
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from datetime import timedelta
 import torch.multiprocessing as mp
 
 import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
+from megatron.bridge.utils.ports import free_port
 
 _overlooked = {"modules": 0}  # how many were imported when the collector last saw them, and some more
 
@@ -83,12 +83,6 @@ class WorkerPool:
         """Results of ``function(*args)`` of every rank; a failure on any rank raises with its traceback."""
         answers = self._processes.run(self.size, function, args, timeout)
         return [answers[rank] for rank in range(self.size)]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _serve(rank, inbox, outbox):

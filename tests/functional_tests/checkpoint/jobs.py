@@ -6,13 +6,13 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import time
 from dataclasses import dataclass
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.checkpoint.hashing_writer import HashingWriter
 from megatron.bridge.utils import atomic
+from megatron.bridge.utils.ports import free_port
 from tests.functional_tests.checkpoint.runs import STEPS, Series, run_to
 
 # A server that has imported everything forks each process in milliseconds.
@@ -77,7 +77,7 @@ def run_job(world, root, arguments, results, kill=None, after=None):
     """
     shutil.rmtree(results, ignore_errors=True)
     results.mkdir()
-    port = _free_port()
+    port = free_port()
     ranks = [
         CONTEXT.Process(target=_rank, args=(rank, world, port, root, arguments, results, kill), daemon=True)
         for rank in range(world)
@@ -135,9 +135,3 @@ def _arm(kill):
         return function(*args, **kwargs)
 
     setattr(owner, name, deadly)
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

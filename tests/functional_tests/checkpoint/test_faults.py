@@ -23,6 +23,7 @@ from megatron.bridge.training.config import (
     StragglerDetectionConfig,
 )
 from megatron.bridge.utils.console import console
+from megatron.bridge.utils.ports import free_port
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to
 from tests.functional_tests.checkpoint.test_resume import EXPERTS
 
@@ -203,7 +204,7 @@ def _stop(context):
 def test_a_rank_that_hangs_is_named(tmp_path, how, words):
     script = tmp_path / "hang.py"
     script.write_text(HANGING.format(repository=str(Path(__file__).parents[3])))
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2"}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), how],
@@ -220,9 +221,3 @@ def test_a_rank_that_hangs_is_named(tmp_path, how, words):
     assert words in said
     assert "step 3 has been hanging for" in said
     assert "most recent call first" in said, "stacks"
-
-
-def _free_port():
-    from tests.functional_tests.checkpoint.jobs import _free_port as free
-
-    return free()

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from megatron.bridge.checkpoint import manifest, verification
 from megatron.bridge.checkpoint import paths as layout
+from megatron.bridge.utils.ports import free_port
 from tests.functional_tests.checkpoint.restarts import PLAIN
 from tests.functional_tests.checkpoint.runs import STEPS, run_to, tensors_of
 
@@ -43,26 +43,9 @@ def _environment(**more):
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "error", **more}
 
 
-def _three_free_ports():
-    """The first of three in a row that are free: those of the store, of the run and of the restarts."""
-    while True:
-        probes = [socket.socket() for _ in range(3)]
-        try:
-            probes[0].bind(("127.0.0.1", 0))
-            port = probes[0].getsockname()[1]
-            for offset in (1, 2):
-                probes[offset].bind(("127.0.0.1", port + offset))
-            return port
-        except OSError:
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
-
-
 def _within(folder, kind):
     """Two ranks without a launcher; what each says."""
-    port = _three_free_ports()
+    port = free_port(3)
     ranks = []
     for rank in "01":
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -110,7 +93,7 @@ def test_a_rank_that_fails_restarts_all_in_their_processes(tmp_path, undisturbed
 def test_the_launcher_restarts_what_was_killed_or_hangs(tmp_path, undisturbed, kind):
     command = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
     command += ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=c10d"]
-    command += [f"--rdzv-endpoint=127.0.0.1:{_three_free_ports()}", "--monitor-interval=0.2"]
+    command += [f"--rdzv-endpoint=127.0.0.1:{free_port(3)}", "--monitor-interval=0.2"]
     command += [f"--ft-rank-section-timeouts={','.join(TIMEOUTS)}", "--ft-workload-check-interval=0.5"]
     command += ["--ft-rank-out-of-section-timeout=60", "-m", JOB, kind, str(tmp_path)]
     done = subprocess.run(

@@ -10,6 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from megatron.bridge.utils.ports import free_port
+
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 
 CONF = """
@@ -69,8 +71,8 @@ class SlurmNode:
         for name in ("state", "spool"):
             (folder / name).mkdir(parents=True)
         node = socket.gethostname().split(".")[0]
-        ports = _free_ports(2)
-        text = CONF.format(folder=folder, host=node, node=node, cpus=cpus, ctld_port=ports[0], slurmd_port=ports[1])
+        port = free_port(2)
+        text = CONF.format(folder=folder, host=node, node=node, cpus=cpus, ctld_port=port, slurmd_port=port + 1)
         (folder / "slurm.conf").write_text(text)
 
     def __enter__(self) -> "SlurmNode":
@@ -148,13 +150,3 @@ class SlurmNode:
 
 def _path() -> str:
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for item in sockets:
-        item.bind(("127.0.0.1", 0))
-    ports = [item.getsockname()[1] for item in sockets]
-    for item in sockets:
-        item.close()
-    return ports

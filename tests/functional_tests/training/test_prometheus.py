@@ -16,6 +16,7 @@ from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, Vali
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.ports import free_port
 from tests.toy_run import toy_config
 from tests.unit_tests.project.tree import ROOT
 
@@ -38,12 +39,6 @@ class Scrape(Callback):
     def on_train_step_end(self, context):
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as page:
             self.pages.append(page.read().decode())
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def config_of(folder, port):

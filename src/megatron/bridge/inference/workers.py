@@ -3,7 +3,6 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -14,6 +13,7 @@ from multiprocessing import connection, get_context
 from typing import Any
 
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.ports import free_port
 from megatron.bridge.utils.processes import die_with_parent
 
 BEAT_SECONDS = 2.0
@@ -37,7 +37,7 @@ class Workers(AbstractContextManager["Workers"]):
 
     def __init__(self, size: int, make: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
         context = get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         for rank in range(size):
@@ -169,12 +169,6 @@ class Workers(AbstractContextManager["Workers"]):
                     f"rank {number} of {len(self._processes)} ended with exit code {process.exitcode}: start "
                     "again, with less kv_memory if the machine ran out of memory"
                 )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _serve(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ from typing import Any
 
 from megatron.bridge.cli.rehearse.command import CONFIG_FILE, PLAN_FILE
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.ports import free_port
 
 
 def main(folder: Path) -> int:
@@ -162,7 +162,7 @@ class Rehearsal:
         Raises:
             UserError: A rank failed; the message contains the last line of its log.
         """
-        port = _free_port()
+        port = free_port()
         ranks: dict[int, int] = {}
         for rank in range(count):
             process = os.fork()
@@ -204,12 +204,6 @@ def _run_rank(rank: int, count: int, port: int, log: Path, function: Callable[[]
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _last_line(log: Path) -> str:
