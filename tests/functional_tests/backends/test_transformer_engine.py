@@ -48,7 +48,9 @@ REFUSED = {
 # linear layers in the place of attention, no layer that the adapters are for, experts one by one
 LEFT_OUT = {("deci_linear", "sp2"), ("deci_linear", "lora-sp2")}
 LEFT_OUT |= {
-    (name, lora) for name in ("nemotron_h_expert_groups", "qwen3_moe_sequential") for lora in ("lora", "lora-sp2")
+    (name, lora)
+    for name in ("nemotron_h_expert_groups", "qwen3_moe_sequential", "mamba2", "mamba2_tied")
+    for lora in ("lora", "lora-sp2")
 }
 REFUSES = {name: setting for setting, names in REFUSED.items() for name in names}
 

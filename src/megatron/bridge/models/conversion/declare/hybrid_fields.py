@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of hybrid architectures: which layer does what, Mamba-2 mixers, experts in some models of a family."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
@@ -105,6 +106,16 @@ def _expansion(provider: Any) -> int:
     return provider.mamba_num_heads * provider.mamba_head_dim // provider.hidden_size
 
 
+def _only_mixers(count: int, _: Any) -> tuple[int, str]:
+    return count, MAMBA * count
+
+
+def _smallest_step(limit: Sequence[float], _: Any) -> float:
+    if limit[1] != inf:
+        raise UserError(f"time_step_limit={limit} is not supported: only steps without an upper limit are")
+    return limit[0]
+
+
 # ---- groups that families share ---------------------------------------------------------------------------------
 
 LAYER_KINDS: tuple[Field, ...] = (
@@ -122,6 +133,25 @@ MAMBA_SIZES: tuple[Field, ...] = (
     Field("conv_kernel", "mamba_conv_kernel"),
     Field("chunk_size", "mamba_chunk_size"),
 )
+
+ALL_MAMBA: tuple[Field, ...] = (
+    Field("num_hidden_layers", ("num_layers", "hybrid_override_pattern"), to=_only_mixers),
+    # Megatron-Core's config asks for heads of attention
+    Field("num_heads", ("mamba_num_heads", "num_attention_heads")),
+    Field("head_dim", "mamba_head_dim"),
+    Field("state_size", "mamba_state_dim"),
+    Field("n_groups", "mamba_num_groups"),
+    Field("conv_kernel", "mamba_conv_kernel"),
+    Field("chunk_size", "mamba_chunk_size"),
+    Field("time_step_min", "mamba_first_step_min", default=0.001),
+    Field("time_step_max", "mamba_first_step_max", default=0.1),
+    Field("time_step_floor", "mamba_first_step_floor", default=1e-4),
+    Field("time_step_limit", "mamba_smallest_step", default=(0.0, inf), to=_smallest_step, back=lambda s, _: [s, inf]),
+    read_by_others("expand", 2, _expansion),
+    constant("use_bias", False),
+    constant("use_conv_bias", True),
+)
+"""Sizes and steps of a model that has only Mamba-2 mixers."""
 
 MAMBA_STEPS: tuple[Field, ...] = (
     # transformers bounds the steps of a trained model by what it draws those of a new one from

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2, Codestral Mamba: every layer is a mixer, and none has attention or a feed-forward part."""
+
+from megatron.bridge.models.conversion.declare.blocks import ends
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.declare.fields import Field, constant
+from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
+from megatron.bridge.models.conversion.declare.hybrid_fields import ALL_MAMBA
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.mamba_provider import MambaModelProvider
+
+_SHARED = ("dtype", "vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")
+
+
+@register_bridge("Mamba2ForCausalLM", provider=MambaModelProvider, model_type="mamba2")
+class Mamba2Bridge(DecoderBridge):
+    """Hugging Face's ``Mamba2ForCausalLM`` and Megatron's ``HybridModel``."""
+
+    fields = (
+        *(field for field in DENSE if field.hf in _SHARED),
+        *ALL_MAMBA,
+        Field("layer_norm_epsilon", "layernorm_epsilon", default=1e-5),
+        Field("residual_in_fp32", "fp32_residual_connection", default=True),
+        constant("hidden_act", "silu"),
+    )
+    fixed = {**LLAMA_LIKE, "position_embedding_type": "none"}
+    irrelevant = {**dict.fromkeys(("time_step_rank", "intermediate_size", "norm_before_gate")), "rms_norm": (True,)}
+    irrelevant |= {"rescale_prenorm_residual": (False,)}  # transformers 5 would divide projections that it has loaded
+    weights = (
+        ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"),
+        mamba("backbone.layers.*"),
+    )
