@@ -14,10 +14,13 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.training.vlm_step import forward_step
+from megatron.bridge.utils.errors import UserError
 from tests.families import harness
 from tests.families.own_models import model_class
 from tests.families.rows import ROWS
 from tests.families.vision.rows import ROWS as VISION_ROWS
+from tests.families.vision.samples import positions_of
 
 IN_CI = {
     *("afmoe", "cohere2", "deci", "deepseek_v3", "gemma2", "gemma3", "glm4_moe_next_tokens", "gpt2", "gpt_oss"),
@@ -26,6 +29,7 @@ IN_CI = {
 }
 NAMES = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in ROWS]
 META = torch.device("meta")
+READ_BY_TRANSFORMERS = ("mistral3", "idefics3", "smolvlm")  # docs/gpu.md names them
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +101,31 @@ def test_adapters_are_where_their_layers_are(name):
 def test_the_image_in_the_place_of_none_goes_where_the_tower_is(name):
     (chunk,), vocabulary = built(VISION_ROWS[name])
     chunk._dummy = {key: torch.ones(value.shape, device="cpu") for key, value in chunk._dummy.items()}
-    step(chunk.train(), vocabulary, media_rows=torch.full((2, 40), -1).to(META))
+    step(chunk.train(), vocabulary, media_rows=torch.full((2, 40), -1))
+
+
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_sizes_that_transformers_reads_on_the_device(name):
+    with pytest.raises((NotImplementedError, UserError), match="nonzero|meta"):
+        test_sizes_of_images_are_read_on_the_host(name)
+
+
+@pytest.mark.parametrize("name", [name for name in VISION_ROWS if name not in READ_BY_TRANSFORMERS])
+def test_sizes_of_images_are_read_on_the_host(name):
+    row = VISION_ROWS[name]
+    (chunk,), _ = built(row)
+    sample = row.samples(chunk.vision.config)[1]
+    batch = {
+        "tokens": sample.ids,
+        "labels": sample.labels,
+        "loss_mask": torch.ones(sample.ids.shape),
+        "position_ids": positions_of(sample, row.mrope),
+        "attention_mask": None,
+        "media": row.for_model(sample.media),
+    }
+    losses, reduce = forward_step(iter([batch]), chunk.train())
+    reduce(losses)[0].backward()
+    assert not [key for key, value in chunk.named_parameters() if value.requires_grad and value.grad is None]
 
 
 def test_a_tensor_on_the_cpu_would_be_found():

@@ -4,11 +4,14 @@
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
+from megatron.bridge.backends.attention.block_mask import remember_on_host
+from megatron.bridge.data.finetuning.packing import cut_for_rank
 from megatron.bridge.models.vision.merge import look_ahead, media_rows
 from megatron.bridge.training.gpt_step import cut_sequences, masked_loss, on_device, packed_parameters
 from megatron.bridge.training.state import BatchIterator, LossFunction
@@ -36,7 +39,8 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
             "the batch has images, and the model has no vision tower: train a vision-language model, or remove "
             "the images"
         )
-    batch = _places(on_device(batch), config, has_images=bool(media))
+    rows = _cut(media_rows(batch["tokens"], config.image_token_id, None), batch) if media else None
+    batch = _places(batch, config)
     extra: dict[str, Any] = {}
     if "cu_seqlens" in batch:
         extra["packed_seq_params"] = packed_parameters(batch)
@@ -46,35 +50,40 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
         batch["attention_mask"],
         labels=batch["labels"],
         media=_media(media, config),
-        media_rows=batch.get("media_rows"),
+        media_rows=rows,
         **extra,
     )
     return output, partial(masked_loss, batch["loss_mask"])
 
 
 def _media(media: dict[str, torch.Tensor] | None, config: Any) -> dict[str, torch.Tensor] | None:
-    """The images on this rank's device, in the precision of the model."""
+    """The pixels on this rank's device in the precision of the model; sizes stay on the host, which reads them."""
     if not media:
         return None
-    return {
-        name: value.to(config.params_dtype) if value.is_floating_point() else value
-        for name, value in on_device(media).items()
-    }
+    pixels = on_device({name: value for name, value in media.items() if value.is_floating_point()})
+    return media | {name: value.to(config.params_dtype) for name, value in pixels.items()}
 
 
-def _places(batch: dict[str, Any], config: Any, has_images: bool) -> dict[str, Any]:
-    """The batch as the model takes it, this rank's part of its sequences."""
-    tokens, positions = batch["tokens"], batch["position_ids"]
-    extra = {}
-    if config.bidirectional_images:
-        extra["sight"] = look_ahead(tokens, config.image_token_id)
-    if has_images and parallel_state.get_context_parallel_world_size() > 1:
-        extra["media_rows"] = media_rows(tokens, config.image_token_id, None)
+def _cut(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """The part [b, s] of this context-parallel rank, on the host."""
+    group: Any = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return values
+    bounds = batch["cu_seqlens"].numpy() if "cu_seqlens" in batch else np.array([0, values.shape[1]])
+    return values[:, cut_for_rank(bounds, group.rank(), group.size())]
+
+
+def _places(batch: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The batch as the model takes it on this rank's device, this rank's part of its sequences."""
+    host, batch = batch, on_device(batch)
+    positions = batch["position_ids"]
     packed = "cu_seqlens" in batch
     # those of a packed row stay whole: Megatron-Core takes each rank's part of the angles
     flat = {} if packed else {"position_ids": positions.flatten(0, -2)}
-    cut = cut_sequences({key: value for key, value in batch.items() if key != "position_ids"} | flat | extra)
+    cut = cut_sequences({key: value for key, value in batch.items() if key != "position_ids"} | flat)
     cut["position_ids"] = positions if packed else cut["position_ids"].unflatten(0, positions.shape[:-1])
-    if "sight" in cut:
-        cut["attention_mask"] = cut.pop("sight")
+    if config.bidirectional_images:
+        sight = _cut(look_ahead(host["tokens"], config.image_token_id), host)
+        # each layer asks how far the furthest token sees
+        cut["attention_mask"] = remember_on_host(sight.to(positions.device, non_blocking=True), sight.tolist())
     return cut

@@ -61,17 +61,18 @@ class Places:
     Args:
         rows: [b, s], rows of the features or -1.
         sequence_parallel: the stream is cut along the sequence over tensor-parallel ranks.
+        device: of the stream.
     """
 
-    def __init__(self, rows: Tensor, sequence_parallel: bool) -> None:
+    def __init__(self, rows: Tensor, sequence_parallel: bool, device: torch.device) -> None:
         rows = rows.transpose(0, 1)
         self.sequence_parallel = sequence_parallel
         if sequence_parallel:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
             rows = rows.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
         flat = rows.flatten()
-        self.where = torch.nonzero(flat >= 0).flatten()
-        self.rows = flat[self.where]
+        where = torch.nonzero(flat >= 0).flatten()
+        self.where, self.rows = (places.to(device, non_blocking=True) for places in (where, flat[where]))
 
     def whole_gradient(self, features: Tensor) -> Tensor:
         """The features; backward, the gradients of all parts of the sequence are summed up."""

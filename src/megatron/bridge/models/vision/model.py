@@ -58,7 +58,7 @@ class VisionGPTModel(GPTModel):
                 ``pixel_values_videos``, ``image_sizes``, ...; None without images. Other stages than the first
                 ignore them.
             media_rows: [b, s], the row of the features for each token (``merge.media_rows``), needed under
-                context parallelism; None finds the placeholders.
+                context parallelism; None finds the placeholders. A GPU waits for rows that are not on the host.
             **kwargs: of ``GPTModel.forward``.
 
         Raises:
@@ -86,17 +86,18 @@ class VisionGPTModel(GPTModel):
         config: Any = self.config
         assert self.vision is not None
         found, spare = sharing.features(self.vision, media, config.share_images, self._dummy)
-        if rows is None:
-            rows = self._find_rows(input_ids, media)
+        rows = self._find_rows(input_ids, media) if rows is None else rows
+        if parallel_state.get_context_parallel_world_size() == 1:
             merge.check_rows(rows, found)
-        text = input_ids.masked_fill(rows >= 0, 0)  # placeholders may lie outside the vocabulary
+        replaced = rows.to(input_ids.device, non_blocking=True) >= 0
+        text = input_ids.masked_fill(replaced, 0)  # placeholders may lie outside the vocabulary
         embeddings = self.embedding(input_ids=text, position_ids=position_ids)
         if found is not None:
             embeddings = self._merged(embeddings, found, rows)
         return embeddings if spare is None else sharing.Anchor.apply(embeddings, spare)  # type: ignore[return-value]
 
     def _merged(self, embeddings: Tensor, found: Tensor, rows: Tensor) -> Tensor:
-        places = merge.Places(rows, self.config.sequence_parallel)
+        places = merge.Places(rows, self.config.sequence_parallel, found.device)
         first, *deep = places.whole_gradient(found).split(self.config.hidden_size, dim=-1)
         if self._deepstack:
             self._deepstack.set(places, tuple(deep))

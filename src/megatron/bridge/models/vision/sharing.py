@@ -45,15 +45,17 @@ def features(tower: nn.Module, media: Media | None, share: bool, dummy: Media) -
             return None, spare
         if ranks == 1:
             return torch.cat([rows for rows, _ in encoded]), None
-        counts = [count for _, counts in encoded for count in counts]
-        width = encoded[0][0].shape[-1] if encoded else None
-        return _gathered(tower, [rows for rows, _ in encoded], counts, width, owners, group), spare
+        counts, columns = _known_sizes(tower, costs) or _exchanged_sizes(tower, encoded, owners, group)
+        # ranks without images take part in the collectives of the backward pass, too
+        nothing = next(tower.parameters()).new_zeros(0, columns, requires_grad=torch.is_grad_enabled())
+        local = torch.cat([rows for rows, _ in encoded]) if encoded else nothing
+        return _Gather.apply(local, counts, owners, group), spare  # type: ignore[return-value]
 
 
 def _beside(tower: nn.Module, media: Media) -> Media:
-    """The tensors on the tower's device."""
+    """The pixels on the tower's device."""
     device = next(tower.parameters()).device
-    return {name: value.to(device) for name, value in media.items()}
+    return {name: value.to(device) if value.is_floating_point() else value for name, value in media.items()}
 
 
 def share_out(costs: Sequence[int], ranks: int) -> list[int]:
@@ -84,21 +86,28 @@ def _encode(tower: nn.Module, kinds: list[Media], own: list[int]) -> list[tuple[
     return found
 
 
-def _gathered(
-    tower: nn.Module, rows: list[Tensor], own: list[int], width: int | None, owners: list[int], group: Any
-) -> Tensor:
-    """All ranks' rows, in the order of the images."""
-    parameter = next(tower.parameters())
+def _known_sizes(tower: Any, costs: list[int]) -> tuple[list[int], int] | None:
+    """Tokens of each image and the width of features, where patches tell them and no rank has to be asked."""
+    if not hasattr(tower, "visual"):
+        return None
+    deep = getattr(tower.config.vision_config, "deepstack_visual_indexes", None) or ()
+    patches = tower.visual.spatial_merge_size**2
+    return [cost // patches for cost in costs], tower.config.get_text_config().hidden_size * (1 + len(deep))
+
+
+def _exchanged_sizes(
+    tower: nn.Module, encoded: list[tuple[Tensor, list[int]]], owners: list[int], group: Any
+) -> tuple[list[int], int]:
+    """Tokens of each image and the width of features, as the ranks that encoded them found."""
+    device = next(tower.parameters()).device
     here = [index for index, owner in enumerate(owners) if owner == group.rank()]
-    sizes = torch.zeros(len(owners) + 1, dtype=torch.long, device=parameter.device)
-    sizes[torch.tensor(here, dtype=torch.long)] = torch.tensor(own, dtype=torch.long, device=parameter.device)
-    sizes[-1] = width or 0
+    own = [count for _, counts in encoded for count in counts]
+    sizes = torch.zeros(len(owners) + 1, dtype=torch.long)
+    sizes[here], sizes[-1] = torch.tensor(own, dtype=torch.long), encoded[0][0].shape[-1] if encoded else 0
+    sizes = sizes.to(device)
     dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
     *counts, columns = sizes.tolist()
-    # ranks without images take part in the collectives of the backward pass, too
-    nothing = parameter.new_zeros(0, columns, requires_grad=torch.is_grad_enabled())
-    local = torch.cat(rows) if rows else nothing
-    return _Gather.apply(local, counts, owners, group)  # type: ignore[return-value]
+    return counts, columns
 
 
 class _Gather(torch.autograd.Function):

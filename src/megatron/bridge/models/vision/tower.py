@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatron.bridge.models.vision.varlen import use_varlen
 from megatron.bridge.utils.errors import UserError
 
 _LANGUAGE = ("language_model", "text_model", "lm_head")
@@ -62,6 +63,8 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
         parameter.data = parameter.data.to(dtype)
     for module in tower.modules():
         module.keeps_buffers_exact = True
+    if hasattr(tower, "visual"):
+        use_varlen(tower.visual)
     return tower
 
 
