@@ -5,14 +5,18 @@ A tensor that is made on the CPU raises an error when it meets the others, and s
 the host, for which a GPU would have to finish its queue. Only the dispatcher of experts does so, by design.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
+from megatron.core import parallel_state
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.backends.cpu.without_memory import one_rank
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.vlm_step import forward_step
 from megatron.bridge.utils.errors import UserError
@@ -21,6 +25,7 @@ from tests.families.own_models import model_class
 from tests.families.rows import ROWS
 from tests.families.vision.rows import ROWS as VISION_ROWS
 from tests.families.vision.samples import positions_of
+from tests.workers import leave
 
 IN_CI = {
     *("afmoe", "cohere2", "deci", "deepseek_v3", "gemma2", "gemma3", "glm4_moe_next_tokens", "gpt2", "gpt_oss"),
@@ -106,13 +111,27 @@ def test_the_image_in_the_place_of_none_goes_where_the_tower_is(name):
 
 @pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
 def test_sizes_that_transformers_reads_on_the_device(name):
-    with pytest.raises((NotImplementedError, UserError), match="nonzero|meta"):
+    with pytest.raises((NotImplementedError, UserError), match=r"nonzero|meta"):
         test_sizes_of_images_are_read_on_the_host(name)
 
 
 @pytest.mark.parametrize("name", [name for name in VISION_ROWS if name not in READ_BY_TRANSFORMERS])
 def test_sizes_of_images_are_read_on_the_host(name):
+    image_step(VISION_ROWS[name])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_no_rank_is_asked_for_sizes_of_images(name):
+    leave()  # an earlier test in this process may have left its group
     row = VISION_ROWS[name]
+    with one_rank(0, 2), torch.device("cpu"):
+        try:
+            image_step(replace(row, provider={**row.provider, "tensor_model_parallel_size": 2}))
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def image_step(row):
     (chunk,), _ = built(row)
     sample = row.samples(chunk.vision.config)[1]
     batch = {

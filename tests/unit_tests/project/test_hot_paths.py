@@ -32,9 +32,14 @@ ALLOWED = {
     "models/vision/dummy.py dummy_media torch.ones": "the same",
     "models/vision/dummy.py dummy_media torch.tensor": "the same",
     "models/vision/media.py select torch.tensor": "indices from the host, moved to their tensor",
-    "models/vision/sharing.py _gathered .tolist()": "sizes of images that are shared over ranks; once for a batch",
-    "models/vision/sharing.py _gathered torch.tensor": "indices from the host",
+    "models/vision/sharing.py _exchanged_sizes .tolist()": "sizes of images that ranks share; docs/gpu.md names it",
+    "models/vision/sharing.py _exchanged_sizes torch.tensor": "indices on the host",
+    "models/vision/sharing.py _exchanged_sizes torch.zeros": "on the host, then moved",
+    "models/vision/varlen.py _sent .tolist()": "of bounds on the host, before they are moved",
+    "models/vision/varlen.py _with_sizes .cpu()": "the batch's grids are on the host",
     "peft/low_rank.py _drawn torch.empty": "first values",
+    "training/vlm_step.py _cut .numpy()": "of the batch on the host",
+    "training/vlm_step.py _places .tolist()": "of the batch on the host, before it is moved",
     "training/gpt_step.py on_device .tolist()": "of the batch on the host, before it is moved",
 }
 

@@ -5,7 +5,7 @@ Transformers computes positions and bounds of the images where their grids are. 
 never stops for their sizes, and attention takes one variable-length kernel for the whole row.
 """
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -75,16 +75,16 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention [1, t, h, d] of [1, h, t, d]: each image, or window of one, is a sequence between two bounds."""
-    row = [tensor.permute(2, 0, 1, 3) for tensor in (query, key, value)]
-    if flash_attention.is_supported(row[0]) and not dropout:
-        out = flash_attention.attend_packed(*row, cu_seq_lens_q, max_length_q, AttentionWindow(), scaling)
+    q, k, v = (tensor.permute(2, 0, 1, 3) for tensor in (query, key, value))
+    if flash_attention.is_supported(q) and not dropout:
+        out = flash_attention.attend_packed(q, k, v, cu_seq_lens_q, max_length_q, AttentionWindow(), scaling)
         return out.transpose(0, 1), None
     bounds = host_values(cu_seq_lens_q)
-    lengths = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    lengths = [stop - start for start, stop in pairwise(bounds)]
     runs = [(length, len(list(same))) for length, same in groupby(lengths)]
     parts = [tensor[0].split([length * count for length, count in runs], dim=1) for tensor in (query, key, value)]
     done = []
     for (length, _count), *qkv in zip(runs, *parts, strict=True):
-        batch = [part.unflatten(1, (-1, length)).transpose(0, 1) for part in qkv]  # [sequences, h, length, d]
-        done.append(scaled_dot_product_attention(*batch, dropout_p=dropout, scale=scaling).transpose(1, 2))
+        q, k, v = (part.unflatten(1, (-1, length)).transpose(0, 1) for part in qkv)  # [sequences, h, length, d]
+        done.append(scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling).transpose(1, 2))
     return torch.cat([part.flatten(0, 1) for part in done])[None], None
