@@ -85,5 +85,5 @@ def _places(batch: dict[str, Any], config: Any) -> dict[str, Any]:
     if config.bidirectional_images:
         sight = _cut(look_ahead(host["tokens"], config.image_token_id), host)
         # each layer asks how far the furthest token sees
-        cut["attention_mask"] = remember_on_host(sight.to(positions.device, non_blocking=True), sight.tolist())
+        cut["attention_mask"] = remember_on_host(sight.to(positions.device, non_blocking=True), sight.flatten().tolist())
     return cut

@@ -258,10 +258,10 @@ def remember_on_host(tensor: torch.Tensor, values: list[int]) -> torch.Tensor:
 
 
 def host_values(tensor: torch.Tensor) -> list[int]:
-    """The values of a tensor of integers that nobody changes, copied from its device at most once."""
+    """The values of a tensor of integers that nobody changes, row by row, copied from its device at most once."""
     found: list[int] | None = getattr(tensor, _ON_HOST, None)
     if found is None:
-        found = tensor.tolist()
+        found = tensor.flatten().tolist()
         remember_on_host(tensor, found)
     return list(found)
 

@@ -340,7 +340,7 @@ def _looking_ahead(mask: torch.Tensor | None, window: AttentionWindow) -> tuple[
     """No mask if no query sees ahead; else a window that reaches as far as the furthest of them."""
     if mask is None or mask.dtype == torch.bool:
         return mask, window
-    reach = max(map(max, host_values(mask)))
+    reach = max(host_values(mask))
     return (mask, AttentionWindow(window.left, reach)) if reach else (None, AttentionWindow(window.left, 0))
 
 
