@@ -84,6 +84,6 @@ def _places(batch: dict[str, Any], config: Any) -> dict[str, Any]:
     cut["position_ids"] = positions if packed else cut["position_ids"].unflatten(0, positions.shape[:-1])
     if config.bidirectional_images:
         sight = _cut(look_ahead(host["tokens"], config.image_token_id), host)
-        # each layer asks how far the furthest token sees
-        cut["attention_mask"] = remember_on_host(sight.to(positions.device, non_blocking=True), sight.flatten().tolist())
+        furthest = sight.flatten().tolist()  # each layer asks how far the furthest token sees
+        cut["attention_mask"] = remember_on_host(sight.to(positions.device, non_blocking=True), furthest)
     return cut
