@@ -46,6 +46,23 @@ GRANITE_4_DENSE = {
     "position_embedding_type": "rope",
     "tie_word_embeddings": True,
 }
+LLAMA_4 = {
+    **WIDE,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 7,
+    "router_aux_loss_coef": 0.0,
+}
+LLAMA_4_SCALED = {
+    **LLAMA_4,
+    "floor_scale": 6,
+    "attn_scale": 0.7,
+    "use_qk_norm": False,
+}
 ERNIE = {
     **{key: value for key, value in WIDE.items() if key != "num_experts_per_tok"},
     "moe_num_experts": 6,
@@ -85,6 +102,13 @@ ROWS = [
     row("granitemoeshared_none", "GraniteMoeSharedForCausalLM", GRANITE),
     row("granitemoehybrid", "GraniteMoeHybridForCausalLM", GRANITE_4, ("sp2", "ep2"), slow=("pp2", "etp2")),
     row("granitemoehybrid_dense", "GraniteMoeHybridForCausalLM", GRANITE_4_DENSE, ("tp2",), slow=("pp2",)),
+    row("llama4", "Llama4ForCausalLM", LLAMA_4_SCALED, ("tp2", "pp2", "ep2", "etp2")),
+    row(
+        "llama4_all_sparse",
+        "Llama4ForCausalLM",
+        {**LLAMA_4, "moe_layers": [0, 1, 2, 3], "attn_temperature_tuning": False},
+        slow=("tp2", "pp2", "vp2", "ep2"),
+    ),
     row(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",

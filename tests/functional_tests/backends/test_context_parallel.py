@@ -28,7 +28,7 @@ def zigzag(whole, rank, size, bounds=(0, TOKENS)):
     return torch.cat(rows)
 
 
-def build(size, kind, window, softcap, sink):
+def build(size, kind, window, softcap, sink, chunked):
     torch.manual_seed(3)
     config = TransformerConfig(
         num_layers=2,
@@ -42,20 +42,24 @@ def build(size, kind, window, softcap, sink):
         softmax_type=sink,
     )
     config.attn_logit_softcapping = softcap
+    config.chunked_attention = chunked
     return TorchAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=kind)
 
 
-def compare(kind, window, softcap, sink, packed, hidden):
+def compare(kind, window, softcap, sink, packed, hidden, chunked=False):
     """Largest differences of this rank's output, input gradients and (summed) sink gradient."""
     size, rank = dist.get_world_size(), dist.get_rank()
     parallel_state.initialize_model_parallel(context_parallel_size=size)
     model_parallel_cuda_manual_seed(1)
-    module = build(size, kind, window, softcap, sink)
+    module = build(size, kind, window, softcap, sink, chunked)
     generator = torch.Generator().manual_seed(7)
     batch = 1 if packed else 2
     whole = [torch.randn(TOKENS, batch, heads, WIDTH, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
     weight = torch.randn(TOKENS, batch, HEADS * WIDTH, generator=generator)
     bounds, params, seen = (0, TOKENS), None, naive.seen_by_position(TOKENS, TOKENS, window=window)
+    if chunked:
+        own = torch.arange(TOKENS) // (window[0] + 1)
+        seen = seen & (own[:, None] == own[None])
     mask = torch.rand(TOKENS, TOKENS, generator=generator) < 0.3 if hidden else None
     if packed:
         real, bounds = PACKED
@@ -107,6 +111,12 @@ def test_two_ranks(two_workers, kind, window, softcap, sink, packed, hidden):
         assert max(differences) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "a2a"])
+def test_chunks(two_workers, kind):
+    for differences in two_workers.run(compare, kind, (5, 0), None, "vanilla", False, False, True):
+        assert max(differences) < 1e-5
+
+
 def test_mask_with_local_rows_and_all_columns(two_workers):
     for differences in two_workers.run(compare, "all_gather", None, None, "vanilla", False, True):
         assert max(differences) < 1e-5
@@ -131,12 +141,12 @@ def refusals():
 
 
 def ring():
-    build(2, "p2p", None, None, "vanilla")
+    build(2, "p2p", None, None, "vanilla", False)
 
 
 def masked():
     q, k, v = (torch.randn(4, 1, heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS))
-    build(2, "a2a", None, None, "vanilla")(q, k, v, torch.ones(1, 1, 4, 8, dtype=torch.bool))
+    build(2, "a2a", None, None, "vanilla", False)(q, k, v, torch.ones(1, 1, 4, 8, dtype=torch.bool))
 
 
 def test_what_is_not_there_is_refused(two_workers):

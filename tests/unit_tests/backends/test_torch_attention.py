@@ -23,7 +23,7 @@ HEADS, GROUPS, WIDTH, BATCH = 4, 2, 8, 2
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def build(layer=1, mask_type=AttnMaskType.causal, softcap=None, heads=HEADS, groups=GROUPS, **settings):
+def build(layer=1, mask_type=AttnMaskType.causal, softcap=None, heads=HEADS, groups=GROUPS, chunked=False, **settings):
     torch.manual_seed(3)
     scale = settings.pop("softmax_scale", None)
     channels = {key: settings.pop(key) for key in ("k_channels", "v_channels") if key in settings}
@@ -36,6 +36,7 @@ def build(layer=1, mask_type=AttnMaskType.causal, softcap=None, heads=HEADS, gro
         **{"attention_dropout": 0.0, **settings},
     )
     config.attn_logit_softcapping = softcap
+    config.chunked_attention = chunked
     return TorchAttention(config, layer, mask_type, "self", softmax_scale=scale, **channels)
 
 
@@ -135,9 +136,24 @@ def test_values_narrower_than_keys():
     assert_same(module, (q, k, v), module(q, k, v, None), expected)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 40, 64])
+@pytest.mark.parametrize("queries", [40, 11])
+def test_chunks(chunk, queries):
+    """Tokens see those before them in their own chunk of positions."""
+    module = build(window_size=(chunk - 1, 0), chunked=True)
+    q, k, v = inputs(queries=queries, keys=40)
+    own = torch.arange(40) // chunk
+    seen = naive.seen_by_position(queries, 40) & (own[-queries:, None] == own[None])
+    expected = naive.attention(q, k, v, seen, scale=WIDTH**-0.5)
+    assert_same(module, (q, k, v), module(q, k, v, None), expected)
+
+
 @pytest.mark.parametrize("padded", [None, [0, 8, 32, 40]])
-@pytest.mark.parametrize(("softcap", "window"), [(None, None), (None, (4, 0)), (3.0, None), (3.0, (4, 0))])
-def test_packed(padded, softcap, window):
+@pytest.mark.parametrize(
+    ("softcap", "window", "chunked"),
+    [(None, None, False), (None, (4, 0), False), (3.0, None, False), (3.0, (4, 0), False), (None, (4, 0), True)],
+)
+def test_packed(padded, softcap, window, chunked):
     """Segments do not see each other; padding gets zeros."""
     lengths = [0, 5, 25, 33] if padded else [0, 5, 25, 38]
     rows = torch.zeros(40, dtype=torch.long)  # 0 is padding
@@ -147,14 +163,16 @@ def test_packed(padded, softcap, window):
         rows[start : start + length] = index + 1
         places[start : start + length] = torch.arange(length)
     seen = (rows[:, None] == rows[None]) & (rows[:, None] > 0) & (places[None] <= places[:, None])
-    if window:
+    if chunked:
+        seen &= places[None] // 5 == places[:, None] // 5
+    elif window:
         seen &= places[None] >= places[:, None] - window[0]
 
     def ints(values):
         return torch.tensor(values, dtype=torch.int32) if values else None
 
     params = PackedSeqParams("thd", ints(lengths), ints(lengths), ints(padded), ints(padded))
-    module = build(softcap=softcap, window_size=window)
+    module = build(softcap=softcap, window_size=window, chunked=chunked)
     q, k, v = inputs(batch=1)
     expected = naive.attention(q, k, v, seen, scale=WIDTH**-0.5, softcap=softcap)
     actual = module(q.squeeze(1), k.squeeze(1), v.squeeze(1), None, packed_seq_params=params)

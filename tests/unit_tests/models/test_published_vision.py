@@ -27,6 +27,8 @@ COUNTS = {
     "llava-hf--llava-v1.6-mistral-7b-hf": 7_566_747_648,
     "OpenGVLab--InternVL3-8B-hf": 7_944_373_760,
     "zai-org--GLM-4.1V-9B-Thinking": 10_292_777_472,
+    "meta-llama--Llama-4-Scout-17B-16E": 108_641_793_536,
+    "meta-llama--Llama-4-Maverick-17B-128E": 401_583_781_376,
     "HuggingFaceTB--SmolVLM2-256M-Video-Instruct": 256_484_928,
 }
 

@@ -119,4 +119,6 @@ def _keys_seen(config: Any, layer: int, length: int) -> float:
     seen = length
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer):
         seen = min(length, config.window_size[0] + 1)
+        if getattr(config, "chunked_attention", False):
+            return (seen + 1) / 2
     return seen - seen * (seen - 1) / (2 * length)

@@ -60,6 +60,11 @@ class GPTModelProvider(ModelProvider):
     query_scaling_beta: float | None = None
     """How much queries grow beyond the original_max_position_embeddings of ``rope_parameters``; None leaves them
     as they are."""
+    query_scaling_length: int | None = None
+    """Queries grow by ``query_scaling_beta`` beyond this length instead, only in the layers without a rotary
+    embedding (``no_rope_freq``), and positions count from 1 (Llama 4)."""
+    chunked_attention: bool = False
+    """Where a layer has a window, tokens see those of their own chunk, which is as long as the window (Llama 4)."""
     seq_len_interpolation_factor: float | None = None
     share_embeddings_and_output_weights: bool = True
     make_vocab_size_divisible_by: int = 128
@@ -252,6 +257,7 @@ class GPTModelProvider(ModelProvider):
             model: has parameters, without values of a checkpoint yet; ``self`` is the resolved config.
         """
         layer_features.mark_sinks(model)
+        layer_features.keep_lengths_without_rope(model, self)
         rope.apply_rope(model, self)
         positions.apply_offset(model, self)
         query_scaling.apply_query_scaling(model, self)

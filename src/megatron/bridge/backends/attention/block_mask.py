@@ -189,6 +189,17 @@ def whole_sequence(queries: int, keys: int) -> list[QuerySpan]:
     return [QuerySpan(row=0, rows=queries, position=keys - queries, key_row=0, keys=keys)]
 
 
+def chunk_spans(spans: list[QuerySpan], size: int) -> list[QuerySpan]:
+    """Spans cut where positions reach a multiple of ``size``, each with the keys of its own chunk only."""
+    cut = []
+    for span in spans:
+        for first in range(span.position - span.position % size, span.position + span.rows, size):
+            start, stop = max(first, span.position), min(first + size, span.position + span.rows)
+            row, keys = span.row + start - span.position, min(size, span.keys - first)
+            cut.append(QuerySpan(row, stop - start, start - first, span.key_row + first, keys))
+    return cut
+
+
 @dataclass(frozen=True)
 class PackedSegment:
     """One sequence of a packed row."""

@@ -35,6 +35,7 @@ from megatron.bridge.backends.attention.block_mask import (
     PackedSegment,
     QuerySpan,
     Tile,
+    chunk_spans,
     hidden_ahead,
     host_values,
     packed_segments,
@@ -87,6 +88,9 @@ class TorchAttention(MegatronModule):
         self.softcap: float | None = getattr(config, "attn_logit_softcapping", None)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.window_size = _window_size(config, layer_number)
+        self.chunk_size: int | None = None
+        if self.window_size is not None and getattr(config, "chunked_attention", False):
+            self.chunk_size = self.window_size[0] + 1
         self.cp_comm_type = self._checked_cp_comm_type(cp_comm_type)
         self.current_max_attn_logits = None
         if config.qk_clip or config.log_max_attention_logit:
@@ -162,8 +166,15 @@ class TorchAttention(MegatronModule):
         out = out.flatten(2)
         return out.squeeze(1) if packed else out
 
+    def first_key(self, position: int) -> int:
+        """Position of the first key that the query at ``position`` sees."""
+        if self.chunk_size is not None:
+            return position - position % self.chunk_size
+        left = self._mask_window(self.attn_mask_type).left
+        return 0 if left is None else max(0, position - left)
+
     def _mask_window(self, mask_type: AttnMaskType) -> AttentionWindow:
-        left, right = self.window_size or (-1, -1)
+        left, right = (-1, -1) if self.chunk_size is not None else self.window_size or (-1, -1)
         causal = mask_type in _CAUSAL
         return AttentionWindow(None if left < 0 else left, 0 if causal else (None if right < 0 else right))
 
@@ -184,7 +195,7 @@ class TorchAttention(MegatronModule):
     ) -> torch.Tensor:
         if packed is None:
             spans = whole_sequence(query.size(0), key.size(0))
-        elif mask is None and self._can_use_flash(query, window) and packed.cu_seqlens_q_padded is None:
+        elif mask is None and self._takes_packed_rows(query, window) and packed.cu_seqlens_q_padded is None:
             values = value.size(-1)
             value = _pad_width(value, query)
             bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
@@ -203,6 +214,9 @@ class TorchAttention(MegatronModule):
             and flash_attention.supports_window(window)
             and flash_attention.is_supported(query)
         )
+
+    def _takes_packed_rows(self, query: torch.Tensor, window: AttentionWindow) -> bool:
+        return self.chunk_size is None and self._can_use_flash(query, window)
 
     def _attend_parallel(
         self,
@@ -268,6 +282,8 @@ class TorchAttention(MegatronModule):
         """Attention [s, b, h, dv] of queries and keys in natural order, tile by tile."""
         values = value.size(-1)
         value = _pad_width(value, query)
+        if self.chunk_size is not None:
+            spans = chunk_spans(spans, self.chunk_size)
         beyond_sdpa = len(spans) > 1 or window.left is not None or sinks is not None
         if beyond_sdpa and mask is None and self._can_use_flash(query, window):
             return flash_attention.attend_spans(query, key, value, spans, window, self.scale, sinks)[..., :values]

@@ -71,7 +71,7 @@ class AttentionCache:
         out = query.new_zeros(query.size(0), query.size(2), self.values.size(2))
         for span in self.step.spans:
             rows = slice(span.row, span.row + span.count)
-            low = 0 if window.left is None else max(0, span.start - window.left)
+            low = core.first_key(span.start)
             seen = slice(span.extent + low, span.extent + span.start + span.count)
             keys, values = self.keys[seen], self.values[seen]
             if span.count == 1 and simple and keys.size(2) == values.size(2):

@@ -9,7 +9,8 @@ A provider declares them in these fields:
 * ``parallel_residual``: attention and MLP both read the input of the layer, and both outputs are added to it.
 * ``qk_norm_by_head``: a LayerNorm of queries and keys with a gain of its own for each head.
 * ``qk_norm_after_rope``: queries and keys are normalized after the rotary embedding.
-* ``attn_logit_softcapping``: Transformer Engine has none, so its layers get the attention of the torch backend.
+* ``attn_logit_softcapping`` and ``chunked_attention``: Transformer Engine has neither, so its layers get the
+  attention of the torch backend.
 """
 
 import dataclasses
@@ -125,7 +126,7 @@ def _with_features(spec: ModuleSpec, config: TransformerConfig, provider: Backen
 
 
 def _attention(spec: Any, config: TransformerConfig) -> Any:
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+    if getattr(config, "attn_logit_softcapping", None) is not None or getattr(config, "chunked_attention", False):
         spec = dataclasses.replace(
             spec, submodules=dataclasses.replace(spec.submodules, core_attention=TorchAttention)
         )
@@ -245,6 +246,15 @@ def mark_sinks(model: torch.nn.Module) -> None:
         sinks = getattr(module, "softmax_offset", None)
         if isinstance(sinks, torch.nn.Parameter) and not hasattr(sinks, "tensor_model_parallel"):
             tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+
+
+def keep_lengths_without_rope(model: torch.nn.Module, config: Any) -> None:
+    """Under ``qk_l2_norm``, leave out the norms of layers that ``no_rope_freq`` leaves without rotary embedding."""
+    if not (config.qk_l2_norm and config.no_rope_freq):
+        return
+    for module in model.modules():
+        if isinstance(module, SelfAttention) and config.no_rope_freq[module.layer_number - 1]:
+            module.q_layernorm, module.k_layernorm = None, None
 
 
 class LateNormAttention(SelfAttention):

@@ -2,7 +2,8 @@
 """Queries that grow with their position, so that attention stays as sharp over contexts longer than trained.
 
 A query at position p is multiplied by ``1 + beta * log(1 + floor(p / length))``: by 1 within the length of the
-first training, by a little more in each further one (Llama 4 and Ministral 3 call this temperature scaling).
+first training, by a little more in each further one (Ministral 3). Llama 4 counts positions from 1, and scales
+in layers without a rotary embedding only.
 """
 
 from typing import Any
@@ -24,19 +25,25 @@ def apply_query_scaling(model: nn.Module, config: Any) -> None:
     """
     if config.query_scaling_beta is None:
         return
-    length = (config.rope_parameters or {}).get("original_max_position_embeddings")
+    own = config.query_scaling_length
+    length = own or (config.rope_parameters or {}).get("original_max_position_embeddings")
     if not length:
         raise UserError(
             f"query_scaling_beta={config.query_scaling_beta} has no length from which to scale queries: set "
-            "rope_parameters.original_max_position_embeddings"
+            "rope_parameters.original_max_position_embeddings, or model.query_scaling_length"
         )
     for module in model.modules():
-        if isinstance(module, SelfAttention):
-            scale = _scale_queries(module, config.query_scaling_beta, length)
+        if isinstance(module, SelfAttention) and (own is None or _is_unrotated(module)):
+            scale = _scale_queries(module, config.query_scaling_beta, length, first=0 if own is None else 1)
             module.get_submodule("core_attention").register_forward_pre_hook(scale, with_kwargs=True)
 
 
-def _scale_queries(attention: SelfAttention, beta: float, length: int) -> Any:
+def _is_unrotated(attention: Any) -> bool:
+    layers = attention.config.no_rope_freq
+    return bool(layers and layers[attention.layer_number - 1])
+
+
+def _scale_queries(attention: SelfAttention, beta: float, length: int, first: int) -> Any:
     group = attention.pg_collection.cp
 
     def scale(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -45,7 +52,7 @@ def _scale_queries(attention: SelfAttention, beta: float, length: int) -> Any:
             positions = module.cache.step.positions
         else:
             positions = _positions(query, key, kwargs.get("packed_seq_params"), group)
-        factors = 1 + beta * torch.log1p((positions / length).floor())
+        factors = 1 + beta * torch.log1p(((positions + first) / length).floor())
         return (query * factors.view(-1, *[1] * (query.ndim - 1)).to(query.dtype), key, *others), kwargs
 
     return scale

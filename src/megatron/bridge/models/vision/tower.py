@@ -102,9 +102,15 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
             f"{type(tower).__name__} of transformers cannot encode media with {shapes} ({error}): check the "
             "shapes, and model.vision"
         ) from error
-    rows, counts = _flat(found.pooler_output)
+    rows, counts = _flat(_projected(tower, found))
     deep = [_flat(part)[0] for part in getattr(found, "deepstack_features", None) or ()]
     return Features(torch.cat((rows, *deep), dim=-1) if deep else rows, counts)
+
+
+def _projected(tower: Any, found: Any) -> Any:
+    if tower.config.model_type == "llama4":  # transformers projects its images in the forward pass only
+        return tower.multi_modal_projector(found.last_hidden_state)
+    return found.pooler_output
 
 
 def is_video(media: Mapping[str, Tensor]) -> bool:

@@ -258,6 +258,18 @@ def _windowed_back(pattern: Any, provider: Any) -> list[str]:
     return [_LAYER_TYPES[windowed(provider.window_size, pattern, layer)] for layer in layers]
 
 
+def _without_rope(rotated: list[int], config: Mapping[str, Any]) -> list[int]:
+    """1 for each layer without; Hugging Face has a 1 for each layer with."""
+    layers = config["num_hidden_layers"]
+    if len(rotated) < layers:
+        raise UserError(f"no_rope_layers has {len(rotated)} layers, num_hidden_layers={layers}")
+    return [int(not rotates) for rotates in rotated[:layers]]
+
+
+def _rotated(without: list[int] | None, provider: Any) -> list[int]:
+    return [int(not skips) for skips in without or [0] * provider.num_layers]
+
+
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -359,6 +371,9 @@ WINDOWED_ROPE = Field(
 
 WINDOWED_ROPE_IF_ANY = replace(WINDOWED_ROPE, to=_windowed_rope_if_any)
 """The same, but every layer has a rotary embedding where ``sliding_window`` is null."""
+
+NO_ROPE_LAYERS = Field("no_rope_layers", "no_rope_freq", to=_without_rope, back=_rotated)
+"""Which layers have a rotary embedding, a 1 for each; null is all of them."""
 
 WINDOWS: tuple[Field, ...] = (WINDOW, LAYER_TYPES)
 """A window in the layers that ``layer_types`` names."""

@@ -40,6 +40,7 @@ _HARMLESS_IN_VISION: dict[str, tuple[Any, ...] | None] = {
     "dropout": (0.0,),
     "hidden_dropout_prob": (0.0,),
     "use_base_siglip": (False,),
+    "vision_feature_layer": (-1,),
 }
 
 Prefixes = Mapping[str, str]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of Llama 4: chunks of attention, queries that grow, experts in listed layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.bridge.backends.specs.layer_specs import moe_pattern
+from megatron.bridge.models.conversion.declare.decoder_fields import WINDOW
+from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.utils.errors import UserError
+
+_KINDS = ("full_attention", "chunked_attention")
+_SCALING = ("query_scaling_beta", "query_scaling_length")
+
+
+def _chunked(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    """1 for each layer with chunks."""
+    if unknown := sorted(set(kinds) - set(_KINDS)):
+        raise UserError(f"layer_types={unknown[0]!r} is not supported: {' and '.join(_KINDS)} are")
+    if _KINDS[1] in kinds and config.get("attention_chunk_size", 8192) is None:
+        raise UserError(f"attention_chunk_size is missing: layer_types has {_KINDS[1]}")
+    return [_KINDS.index(kind) for kind in kinds]
+
+
+def _chunked_back(layers: Any, provider: Any) -> list[str]:
+    return [_KINDS[layer] for layer in layers or [0] * provider.num_layers]
+
+
+def _scaling(_: Any, config: Mapping[str, Any]) -> tuple[float | None, int | None]:
+    """(beta, length), both None where queries do not grow."""
+    if not config.get("attn_temperature_tuning", True):
+        return None, None
+    return config.get("attn_scale", 0.1), config.get("floor_scale", 8192)
+
+
+def _is_scaled(values: tuple[Any, Any], _: Any) -> bool:
+    return values[0] is not None
+
+
+def _listed(layers: list[int], config: Mapping[str, Any]) -> int | list[int]:
+    count = config["num_hidden_layers"]
+    if not layers or not set(layers) <= set(range(count)):
+        raise UserError(f"moe_layers={layers} must name layers from 0 to {count - 1}, and at least one")
+    pattern = [int(layer in layers) for layer in range(count)]
+    return pattern if 0 in pattern else 1
+
+
+def _listed_back(_: Any, provider: Any) -> list[int]:
+    return [layer for layer, sparse in enumerate(moe_pattern(provider)) if sparse]
+
+
+def _single(count: int, _: Any) -> int:
+    if count != 1:
+        raise UserError(f"num_experts_per_tok={count} must be 1: Megatron-Core weights the input of one expert only")
+    return count
+
+
+CHUNKS: tuple[Field, ...] = (
+    Field("attention_chunk_size", "window_size", default=8192, to=WINDOW.to, back=WINDOW.back),
+    Field("layer_types", "window_attn_skip_freq", to=_chunked, back=_chunked_back),
+)
+"""Layers in which tokens attend to those of their own chunk."""
+
+QUERY_GROWTH: tuple[Field, ...] = (
+    Field("attn_temperature_tuning", _SCALING, default=True, to=_scaling, back=_is_scaled),
+    Field("attn_scale", _SCALING, default=0.1, to=_scaling, back=lambda it, _: 0.1 if it[0] is None else it[0]),
+    Field("floor_scale", _SCALING, default=8192, to=_scaling, back=lambda it, _: it[1] or 8192),
+)
+"""Queries that grow with their position in layers without a rotary embedding."""
+
+LISTED_EXPERTS: tuple[Field, ...] = (
+    Field("moe_layers", "moe_layer_freq", to=_listed, back=_listed_back),
+    Field("num_local_experts", "num_moe_experts"),
+    Field("num_experts_per_tok", "moe_router_topk", default=1, to=_single),
+    Field("intermediate_size", ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")),
+    Field("intermediate_size_mlp", "ffn_hidden_size"),
+)
+"""A shared expert and the best one of the others in the layers of a list, wider feed-forward layers elsewhere."""

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama 4 as it is published, Scout and Maverick: the decoder behind a tower whose images are tiles."""
+
+from megatron.bridge.models.conversion.declare.vision import LLAVA_NAMES, VisionBridge
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+
+
+@register_bridge("Llama4ForConditionalGeneration", model_type="llama4")
+class Llama4VLBridge(VisionBridge):
+    """Hugging Face's ``Llama4ForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
+
+    texts = {"llama4_text": "Llama4ForCausalLM"}
+    tower = ("vision_model", "multi_modal_projector")
+    names = LLAVA_NAMES
+
+    def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
+        """Transformers' modules have the names of the checkpoint."""
+        return registry
