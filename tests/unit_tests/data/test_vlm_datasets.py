@@ -21,7 +21,7 @@ from megatron.bridge.data.preview.collect import preview
 from megatron.bridge.data.preview.render import to_html
 from megatron.bridge.data.records.formats import parse
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
-from megatron.bridge.data.vlm_datasets.hf_dataset_makers import MAKERS
+from megatron.bridge.data.vlm_datasets.hf_provider import MAKERS
 from tests import vision_run
 from tests.refusals import refused
 

@@ -8,8 +8,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.bridge.training.config import DistributedInitConfig
-from megatron.bridge.training.initialize.connections import VARIABLE, set_connections
-from megatron.bridge.training.setup import initialize
+from megatron.bridge.training.setup import VARIABLE, initialize, set_connections
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config

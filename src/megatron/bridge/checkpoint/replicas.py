@@ -7,6 +7,7 @@ several of them hold.
 """
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def distribute_replicas(state: dict[str, Any]) -> None:
     main = {number: shard for number, shard in shards if is_main_replica(shard.replica_id)}
     others = np.array(sorted({number for number, _ in shards} - main.keys()), dtype=np.int64)
     holders = shard_holders(distributed.all_gather_object(others, group))
-    sizes = {number: _bytes(shard) for number, shard in main.items()}
+    sizes = {number: math.prod(shard.local_shape) * shard.dtype.itemsize for number, shard in main.items()}
     shared = {number: size for number, size in sizes.items() if number in holders}
     mine = MainShards(sum(sizes.values()) - sum(shared.values()), shared)
     writers = assign_writers(distributed.all_gather_object(mine, group), holders)
@@ -94,7 +95,3 @@ def digest(name: str) -> int:
 
 def _shard_digest(shard: ShardedTensor) -> int:
     return digest(repr((shard.key, tuple(shard.global_offset), shard.flattened_range)))
-
-
-def _bytes(shard: ShardedTensor) -> int:
-    return int(np.prod(shard.local_shape, dtype=np.int64)) * shard.dtype.itemsize

@@ -83,7 +83,7 @@ def export(args: argparse.Namespace) -> None:
 
 def unmerge(args: argparse.Namespace) -> None:
     from megatron.bridge.models.hf_pretrained.model_card import History
-    from megatron.bridge.peft.unmerge import subtract
+    from megatron.bridge.peft.merging import subtract
 
     bridge, model = _adapted(args, check_base=False)
     subtract(model)

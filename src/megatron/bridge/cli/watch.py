@@ -2,16 +2,20 @@
 """``megatron-bridge watch``: a run in the terminal, while it trains or afterwards."""
 
 import argparse
+import base64
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from html import escape
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.cli.support.parser import count
+from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -107,14 +111,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
         ('▁▂▃▄▅▆▇█', '█▁')
     """
     edges = [len(values) * place // min(width, len(values)) for place in range(min(width, len(values)) + 1)]
-    means = [_mean(values[start:end]) for start, end in pairwise(edges)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     finite = [mean for mean in means if isfinite(mean)]
     least, most = min(finite, default=0.0), max(finite, default=0.0)
     return "".join(_bar(mean, least, most) for mean in means)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _bar(value: float, least: float, most: float) -> str:
@@ -127,8 +127,37 @@ def _bar(value: float, least: float, most: float) -> str:
 def _write_page(status: "RunStatus", metrics: list[str], file: Path | None) -> None:
     if file is None:
         return
-    from megatron.bridge.cli.support.run_page import page
+    from megatron.bridge.cli.watch import page
     from megatron.bridge.utils.atomic import refuse_unwritable, write_text
 
     with refuse_unwritable(f"--html {file}", "choose another file"):
         write_text(file, page(status, metrics, datetime.now()))
+
+
+if TYPE_CHECKING:
+    from megatron.bridge.utils.run_status import RunStatus
+
+_STYLE = "body{font:15px/1.5 sans-serif;max-width:940px;margin:2em auto}td{padding-right:1.5em}img{width:100%}"
+
+
+def page(status: "RunStatus", metrics: Sequence[str], now: datetime) -> str:
+    """The page of a run with the curves of ``metrics``; ``now`` is local time."""
+    cells = [(escape(name), escape(value)) for name, value in status.summary(now).items()]
+    rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in cells)
+    title = escape(str(status.folder))
+    # a browser looks again by itself while the run is watched
+    again = '<meta http-equiv="refresh" content="10">' if status.state == "running" else ""
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8">{again}<title>{title}</title>'
+        f"<style>{_STYLE}</style><h1>{title}</h1><p>{now:%Y-%m-%d %H:%M:%S}</p><table>{rows}</table>"
+        f"{_picture(status, metrics) if metrics else ''}</html>\n"
+    )
+
+
+def _picture(status: "RunStatus", metrics: Sequence[str]) -> str:
+    panels = {metric: loss_curves.curves(status.rows, metric, "", source=str(status.folder)) for metric in metrics}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "curves.svg")
+        loss_curves.draw(file, panels)
+        data = base64.b64encode(file.read_bytes()).decode()
+    return f'<img alt="curves" src="data:image/svg+xml;base64,{data}">'

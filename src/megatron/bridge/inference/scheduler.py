@@ -319,7 +319,9 @@ class Scheduler:
         needed = min(text.scored, text.prompt_length - 1) if text.wants_prompt else text.prompt_length - 1
         for stop, key in _prefixes(text, needed, self.limits.chunk):
             donor = self._chunks.get(key)
-            if donor is None or donor.extent is None or not _begin_alike(donor, text, stop):
+            if donor is None or donor.extent is None or donor.adapter != text.adapter:
+                break
+            if donor.tokens[:stop] != text.tokens[:stop]:
                 break
             found = donor, stop
         if found[0] is not None and found[0].extent in self._over:
@@ -343,7 +345,3 @@ def _prefixes(text: Text, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
     for end in range(chunk, stop + 1, chunk):
         key = hash((key, *text.tokens[end - chunk : end]))
         yield end, key
-
-
-def _begin_alike(one: Text, other: Text, stop: int) -> bool:
-    return one.adapter == other.adapter and one.tokens[:stop] == other.tokens[:stop]

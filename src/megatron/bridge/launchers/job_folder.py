@@ -28,18 +28,17 @@ def write_job_folder(folder: Path, options: LaunchOptions, jobs: tuple[str, ...]
     }
     (folder / RECORD).write_text(yaml.safe_dump(record, sort_keys=False))
     again = folder / AGAIN
-    lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(str(Path.cwd()))}", f'exec {shlex.join(_typed())} "$@"']
+    lines = [
+        "#!/usr/bin/env bash",
+        f"cd {shlex.quote(str(Path.cwd()))}",
+        f'exec {shlex.join([sys.executable, *sys.argv])} "$@"',
+    ]
     again.write_text("\n".join(lines) + "\n")
     again.chmod(0o755)
     if config is not None:
         (folder / CONFIG).write_text(config)
     lines = sorted(f"{item.name}=={item.version}" for item in metadata.distributions())
     (folder / VERSIONS).write_text("\n".join([f"python {sys.version.split()[0]}", *lines]) + "\n")
-
-
-def _typed() -> list[str]:
-    """The command line of this process."""
-    return [sys.executable, *sys.argv]
 
 
 def _plain(value: Any) -> Any:

@@ -158,7 +158,7 @@ class GPTModelProvider(ModelProvider):
     def padded_heads(self) -> tuple[int, int]:
         """(attention heads, query groups) over all ranks, padding included."""
         heads, groups = self.unpadded_heads
-        padded = _round_up(groups, self.make_query_groups_divisible_by)
+        padded = -(-groups // self.make_query_groups_divisible_by) * self.make_query_groups_divisible_by
         return padded * (heads // groups), padded
 
     def derive(self) -> None:
@@ -325,7 +325,3 @@ def drop_mtp_layers(provider: Any) -> None:
     provider.mtp_num_layers = None
     if isinstance(provider.pipeline_model_parallel_layout, str):
         provider.pipeline_model_parallel_layout = provider.pipeline_model_parallel_layout.replace("m", "")
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -12,6 +12,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     TransformerBlockConfig,
 )
 
+from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -24,13 +25,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "make_query_groups_divisible_by": 1,
     "multi_latent_attention": False,
     "experimental_attention_variant": None,
-    "norm_placement": "pre",
-    "qk_norm_across_heads": False,
-    "qk_norm_by_head": False,
-    "qk_norm_after_rope": False,
-    "parallel_residual": None,
-    "residual_multiplier": 1.0,
-    "attn_logit_softcapping": None,
+    **layer_features.OFF,
 }
 _KINDS = ("no_op", "replace_with_linear")
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.backends.specs.hybrid_specs import hybrid_stack_spec
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.model_provider import EVEN_STAGES
@@ -18,13 +19,7 @@ KINDS = {MAMBA: "Mamba", ATTENTION: "attention", FEED_FORWARD: "feed-forward", E
 # fields of a plain decoder -> the value with which they change nothing
 _WITHOUT_EFFECT: dict[str, Any] = {
     "transformer_layer_spec": None,
-    "norm_placement": "pre",
-    "qk_norm_across_heads": False,
-    "qk_norm_by_head": False,
-    "qk_norm_after_rope": False,
-    "parallel_residual": None,
-    "residual_multiplier": 1.0,
-    "attn_logit_softcapping": None,
+    **layer_features.OFF,
     "rope_scaling": False,
     "mtp_num_layers": None,
     "moe_layer_freq": 1,

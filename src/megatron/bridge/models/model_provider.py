@@ -387,11 +387,11 @@ def _halved(chunk: MegatronModule, config: TransformerConfig) -> MegatronModule:
 
 def _exact(chunk: MegatronModule) -> Iterator[Module]:
     """The modules whose buffers keep their precision."""
-    return (module for module in chunk.modules() if isinstance(module, Router) or _keeps_buffers(module))
-
-
-def _keeps_buffers(module: Module) -> bool:
-    return getattr(module, "keeps_buffers_exact", False)
+    return (
+        module
+        for module in chunk.modules()
+        if isinstance(module, Router) or getattr(module, "keeps_buffers_exact", False)
+    )
 
 
 def _kind_of_sharding(ddp: DistributedDataParallelConfig, torch_fsdp: bool) -> Callable[..., MegatronModule] | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.chunk_info import chunk_info
@@ -13,7 +13,6 @@ from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import global_name
 from megatron.bridge.peft import targets
-from megatron.bridge.peft.recompute import let_gradients_start
 from megatron.bridge.peft.targets import Site
 from megatron.bridge.utils.errors import UserError
 
@@ -175,3 +174,21 @@ def _transform_children(
 def bare_chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """The chunks without wrappers of data parallelism and precision."""
     return [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]
+
+
+def let_gradients_start(chunk: nn.Module) -> None:
+    """Let the outputs of a frozen embedding ask for a gradient where something depends on it.
+
+    It costs the gradient of the first layer's inputs, which is not used.
+    """
+    config: Any = getattr(chunk, "config", None)
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is None or config is None:
+        return
+    if config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1:
+        embedding.register_forward_hook(_ask_for_gradient)
+
+
+def _ask_for_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    if not output.requires_grad:
+        output.requires_grad_(True)

@@ -125,7 +125,7 @@ class LowRank(nn.Module):
     def _whole_size(self, kind: str, local: Tensor) -> list[int]:
         size = list(local.shape)
         if (self.kind, kind) in (("row", "a"), ("column", "b")):
-            size[_cut_dim(kind)] *= self.group.size()
+            size[-1 if kind == "a" else -2] *= self.group.size()
         return size
 
     def _part(self, whole: Tensor, local: Tensor) -> Tensor:
@@ -249,10 +249,6 @@ class LowRank(nn.Module):
             copies = parallel_state.get_expert_data_parallel_rank()
         replica = (0, 0 if cut else self.group.rank(), copies)
         return ShardedTensor.from_rank_offsets(key, parameter, *cuts, replica_id=replica, prepend_axis_num=first)
-
-
-def _cut_dim(kind: str) -> int:
-    return -1 if kind == "a" else -2
 
 
 def _rows(b: Tensor, halves: int) -> Tensor:

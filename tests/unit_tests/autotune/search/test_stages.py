@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from megatron.bridge.autotune.search.stages import balanced, spelled
+from megatron.bridge.autotune.search.price import balanced, spelled
 
 
 def slowest(times, counts, last):

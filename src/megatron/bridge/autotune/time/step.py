@@ -2,7 +2,7 @@
 """The time of a training step: layers, pipeline, data-parallel communication and the optimizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
 from megatron.bridge.autotune.time.kernels import Roofline
@@ -192,13 +192,9 @@ def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost
         key = (layer, setting.recompute(layer, index))
         runs[key] = runs.get(key, 0) + 1
     for (layer, again), count in runs.items():
-        found = layer_time(layer, _with_recompute(setting.run, again), kernels)
+        found = layer_time(layer, replace(setting.run, recompute=again) if again else setting.run, kernels)
         forward, backward = forward + found.forward * count, backward + found.backward * count
     return forward, backward
-
-
-def _with_recompute(run: Run, part: float) -> Run:
-    return Run(**{**run.__dict__, "recompute": part}) if part else run
 
 
 def _end_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, Cost]:

@@ -38,6 +38,18 @@ NormPlacement = Literal["pre", "post", "both"]
 
 ParallelResidual = Literal["shared_norm", "own_norms"]
 
+OFF: dict[str, Any] = {
+    "norm_placement": "pre",
+    "qk_norm_across_heads": False,
+    "qk_norm_by_head": False,
+    "qk_norm_after_rope": False,
+    "parallel_residual": None,
+    "residual_multiplier": 1.0,
+    "attn_logit_softcapping": None,
+    "chunked_attention": False,
+}
+"""The fields of these features -> the values of a plain layer."""
+
 Residual = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 
 

@@ -107,7 +107,8 @@ def load(args: argparse.Namespace) -> Any:
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     """What ``LLM`` takes beside the path, of the arguments of ``add_model_options``."""
     names = (*_SAME, "trust_remote_code", "trust_checkpoint")
-    named = {"adapters": getattr(args, "adapters", None), "template": _template(args.template)}
+    template = args.template and read_text(args.template, f"--template {args.template}")
+    named = {"adapters": getattr(args, "adapters", None), "template": template}
     return {**named, **{name: getattr(args, name) for name in names}}
 
 
@@ -144,7 +145,3 @@ def script_model(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     names = ("tp", "pp", "ep", "etp", "dtype", "trust_remote_code", "trust_checkpoint")
     same = {name: getattr(args, name) for name in names}
     return path, {"tokenizer": args.hf_model_path if args.megatron_model_path else None, **same}
-
-
-def _template(path: Path | None) -> str | None:
-    return None if path is None else read_text(path, f"--template {path}")

@@ -9,14 +9,14 @@ certain, and the record is refused: training on everything would look just as pl
 """
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron.bridge.data.media.references import ImageReference
-from megatron.bridge.data.records.formats import Chat
+from megatron.bridge.data.records.formats import Chat, Message
 from megatron.bridge.data.records.media_parts import as_parts
-from megatron.bridge.data.records.template_checks import unused_fields
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError, one_line
 from megatron.bridge.utils.resource_limits import limited
@@ -226,3 +226,48 @@ def _ambiguous(where: str, index: int, reason: str) -> UserError:
         f"{reason}: set dataset.split_turns=true (each answer becomes a sample, as at inference) or "
         f"dataset.train_on=last, or give a dataset.chat_template with {{% generation %}} marks"
     )
+
+
+RenderChat = Callable[[Chat], str]
+
+
+class UnusedField(NamedTuple):
+    """A field of a conversation that the template does not render."""
+
+    name: str
+    """``tools``, or the key of a message and its role."""
+    message: int | None
+    """Index of the message; None for the tools."""
+
+
+def unused_fields(chat: Chat, text: str, render: RenderChat) -> Iterator[UnusedField]:
+    """The fields of ``chat`` that leave no trace in ``text``.
+
+    Args:
+        chat: the conversation.
+        text: the conversation as the template renders it.
+        render: the template.
+    """
+    if chat.tools and _same(text, replace(chat, tools=None), render):
+        yield UnusedField("tools", None)
+    for index, message in enumerate(chat.messages):
+        for key, value in message.items():
+            rendered = isinstance(value, str) and value.strip() in text
+            if key == "role" or rendered or value in ([], {}):
+                continue
+            if _same(text, _without(chat, index, key), render):
+                yield UnusedField(f"{key} of role {message['role']}", index)
+
+
+def _same(text: str, shorter: Chat, render: RenderChat) -> bool:
+    try:
+        return render(shorter) == text
+    except UserError:  # the template cannot do without the field, so it reads it
+        return False
+
+
+def _without(chat: Chat, index: int, key: str) -> Chat:
+    message: Message = {name: value for name, value in chat.messages[index].items() if name != key}
+    if key == "content":
+        message["content"] = ""
+    return replace(chat, messages=[*chat.messages[:index], message, *chat.messages[index + 1 :]])

@@ -129,7 +129,8 @@ def content_part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, Mapping):
         # tables fill the keys of other parts with nulls
         part = {key: value for key, value in part.items() if value is not None}
-        kind = part.get("type") or ("text" if "text" in part else _kind_of(part))
+        untyped = "text" if "text" in part else "image" if any(key in part for key in _SOURCES) else "without type"
+        kind = part.get("type") or untyped
         if kind == "text" and isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
         if kind in _IMAGE_TYPES:
@@ -137,10 +138,6 @@ def content_part(part: Any, where: str) -> dict[str, Any]:
     if kind in _REFUSED:
         raise UserError(f"{where}: a content part of type {kind}: {_REFUSED[kind]} are not supported: remove it")
     raise UserError(f"{where}: a content part of type {kind} is neither text nor an image: remove it")
-
-
-def _kind_of(part: Mapping[str, Any]) -> str:
-    return "image" if any(key in part for key in _SOURCES) else "without type"
 
 
 def _raw(part: Mapping[str, Any], where: str) -> Any:

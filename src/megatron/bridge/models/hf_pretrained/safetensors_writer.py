@@ -65,7 +65,10 @@ def output_files_like(source: SafetensorsCheckpoint, tensors: TensorSpecs) -> li
         elif ours:
             layouts.append(_file(file, ours, metadata))
     rest = {name: item for name, item in tensors.items() if name not in placed}
-    return layouts + [_file(f"extra-{layout.name}", _items(layout), {}) for layout in new_output_files(rest)]
+    for layout in new_output_files(rest):
+        items = {name: (entry.dtype, entry.shape) for name, entry in layout.entries.items()}
+        layouts.append(_file(f"extra-{layout.name}", items, {}))
+    return layouts
 
 
 def new_output_files(tensors: TensorSpecs, shard_bytes: int = SHARD_BYTES) -> list[OutputFile]:
@@ -216,10 +219,6 @@ def _header_of(path: Path) -> bytes:
     with path.open("rb") as file:
         length = file.read(8)
         return length + file.read(int.from_bytes(length, "little"))
-
-
-def _items(layout: OutputFile) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    return {name: (entry.dtype, entry.shape) for name, entry in layout.entries.items()}
 
 
 def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -34,11 +34,11 @@ class Llama4Bridge(DecoderBridge):
         "moe_router_load_balancing_type": "aux_loss",
         "moe_apply_probs_on_input": True,
     }
-    # what lists of layers, which transformers always fills in, are made from; and what it does not read
-    irrelevant = dict.fromkeys(
-        ("interleave_moe_layer_step", "no_rope_layer_interval")
-        + ("output_router_logits", "router_jitter_noise", "for_llm_compressor")
-    )
+    # what transformers makes lists of layers from, which it always fills in; and what it does not read
+    irrelevant = {
+        **dict.fromkeys(("interleave_moe_layer_step", "no_rope_layer_interval")),
+        **dict.fromkeys(("output_router_logits", "router_jitter_noise", "for_llm_compressor")),
+    }
     weights = (
         ends(),
         attention(),

@@ -26,7 +26,7 @@ def costs(media: Media) -> list[int]:
     grids = _grids(media)
     if grids is not None:
         return [int(size) for size in grids.prod(-1)]
-    pixels = _pixels(media)
+    pixels = next(value for name, value in media.items() if name.startswith("pixel_values"))
     return [int(pixels[0].numel())] * len(pixels)
 
 
@@ -54,7 +54,3 @@ def can_share(media: Media) -> bool:
 
 def _grids(media: Media) -> Tensor | None:
     return next((value for name, value in media.items() if name.endswith("grid_thw")), None)
-
-
-def _pixels(media: Media) -> Tensor:
-    return next(value for name, value in media.items() if name.startswith("pixel_values"))

@@ -9,10 +9,9 @@ from torch import nn
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.vision import tower as towers
-from megatron.bridge.models.vision.dummy import dummy_media
 from megatron.bridge.models.vision.model import VisionGPTModel
 from megatron.bridge.models.vision.mrope import MultimodalRotary
-from megatron.bridge.models.vision.unused import unused_parameters
+from megatron.bridge.models.vision.tower import dummy_media, unused_parameters
 from megatron.bridge.utils.errors import UserError
 
 PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "image_newline")

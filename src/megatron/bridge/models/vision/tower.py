@@ -7,9 +7,11 @@ projectors are computed by the code that defines them. ``encode`` gives its feat
 
 import copy
 import inspect
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -20,6 +22,7 @@ from megatron.bridge.utils.errors import UserError
 
 _LANGUAGE = ("language_model", "text_model", "lm_head")
 _LISTS_OF_IMAGES = ("idefics3", "smolvlm")  # they take a list of images for each sample
+_LAYER = re.compile(r"\.layers?\.(\d+)\.")
 _IMAGE, _VIDEO = "get_image_features", "get_video_features"
 
 
@@ -121,3 +124,68 @@ def _flat(features: Any) -> tuple[Tensor, list[int]]:
     """[tokens, hidden] and how many tokens each image has."""
     parts = [part.flatten(0, -2) for part in features]
     return torch.cat(parts), [len(part) for part in parts]
+
+
+@cache
+def unused_parameters(tower: Any) -> frozenset[str]:
+    """Names of the parameters behind the last layer that features are taken from, and of pooling heads."""
+    names = [name for name, _ in tower.named_parameters()]
+    return frozenset(name for name in names if name.startswith("vision_tower.") and _is_unused(name, tower.config))
+
+
+def _is_unused(name: str, config: Any) -> bool:
+    if name.startswith(("vision_tower.head.", "vision_tower.vision_model.head.")):
+        return True  # SigLIP's pooling
+    taken = _layers_taken(config)
+    if taken is None:
+        return False
+    layer = _LAYER.search(name)
+    return "post_layernorm" in name or (layer is not None and int(layer[1]) >= taken)
+
+
+def _layers_taken(config: Any) -> int | None:
+    """How many layers of the tower features need; None for all of them, and what comes after."""
+    chosen = getattr(config, "vision_feature_layer", None)
+    if chosen is None:
+        return None
+    layers = config.vision_config.num_hidden_layers
+    wanted = [chosen] if isinstance(chosen, int) else list(chosen)
+    return max(layer if layer >= 0 else layers + 1 + layer for layer in wanted)
+
+
+def dummy_media(tower: Any) -> dict[str, Tensor]:
+    """Tensors of the smallest image, under the names of transformers' ``get_image_features``."""
+    config = tower.config
+    if hasattr(tower, "visual"):
+        return _patches(config.vision_config)
+    size = _size(config)
+    pixels = torch.ones(1, getattr(config.vision_config, "num_channels", 3), size, size)
+    if config.model_type == "mistral3":  # transformers fails with a single token
+        return {"pixel_values": pixels.repeat(1, 1, 1, 2), "image_sizes": torch.tensor([[size, 2 * size]])}
+    if config.model_type in ("llava_next", "llava_onevision"):
+        return _tiles(config, pixels)
+    return {"pixel_values": pixels}
+
+
+def _patches(vision: Any) -> dict[str, Tensor]:
+    merge = vision.spatial_merge_size
+    channels = getattr(vision, "in_channels", 3)
+    width = channels * vision.temporal_patch_size * vision.patch_size**2
+    return {"pixel_values": torch.ones(merge**2, width), "image_grid_thw": torch.tensor([[1, merge, merge]])}
+
+
+def _size(config: Any) -> int:
+    """Pixels along a side."""
+    vision = config.vision_config
+    if config.model_type == "mistral3":
+        return vision.patch_size * config.spatial_merge_size
+    return vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+
+
+def _tiles(config: Any, pixels: Tensor) -> dict[str, Tensor]:
+    """A square image, which needs one tile and a copy of the whole at the least."""
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    size = pixels.shape[-1]
+    count = image_size_to_num_patches([size, size], config.image_grid_pinpoints, size)
+    return {"pixel_values": pixels[:, None].expand(-1, count, -1, -1, -1), "image_sizes": torch.tensor([[size, size]])}

@@ -253,12 +253,9 @@ def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
 
 def _unknown(whole: Mapping[str, Any]) -> list[str]:
     """A phrase for each key, of the whole and of the vision config, that transformers' own class does not have."""
-    known = hf_config({"model_type": whole["model_type"], _VISION: _kind(whole)}).to_dict()
+    kind = {key: value for key, value in whole[_VISION].items() if key == "model_type"}
+    known = hf_config({"model_type": whole["model_type"], _VISION: kind}).to_dict()
     own = {key: value for key, value in whole.items() if key not in known}
     vision = {key: value for key, value in whole[_VISION].items() if key not in known[_VISION]}
     problems = unknown_keys((), vision, {**IRRELEVANT, **_HARMLESS_IN_VISION})
     return [*unknown_keys((), own, {**IRRELEVANT, **_HARMLESS}), *(f"{_VISION}: {line}" for line in problems)]
-
-
-def _kind(whole: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in whole[_VISION].items() if key == "model_type"}

@@ -189,13 +189,14 @@ def build_plan(
     found = _recomputed(entries or (), buffers, claimed)
     of_heads = {name for task in tasks if task.global_param_name in heads for name in task.mapping.hf_names}
     if entries is not None:
-        unbuilt = [] if left_out is None else left_out.tensors(_names(tasks), config.num_layers)
+        names = [task.global_param_name for task in tasks]
+        unbuilt = [] if left_out is None else left_out.tensors(names, config.num_layers)
         found += tuple(name for name in unbuilt if name in entries)
         needed = {name: None for name in claimed if name in entries or name not in of_heads}
         problems += _differences(tasks, needed, entries, ties, found)
         problems += _incomplete(unbuilt, entries)
     if problems:
-        raise UserError(_summary("the conversion plan does not close", problems))
+        raise UserError(f"the conversion plan does not close: {first_problems(problems)}")
     return Plan(tuple(tasks), ties, found, frozenset(again), frozenset(of_heads), replaced)
 
 
@@ -422,17 +423,9 @@ def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
         yield kind, found[0], f" ({len(found)} like this: {kind})" if len(found) > 1 else ""
 
 
-def _names(tasks: Iterable[WeightConversionTask]) -> list[str]:
-    return [task.global_param_name for task in tasks]
-
-
 def _incomplete(unbuilt: Sequence[str], entries: Mapping[str, TensorEntry]) -> list[str]:
     """What a checkpoint lacks that has some tensors of the layers that the model was built without."""
     missing = [name for name in unbuilt if name not in entries]
     if not missing or len(missing) == len(unbuilt):
         return []
     return [_SOME_MTP, *(f"tensor {name} is missing from the checkpoint" for name in missing)]
-
-
-def _summary(what: str, problems: Sequence[str]) -> str:
-    return f"{what}: {first_problems(problems)}"

@@ -56,7 +56,9 @@ class HFCopies(Callback):
         wanted = [it for it in hf_copy.missing(root) if hf_copy.copy_dir(root, it) not in self._failed]
         if not wanted:
             return True
-        source = _source(config.pretrained_checkpoint)
+        source = config.pretrained_checkpoint  # of the tokenizer and the other files
+        if source is not None and is_megatron_checkpoint(source):
+            source = None
         self._running = CopyProcess(root, wanted[0], source, config.trust_checkpoint)
         return False
 
@@ -79,8 +81,3 @@ class HFCopies(Callback):
 
 def _root(context: Run) -> Path:
     return Path(str(context.config.checkpoint.save))
-
-
-def _source(pretrained: str | None) -> str | None:
-    """The Hugging Face model that a run started from, if it did."""
-    return None if pretrained is None or is_megatron_checkpoint(pretrained) else pretrained

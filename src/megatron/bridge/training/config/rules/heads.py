@@ -67,3 +67,18 @@ def contrastive_training_has_negatives(config: RunConfig, world_size: int) -> It
         yield f"train.micro_batch_size={micro} with model.head=embedding: use 2 or more, the others are negatives"
     if not model.contrastive_temperature > 0:
         yield f"model.contrastive_temperature={model.contrastive_temperature}: must be above 0"
+
+
+def peft_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The PEFT method accepts its settings."""
+    if config.peft is not None:
+        yield from config.peft.problems()
+
+
+def peft_needs_pretrained_checkpoint(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Adapters need base weights."""
+    if config.peft is not None and config.checkpoint.pretrained_checkpoint is None:
+        yield (
+            f"peft is {type(config.peft).__name__}, but checkpoint.pretrained_checkpoint is not set: give the "
+            "weights to put the adapters on, a Megatron checkpoint or a Hugging Face directory"
+        )

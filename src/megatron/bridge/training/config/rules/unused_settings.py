@@ -127,7 +127,9 @@ NEEDS_BY_PREFIX = {
 def settings_have_effect(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of a feature that is off would be ignored."""
     for key, needed in (*NEEDS.items(), *_of_features(config)):
-        if value_of(config, key) != default_of(config, key) and not _holds(config, needed):
+        if value_of(config, key) != default_of(config, key) and not any(
+            _has(config, choice) for choice in needed.split(" or ")
+        ):
             yield f"{key}={value_of(config, key)} has no effect without {needed}: set that, too, or remove it"
 
 
@@ -139,10 +141,6 @@ def _of_features(config: RunConfig) -> Iterator[tuple[str, str]]:
             prefix = max((start for start in NEEDS_BY_PREFIX if key.startswith(start)), key=len, default=None)
             if prefix is not None and key != NEEDS_BY_PREFIX[prefix].partition("=")[0]:
                 yield key, NEEDS_BY_PREFIX[prefix]
-
-
-def _holds(config: RunConfig, needed: str) -> bool:
-    return any(_has(config, choice) for choice in needed.split(" or "))
 
 
 def _has(config: RunConfig, needed: str) -> bool:
