@@ -52,8 +52,7 @@ from typing import Any
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 
-from megatron.bridge.autotune.schedules import pipeline_of
-from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, short_pipeline
+from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, pipeline_of, short_pipeline
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 

@@ -10,8 +10,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.gpus import gpu
 from megatron.bridge.autotune.layers import layer_shape, layers_of
-from megatron.bridge.autotune.schedules import pipeline_of
 from megatron.bridge.autotune.time.kernels import Precision, Roofline
+from megatron.bridge.autotune.time.schedule import pipeline_of
 from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, Setting, operations_per_token, predict_step
 from megatron.bridge.autotune.time.work import LayerShape, Run
 from megatron.bridge.training.config import ConfigContainer

@@ -166,7 +166,8 @@ class _Unpickler(pickle.Unpickler):
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._names or _is_dtype(module, name) or self._is_state(module, name):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in self._names or is_dtype or self._is_state(module, name):
             return super().find_class(module, name)
         raise UntrustedPickleError(self._source, f"{module}.{name}")
 
@@ -176,7 +177,3 @@ class _Unpickler(pickle.Unpickler):
             return False
         found = super().find_class(module, name)
         return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, (dict, tuple)))
-
-
-def _is_dtype(module: str, name: str) -> bool:
-    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -14,10 +14,9 @@ from megatron.bridge.autotune.activations import ChunkCounts, LayerCounts, count
 from megatron.bridge.autotune.layers import layer_shape, layers_of
 from megatron.bridge.autotune.memory import optimizer_bytes, quantized_bytes
 from megatron.bridge.autotune.predict import roofline_of, setting_of
-from megatron.bridge.autotune.schedules import pipeline_of
 from megatron.bridge.autotune.search.candidate import NO_RECOMPUTE, Candidate
 from megatron.bridge.autotune.time.layer import layer_time
-from megatron.bridge.autotune.time.schedule import Pipeline
+from megatron.bridge.autotune.time.schedule import Pipeline, pipeline_of
 from megatron.bridge.autotune.time.simulate import PassTimes, bound
 from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, predict_step, stage_weights
 from megatron.bridge.autotune.time.work import LayerShape

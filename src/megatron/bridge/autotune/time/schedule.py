@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from megatron.bridge.training.config import ConfigContainer
+
 Kind = Literal["forward", "backward"]
 
 
@@ -112,3 +114,17 @@ def most_held(pipeline: Pipeline, stage: int, sizes: Sequence[float] | None = No
     weights = [1.0] * pipeline.chunks if sizes is None else sizes
     mixes = [held for _, _, held in distinct_moments(pipeline, stage)]
     return max(mixes, key=lambda held: sum(count * size for count, size in zip(held, weights, strict=True)))
+
+
+def pipeline_of(config: ConfigContainer, world_size: int) -> Pipeline:
+    """The schedule that a step of a config runs, whose layout has been checked."""
+    model, train = config.model, config.train
+    stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    microbatches = train.global_batch_size // (train.micro_batch_size * config.data_parallel_size(world_size))
+    return Pipeline(
+        stages=stages,
+        microbatches=max(microbatches, 1),
+        chunks=chunks,
+        group=(model.microbatch_group_size_per_vp_stage or stages) if chunks > 1 else 1,
+        overlap_experts=bool(model.overlap_moe_expert_parallel_comm),
+    )

@@ -19,11 +19,10 @@ _DTYPES = (torch.bfloat16, torch.float16)
 def is_supported(query: torch.Tensor) -> bool:
     """Whether the kernel accepts these queries [s, b, h, d]."""
     width = query.size(-1)
-    return query.is_cuda and query.dtype in _DTYPES and width % 8 == 0 and width <= 256 and _recent(query.device)
-
-
-def _recent(device: torch.device) -> bool:
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+    if not query.is_cuda or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    recent = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return recent and query.dtype in _DTYPES and width % 8 == 0 and width <= 256
 
 
 def supports_window(window: AttentionWindow) -> bool:

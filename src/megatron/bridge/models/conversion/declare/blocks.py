@@ -127,17 +127,14 @@ def mlp(
     gate, up, down = (f"{theirs}.{name}" for name in projections)
     if fused:
         name = "gate_up_proj" if fused is True else fused
-        fc1 = _fused_gated(f"{ours}.linear_fc1", f"{theirs}.{name}")
+        pairs = ((f"{ours}.linear_fc1.{kind}", f"{theirs}.{name}.{kind}") for kind in ("weight", "bias"))
+        fc1: Block = tuple(ConcatenatedGatedMLPMapping(*pair) for pair in pairs)
     else:
         fc1 = _gated(f"{ours}.linear_fc1", gate, up) if gated else linear(f"{ours}.linear_fc1", up, turned)
     block = (*fc1, *linear(f"{ours}.linear_fc2", down, turned))
     if norm:
         block += fused_norm("decoder.layers.*.pre_mlp_layernorm", f"{ours}.linear_fc1", f"{layers}.{norm}")
     return block
-
-
-def _fused_gated(ours: str, theirs: str) -> Block:
-    return tuple(ConcatenatedGatedMLPMapping(f"{ours}.{name}", f"{theirs}.{name}") for name in ("weight", "bias"))
 
 
 def _gated(ours: str, gate: str, up: str) -> Block:
