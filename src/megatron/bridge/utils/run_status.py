@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron.bridge.utils import json_lines, loss_curves
 from megatron.bridge.utils.config import yaml_text
-from megatron.bridge.utils.durations import remaining
 from megatron.bridge.utils.errors import UserError
 
 CONFIG = "run_config.yaml"
@@ -136,3 +135,17 @@ def _checkpoint(folder: Path, saved: str | None) -> str:
             at = datetime.fromtimestamp(tracker.stat().st_mtime)
             return f"step {tracker.read_text().strip()}, {at:%Y-%m-%d %H:%M}, in {root}"
     return "none yet" if saved else "the run saves none"
+
+
+def remaining(left: timedelta, now: datetime) -> str:
+    """The time until the end of a run, and the end in local time if that is more than a minute away.
+
+    Example:
+        >>> remaining(timedelta(hours=30), datetime(2026, 1, 2, 22, 15))
+        '1 day, 6:00:00 left, ends Sun Jan 4 04:15'
+    """
+    if left < timedelta(minutes=1):
+        return f"{left} left"
+    end = now + left
+    day = "" if end.date() == now.date() else f"{end:%a %b} {end.day} "
+    return f"{left} left, ends {day}{end:%H:%M}"

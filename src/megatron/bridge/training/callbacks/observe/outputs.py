@@ -19,8 +19,8 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils import json_lines
 from megatron.bridge.utils.atomic import refuse_unwritable, write_text
 from megatron.bridge.utils.console import console
-from megatron.bridge.utils.durations import remaining
 from megatron.bridge.utils.loss_curves import METRICS
+from megatron.bridge.utils.run_status import remaining
 
 
 class Output(Protocol):

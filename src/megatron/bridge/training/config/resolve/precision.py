@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 
-from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-from megatron.bridge.models.gpt_provider import drop_mtp_layers
-from megatron.bridge.models.hf_pretrained.hub import on_this_machine
 from megatron.bridge.training.config.blocks.mixed_precision import (
     MODEL_FIELDS,
     MixedPrecisionConfig,
@@ -97,27 +94,4 @@ def _set_grad_reduce(config: RunConfig, precision: MixedPrecisionConfig, finding
         findings.notes.append(
             f"ddp.grad_reduce_in_fp32={ddp.grad_reduce_in_fp32} is used instead of mixed_precision's "
             f"{precision.grad_reduce_in_fp32}"
-        )
-
-
-def derive_mtp_layers(config: RunConfig, findings: Findings) -> None:
-    """Drop the layers of multi-token prediction where the weights have none, whatever their config declares.
-
-    transformers drops them when it saves a model. A recipe's number gives way; one that the user typed is refused
-    later.
-    """
-    start = config.checkpoint.pretrained_checkpoint
-    folder = on_this_machine(start) if config.model.mtp_num_layers and start else None
-    if folder is None:
-        return
-    try:
-        missing = AutoBridge.from_hf_pretrained(folder).lacks_mtp_layers()
-    except UserError as error:
-        findings.problems.append(f"checkpoint.pretrained_checkpoint={start}: {error}")
-        return
-    if missing:
-        drop_mtp_layers(config.model)
-        findings.notes.append(
-            f"model.mtp_num_layers=None is used: checkpoint.pretrained_checkpoint={start} has no tensors of "
-            "multi-token prediction"
         )

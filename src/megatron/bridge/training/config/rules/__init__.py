@@ -23,7 +23,6 @@ from megatron.bridge.training.config.rules import (
     optimizers,
     overlap,
     packages,
-    peft,
     profiling,
     ranges,
     resiliency,
@@ -64,7 +63,7 @@ LOCAL_RULES: tuple[Rule, ...] = (
 )
 
 _MODULES = (
-    *(ranges, fields, layout, stages, experts, model, optimizers, schedule, peft, distill, dpo, heads, overlap, data),
+    *(ranges, fields, layout, stages, experts, model, optimizers, schedule, distill, dpo, heads, overlap, data),
     *(profiling, sharding, checkpoint, resiliency, exclusions, unused_settings),
 )
 RULES: tuple[Rule, ...] = tuple(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on models with a head."""
+"""Rules on models with a head, and on adapters."""
 
 from collections.abc import Iterator
 
