@@ -40,6 +40,7 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
         keys=_keys(attention),
         weights=whole - dispatched,
         expert_weights=dispatched // _local_experts(layer),
+        expert_biases=any(is_dispatched(path) and "bias" in path for path, _, _ in numbers),
         trained=sum(count for _, count, trained in numbers if trained) / max(whole, 1),
     )
 

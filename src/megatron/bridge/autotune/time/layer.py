@@ -80,6 +80,8 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     inner = 1.5 * shape.inner * run.tokens
     experts = 8 * run.chosen * run.hidden if shape.experts else 0.0
     experts += sum(1.5 * each.rows * run.chosen for each in shape.experts)
+    # Megatron-Core adds the output biases of experts one by one, in fp32 (TEGroupedMLP._apply_bias): 28 bytes a number
+    experts += 14 * run.chosen * run.hidden * shape.expert_biases
     casts = 0.0 if kernels.precision == "bf16" else 1.5 * sum(each.columns for each in shape.matrices) * run.tokens
     return kernels.moved((stream + inner + experts + casts) * run.number, kernels=8 + 40 * bool(shape.experts))
 

@@ -32,6 +32,7 @@ class LayerShape:
         keys: Width of the keys and values of a token, for context parallelism.
         weights: Parameters, those of experts left out.
         expert_weights: Parameters of one expert.
+        expert_biases: Whether experts have biases.
         trained: Part of the parameters that get gradients.
     """
 
@@ -46,6 +47,7 @@ class LayerShape:
     keys: int
     weights: int
     expert_weights: int
+    expert_biases: bool = False
     trained: float = 1.0
 
     def __hash__(self) -> int:

@@ -33,10 +33,6 @@ def _scaling(_: Any, config: Mapping[str, Any]) -> tuple[float | None, int | Non
     return config.get("attn_scale", 0.1), config.get("floor_scale", 8192)
 
 
-def _is_scaled(values: tuple[Any, Any], _: Any) -> bool:
-    return values[0] is not None
-
-
 def _listed(layers: list[int], config: Mapping[str, Any]) -> int | list[int]:
     count = config["num_hidden_layers"]
     if not layers or not set(layers) <= set(range(count)):
@@ -62,7 +58,7 @@ CHUNKS: tuple[Field, ...] = (
 """Layers in which tokens attend to those of their own chunk."""
 
 QUERY_GROWTH: tuple[Field, ...] = (
-    Field("attn_temperature_tuning", _SCALING, default=True, to=_scaling, back=_is_scaled),
+    Field("attn_temperature_tuning", _SCALING, default=True, to=_scaling, back=lambda it, _: it[0] is not None),
     Field("attn_scale", _SCALING, default=0.1, to=_scaling, back=lambda it, _: 0.1 if it[0] is None else it[0]),
     Field("floor_scale", _SCALING, default=8192, to=_scaling, back=lambda it, _: it[1] or 8192),
 )
