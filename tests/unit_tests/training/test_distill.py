@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3MoeConfig,
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.checkpoint.model_io import unwrap
-from megatron.bridge.data.pretraining.mock_config import MockGPTDataset
+from megatron.bridge.data.pretraining.mock_dataset import MockGPTDataset
 from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks import Callback

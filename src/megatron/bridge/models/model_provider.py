@@ -258,7 +258,8 @@ class ModelProvider(TransformerConfig):
             self.initialize_model_parallel(seed=0)
         process_groups.refuse_others(pg_collection)
         config = self.resolved()
-        hooks = [*self._pre_wrap_hooks, *_as_list(pre_wrap_hook)]
+        given = [pre_wrap_hook] if pre_wrap_hook is None or callable(pre_wrap_hook) else pre_wrap_hook
+        hooks = [*self._pre_wrap_hooks, *given]
         if any(isinstance(hook, PreWrapHook) and hook.fills_every_parameter for hook in hooks):
             config.perform_initialization = False  # not on ``self``: what is declared is reused without the hook
         chunks = run_hooks(hooks, config.build_chunks())
@@ -399,10 +400,6 @@ def _kind_of_sharding(ddp: DistributedDataParallelConfig, torch_fsdp: bool) -> C
     if torch_fsdp:
         return torch_fsdp2.TorchFSDP2Wrapper
     return megatron_fsdp.MegatronFSDPWrapper if ddp.use_megatron_fsdp else None
-
-
-def _as_list(hook: ModelHook | Iterable[ModelHook] | None) -> list[ModelHook | None]:
-    return [hook] if hook is None or callable(hook) else list(hook)
 
 
 def _wrap_data_parallel(

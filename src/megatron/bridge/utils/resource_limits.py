@@ -36,7 +36,7 @@ def limited(cpu_seconds: float = CPU_SECONDS, memory: int = MEMORY) -> Generator
         raise TimeoutError(f"it takes more than {cpu_seconds:.0f} s")
 
     before, (soft, hard) = signal.signal(signal.SIGVTALRM, interrupt), resource.getrlimit(resource.RLIMIT_AS)
-    wanted = _address_space() + memory
+    wanted = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + memory
     resource.setrlimit(resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard))
     signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
     try:
@@ -45,8 +45,3 @@ def limited(cpu_seconds: float = CPU_SECONDS, memory: int = MEMORY) -> Generator
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _address_space() -> int:
-    """Bytes of the address space of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -18,7 +18,7 @@ from megatron.bridge.data.config import (
     PreferenceDatasetConfig,
 )
 from megatron.bridge.data.loaders import build_iterators
-from megatron.bridge.data.pretraining.mock_config import MockGPTDataset
+from megatron.bridge.data.pretraining.mock_dataset import MockGPTDataset
 from megatron.bridge.data.preview.collect import preview
 from megatron.bridge.data.preview.render import to_console, to_html
 from megatron.bridge.data.records.encoding import TOO_LONG

@@ -4,9 +4,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Split, Splits
-from megatron.bridge.data.finetuning.builder import prepare_split
-from megatron.bridge.data.finetuning.rows import EpochRows
+from megatron.bridge.data.dataset_config import DatasetRequest, Splits
 from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig
 from megatron.bridge.data.records.chat_template import TrainOn
 from megatron.bridge.data.records.record_config import EncodingRules
@@ -83,30 +81,7 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
 
     def build(self, request: DatasetRequest) -> Splits:
         """Build datasets of rows with one pair each."""
-        from megatron.bridge.data.preference.preference_config import build_preference_datasets  # imports torch
+        from megatron.bridge.data.preference.builder import build_preference_datasets  # imports torch
 
         self.finalize()
         return build_preference_datasets(self, request)
-
-
-if TYPE_CHECKING:
-    from megatron.bridge.data.preference.preference_config import PreferenceDatasetConfig
-
-
-def build_preference_datasets(config: "PreferenceDatasetConfig", request: DatasetRequest) -> Splits:
-    """Build datasets of the requested sizes. Only the training data is shuffled.
-
-    Raises:
-        UserError: a source is missing or has a wrong record, no pair is left, or answers with a label have
-            only one prompt.
-    """
-
-    def dataset(split: Split, size: int) -> EpochRows | None:
-        prepared = prepare_split(config, split, request.tokenizer) if size else None
-        if prepared is None:
-            return None
-        rows = config.rows(prepared.samples, request.tokenizer.eod)
-        seed = config.seed if split == "train" else None
-        return EpochRows(rows, size, seed, prepared.report, prepared.name)
-
-    return Splits(*map(dataset, SPLITS, request.sizes))

@@ -29,7 +29,6 @@ class Llama4Bridge(DecoderBridge):
         **DROPLESS,
         "rotary_interleaved": True,
         "add_bias_linear": False,
-        "chunked_attention": True,
         "moe_router_score_function": "sigmoid",
         "moe_router_load_balancing_type": "aux_loss",
         "moe_apply_probs_on_input": True,

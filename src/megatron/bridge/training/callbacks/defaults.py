@@ -6,17 +6,15 @@ from collections.abc import Iterable
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.core.data_position import DataPosition
 from megatron.bridge.training.callbacks.core.evaluation import Evaluation
-from megatron.bridge.training.callbacks.core.exit import ExitInterval
+from megatron.bridge.training.callbacks.core.exit import ExitInterval, ParamGather
 from megatron.bridge.training.callbacks.core.garbage_collection import GarbageCollection
 from megatron.bridge.training.callbacks.core.hf_copies import HFCopies
-from megatron.bridge.training.callbacks.core.param_gather import ParamGather
 from megatron.bridge.training.callbacks.core.run_lock import RunLock
 from megatron.bridge.training.callbacks.core.run_metadata import RunMetadata
 from megatron.bridge.training.callbacks.core.saving import CheckpointSaving
 from megatron.bridge.training.callbacks.guard.hang_detection import HangDetection
-from megatron.bridge.training.callbacks.guard.nan_guard import NaNGuard
 from megatron.bridge.training.callbacks.guard.preemption import Preemption
-from megatron.bridge.training.callbacks.guard.rerun import Rerun, SkipBatches
+from megatron.bridge.training.callbacks.guard.rerun import NaNGuard, Rerun, SkipBatches
 from megatron.bridge.training.callbacks.guard.straggler_detection import StragglerDetection
 from megatron.bridge.training.callbacks.observe.data_preview import DataPreview
 from megatron.bridge.training.callbacks.observe.logging import Logging

@@ -483,13 +483,9 @@ def _value_at(config: Any, key: str) -> Any:
     return value
 
 
-def _same(left: Any, right: Any) -> bool:
-    return left is right or repr(left) == repr(right) or bool(left == right)
-
-
 def _holds(now: Any, given: Any) -> bool:
     """Whether ``now`` is what was given; of a block that was given whole, a None may have been derived."""
-    if _same(now, given):
+    if now is given or repr(now) == repr(given) or bool(now == given):
         return True
     if not is_group(given) or type(now) is not type(given):
         return False

@@ -75,7 +75,8 @@ def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
 @torch.no_grad()
 def run_hf(model: Any, ids: Tensor) -> ModelOutputs:
     """Run a transformers model on token ids [rows, sequence]."""
-    layers = model.get_decoder().layers
+    # the outermost list of modules; architectures have other names for it than ``layers``
+    layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     hidden: dict[str, Tensor] = {}
 
     def keep_embedding(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

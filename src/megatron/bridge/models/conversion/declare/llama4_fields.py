@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bridge.backends.specs.layer_specs import moe_pattern
-from megatron.bridge.models.conversion.declare.decoder_fields import WINDOW
 from megatron.bridge.models.conversion.declare.fields import Field
 from megatron.bridge.utils.errors import UserError
 
@@ -24,6 +23,16 @@ def _chunked(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
 
 def _chunked_back(layers: Any, provider: Any) -> list[str]:
     return [_KINDS[layer] for layer in layers or [0] * provider.num_layers]
+
+
+def _chunk(size: int | None, _: Any) -> tuple[tuple[int, int] | None, bool]:
+    if size is not None and size < 1:
+        raise UserError(f"attention_chunk_size={size} must be at least 1, or null for whole sequences")
+    return None if size is None else (size - 1, 0), size is not None
+
+
+def _chunk_back(values: tuple[Any, bool], _: Any) -> int | None:
+    return values[0] and values[0][0] + 1
 
 
 def _scaling(_: Any, config: Mapping[str, Any]) -> tuple[float | None, int | None]:
@@ -52,7 +61,7 @@ def _single(count: int, _: Any) -> int:
 
 
 CHUNKS: tuple[Field, ...] = (
-    Field("attention_chunk_size", "window_size", default=8192, to=WINDOW.to, back=WINDOW.back),
+    Field("attention_chunk_size", ("window_size", "chunked_attention"), default=8192, to=_chunk, back=_chunk_back),
     Field("layer_types", "window_attn_skip_freq", to=_chunked, back=_chunked_back),
 )
 """Layers in which tokens attend to those of their own chunk."""

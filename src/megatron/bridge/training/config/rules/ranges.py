@@ -46,6 +46,7 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
         *("checkpoint.save_interval", "checkpoint.non_persistent_save_interval", "straggler.interval"),
         *("logger.sample_interval", "logger.sample_max_new_tokens"),
         *("model.microbatch_group_size_per_vp_stage", "model.max_position_embeddings", "model.num_labels"),
+        "model.query_scaling_length",
         *("model.moe_router_num_groups", "model.moe_latent_size", "model.moe_shared_expert_intermediate_size"),
         *("model.moe_shared_expert_glu_interleave_size", "model.moe_mlp_glu_interleave_size"),
         *("model.moe_flex_dispatcher_num_sms", "model.moe_deepep_num_sms", "model.moe_hybridep_num_sms"),

@@ -15,6 +15,8 @@ NEEDS = {
     "tokenizer.tokenizer_model": HF_TOKENIZER,
     "tokenizer.trust_remote_code": HF_TOKENIZER,
     "model.rope_scaling_factor": "model.rope_scaling",
+    "model.query_scaling_length": "model.query_scaling_beta",
+    "model.chunked_attention": "model.window_size",
     "model.position_offset": "model.position_embedding_type=learned_absolute",
     "scheduler.lr_wsd_decay_style": WSD,
     "scheduler.lr_wsd_decay_iters": WSD,
