@@ -16,3 +16,5 @@ def _collect() -> dict[str, Row]:
 
 
 ROWS = _collect()
+ONE_FOR_EACH = {row.model: row for row in reversed(ROWS.values())}
+"""The first row of each architecture."""

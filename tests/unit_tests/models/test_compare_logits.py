@@ -3,20 +3,16 @@
 
 import pytest
 import torch
-import transformers
 
 from megatron.bridge.models.conversion.check import compare_logits
 from tests.families.own_models import model_class
-from tests.families.rows import ROWS
-
-ONE_FOR_EACH = {str(row.model): row for row in reversed(ROWS.values())}
+from tests.families.rows import ONE_FOR_EACH
 
 
 @pytest.mark.parametrize("model", sorted(ONE_FOR_EACH))
 def test_the_output_of_every_layer_is_recorded(model):
     row = ONE_FOR_EACH[model]
-    found = model_class(row.model)
-    kind = getattr(transformers, found) if isinstance(found, str) else found
+    kind = model_class(row.model)
     built = kind(kind.config_class(**row.config)).eval()
     hidden = compare_logits.run_hf(built, torch.arange(24)[None]).hidden
     layers = built.config.get_text_config().num_hidden_layers

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -70,8 +69,7 @@ def with_even_counts(dispatch):
 
 
 def built(row):
-    found = model_class(row.model)
-    kind = getattr(transformers, found) if isinstance(found, str) else found
+    kind = model_class(row.model)
     config = kind.config_class(**row.config)
     config.architectures = [kind.__name__]
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)

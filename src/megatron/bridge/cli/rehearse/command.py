@@ -112,7 +112,7 @@ def _write_plan(folder: Path, job: Job, small: toy_config.Toy, steps: int, step_
 
 
 def _without_out_of_range_tokens(hf_config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Unset special tokens beyond the toy's vocabulary, which transformers refuses."""
+    """Move or unset special tokens beyond the toy's vocabulary, which transformers refuses."""
     if hf_config is None:
         return None
 
@@ -121,7 +121,8 @@ def _without_out_of_range_tokens(hf_config: dict[str, Any] | None) -> dict[str, 
         return key.endswith("_token_id") and any(number is not None and number >= limit for number in numbers)
 
     limit = hf_config["vocab_size"]
-    return {key: None if is_out_of_range(key, value) else value for key, value in hf_config.items()}
+    inside = {"bos_token_id": 0, "eos_token_id": 0}  # not every architecture can do without these
+    return {key: inside.get(key) if is_out_of_range(key, value) else value for key, value in hf_config.items()}
 
 
 def _results(folder: Path) -> Iterator[dict[str, Any]]:

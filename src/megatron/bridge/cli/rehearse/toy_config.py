@@ -147,25 +147,26 @@ def _shrink_widths(model: Any, dimensions: ParallelDimensions) -> None:
     each = model.num_attention_heads // groups
     heads = 8 if not padded else 3 * each
     kept = {1: 1, model.num_attention_heads: heads}.get(groups, 4)
-    width = HIDDEN_SIZE if HIDDEN_SIZE % heads == 0 else heads * HEAD_DIM  # transformers requires a multiple
-    # in transformers the norm over all heads has the size of the hidden state
-    head = width // heads if model.qk_norm_across_heads else HEAD_DIM
     # a list of factors of RoPE has half as many as the head size
     has_factors = any(isinstance(value, list) for value in (model.rope_parameters or {}).values())
-    keeps_heads = model.multi_latent_attention or has_factors
+    head = model.kv_channels if model.multi_latent_attention or has_factors else model.kv_channels and HEAD_DIM
+    # not every architecture in transformers can say a head size other than the quotient
+    quotient = model.hidden_size // model.num_attention_heads
+    divides = not model.multi_latent_attention and model.kv_channels in (None, quotient)
+    width = heads * (head or HEAD_DIM) if divides or HIDDEN_SIZE % heads else HIDDEN_SIZE
     values: dict[str, Any] = {
         "hidden_size": width,
         "ffn_hidden_size": model.ffn_hidden_size and 2 * width,
         "num_attention_heads": heads,
         "num_query_groups": model.num_query_groups and (3 if padded else kept),
-        "kv_channels": model.kv_channels if keeps_heads else head,
+        "kv_channels": head,
         "make_query_groups_divisible_by": dimensions.tensor if padded else 1,
         "seq_length": SEQ_LENGTH,
     }
     values |= (
         _moe_sizes(model, dimensions)
         | _mla_sizes(model)
-        | _state_space_sizes(model, dimensions)
+        | _state_space_sizes(model, dimensions, width)
         | _heterogeneous_blocks(model, heads)
     )
     for name, value in values.items():
@@ -202,21 +203,21 @@ def _mla_sizes(model: Any) -> dict[str, Any]:
     return {name: size for name, size in sizes.items() if getattr(model, name)}
 
 
-def _state_space_sizes(model: Any, dimensions: ParallelDimensions) -> dict[str, Any]:
+def _state_space_sizes(model: Any, dimensions: ParallelDimensions, width: int) -> dict[str, Any]:
     """Sizes of Mamba and gated-delta-net layers with enough heads and groups for every rank."""
     ranks = dimensions.tensor * dimensions.context
     if hasattr(model, _HYBRID_PATTERN):
         groups = max(dimensions.tensor, min(model.mamba_num_groups, 2))
+        heads = max(8, 2 * ranks)
         return {
-            "mamba_num_heads": max(8, 2 * ranks),
-            "mamba_head_dim": 8,
+            "mamba_num_heads": heads,
+            "mamba_head_dim": 2 * width // heads,  # transformers expands the hidden size twice
             "mamba_state_dim": 16,
             "mamba_num_groups": groups,
             "mamba_chunk_size": 16,
         }
     if model.mamba_layers is not None:
-        # a quarter of the hidden size for each head, as transformers expands it twice
-        return {"mamba_num_heads": 8, "mamba_head_dim": HIDDEN_SIZE // 4, "mamba_state_dim": 16}
+        return {"mamba_num_heads": 8, "mamba_head_dim": width // 4, "mamba_state_dim": 16}
     if model.experimental_attention_variant is None:
         return {}
     return {

@@ -21,10 +21,10 @@ _OWN = (
 )
 
 
-def _same_width(width: int | None, config: Mapping[str, Any]) -> tuple[()]:
+def _same_width(width: int | None, config: Mapping[str, Any]) -> int:
     if width not in (None, config["hidden_size"]):
         raise UserError(f"word_embed_proj_dim={width} must be hidden_size={config['hidden_size']}")
-    return ()
+    return config["hidden_size"]
 
 
 @register_bridge("OPTForCausalLM", model_type="opt")
@@ -35,7 +35,7 @@ class OPTBridge(DecoderBridge):
         *(field for field in override(DENSE, *_OWN) if field.hf not in _ABSENT),
         Field("dropout", "hidden_dropout", default=0.1),
         Field("enable_bias", "add_bias_linear", default=True),
-        Field("word_embed_proj_dim", (), default=None, to=_same_width, back=lambda _, provider: provider.hidden_size),
+        Field("word_embed_proj_dim", "hidden_size", default=None, to=_same_width),
     )
     fixed = {
         **LAYER_NORM_LIKE,
