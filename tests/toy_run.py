@@ -171,13 +171,13 @@ class Record(Callback):
         ]
 
 
-def run_toy(config_arguments, forward_step=gpt_forward_step):
+def run_toy(config_arguments, forward_step=gpt_forward_step, callbacks=()):
     """Train the toy on this rank, from weights that depend on their names only."""
     config = toy_config(**config_arguments)
     config.model.register_pre_wrap_hook(initialize_by_name)
     record = Record()
     try:
-        pretrain(config, forward_step, [record])
+        pretrain(config, forward_step, [record, *callbacks])
     finally:
         parallel_state.destroy_model_parallel()
     return record

@@ -103,6 +103,10 @@ STAGES = (
     ),
     Stage("h", "transformer_engine", "Transformer Engine in bf16 and FP8, if it is installed", 120, 180),
     Stage("i", "conversion", "loading and exporting a Hugging Face model, and copies from host to device", 60, 90),
+    Stage(
+        "k", "graphs", "Llama 3.2 1B without CUDA graphs, with those of layers, with one of a step", 120, 180,
+        (at_most("largest difference of losses", 1e-3),),
+    ),
     Stage("j", "profile", "one step: the ten longest kernels and the time without any", 60, 90),
 )  # fmt: skip
 

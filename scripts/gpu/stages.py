@@ -251,6 +251,27 @@ def transformer_engine(size: str, out: Path) -> None:
         torch.cuda.empty_cache()
 
 
+def graphs(size: str, out: Path) -> None:
+    """The same steps without CUDA graphs and with both kinds."""
+    if DEVICE != "cuda":
+        emit({"skipped": "CUDA graphs need a GPU"})
+        return
+    import pretrain_gpu
+
+    figures: dict[str, Any] = {}
+    losses: list[float] = []
+    for kind in ("none", "local", "full_iteration"):
+        config = pretrain_gpu.bridge_config(pretrain_arguments(size))
+        config.model.cuda_graph_impl = kind
+        found = measure_run(config, size)
+        losses.append(found["loss"])
+        figures |= {f"{kind}: {key}": value for key, value in found.items()}
+        figures["largest difference of losses"] = max(abs(loss - losses[0]) for loss in losses)
+        emit(figures)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 # ---------------------------------------------------------------------------------------- checkpoints and files
 
 
@@ -395,7 +416,7 @@ STAGES: dict[str, Callable[[str, Path], None]] = {
     **{
         function.__name__: function
         for function in (
-            families, pretrain, lora, packed, experts, resume, transformer_engine, conversion, profile,
+            families, pretrain, lora, packed, experts, resume, transformer_engine, graphs, conversion, profile,
         )
     },
 }  # fmt: skip

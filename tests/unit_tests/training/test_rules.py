@@ -398,6 +398,11 @@ CASES = {
         2,
         ["tp_comm_overlap=True", "tensor_model_parallel_size=2 and sequence_parallel=False"],
     ),
+    "cuda_graphs_fit": (
+        {"model.cuda_graph_impl": "full_iteration", "model.mtp_num_layers": 1, "logger.timing_log_level": 1},
+        1,
+        ["model.cuda_graph_impl=full_iteration needs", "mtp_num_layers=null", "timing_log_level=0"],
+    ),
     "expert_overlap_fits": (
         {"model.overlap_moe_expert_parallel_comm": True, "model.recompute_granularity": "full", PP: 2},
         2,

@@ -258,6 +258,8 @@ class ModelProvider(TransformerConfig):
             self.initialize_model_parallel(seed=0)
         process_groups.refuse_others(pg_collection)
         config = self.resolved()
+        if not wrap_with_ddp:
+            config.cuda_graph_impl = "none"  # of training steps
         given = [pre_wrap_hook] if pre_wrap_hook is None or callable(pre_wrap_hook) else pre_wrap_hook
         hooks = [*self._pre_wrap_hooks, *given]
         if any(isinstance(hook, PreWrapHook) and hook.fills_every_parameter for hook in hooks):
@@ -296,7 +298,7 @@ class ModelProvider(TransformerConfig):
             self.initialize_model_parallel(seed=0)
         # parameters have the same names and shapes under any backend; this one leaves the device to the context
         plain = copy.copy(self.declared)
-        plain.backend, plain.use_cpu_initialization = "torch", True
+        plain.backend, plain.use_cpu_initialization, plain.cuda_graph_impl = "torch", True, "none"
         config = plain.resolved()
         config.perform_initialization = False  # there is nothing to fill, and it took most of the time
         config._declared = self.declared

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.bridge.training.state import BatchIterator, Progress, Run, StepResult
+from megatron.bridge.training.step import cuda_graphs
 from megatron.bridge.training.step.aux_losses import add_mtp_losses, collect_mtp_losses, router_losses
 from megatron.bridge.training.step.loss_function import checked
 from megatron.bridge.training.step.losses import LossReport, mean_losses
@@ -17,6 +17,7 @@ from megatron.bridge.training.step.losses import LossReport, mean_losses
 def train(run: Run) -> Progress:
     """Train until ``train.train_iters``, or until a callback sets ``run.stop_reason``."""
     with ExitStack() as cleanup:
+        cleanup.callback(cuda_graphs.release, run)
         for callback in run.callbacks:
             cleanup.callback(callback.close, run)
         try:
@@ -57,9 +58,8 @@ def forward_backward(run: Run, batches: list[BatchIterator], forward_only: bool 
     """
     config = run.config
     samples = config.train.global_batch_size if forward_only else run.batch_size
-    schedule = cast(Any, get_forward_backward_func())  # one of three functions that take the same keywords
     with collect_mtp_losses() as mtp_losses:
-        reports = schedule(
+        reports = run.schedule(
             forward_step_func=checked(run.forward_step, config.model.calculate_per_token_loss),
             data_iterator=batches,
             model=run.model,

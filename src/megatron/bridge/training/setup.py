@@ -31,7 +31,7 @@ from megatron.bridge.training.evaluation import iterators_per_chunk
 from megatron.bridge.training.initialize.freezing import freezing_hook
 from megatron.bridge.training.initialize.parallel_sizes import ParallelSizes
 from megatron.bridge.training.initialize.peft import adapting_hook
-from megatron.bridge.training.initialize.rng import seed_everything
+from megatron.bridge.training.initialize.rng import prepare_tracker, seed_everything
 from megatron.bridge.training.optim.optimizer import build_optimizer
 from megatron.bridge.training.optim.scheduler import build_scheduler
 from megatron.bridge.training.resiliency import fault_tolerance
@@ -179,6 +179,7 @@ def initialize(config: ConfigContainer, **groups: Any) -> None:
         tokens = config.dataset.seq_length * config.train.micro_batch_size // config.model.context_parallel_size
         settings = config.comm_overlap.tp_comm_overlap_cfg if config.comm_overlap else None
         user_buffers.initialize_user_buffers(config.model, tokens, settings)
+    prepare_tracker(config.model)
     seed_everything(config.rng)
 
 

@@ -19,6 +19,7 @@ from megatron.bridge.checkpoint.nvrx_writer import NvrxAsyncSaver
 from megatron.bridge.data.loaders import Iterators
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.batch_size import BatchSize
+from megatron.bridge.training.step.cuda_graphs import schedule_of
 from megatron.bridge.training.step.losses import LossReport, LossTotals
 from megatron.bridge.utils.config.origins import Origins
 
@@ -152,6 +153,11 @@ class Run:
             return False
         step = self.progress.step
         return step // interval > (step - 1 - self.skipped_before) // interval
+
+    @cached_property
+    def schedule(self) -> Callable[..., Any]:
+        """Megatron-Core's schedule: one of three functions that take the same keywords, or its CUDA graph."""
+        return schedule_of(self.config.model)
 
     @cached_property
     def _batch_size(self) -> BatchSize:

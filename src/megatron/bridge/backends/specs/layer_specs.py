@@ -401,6 +401,7 @@ def _use_cpu_kernels(config: TransformerConfig, use: _Use) -> None:
         use(field, False, reason)
     if config.moe_token_dispatcher_type == "flex":  # for plans of runs on GPUs: a run here is refused
         use("moe_token_dispatcher_type", "alltoall", "there is no CUDA")
+    use("cuda_graph_impl", "none", "there is no CUDA")
     fuses = eager.fuses_activation(config)
     use("bias_activation_fusion", fuses, "only SwiGLU of dense layers has a fused form on CPUs")
     eager.install()

@@ -88,7 +88,7 @@ SAME_NAMES = {
 """Group -> fields whose argument has their name (``inprocess_`` and ``fim_`` are prefixes)."""
 
 LISTS = (
-    "hierarchical_context_parallel_sizes iterations_to_skip offload_modules profile_ranks "
+    "cuda_graph_modules hierarchical_context_parallel_sizes iterations_to_skip offload_modules profile_ranks "
     "rampup_batch_size recompute_modules"
 )
 """Fields that take a list even of one value."""
@@ -113,10 +113,8 @@ IMPLIED = {
 """Why an argument needs no setting -> such arguments."""
 
 MISSING = {
-    "CUDA graphs are not available in this version": (
-        "cuda-graph-impl cuda-graph-modules cuda-graph-warmup-steps cuda-graph-retain-backward-graph "
-        "cuda-graph-scope cuda-graph-use-single-mempool enable-cuda-graph external-cuda-graph optimizer-cuda-graph"
-    ),
+    "use --cuda-graph-impl and --cuda-graph-modules": "cuda-graph-scope enable-cuda-graph external-cuda-graph",
+    "CUDA graphs leave the optimizer out in this version": "optimizer-cuda-graph",
     "checkpoints have one format here, torch_dist, and resume under every layout": (
         "ckpt-* async-strategy dist-ckpt-* no-ckpt-fully-parallel-save no-ckpt-load-validate-sharding-integrity "
         "distrib-optim-fully-reshardable-mem-efficient use-persistent-ckpt-worker async-ckpt-* "

@@ -7,8 +7,20 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.random import convert_cuda_rng_state, initialize_rng_tracker
 
+from megatron.bridge.backends.specs import layer_specs
 from megatron.bridge.training.config import RNGConfig
+
+
+def prepare_tracker(model: Any) -> None:
+    """Let Megatron-Core keep its random states as generators if ``model`` is captured in CUDA graphs.
+
+    A graph holds the generators that were there at its capture, and advances them at each replay.
+    """
+    graphs = model.cuda_graph_impl != "none"
+    engine = graphs and layer_specs.resolve_backend(model.backend) == "transformer_engine"
+    initialize_rng_tracker(use_te_rng_tracker=engine, use_cudagraphable_rng=graphs, force_reset=True)
 
 
 def seed_everything(rng: RNGConfig, step: int = 0) -> None:
@@ -32,7 +44,7 @@ def random_states() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "tracker": _tracker().get_states(),
+        "tracker": {name: convert_cuda_rng_state(state) for name, state in _tracker().get_states().items()},
     }
 
 
@@ -41,7 +53,13 @@ def set_random_states(states: dict[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["torch"])
-    _tracker().set_states(states["tracker"])
+    generators = _tracker().get_states()
+    _tracker().set_states({name: _restored(generators.get(name), state) for name, state in states["tracker"].items()})
+
+
+def _restored(current: Any, state: torch.Tensor) -> Any:
+    """``state`` as the tracker keeps it: in the generator that a captured graph holds, or as a tensor."""
+    return current.set_state(state) if isinstance(current, torch.Generator) else state
 
 
 def _tracker() -> Any:

@@ -34,6 +34,9 @@ def check_requirements(config: RunConfig, findings: Findings) -> None:
     _check_flex_dispatcher(config, findings)
     if config.ddp.nccl_ub and not findings.hardware.cuda:
         findings.lacking("ddp.nccl_ub=True needs NCCL, and this machine has no GPU", "switch it off")
+    graphs = config.model.cuda_graph_impl
+    if graphs != "none" and not findings.hardware.cuda:
+        findings.lacking(f"model.cuda_graph_impl={graphs} needs a GPU, and this machine has none", "use none")
     _check_optimizer(config, findings)
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from megatron.bridge.training.config.rules import (
     checkpoint,
+    cuda_graphs,
     data,
     distill,
     dpo,
@@ -64,7 +65,7 @@ LOCAL_RULES: tuple[Rule, ...] = (
 
 _MODULES = (
     *(ranges, fields, layout, stages, experts, model, optimizers, schedule, distill, dpo, heads, overlap, data),
-    *(profiling, sharding, checkpoint, resiliency, exclusions, unused_settings),
+    *(profiling, cuda_graphs, sharding, checkpoint, resiliency, exclusions, unused_settings),
 )
 RULES: tuple[Rule, ...] = tuple(
     rule for rule in _rules_of(_MODULES) if rule not in SIZE_RULES and rule not in LOCAL_RULES

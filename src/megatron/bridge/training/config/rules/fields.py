@@ -13,13 +13,12 @@ from megatron.bridge.utils.config.serialize import phantom_attributes
 
 _ABSENT = "not available in this version, leave it unset"
 _CORE_ENGINE = "a setting of Megatron-Core's inference engine, which is not used here: unset it"
-_GRAPHS = "CUDA graphs are not available in this version (their random states could not be saved): unset it"
 _DEAD = (
     *("model.gtp_weight_remat_size", "model.tensor_parallel_num_weight_shards"),
     *("model.expert_gtp_weight_remat_size", "model.expert_tensor_parallel_num_weight_shards"),
     *("model.pipeline_model_parallel_comm_backend", "model.hybrid_context_parallel", "model.qk_clip"),
     *("model.log_max_attention_logit", "model.moe_per_layer_logging", "model.mtp_hybrid_override_pattern"),
-    *("model.use_grouped_gemm_for_dense_mlp", "model.use_te_rng_tracker", "model.cuda_graph_use_single_mempool"),
+    *("model.use_grouped_gemm_for_dense_mlp", "model.use_te_rng_tracker"),
 )
 _OF_CORE_ENGINE = (
     *("flash_decode", "nccl_all_reduce_for_prefill", "symmetric_ar_type", "use_inference_optimized_layers"),
@@ -32,8 +31,8 @@ UNAVAILABLE = {
     "tensor_inspect": _ABSENT,
     **dict.fromkeys(_DEAD, _ABSENT),
     **{f"model.{name}": _CORE_ENGINE for name in _OF_CORE_ENGINE},
-    **{f"model.{name}": _GRAPHS for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")},
-    "optimizer.optimizer_cuda_graph": _GRAPHS,
+    **dict.fromkeys(("model.enable_cuda_graph", "model.external_cuda_graph"), "use model.cuda_graph_impl=local"),
+    "optimizer.optimizer_cuda_graph": _ABSENT,
     # Megatron-Core declares these and never reads them
     "model.apply_residual_connection_post_layernorm": "never read, use model.norm_placement",
     "model.disable_bf16_reduced_precision_matmul": "never read, set "

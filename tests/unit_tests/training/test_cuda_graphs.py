@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs: replayed steps, what is captured, what is refused, and random states."""
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.transformer import cuda_graphs as core_graphs
+
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.config import DistributedDataParallelConfig, LoggerConfig
+from megatron.bridge.training.initialize.rng import random_states, set_random_states
+from megatron.bridge.utils.errors import UserError
+from tests import recorded_graph
+from tests.toy_run import SEQUENCE, run_toy, toy_config
+from tests.workers import leave
+
+LENGTHS = {"train": {"train_iters": 8}}
+
+
+class CaptureAfter(Callback):
+    """Turns graphs on after the model was built, because a machine without a GPU refuses them."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_train_start(self, context):
+        context.config.model.cuda_graph_impl = "full_iteration"
+        context.config.model.cuda_graph_warmup_steps = self.steps
+
+
+def test_replayed_steps_equal_usual_steps(monkeypatch):
+    """Training is captured in step 3, and validation in its third call, the test; a second run captures anew."""
+    usual = run_toy(LENGTHS)
+    graphs = recorded_graph.install(monkeypatch)
+    for run in range(1, 3):
+        found = run_toy(LENGTHS, callbacks=[CaptureAfter(2)])
+        assert found.numbers == usual.numbers
+        assert [graph.replays for graph in graphs] == run * [6, 1]
+    assert FullCudaGraphWrapper.cuda_graph == {"training": None, "validation": None}
+
+
+def test_a_number_that_the_host_reads_cannot_be_captured(monkeypatch):
+    recorded_graph.install(monkeypatch)
+    check = {"ddp": DistributedDataParallelConfig(check_for_nan_in_grad=True)}
+    try:
+        with pytest.raises(RuntimeError, match="the host waits"):
+            run_toy(LENGTHS | check, callbacks=[CaptureAfter(2)])
+    finally:
+        leave()
+
+
+@pytest.fixture
+def graph_safe_tracker():
+    """Megatron-Core's tracker as it is for graphs; its states are those of the CPU."""
+    toy_config().model.initialize_model_parallel(seed=1)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.use_cudagraphable_rng = True
+    yield tracker
+    tracker.use_cudagraphable_rng = False
+    core_graphs._CudagraphGlobalRecord._disable_saved_tensors_observer()
+    core_graphs._CudagraphGlobalRecord.cudagraph_record.clear()
+    leave()
+
+
+def test_layers_ask_to_be_captured_in_their_order(graph_safe_tracker, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    config = toy_config(model={"num_layers": 2}).model.resolved()
+    config.cuda_graph_impl = "local"
+    (chunk,) = config.build_chunks()
+    tokens = torch.arange(SEQUENCE)[None]
+    chunk(tokens, tokens, None).sum().backward()
+    record = core_graphs._CudagraphGlobalRecord.cudagraph_record
+    order = [(runner.base_module.layer_number, kind) for runner, kind, *_ in record]
+    assert order == [(1, "fwd"), (2, "fwd"), (2, "bwd"), (1, "bwd")]
+
+
+def test_random_states_stay_in_the_generators_that_a_graph_holds(graph_safe_tracker, monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    monkeypatch.setattr(graph_safe_tracker, "states_", {"model-parallel-rng": generator})
+    states = random_states()
+    assert isinstance(states["tracker"]["model-parallel-rng"], torch.Tensor)
+    drawn = torch.rand(3, generator=generator)
+    set_random_states(states)
+    assert graph_safe_tracker.states_["model-parallel-rng"] is generator
+    assert torch.equal(torch.rand(3, generator=generator), drawn)
+
+
+CAPACITY = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall"}
+REFUSED = {
+    "growing batches": ("local", {"train": {"rampup_batch_size": [4, 4, 80]}}, "rampup_batch_size=null"),
+    "teacher of tokens": ("local", {"model": {"mtp_num_layers": 1}}, "mtp_num_layers=null"),
+    "whole layers": ("local", {"model": {"recompute_granularity": "full"}}, "recompute_granularity=selective"),
+    "free experts": ("local", {"model": EXPERTS}, "cuda_graph_modules without moe"),
+    "free experts in all": ("full_iteration", {"model": EXPERTS}, "moe_pad_expert_input_to_capacity=true"),
+    "modules": ("full_iteration", {"model": {"cuda_graph_modules": ["attn"]}}, r"cuda_graph_modules=\[\]"),
+    "timers": ("full_iteration", {"logger": LoggerConfig(timing_log_level=1)}, "timing_log_level=0"),
+    "waiting stages": ("full_iteration", {"model": {"pipeline_model_parallel_size": 2}}, "batch_p2p_sync=false"),
+    "engine": ("transformer_engine", {}, "use local or full_iteration"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_cannot_repeat_is_refused(name):
+    kind, settings, way_out = REFUSED[name]
+    config = toy_config(**{**settings, "model": {**settings.get("model", {}), "cuda_graph_impl": kind}})
+    with pytest.raises(UserError, match=f"model.cuda_graph_impl={kind}.*{way_out}"):
+        config.resolve(2)
+
+
+@pytest.mark.parametrize("kind", ["local", "full_iteration"])
+def test_graphs_need_a_gpu(kind):
+    config = toy_config(model={"cuda_graph_impl": kind})
+    assert config.resolve(1).config.model.cuda_graph_impl == kind
+    with pytest.raises(UserError, match=f"model.cuda_graph_impl={kind} needs a GPU.*use none"):
+        config.resolve()
+
+
+def test_experts_of_fixed_capacity_can_be_captured():
+    config = toy_config(model={**EXPERTS, **CAPACITY, "cuda_graph_impl": "full_iteration"})
+    assert config.resolve(1)
