@@ -211,8 +211,6 @@ from {self.parent.__module__} import {parent}
 
 @register_bridge({self.architecture!r}, {options}model_type={self.model_type!r})
 class {name}Bridge({parent}):
-    """Hugging Face's ``{self.architecture}`` and Megatron's ``GPTModel``."""
-
     fields = override({", ".join((kept, *dict.fromkeys(self.claimed.values()), *constants))})
     fixed = {{{", ".join((f"**{parent}.fixed", *(f"{k!r}: {v!r}" for k, v in self.fixed.items())))}}}
     weights = replace_blocks({", ".join((f"{parent}.weights", *self.blocks))})

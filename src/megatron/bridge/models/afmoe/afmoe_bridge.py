@@ -28,8 +28,6 @@ def _is_scaled(multiplier: str | float, _: Any) -> bool:
 
 @register_bridge("AfmoeForCausalLM", model_type="afmoe")
 class AfmoeBridge(DecoderBridge):
-    """Hugging Face's ``AfmoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *DENSE,
         WINDOW,

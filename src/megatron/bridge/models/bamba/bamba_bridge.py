@@ -23,8 +23,6 @@ def _layers_back(layers: list[int], _: Any) -> list[int] | None:
 
 @register_bridge("BambaForCausalLM", model_type="bamba")
 class BambaBridge(DecoderBridge):
-    """Hugging Face's ``BambaForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *override((*DENSE, *BIASES), PARTIAL_ROPE, *ONE_GROUP_MAMBA),
         Field("attn_layer_indices", "mamba_layers", default=None, to=_layers, back=_layers_back),

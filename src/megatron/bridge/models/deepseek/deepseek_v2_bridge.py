@@ -19,8 +19,6 @@ from megatron.bridge.models.mla_provider import MLAModelProvider
 
 @register_bridge("DeepseekV2ForCausalLM", provider=MLAModelProvider, model_type="deepseek_v2")
 class DeepseekV2Bridge(DecoderBridge):
-    """Hugging Face's ``DeepseekV2ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*LATENT, *ROUTED_AND_SHARED, *BEST_GROUPS, *BALANCING, DENSE_BEFORE_SPARSE)
     fixed = {**LATENT_LIKE, **PLAIN_SOFTMAX_ROUTING}
     # transformers never normalises the weights of the chosen experts

@@ -26,8 +26,6 @@ _LAYER = (latent_attention(), *DENSE_OR_SPARSE)
 
 @register_bridge("DeepseekV3ForCausalLM", provider=MLAModelProvider, model_type="deepseek_v3")
 class DeepseekV3Bridge(DecoderBridge):
-    """Hugging Face's ``DeepseekV3ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*LATENT, *ROUTED_AND_SHARED, *GROUPS, *BALANCING, DENSE_BEFORE_SPARSE, NEXT_TOKENS)
     fixed = {**LATENT_LIKE, **SIGMOID_ROUTING}
     irrelevant = {**UNSPOKEN, **ONLY_SIGMOIDS}

@@ -19,8 +19,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Dots1ForCausalLM", model_type="dots1")
 class Dots1Bridge(DecoderBridge):
-    """Hugging Face's ``Dots1ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *DENSE,
         *WINDOWS,

@@ -30,8 +30,6 @@ def _count(width: int | None, provider: Any) -> int:
 
 @register_bridge("Ernie4_5_MoeForCausalLM", model_type="ernie4_5_moe")
 class Ernie45MoeBridge(DecoderBridge):
-    """Hugging Face's ``Ernie4_5_MoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *DENSE,
         *expert_sizes("moe_num_experts", chosen="moe_k"),

@@ -20,8 +20,6 @@ from megatron.bridge.models.exaone.exaone4_bridge import Exaone4Bridge
 
 @register_bridge("ExaoneMoeForCausalLM", model_type="exaone_moe")
 class ExaoneMoeBridge(DecoderBridge):
-    """Hugging Face's ``ExaoneMoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *Exaone4Bridge.fields,
         *expert_sizes(),

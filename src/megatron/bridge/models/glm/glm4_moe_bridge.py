@@ -20,8 +20,6 @@ _LAYER = (attention(qk_norm=True), *DENSE_OR_SPARSE)
 
 @register_bridge("Glm4MoeForCausalLM", model_type="glm4_moe")
 class Glm4MoeBridge(DecoderBridge):
-    """Hugging Face's ``Glm4MoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *override(DENSE, PARTIAL_ROPE),
         *ROUTED_AND_SHARED,

@@ -21,8 +21,6 @@ _LAYER = (latent_attention(), *DENSE_OR_SPARSE)
 
 @register_bridge("Glm4MoeLiteForCausalLM", provider=MLAModelProvider, model_type="glm4_moe_lite")
 class Glm4MoeLiteBridge(DecoderBridge):
-    """Hugging Face's ``Glm4MoeLiteForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*LATENT, *ROUTED_AND_SHARED, *GROUPS, SPARSE_LAYERS, NEXT_TOKENS)
     fixed = {**LATENT_LIKE, **SIGMOID_ROUTING}
     irrelevant = {

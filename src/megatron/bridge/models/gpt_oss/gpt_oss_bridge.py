@@ -27,8 +27,6 @@ def _experts(kind: str, suffix: str) -> Block:
 
 @register_bridge("GptOssForCausalLM", model_type="gpt_oss")
 class GptOssBridge(DecoderBridge):
-    """Hugging Face's ``GptOssForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in DENSE if field.hf not in ("hidden_act", "intermediate_size")),
         *WINDOWS,

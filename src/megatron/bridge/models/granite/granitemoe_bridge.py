@@ -19,8 +19,6 @@ from megatron.bridge.models.granite.granite_bridge import GraniteBridge
 
 @register_bridge("GraniteMoeForCausalLM", model_type="granitemoe")
 class GraniteMoeBridge(DecoderBridge):
-    """Hugging Face's ``GraniteMoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in GraniteBridge.fields if field not in BIASES),
         *expert_sizes("num_local_experts", "intermediate_size"),
@@ -48,8 +46,6 @@ def _back(width: int | None, _: Any) -> int:
 
 @register_bridge("GraniteMoeSharedForCausalLM", model_type="granitemoeshared")
 class GraniteMoeSharedBridge(GraniteMoeBridge):
-    """Hugging Face's ``GraniteMoeSharedForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *GraniteMoeBridge.fields,
         Field("shared_intermediate_size", "moe_shared_expert_intermediate_size", default=0, to=_width, back=_back),

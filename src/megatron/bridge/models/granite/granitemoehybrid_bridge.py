@@ -53,8 +53,6 @@ def _positions_back(kind: str, _: Any) -> str:
 
 @register_bridge("GraniteMoeHybridForCausalLM", model_type="granitemoehybrid")
 class GraniteMoeHybridBridge(GraniteMoeBridge):
-    """Hugging Face's ``GraniteMoeHybridForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *override(
             GraniteMoeBridge.fields,

@@ -16,8 +16,6 @@ from megatron.bridge.models.hunyuan.hunyuan_dense_bridge import HunYuanDenseV1Br
 
 @register_bridge("HunYuanMoEV1ForCausalLM", model_type="hunyuan_v1_moe")
 class HunYuanMoEV1Bridge(DecoderBridge):
-    """Hugging Face's ``HunYuanMoEV1ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *override(DENSE, NTK_ALPHA_ROPE),
         ATTENTION_BIAS_OF_EXPERTS,

@@ -23,8 +23,6 @@ _ROUTING = {key: value for key, value in SIGMOID_ROUTING.items() if key != "moe_
 
 @register_bridge("Lfm2MoeForCausalLM", model_type="lfm2_moe")
 class Lfm2MoeBridge(DecoderBridge):
-    """Hugging Face's ``Lfm2MoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in DENSE if field.hf not in _OTHER),
         Field("norm_eps", "layernorm_epsilon"),

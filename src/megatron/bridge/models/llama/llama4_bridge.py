@@ -12,8 +12,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Llama4ForCausalLM", model_type="llama4_text")
 class Llama4Bridge(DecoderBridge):
-    """Hugging Face's ``Llama4ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in DENSE if field.hf != "intermediate_size"),
         *LISTED_EXPERTS,

@@ -14,8 +14,6 @@ _SHARED = ("dtype", "vocab_size", "hidden_size", "initializer_range", "tie_word_
 
 @register_bridge("Mamba2ForCausalLM", provider=MambaModelProvider, model_type="mamba2")
 class Mamba2Bridge(DecoderBridge):
-    """Hugging Face's ``Mamba2ForCausalLM`` and Megatron's ``HybridModel``."""
-
     fields = (
         *(field for field in DENSE if field.hf in _SHARED),
         *ALL_MAMBA,

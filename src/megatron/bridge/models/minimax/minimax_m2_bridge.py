@@ -11,8 +11,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("MiniMaxM2ForCausalLM", model_type="minimax_m2")
 class MiniMaxM2Bridge(DecoderBridge):
-    """Hugging Face's ``MiniMaxM2ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*override(DENSE, PARTIAL_ROPE), *expert_sizes("num_local_experts", "intermediate_size"), AUX_LOSS)
     fixed = {**LLAMA_LIKE, **SIGMOID_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
     irrelevant = {

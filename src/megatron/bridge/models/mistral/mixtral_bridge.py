@@ -10,8 +10,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("MixtralForCausalLM", model_type="mixtral")
 class MixtralBridge(DecoderBridge):
-    """Hugging Face's ``MixtralForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, WINDOW, *expert_sizes("num_local_experts", "intermediate_size"), AUX_LOSS)
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False}
     irrelevant = {"output_router_logits": None, "router_jitter_noise": (0.0,)}

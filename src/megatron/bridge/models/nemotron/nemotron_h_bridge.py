@@ -27,8 +27,6 @@ _OWN = (*LAYER_KINDS, *ATTENTION_WIDTH, MLP_ACTIVATION, Field("layer_norm_epsilo
 
 @register_bridge("NemotronHForCausalLM", provider=MambaModelProvider, model_type="nemotron_h")
 class NemotronHBridge(DecoderBridge):
-    """Hugging Face's ``NemotronHForCausalLM`` and Megatron's ``HybridModel``."""
-
     fields = (
         *(field for field in override(DENSE, *_OWN) if field.hf not in ("rope_parameters", "tie_word_embeddings")),
         *MAMBA_SIZES,

@@ -16,8 +16,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("FlexOlmoForCausalLM", model_type="flex_olmo")
 class FlexOlmoBridge(DecoderBridge):
-    """Hugging Face's ``FlexOlmoForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS, ATTENTION_BIAS_OF_EXPERTS)
     fixed = {
         **LLAMA_LIKE,

@@ -10,8 +10,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("OlmoeForCausalLM", model_type="olmoe")
 class OlmoeBridge(DecoderBridge):
-    """Hugging Face's ``OlmoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS)
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
     irrelevant = {"attention_bias": (False,), "clip_qkv": (None,), "output_router_logits": None}

@@ -17,8 +17,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Qwen2MoeForCausalLM", model_type="qwen2_moe")
 class Qwen2MoeBridge(DecoderBridge):
-    """Hugging Face's ``Qwen2MoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *DENSE,
         *SWITCHED_WINDOWS,

@@ -16,8 +16,6 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 
 @register_bridge("Qwen3_5ForCausalLM", model_type="qwen3_5_text")
 class Qwen35Bridge(DecoderBridge):
-    """Hugging Face's ``Qwen3_5ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*override(DENSE, PARTIAL_ROPE_OF_TEXT, SILU), *DELTA_NET)
     fixed = {
         **LLAMA_LIKE,
@@ -40,8 +38,6 @@ class Qwen35Bridge(DecoderBridge):
 
 @register_bridge("Qwen3_5MoeForCausalLM", model_type="qwen3_5_moe_text")
 class Qwen35MoEBridge(Qwen35Bridge):
-    """Hugging Face's ``Qwen3_5MoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in Qwen35Bridge.fields if field.hf != "intermediate_size"),
         *expert_sizes(),

@@ -16,8 +16,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Qwen3MoeForCausalLM", model_type="qwen3_moe")
 class Qwen3MoeBridge(DecoderBridge):
-    """Hugging Face's ``Qwen3MoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, WINDOW, *expert_sizes("num_local_experts"), *DENSE_AMONG_SPARSE, NORM_TOPK, AUX_LOSS)
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_layernorm": True}
     irrelevant = {

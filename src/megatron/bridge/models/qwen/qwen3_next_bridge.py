@@ -34,12 +34,8 @@ def _next_tokens(_: Any, depth: int) -> MTPNames:
 
 @register_bridge("Qwen3NextForCausalLM", model_type="qwen3_next")
 class Qwen3NextBridge(DecoderBridge):
-    """Hugging Face's ``Qwen3NextForCausalLM`` and Megatron's ``GPTModel``.
-
-    No key of the config tells of the layer of multi-token prediction that checkpoints have, and transformers
-    leaves it out: its tensors are carried over, or converted if ``mtp_num_layers`` of the provider is set to 1.
-    """
-
+    # No key of the config tells of the layer of multi-token prediction that checkpoints have, and transformers leaves
+    # it out: its tensors are carried over, or converted if ``mtp_num_layers`` of the provider is set to 1.
     fields = (
         *override(DENSE, PARTIAL_ROPE, SILU),
         *DELTA_NET,

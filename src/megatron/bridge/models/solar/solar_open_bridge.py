@@ -16,8 +16,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("SolarOpenForCausalLM", model_type="solar_open")
 class SolarOpenBridge(DecoderBridge):
-    """Hugging Face's ``SolarOpenForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in DENSE if field.hf != "intermediate_size"),
         *ROUTED_AND_SHARED,
