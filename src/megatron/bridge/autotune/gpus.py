@@ -60,19 +60,12 @@ RESERVED = 0.1
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU called ``name``.
-
-    Raises:
-        UserError: it is not in the table.
-    """
+    """The GPU called ``name``."""
     return GPUS[gpu_name(name)]
 
 
 def gpu_name(name: str) -> str:
     """The name in the table for ``name``, which may leave out the memory or the case.
-
-    Raises:
-        UserError: no GPU or several GPUs have this name.
 
     Example:
         >>> gpu_name("h100"), gpu_name("A100 40GB")

@@ -33,11 +33,7 @@ class StoredTensor:
 
 
 def list_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name.
-
-    Raises:
-        UserError: it is damaged, or not a checkpoint.
-    """
+    """The tensors of a checkpoint by name."""
     entries = loading.check_files(directory).state_dict_metadata.items()
     return {
         name: StoredTensor(name, tuple(entry.size), entry.properties.dtype)
@@ -104,9 +100,6 @@ def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | No
 
     Returns:
         The directory that was published.
-
-    Raises:
-        UserError: the source is damaged, or the target cannot be written or exists.
     """
     distributed.initialize("gloo")  # Megatron-Core asks for the rank even where there is one process
     found = {

@@ -61,9 +61,6 @@ def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Ite
         strict: Whether what the checkpoint holds beyond ``state`` is an error.
         known: Prefixes of names that may be left over even so. Transformer Engine's ``_extra_state`` may
             always be missing or left over.
-
-    Raises:
-        UserError: a file is missing, truncated or not a checkpoint, or names or shapes differ.
     """
     check(state, directory, strict, known)
     try:
@@ -73,11 +70,7 @@ def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Ite
 
 
 def check(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> None:
-    """See that ``load`` will find what ``state`` wants; its tensors need no memory.
-
-    Raises:
-        UserError: as ``load``, but for what only reading shows.
-    """
+    """See that ``load`` will find what ``state`` wants; its tensors need no memory."""
     stored = stored_keys(on_first_rank(lambda: check_files(directory)))
     _drop_extra_state(state, stored)
     difference = compare(wanted_keys(state), stored, tuple(known) if strict else ("",))
@@ -131,11 +124,7 @@ def load_common(directory: Path) -> dict[str, Any]:
 
 
 def check_files(directory: Path) -> Metadata:
-    """Read the metadata and see that every file it names is there in full; costs no reading of tensors.
-
-    Raises:
-        UserError: naming the first file that is missing, truncated or foreign.
-    """
+    """Read the metadata and see that every file it names is there in full; costs no reading of tensors."""
     _check_format(directory)
     metadata = _read_metadata(directory)
     if _has_manifest(metadata) and not (directory / manifest.NAME).is_file():

@@ -54,9 +54,6 @@ def acquire(root: str | Path) -> bool:
 
     Returns:
         Whether it was taken; False if this process holds it already.
-
-    Raises:
-        UserError: another process writes there, or the directory cannot be written.
     """
     try:
         key = Path(root).resolve()
@@ -74,11 +71,7 @@ def acquire(root: str | Path) -> bool:
 
 
 def check(root: str | Path) -> None:
-    """Refuse to go on where another process took the lock over from this one.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Refuse to go on where another process took the lock over from this one."""
     key = Path(root).resolve()
     if key in _held and not _held[key].record.exists():
         raise _refusal(key, holder(root))

@@ -68,11 +68,7 @@ def state_values(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_into(state: Any, content: Any, place: Path, name: str = "the state") -> Any:
-    """Copy ``content`` into the tensors that ``state`` describes, and return the whole state.
-
-    Raises:
-        UserError: they are not of the same model.
-    """
+    """Copy ``content`` into the tensors that ``state`` describes, and return the whole state."""
     if isinstance(state, dict):
         if not isinstance(content, dict) or state.keys() - content.keys():
             raise _foreign(place, name)

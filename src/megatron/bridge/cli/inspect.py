@@ -59,11 +59,7 @@ class Contents:
 
 
 def read(path: Path) -> Contents:
-    """The contents of a checkpoint in either format.
-
-    Raises:
-        UserError: the path is in neither format, or the checkpoint is damaged.
-    """
+    """The contents of a checkpoint in either format."""
     if not path.exists():
         raise UserError(f"{path} does not exist: give the directory of a model or of a checkpoint")
     from megatron.bridge.checkpoint import paths

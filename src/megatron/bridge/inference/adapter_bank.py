@@ -86,9 +86,6 @@ def add_adapters(chunks: Sequence[Any], adapters: Mapping[str, str], add: Callab
         chunks: of this rank, without adapters.
         adapters: where each is, by name.
         add: puts one of them on the chunks and fills it.
-
-    Raises:
-        UserError: an adapter that can only be used alone.
     """
     names = AdapterNames(tuple(adapters))
     found: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}

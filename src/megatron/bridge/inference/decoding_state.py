@@ -50,9 +50,6 @@ class DecodingState:
         tokens: tokens of all requests that the caches hold.
         requests: requests that have recurrent states.
         pack: on CPUs, keep weights as oneDNN wants them while attached; the parameters are empty meanwhile.
-
-    Raises:
-        UserError: a layer that cannot decode.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], tokens: int, requests: int, pack: bool = False) -> None:
@@ -313,11 +310,7 @@ def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
 
 
 def check_layers(chunks: Sequence[Any]) -> None:
-    """Refuse layers that cannot decode.
-
-    Raises:
-        UserError: a layer without a cache, or a layout that splits texts.
-    """
+    """Refuse layers that cannot decode."""
     config = chunks[0].config
     recurrent = any(True for _ in _modules(chunks, _RECURRENT))
     if config.context_parallel_size > 1 and recurrent:

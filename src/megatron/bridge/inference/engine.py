@@ -121,9 +121,6 @@ class Engine(AbstractContextManager["Engine"]):
 
         Returns:
             ``sampling.n`` jobs.
-
-        Raises:
-            UserError: an empty prompt, an id beyond the vocabulary, or a text that is too long.
         """
         self.check(prompt, sampling)
         seed = sampling.seed
@@ -190,9 +187,6 @@ class Engine(AbstractContextManager["Engine"]):
 
         Args:
             running: what becomes of texts that run.
-
-        Raises:
-            UserError: ``running`` is none of the three.
         """
         if running not in get_args(Running):
             raise UserError(f"running={running!r} must be one of {', '.join(get_args(Running))}")
@@ -308,11 +302,7 @@ def _output(job: Job, row: int, target: int | None) -> Output:
 
 
 def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
-    """What fits into the memory of every rank.
-
-    Raises:
-        UserError: not even one text fits.
-    """
+    """What fits into the memory of every rank."""
     each, states = decoding_state.bytes_per_token(chunks), decoding_state.bytes_per_request(chunks)
     most = config.max_requests * -(-config.max_context // 16) * 16
     room = config.kv_memory - config.max_requests * states

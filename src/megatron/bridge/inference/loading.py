@@ -66,9 +66,6 @@ def load(
         adapters: several of them by name, for requests to choose from.
         tokenizer: directory or hub id of another tokenizer.
         trust_remote_code: run Python code of the model's repository.
-
-    Raises:
-        UserError: nothing there can be loaded, or the layout does not fit.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")

@@ -44,9 +44,6 @@ def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) ->
         path: the file.
         defaults: sampling parameters of the command.
         chat: make a text the message of a user.
-
-    Raises:
-        UserError: the file or a line cannot be read, or two lines have one id.
     """
     lines = list(_lines(path, defaults, chat))
     if not lines:
@@ -110,9 +107,6 @@ class CompletionFile:
     Args:
         path: the file; lines that a killed command has written stay.
         lines: what the file is about.
-
-    Raises:
-        UserError: the file holds other lines, or cannot be written.
     """
 
     def __init__(self, path: Path, lines: Sequence[PromptLine]) -> None:

@@ -30,9 +30,6 @@ class Workers(AbstractContextManager["Workers"]):
         make: ``LLM``, to be called with ``path`` and ``options`` on each rank.
         path: of the model.
         options: of ``LLM``.
-
-    Raises:
-        UserError: a rank cannot load the model.
     """
 
     def __init__(self, size: int, make: Callable[..., Any], path: str, options: dict[str, Any]) -> None:

@@ -108,11 +108,7 @@ def scripts(options: LaunchOptions) -> dict[str, str]:
 
 
 def remote_shell(options: LaunchOptions) -> Shell:
-    """A shell on the login node.
-
-    Raises:
-        UserError: the host does not answer or refuses the login.
-    """
+    """A shell on the login node."""
     assert options.host
     check_host(options.host)
     tunnel = _tunnel(options)

@@ -48,11 +48,7 @@ def tiny_config(config: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
 
 
 def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
-    """The draft for a Hugging Face config, the row that it was tried on, and what still differs on one process.
-
-    Raises:
-        UserError: transformers has no such class, or its tiny model does not run.
-    """
+    """The draft for a Hugging Face config, the row that it was tried on, and what still differs on one process."""
     name = (config.architectures or ("",))[0]
     model: Any = getattr(transformers, name, None) if name.endswith("ForCausalLM") else None
     if model is None:

@@ -28,11 +28,7 @@ TRIED_RECORDS = 32
 
 
 def with_vocabulary(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigContainer]:
-    """``resolved``, with ``model.vocab_size`` from the tokenizer if it is unset, as in the run.
-
-    Raises:
-        UserError: The tokenizer cannot be read, or is not on this machine.
-    """
+    """``resolved``, with ``model.vocab_size`` from the tokenizer if it is unset, as in the run."""
     name = resolved.config.tokenizer.tokenizer_model
     if resolved.config.model.vocab_size is not None or name is None:
         return resolved
@@ -45,11 +41,7 @@ def with_vocabulary(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigConta
 
 
 def count_rows_here(config: ConfigContainer) -> int:
-    """The training rows of an epoch, if their data is on this machine.
-
-    Raises:
-        UserError: The data or the tokenizer is on the hub, or cannot be read.
-    """
+    """The training rows of an epoch, if their data is on this machine."""
     for missing in elsewhere(config):
         if not missing.startswith("checkpoint."):
             raise UserError(

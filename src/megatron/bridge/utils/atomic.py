@@ -24,11 +24,7 @@ def refuse_existing(final: Path) -> None:
 
 
 def create_staging(final: Path, overwrite: bool = False) -> Path:
-    """Make an empty directory beside ``final``, removing what an interrupted writer left there.
-
-    Raises:
-        UserError: ``final`` exists and is not an empty directory, or its parent cannot be written.
-    """
+    """Make an empty directory beside ``final``, removing what an interrupted writer left there."""
     if not overwrite:
         refuse_existing(final)
     staging = staging_path(final)
@@ -118,9 +114,6 @@ def read_text(path: Path, what: str) -> str:
     Args:
         path: The file.
         what: The key and its value, for messages.
-
-    Raises:
-        UserError: It cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")

@@ -40,9 +40,6 @@ def read_metrics(place: Path) -> list[json_lines.Row]:
 
     Args:
         place: A run's folder, or the file itself.
-
-    Raises:
-        UserError: there is no such file, or a line of it is damaged.
     """
     path = place / METRICS if place.is_dir() else place
     if not path.is_file():
@@ -66,9 +63,6 @@ def curves(
         label: Of the run.
         axis: ``step``; ``tokens`` consumed; or ``time``, hours of steps without what was between them.
         source: Where the rows are from, in messages.
-
-    Raises:
-        UserError: no row has the number, or what the axis needs.
     """
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _SKIPPED))
     if metric not in names:
@@ -127,9 +121,6 @@ def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smoot
         panels: Curves by what is written beside them, one below the other.
         xlabel: What is written below.
         smooth: Points that are averaged; the points themselves stay visible behind the line.
-
-    Raises:
-        UserError: the file cannot be written.
     """
     from matplotlib.figure import Figure  # 0.5 s to import; no window system, no global state
 

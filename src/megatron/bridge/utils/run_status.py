@@ -105,9 +105,6 @@ def read_status(place: Path) -> RunStatus:
 
     Args:
         place: The run's folder (``logger.log_dir``), or its ``metrics.jsonl``.
-
-    Raises:
-        UserError: There is no run, or a file of it is damaged.
     """
     folder = place if place.is_dir() else place.parent
     rows = loss_curves.read_metrics(place)

@@ -42,9 +42,6 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
         config: The config of the model.
         ddp_config: ``data_parallel_sharding_strategy`` selects what is sharded.
         module: The chunk, in half precision if the config says so, with equal weights on all ranks.
-
-    Raises:
-        UserError: the model has pipeline stages, or a parameter would be split inside a row.
     """
 
     def __init__(
@@ -123,9 +120,6 @@ def resolve_ddp_config(ddp_config: DistributedDataParallelConfig, replicas: int)
     scaled (the sum over tensor-parallel ranks under sequence parallelism) would be lost. With overlap, weights are
     gathered at their first use and are never those of an earlier step; without it, only ``start_param_sync`` would
     gather them.
-
-    Raises:
-        UserError: the strategy shards nothing.
     """
     strategy = ddp_config.data_parallel_sharding_strategy or SHARD_WEIGHTS
     if strategy not in STRATEGIES:
@@ -211,11 +205,7 @@ def temporary_elements(ddp_config: DistributedDataParallelConfig, buffers: Seque
 
 
 def row_ranges(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> dict[str, RowRanges]:
-    """The rows of each parameter that each of ``replicas`` ranks will keep.
-
-    Raises:
-        UserError: a parameter would be split inside a row.
-    """
+    """The rows of each parameter that each of ``replicas`` ranks will keep."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return {
         names[parameter]: _row_ranges(

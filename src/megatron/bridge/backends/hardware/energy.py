@@ -45,11 +45,7 @@ class EnergyMeter:
 
 
 def energy_meter() -> EnergyMeter:
-    """The energy meter of this process's GPU.
-
-    Raises:
-        UserError: there is no GPU, or its driver does not count energy.
-    """
+    """The energy meter of this process's GPU."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:

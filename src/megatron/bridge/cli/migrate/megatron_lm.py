@@ -52,9 +52,6 @@ def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
     """Translate a command line: ``[torchrun ...] pretrain_gpt.py --argument value ...``, or the arguments alone.
 
     Without ``world_size``, the number of processes is that of ``torchrun``.
-
-    Raises:
-        UserError: An argument is unknown, a value is missing, or a shell variable is not set.
     """
     launcher, words = _split(_expand(command))
     arguments = _parse(words)

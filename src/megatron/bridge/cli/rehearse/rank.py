@@ -67,11 +67,7 @@ class Clock:
 
 
 def rehearse_rank(job: Job, rank: int, asked: int | None) -> int:
-    """Set up one rank of the job, of ``asked`` processes if given, and print what each part costs.
-
-    Raises:
-        UserError: The config cannot run with so many processes, or there is no such rank.
-    """
+    """Set up one rank of the job, of ``asked`` processes if given, and print what each part costs."""
     world_size = asked or job.world_size or 1
     if not 0 <= rank < world_size:
         raise UserError(

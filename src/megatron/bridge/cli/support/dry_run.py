@@ -45,11 +45,7 @@ class Report:
 
 
 def report(job: Job, asked: int | None) -> Report:
-    """What a dry run prints, for ``asked`` processes if the user gave a number.
-
-    Raises:
-        UserError: The config cannot run.
-    """
+    """What a dry run prints, for ``asked`` processes if the user gave a number."""
     given = asked or int(os.environ.get("WORLD_SIZE", "0"))
     world_size = given or job.world_size or 1
     if job.mode == "cache-teacher":
@@ -75,9 +71,6 @@ def timeline_page(job: Job, asked: int | None, gpu: str | None) -> str:
     """The HTML page of ``--timeline``: the pipeline of a step, and where its time goes.
 
     ``asked`` and ``gpu`` are what the user gave; None takes the recipe's.
-
-    Raises:
-        UserError: The config cannot run, or the type of GPU is not known.
     """
     world_size = asked or job.world_size or 1
     config = job.resolve(world_size, count_rows_here).config

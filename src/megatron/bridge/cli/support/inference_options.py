@@ -81,11 +81,7 @@ def memory_size(text: str) -> int:
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters among the arguments.
-
-    Raises:
-        UserError: a value that has no meaning.
-    """
+    """The sampling parameters among the arguments."""
     from megatron.bridge.inference.requests import Sampling
 
     names = [field.name for field in fields(Sampling)]
@@ -134,11 +130,7 @@ def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def script_model(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The path and the options of an ``LLM`` from ``add_script_options``.
-
-    Raises:
-        UserError: no model is given.
-    """
+    """The path and the options of an ``LLM`` from ``add_script_options``."""
     path = args.megatron_model_path or args.hf_model_path
     if path is None:
         raise UserError("no model: give --hf_model_path or --megatron_model_path")

@@ -50,11 +50,7 @@ def add_trust_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def parallel_sizes(args: argparse.Namespace) -> dict[str, Any]:
-    """The parallel sizes by the names of the provider's fields.
-
-    Raises:
-        UserError: the sizes do not fit the number of processes.
-    """
+    """The parallel sizes by the names of the provider's fields."""
     _check_sizes(args)
     return {
         "tensor_model_parallel_size": args.tp,

@@ -54,9 +54,6 @@ class Job:
         """The resolved config for ``world_size`` processes, not necessarily on this machine.
 
         ``count_rows`` is that of ``ConfigContainer.resolve``.
-
-        Raises:
-            UserError: The config cannot run, or a value that the user set would be ignored.
         """
         from megatron.bridge.utils.config.overrides import check_sticks
 
@@ -110,11 +107,7 @@ def add_trust_config(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> Job:
-    """Build the job that the arguments describe.
-
-    Raises:
-        UserError: A name, a file, a key or a value is invalid.
-    """
+    """Build the job that the arguments describe."""
     from megatron.bridge.utils.config.names import importing
 
     with importing(args.trust_config):
@@ -323,11 +316,7 @@ STEPS = ("gpt_step", "vlm_step", "head_step")
 
 
 def forward_step(name: str | None, config: "ConfigContainer") -> Any:
-    """The function that ``--step_func`` names; None stands for the one that the model needs.
-
-    Raises:
-        UserError: The function does not exist.
-    """
+    """The function that ``--step_func`` names; None stands for the one that the model needs."""
     from megatron.bridge.utils.config.names import importing, locate
 
     has_tower = getattr(config.model, "vision", None) is not None

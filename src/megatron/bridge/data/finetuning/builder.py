@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetRequest) -> Splits:
-    """Build datasets of the requested sizes. Only the training data is shuffled.
-
-    Raises:
-        UserError: a source is missing or has a wrong record, or no sample is left.
-    """
+    """Build datasets of the requested sizes. Only the training data is shuffled."""
     datasets: list[Dataset[Row] | None] = []
     media = media_processor(request.tokenizer, config.encoding_rules())
     if media is not None:

@@ -110,11 +110,7 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
             raise UserError(f"dataset.dataset_root={self.dataset_root} is not a directory: check the path")
 
     def source(self, split: Split) -> RecordSource:
-        """The file of the split.
-
-        Raises:
-            UserError: there is no file, or there are two with different endings.
-        """
+        """The file of the split."""
         folder, stem = Path(self.dataset_root), FILE_STEMS[split]
         found = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()]
         if len(found) > 1:

@@ -57,11 +57,7 @@ class LabelEncoder(TargetAtEnd):
     """Tokenizes texts with a class."""
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """The samples of ``records``, in order.
-
-        Raises:
-            UserError: a record has no label or an unknown one, no known format, or is too long.
-        """
+        """The samples of ``records``, in order."""
         self._labels: dict[str, int] = {}
         return super().__call__(records)
 

@@ -44,9 +44,6 @@ def refer(raw: Any, root: Path, where: str) -> ImageReference:
             ``url`` or ``bytes``.
         root: the folder that relative paths start from; images outside of it are refused.
         where: the record, for messages.
-
-    Raises:
-        UserError: the image is missing, is not an image, is too large, or lies outside of ``root``.
     """
     source = _source(raw, root, where)
     height, width = _measure(source, where)
@@ -54,11 +51,7 @@ def refer(raw: Any, root: Path, where: str) -> ImageReference:
 
 
 def decode(reference: ImageReference) -> "Image.Image":
-    """The pixels, in RGB and turned as the camera says.
-
-    Raises:
-        UserError: the file is damaged, or no longer has the size that the sample was made for.
-    """
+    """The pixels, in RGB and turned as the camera says."""
     from PIL import ImageOps
 
     where = reference.where

@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 def build_preference_datasets(config: "PreferenceDatasetConfig", request: DatasetRequest) -> Splits:
-    """Build datasets of the requested sizes. Only the training data is shuffled.
-
-    Raises:
-        UserError: a source is missing or has a wrong record, no pair is left, or answers with a label have
-            only one prompt.
-    """
+    """Build datasets of the requested sizes. Only the training data is shuffled."""
 
     def dataset(split: Split, size: int) -> EpochRows | None:
         prepared = prepare_split(config, split, request.tokenizer) if size else None

@@ -31,9 +31,6 @@ class FIMDataset(Dataset[dict[str, Any]]):
         config: which documents to rearrange, and how.
         tokenizer: the tokenizer of the samples.
         seed: seed of the cuts.
-
-    Raises:
-        UserError: the tokenizer lacks one of the three special tokens.
     """
 
     def __init__(self, dataset: Any, config: "FIMConfig", tokenizer: Tokenizer, seed: int) -> None:

@@ -53,9 +53,6 @@ class ChatTemplate:
         options: variables for the template, such as ``enable_thinking``.
         parts: the template is that of a vision-language model: one that never asks whether content is a string
             (Llava's, SmolVLM's) is given lists of parts for text, too.
-
-    Raises:
-        UserError: there is no template.
     """
 
     def __init__(
@@ -77,11 +74,7 @@ class ChatTemplate:
             )
 
     def render(self, chat: Chat, train_on: TrainOn, where: str) -> RenderedChat:
-        """Render ``chat`` and find the part that ``train_on`` selects.
-
-        Raises:
-            UserError: the template refuses the conversation, or its answers cannot be located.
-        """
+        """Render ``chat`` and find the part that ``train_on`` selects."""
         text, marked = self._text(chat, len(chat.messages), False, where)
         unused = self._unused(chat, text, where)
         if train_on == "everything":
@@ -99,11 +92,7 @@ class ChatTemplate:
         return self._text(chat, len(chat.messages), True, where)[0]
 
     def _unused(self, chat: Chat, text: str, where: str) -> list[str]:
-        """The names of the fields that the template does not render.
-
-        Raises:
-            UserError: one of them is all that an answer consists of.
-        """
+        """The names of the fields that the template does not render."""
 
         def render(other: Chat) -> str:
             return self._text(other, len(other.messages), False, where)[0]
@@ -186,11 +175,7 @@ class ChatTemplate:
 
 
 def template_text(template: str | None) -> str | None:
-    """The template that a config holds, or the content of the file that it names.
-
-    Raises:
-        UserError: it is neither a file nor a template.
-    """
+    """The template that a config holds, or the content of the file that it names."""
     if template is None or "{{" in template or "{%" in template:
         return template
     return read_text(Path(template), f"dataset.chat_template={template}")

@@ -104,11 +104,7 @@ def unused_keys(record: Record, parsed: ParsedRecord) -> list[str]:
 
 
 def parse(record: Record, where: str) -> ParsedRecord:
-    """Parse ``record``; ``where`` (file and line number) begins the message of an error.
-
-    Raises:
-        UserError: the record has no known format, has two of them, or holds a value of the wrong type.
-    """
+    """Parse ``record``; ``where`` (file and line number) begins the message of an error."""
     name = _format(record, where)
     if name == "messages":
         return _chat(record, record["messages"], where)

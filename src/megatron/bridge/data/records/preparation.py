@@ -56,9 +56,6 @@ def prepare(
         folder: where samples are kept for later runs, shared by all nodes. All ranks must then call this, and rank
             0 does the work. None keeps the samples in memory.
         workers: number of processes that tokenize.
-
-    Raises:
-        UserError: a record is wrong, no sample is left, or the folder cannot be used.
     """
     if folder is None:
         prepared = _in_memory(source, encoder, workers)

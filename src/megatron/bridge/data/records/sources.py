@@ -25,11 +25,7 @@ class RecordSource(Protocol):
     def name(self) -> str: ...
 
     def records(self) -> Iterator[LocatedRecord]:
-        """All records, in order.
-
-        Raises:
-            UserError: a record cannot be read.
-        """
+        """All records, in order."""
         ...
 
     def fingerprint(self) -> str:

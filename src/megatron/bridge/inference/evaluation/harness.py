@@ -141,9 +141,6 @@ def evaluate(
 
     Returns:
         The results, with a record of each example under ``samples``; nothing on other ranks than the first.
-
-    Raises:
-        UserError: an unknown task, or data that cannot be had.
     """
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     known = manager.all_tasks

@@ -50,9 +50,6 @@ class NativeReceiver:
         Args:
             infos: those that will come.
             partial: only what changed comes; the rest stays as it is.
-
-        Raises:
-            UserError: they are not those of the model.
         """
         names = {info.name for info in infos}
         missing = [] if partial else sorted(self._names - names)
@@ -85,11 +82,7 @@ class NativeReceiver:
                 self._arrived.pop(name, None)
 
     def finish(self) -> None:
-        """Check that everything has come.
-
-        Raises:
-            UserError: a tensor that was announced has not come.
-        """
+        """Check that everything has come."""
         missing = sorted({name for names in self._left.values() for name in names})
         if missing:
             raise UserError(f"the weights ended before {first_few(missing)}: send all that was announced")

@@ -19,11 +19,7 @@ class RemoteReceiver:
         self._connection = connection
 
     def __call__(self, step: WeightStep) -> None:
-        """Hand a step over and wait until it is done.
-
-        Raises:
-            UserError: the receiver refuses the weights, or has ended.
-        """
+        """Hand a step over and wait until it is done."""
         try:
             self._connection.send(step)
             problem = self._connection.recv()

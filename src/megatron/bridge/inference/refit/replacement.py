@@ -37,11 +37,7 @@ class BucketReader:
         self._buffer = torch.empty(0)
 
     def take(self, step: WeightStep) -> None:
-        """Do one step.
-
-        Raises:
-            UserError: a step out of order, or weights that are not the model's.
-        """
+        """Do one step."""
         if isinstance(step, Begin):
             self._receiver.begin(step.infos, step.partial)
             self._buckets, self._next = packing.layout(step.infos, step.bucket_bytes), 0

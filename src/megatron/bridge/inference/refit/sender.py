@@ -136,9 +136,6 @@ class Refit:
         Args:
             changed_only: leave out what is as it was at the last call with ``changed_only``.
             running: what becomes of texts that run.
-
-        Raises:
-            UserError: the engine cannot take the weights, or the canary says that it has not.
         """
         expected = self._canary.trainer_logprobs(self._chunks)
         take = None if self._llm is None else self._llm.replace_weights

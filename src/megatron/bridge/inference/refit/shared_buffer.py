@@ -21,9 +21,6 @@ class SharedBuffer:
 
     Args:
         size: in bytes.
-
-    Raises:
-        UserError: neither has room.
     """
 
     def __init__(self, size: int) -> None:

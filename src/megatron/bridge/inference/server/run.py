@@ -57,9 +57,6 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
         path: of the model, as ``LLM`` takes it.
         options: of ``LLM``.
         config: how.
-
-    Raises:
-        UserError: the port or the model cannot be had, or a rank has ended meanwhile.
     """
     if config.host not in LOOPBACK and config.api_key is None:
         raise UserError(

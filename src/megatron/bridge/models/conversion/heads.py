@@ -41,11 +41,7 @@ def headed_class(architecture: str, model_type: str | None) -> HeadedClass | Non
 
 
 def architecture_of(head: str, model_type: str | None) -> str:
-    """The class of transformers for ``head``.
-
-    Raises:
-        UserError: transformers has no such class for the architecture.
-    """
+    """The class of transformers for ``head``."""
     found = _table(_TABLES[head]).get(model_type)
     if not isinstance(found, str):
         raise UserError(

@@ -26,9 +26,6 @@ def local_weights(name: str | Path) -> Path:
     Args:
         name: directory of a Hugging Face model, directory of a Megatron checkpoint or of one of its iterations,
             or hub id.
-
-    Raises:
-        UserError: There are no weights, or the hub does not serve them.
     """
     if hub.is_hub_id(name):
         return hub.resolve(name, weights=True)

@@ -55,11 +55,7 @@ _METHODS: dict[str, dict[str, Callable[[Any], bool]]] = {
 
 
 def check(config: Mapping[str, Any]) -> str:
-    """The quantisation method of a ``quantization_config``.
-
-    Raises:
-        UserError: the method, or one of its settings, is not one that can be read.
-    """
+    """The quantisation method of a ``quantization_config``."""
     method = config.get("quant_method")
     if method not in _METHODS:
         raise UserError(
@@ -83,11 +79,7 @@ def check(config: Mapping[str, Any]) -> str:
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A Hugging Face config as that of the model in full.
-
-    Raises:
-        UserError: the model is quantised in a way that cannot be read.
-    """
+    """A Hugging Face config as that of the model in full."""
     plain = dict(config)
     if plain.get("quantization_config") is not None:
         check(_plain(plain.pop("quantization_config")))
@@ -101,9 +93,6 @@ def open_checkpoint(directory: Path, config: Mapping[str, Any], dtype: torch.dty
         directory: holds the safetensors files.
         config: ``config.json``.
         dtype: dtype in which quantised tensors appear; bfloat16 when None.
-
-    Raises:
-        UserError: the model is quantised in a way that cannot be read.
     """
     quantization = config.get("quantization_config")
     if quantization is None:
@@ -120,9 +109,6 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         config: ``quantization_config``.
         dtype: dtype in which quantised tensors appear; a part that is copied is computed in float32 and rounded
             to the target's dtype only.
-
-    Raises:
-        UserError: a scale is missing, left over or of the wrong shape.
     """
 
     as_stored = False

@@ -62,11 +62,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of one file in the order of their bytes, and its metadata.
-
-    Raises:
-        UserError: the file is missing, truncated, or not a safetensors file.
-    """
+    """The tensors of one file in the order of their bytes, and its metadata."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -118,9 +114,6 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
 
     Args:
         directory: holds ``model.safetensors`` or its shards and their index.
-
-    Raises:
-        UserError: a shard is missing, truncated or damaged, or disagrees with the index.
     """
 
     as_stored = True

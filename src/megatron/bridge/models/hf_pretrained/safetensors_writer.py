@@ -105,11 +105,7 @@ def write_index(directory: Path, layouts: Iterable[OutputFile], source: Safetens
 
 
 def create(directory: Path, layouts: Iterable[OutputFile]) -> None:
-    """Make the files with their headers and full size.
-
-    Raises:
-        UserError: the file system has not enough room.
-    """
+    """Make the files with their headers and full size."""
     layouts = list(layouts)
     needed, free = sum(layout.size for layout in layouts), shutil.disk_usage(directory).free
     if needed > free:

@@ -42,11 +42,7 @@ def look_ahead(input_ids: Tensor, image_token: int | None) -> Tensor:
 
 
 def check_rows(rows: Tensor, features: Tensor | None) -> None:
-    """Refuse placeholders without images and images without placeholders.
-
-    Raises:
-        UserError: either of them.
-    """
+    """Refuse placeholders without images and images without placeholders."""
     wanted, given = int((rows >= 0).sum()), 0 if features is None else len(features)
     if wanted != given:
         raise UserError(

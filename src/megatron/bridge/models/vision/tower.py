@@ -43,9 +43,6 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
         vision: the Hugging Face config as plain values; of ``text_config``, the width is enough.
         dtype: of the parameters.
         initialize: draw the first weights; False leaves them undefined, for weights that are loaded.
-
-    Raises:
-        UserError: transformers cannot build it.
     """
     import transformers
     from transformers.initialization import no_init_weights
@@ -85,9 +82,6 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
     Args:
         tower: what ``build_tower`` made.
         media: arguments of transformers' ``get_image_features``, or of ``get_video_features``.
-
-    Raises:
-        UserError: transformers does not take, or cannot encode, these tensors.
     """
     compute = getattr(tower, _VIDEO if is_video(media) else _IMAGE)
     known = inspect.signature(compute).parameters

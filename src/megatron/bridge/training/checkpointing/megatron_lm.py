@@ -46,11 +46,7 @@ def run_state(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_optimizer_format(names: Collection[str], directory: Path) -> None:
-    """Refuse optimizer state that is not saved per parameter.
-
-    Raises:
-        UserError: The checkpoint holds raw buffers.
-    """
+    """Refuse optimizer state that is not saved per parameter."""
     if any(name.startswith(f"{PREFIX}.") for name in names):
         return
     found = next((name for name in sorted(names) if name.startswith(("optimizer", "chained"))), "nothing")

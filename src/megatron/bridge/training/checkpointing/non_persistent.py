@@ -169,11 +169,7 @@ def _print_unused(place: Path, reason: str) -> None:
 
 
 def save_local(kept: rank_local.RankLocalStore, step: int, state: dict[str, Any], noted: dict[str, Any]) -> None:
-    """Save ``state`` on all ranks, then remove the previous part.
-
-    Raises:
-        UserError: The disk of a rank cannot be written.
-    """
+    """Save ``state`` on all ranks, then remove the previous part."""
     try:
         on_every_rank(lambda: kept.save(step, rank_local.state_values(state), noted))
     except BaseException as error:

@@ -87,11 +87,7 @@ class TeacherCache:
         self.arrays["hash"].flush()
 
     def read(self, ids: Sequence[int], tokens: Tensor) -> Batch:
-        """The top tokens of samples, in the shape of ``tokens``.
-
-        Raises:
-            UserError: A sample is not in the cache, or differs from the one that the teacher saw.
-        """
+        """The top tokens of samples, in the shape of ``tokens``."""
         indices = list(ids)
         hashes = self.arrays["hash"]
         seen = [int(hashes[index]) if index < len(hashes) else NO_HASH for index in indices]
@@ -122,11 +118,7 @@ def header_of(config: ConfigContainer, samples: int) -> CacheHeader:
 
 
 def read_header(folder: Path) -> CacheHeader:
-    """Read the header of the cache in ``folder``.
-
-    Raises:
-        UserError: There is no cache.
-    """
+    """Read the header of the cache in ``folder``."""
     try:
         return CacheHeader(**strict_json.loads((folder / HEADER_FILE).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
@@ -136,11 +128,7 @@ def read_header(folder: Path) -> CacheHeader:
 
 
 def check_header(folder: Path, found: CacheHeader, config: ConfigContainer) -> None:
-    """Refuse a cache of another teacher or with other settings.
-
-    Raises:
-        UserError: The message contains all differences.
-    """
+    """Refuse a cache of another teacher or with other settings."""
     distill = config.distill
     assert distill is not None, "distill is not set"
     wanted = {
@@ -160,11 +148,7 @@ def check_header(folder: Path, found: CacheHeader, config: ConfigContainer) -> N
 
 
 def open_cache(config: ConfigContainer) -> TeacherCache:
-    """Open the cache of a run for reading.
-
-    Raises:
-        UserError: The cache does not exist, was made for another run, or is incomplete.
-    """
+    """Open the cache of a run for reading."""
     assert config.distill is not None, "distill is not set"
     folder = Path(config.distill.cache or "")
     header = read_header(folder)

@@ -38,12 +38,7 @@ _LAYOUT_RULES = [rule for rule in RULES if rule.__module__ == layout_rules.__nam
 
 
 def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvider:
-    """The teacher's provider with the parallel sizes of ``config.model``; building it loads the weights.
-
-    Raises:
-        UserError: The teacher does not exist, its vocabulary differs from the student's, or it does not support
-            the parallel sizes.
-    """
+    """The teacher's provider with the parallel sizes of ``config.model``; building it loads the weights."""
     assert config.distill is not None, "distill is not set"
     assert config.distill.teacher is not None, "distill.teacher is not set"
     name = config.distill.teacher
@@ -55,11 +50,7 @@ def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvid
 def set_shared_settings(
     provider: Any, name: str, config: ConfigContainer, world_size: int, key: str = "distill.teacher"
 ) -> GPTModelProvider:
-    """Set the shared settings of ``config.model`` in ``provider``, which ``key`` names, and check it.
-
-    Raises:
-        UserError: Its vocabulary differs from the student's, or it does not support the parallel sizes.
-    """
+    """Set the shared settings of ``config.model`` in ``provider``, which ``key`` names, and check it."""
     for field in SHARED:
         setattr(provider, field, getattr(config.model, field))
     # its process groups are the student's, whose default may be another one

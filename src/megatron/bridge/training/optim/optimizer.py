@@ -23,9 +23,6 @@ def build_optimizer(
 
     With ``config.use_distributed_optimizer`` each data-parallel rank keeps a shard of the state, otherwise the
     whole state. It does not pay off on a single rank: steps took 1.2 times as long with 33M parameters.
-
-    Raises:
-        UserError: An override matches no parameter, or contradicts another one.
     """
     # no main parameters: fully sharded parameters are fp32 under any precision
     changes = {"bf16": False, "params_dtype": torch.float32} if sharded_names(chunks[0]) else {}

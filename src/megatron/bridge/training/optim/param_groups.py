@@ -21,9 +21,6 @@ def config_overrides(config: OptimizerConfig, chunks: Sequence[MegatronModule]) 
 
     By default, biases and all other vectors have no weight decay (except the norms of queries and keys with
     ``apply_wd_to_qk_layernorm``), and the embedding and the output layer have ``decoupled_lr``.
-
-    Raises:
-        UserError: A pattern matches no trained parameter on any rank, or two entries set different values for one.
     """
     entries: list[ParameterOverride] = getattr(config, "overrides", [])
     named = [item for item in named_parameters(unwrap_model(list(chunks))) if item[1].requires_grad]

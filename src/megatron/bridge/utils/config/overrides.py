@@ -108,9 +108,6 @@ def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
 
     Returns:
         One change for each key, in the order in which they were last set.
-
-    Raises:
-        UserError: as ``apply_overrides``, or a reference that cannot be resolved.
     """
     transaction = _Transaction(config)
     try:
@@ -124,11 +121,7 @@ def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
 
 
 def settle_types(config: Any) -> None:
-    """Give each value of a config, read from a file, the type of its field: a name becomes the function.
-
-    Raises:
-        UserError: names every key whose value has the wrong type.
-    """
+    """Give each value of a config, read from a file, the type of its field: a name becomes the function."""
     refuse([*_settle_types(config, "")])
 
 
@@ -154,9 +147,6 @@ def check_sticks(config: Any, changes: Iterable[Change]) -> None:
     """Refuse a config in which a later step replaced a value that somebody set; of two changes the last counts.
 
     Null asks a later step for the value.
-
-    Raises:
-        UserError: names every such key with both values.
     """
     refuse(
         [
@@ -377,11 +367,7 @@ class _Slot:
         return self.parent.set(type(owner)(items))
 
     def typed(self, request: _Request) -> Any:
-        """The value of ``request`` as the annotation requires.
-
-        Raises:
-            UserError: it has another type.
-        """
+        """The value of ``request`` as the annotation requires."""
         try:
             return self._typed(request.value, request.text)
         except CoercionError as error:

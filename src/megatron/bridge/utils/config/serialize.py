@@ -62,11 +62,7 @@ def dump_yaml(value: object) -> str:
 
 
 def load_yaml(text: str, source: str = "the YAML text", trust: bool = False) -> Any:
-    """Rebuild what ``dump_yaml`` wrote; ``source`` names the text in messages, ``trust`` is as in ``from_plain``.
-
-    Raises:
-        UserError: broken YAML, unknown keys or names, values that a dataclass refuses.
-    """
+    """Rebuild what ``dump_yaml`` wrote; ``source`` names the text in messages, ``trust`` is as in ``from_plain``."""
     return from_plain(interpolation.resolve_tree(yaml_text.read(text, source)), trust)
 
 

@@ -49,11 +49,7 @@ class SaveOptions:
     def of_keywords(
         cls, strict: bool, dtype: torch.dtype | str | None, distributed_save: bool | None, every: int, folder: Path
     ) -> "SaveOptions":
-        """The options that ``AutoBridge.save_hf_weights`` documents.
-
-        Raises:
-            UserError: a dtype that is none, or ``save_every_n_ranks`` below 1 or without ``distributed_save``.
-        """
+        """The options that ``AutoBridge.save_hf_weights`` documents."""
         if every < 1 or (every > 1 and not distributed_save):
             raise UserError(
                 f"save_every_n_ranks={every} must be at least 1, and above 1 only with distributed_save=True"
@@ -83,9 +79,6 @@ def save(
         source: the checkpoint to be like; None makes new shards.
         options: who writes what.
         tasks: those of the plan, one after the other, if the plan's own have no numbers.
-
-    Raises:
-        UserError: the tensors are not the source's, or the disk is full.
     """
     layouts = _renamed(_layouts(bridge, plan, source, options), options.folder)
     on_first_rank(lambda: safetensors_writer.create(directory, layouts))

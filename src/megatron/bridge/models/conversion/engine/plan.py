@@ -169,10 +169,6 @@ def build_plan(
         copies: patterns of tensors that may be in the checkpoint a second time, and what they are copies of.
         left_out: layers that may be in the checkpoint, and that the model was built without.
         replaced: tensors that may be in the checkpoint, and in whose place the model has a head.
-
-    Raises:
-        UserError: the plan does not close: a parameter without a mapping, a tensor that is missing, left over or
-            claimed twice.
     """
     config = cast(Any, chunks[0]).config
     if entries is not None and replaced:

@@ -108,9 +108,6 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
         path: root of a checkpoint, or one of its iterations.
         adapters: what was merged into the weights.
         note: anything else that was done.
-
-    Raises:
-        UserError: no checkpoint there.
     """
     directory = paths.resolve(path)
     steps = paths.iteration_of(directory) or 0

@@ -51,9 +51,6 @@ def read_for_layout(
         path: root of a checkpoint, or one of its iterations.
         mp_overrides: parallel sizes that go before these.
         default: makes the provider of a checkpoint that does not describe its model, such as Megatron-LM's.
-
-    Raises:
-        UserError: an override that is not a parallel size.
     """
     undescribed = default is not None and not model_io.has_run_config(path)
     provider = default(False) if default is not None and undescribed else read(path)

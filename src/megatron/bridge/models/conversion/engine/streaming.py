@@ -50,9 +50,6 @@ def planner(
         chunks: on the meta device, in the precision to save.
         pretrained: the model.
         show_progress: draw a progress bar on rank 0.
-
-    Raises:
-        UserError: tensors of a wrong shape or dtype.
     """
     allocator.release_freed_memory()
     sources: dict[int, LazyParameter] = {}
@@ -87,9 +84,6 @@ class StoredModel:
     Args:
         chunks: this rank's, on the meta device.
         path: a checkpoint root, or one iteration's directory.
-
-    Raises:
-        UserError: no checkpoint, a damaged one, or one of another model.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], path: str | Path) -> None:
