@@ -65,8 +65,6 @@ def unstack_layers(name: str, value: torch.Tensor, layers: int | None) -> Iterat
     Megatron-LM stores ``decoder.layers.mlp.linear_fc1.weight`` of shape [layers, ...].
 
     Args:
-        name: Name in the checkpoint.
-        value: Its value.
         layers: Number of layers if the checkpoint stacks them, else None.
     """
     prefix = _stack_of(name)
@@ -96,7 +94,6 @@ def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | No
         source: One iteration's directory.
         root: Where the new checkpoint appears as ``iter_XXXXXXX``.
         run_config: What ``run_config.yaml`` shall hold, its key ``model`` being the provider; None leaves it out.
-        iteration: Its number.
 
     Returns:
         The directory that was published.

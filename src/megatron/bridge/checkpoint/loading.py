@@ -57,7 +57,6 @@ def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Ite
 
     Args:
         state: Megatron's sharded state dict of what is wanted, under any parallel layout.
-        directory: One iteration's directory.
         strict: Whether what the checkpoint holds beyond ``state`` is an error.
         known: Prefixes of names that may be left over even so. Transformer Engine's ``_extra_state`` may
             always be missing or left over.

@@ -95,7 +95,6 @@ class HashingStream:
     A tensor is hashed by a thread of its own while it is written: both go on without Python's lock.
 
     Args:
-        stream: Opened for writing.
         cancelled: Once it is set, ``write`` fails.
     """
 

@@ -51,7 +51,6 @@ def save_model(
         root: Directory that holds the checkpoints of one run or one import.
         run_config: Plain data; its key ``model`` is the provider as ``to_plain`` writes it.
         iteration: Number of optimizer steps that the weights have seen.
-        tokenizer_files: Files to keep with the weights.
         planner: Gives the numbers of chunks that are on the meta device.
 
     Returns:

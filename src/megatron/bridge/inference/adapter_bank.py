@@ -18,11 +18,7 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
 class AdapterNames:
-    """The adapters of a model, and which rows of the current step take which.
-
-    Args:
-        names: of the adapters.
-    """
+    """The adapters of a model, and which rows of the current step take which."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)

@@ -46,7 +46,6 @@ class DecodingState:
     """Caches of all layers of this rank's chunks.
 
     Args:
-        chunks: model chunks, wrapped or not.
         tokens: tokens of all requests that the caches hold.
         requests: requests that have recurrent states.
         pack: on CPUs, keep weights as oneDNN wants them while attached; the parameters are empty meanwhile.

@@ -15,7 +15,6 @@ class Detokenizer:
 
     Args:
         hf: tokenizer of transformers.
-        stop: texts at which the text ends.
     """
 
     def __init__(self, hf: Any, stop: Sequence[str] = ()) -> None:

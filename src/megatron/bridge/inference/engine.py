@@ -80,7 +80,6 @@ class Engine(AbstractContextManager["Engine"]):
 
     Args:
         chunks: this rank's chunks, in evaluation mode.
-        config: what the engine may use.
         hf: tokenizer of transformers; without one, completions have no text and stop texts are refused.
         adapters: those of the chunks, if they are named.
     """
@@ -114,10 +113,6 @@ class Engine(AbstractContextManager["Engine"]):
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[Job]:
         """Let a prompt wait for its turn.
-
-        Args:
-            prompt: token ids.
-            sampling: how to continue it.
 
         Returns:
             ``sampling.n`` jobs.

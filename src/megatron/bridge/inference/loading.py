@@ -65,7 +65,6 @@ def load(
         adapter: a run with adapters, one of its checkpoints, or a directory of the peft library.
         adapters: several of them by name, for requests to choose from.
         tokenizer: directory or hub id of another tokenizer.
-        trust_remote_code: run Python code of the model's repository.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")

@@ -41,7 +41,6 @@ def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) ->
     A line's random numbers come from the seed of the command and its number, unless it has a seed of its own.
 
     Args:
-        path: the file.
         defaults: sampling parameters of the command.
         chat: make a text the message of a user.
     """

@@ -26,10 +26,7 @@ class Workers(AbstractContextManager["Workers"]):
     """Processes with one rank of a model each.
 
     Args:
-        size: how many.
         make: ``LLM``, to be called with ``path`` and ``options`` on each rank.
-        path: of the model.
-        options: of ``LLM``.
     """
 
     def __init__(self, size: int, make: Callable[..., Any], path: str, options: dict[str, Any]) -> None:

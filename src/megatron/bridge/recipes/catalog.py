@@ -75,11 +75,7 @@ def catalog() -> dict[str, Recipe]:
 
 
 def name_functions(package: str) -> None:
-    """Give the recipes of a family the names and docstrings in their source, so that they pickle and have a help.
-
-    Args:
-        package: The package of the family, imported.
-    """
+    """Give the recipes of a family the names and docstrings in their source, so that they pickle and have a help."""
     for recipe in catalog().values():
         if recipe.module.startswith(f"{package}."):
             function = recipe.function()

@@ -16,7 +16,6 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
 
     Args:
         config: A config after ``validate(world_size)``.
-        world_size: Number of processes.
     """
     from megatron.bridge.training.distillation.teacher import set_shared_settings
 

@@ -28,7 +28,6 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
 
     Args:
         config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
-        callbacks: The user's callbacks.
 
     Raises:
         UserError: The teacher does not exist, does not match the student or the parallel sizes, or ``pretrain``

@@ -25,7 +25,6 @@ def finetune(config: AnyConfig, forward_step_func: Callable[..., Any], callbacks
     Args:
         config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
         forward_step_func: For example ``megatron.bridge.training.gpt_step.forward_step``.
-        callbacks: The user's callbacks.
 
     Raises:
         UserError: There are no pretrained weights, they were trained with another tokenizer, or ``pretrain``

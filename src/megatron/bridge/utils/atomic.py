@@ -112,7 +112,6 @@ def read_text(path: Path, what: str) -> str:
     """The text of a file that the user named.
 
     Args:
-        path: The file.
         what: The key and its value, for messages.
     """
     try:
@@ -128,7 +127,6 @@ def refuse_unwritable(what: str, way_out: str = "choose another folder") -> Iter
 
     Args:
         what: The key and its value, for example ``logger.log_dir=runs``.
-        way_out: What the user can do.
     """
     try:
         yield

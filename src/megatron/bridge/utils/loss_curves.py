@@ -59,7 +59,6 @@ def curves(
 
     Args:
         rows: From ``read_metrics``.
-        metric: Name of the number.
         label: Of the run.
         axis: ``step``; ``tokens`` consumed; or ``time``, hours of steps without what was between them.
         source: Where the rows are from, in messages.
@@ -117,9 +116,7 @@ def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smoot
     """Write a picture; its format is that of the name.
 
     Args:
-        path: Where to.
         panels: Curves by what is written beside them, one below the other.
-        xlabel: What is written below.
         smooth: Points that are averaged; the points themselves stay visible behind the line.
     """
     from matplotlib.figure import Figure  # 0.5 s to import; no window system, no global state

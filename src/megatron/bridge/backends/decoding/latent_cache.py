@@ -19,9 +19,6 @@ class LatentCache(AttentionCache):
 
     Args:
         tokens: how many tokens of all requests fit.
-        attention: the ``TorchLatentAttention``.
-        dtype: of the latents.
-        device: of the latents.
     """
 
     def __init__(self, tokens: int, attention: Any, dtype: torch.dtype, device: torch.device) -> None:

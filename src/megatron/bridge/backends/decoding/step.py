@@ -55,7 +55,6 @@ class Step:
 
     Args:
         spans: at least one.
-        device: of the caches.
     """
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:

@@ -39,7 +39,6 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
     weights that it computes with are a separate copy, sharded or whole. Gradients are reduced and summed in fp32.
 
     Args:
-        config: The config of the model.
         ddp_config: ``data_parallel_sharding_strategy`` selects what is sharded.
         module: The chunk, in half precision if the config says so, with equal weights on all ranks.
     """

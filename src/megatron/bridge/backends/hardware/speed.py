@@ -18,7 +18,6 @@ def matmul_flops(dtype: torch.dtype = torch.bfloat16, size: int | None = None) -
     """Operations a second of a square product.
 
     Args:
-        dtype: Of the matrices.
         size: Rows and columns; None takes 8,192 on a GPU, and 1,024 on a CPU.
     """
     size = size or (8192 if has_cuda() else 1024)

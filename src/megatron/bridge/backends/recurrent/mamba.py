@@ -227,11 +227,8 @@ class GroupRMSNorm(torch.nn.Module):
 
     Args:
         hidden_size: Outputs of this rank.
-        eps: Added to the mean square.
         group_size: Outputs of a group.
         norm_before_gate: Must be False, because the gate has been applied.
-        device: Of the gain.
-        dtype: Of the gain.
     """
 
     tp_group: Any

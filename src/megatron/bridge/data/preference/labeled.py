@@ -74,7 +74,6 @@ class LabeledRows(SampleRows):
 
     Args:
         samples: what ``LabeledEncoder`` makes of the records.
-        padding: the padding token.
         longest: cut second sequences to this number of tokens.
         multiple: pad each sequence to a multiple of this.
     """

@@ -109,9 +109,6 @@ def preview(
     """Look at the data of a run, without drawing from its iterators.
 
     Args:
-        config: the dataset config.
-        data: the iterators made from it.
-        tokenizer: the tokenizer of the run.
         sizes: micro batch size, global batch size, and number of data-parallel ranks.
         samples: number of samples to show of each split.
     """

@@ -226,13 +226,7 @@ class UnusedField(NamedTuple):
 
 
 def unused_fields(chat: Chat, text: str, render: RenderChat) -> Iterator[UnusedField]:
-    """The fields of ``chat`` that leave no trace in ``text``.
-
-    Args:
-        chat: the conversation.
-        text: the conversation as the template renders it.
-        render: the template.
-    """
+    """The fields of ``chat`` that leave no trace in ``text``."""
     if chat.tools and _same(text, replace(chat, tools=None), render):
         yield UnusedField("tools", None)
     for index, message in enumerate(chat.messages):

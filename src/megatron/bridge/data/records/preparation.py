@@ -51,8 +51,6 @@ def prepare(
     """The samples of ``source``.
 
     Args:
-        source: the records.
-        encoder: tokenizes the records.
         folder: where samples are kept for later runs, shared by all nodes. All ranks must then call this, and rank
             0 does the work. None keeps the samples in memory.
         workers: number of processes that tokenize.

@@ -26,12 +26,7 @@ class _Arrived(dict[str, Tensor]):
 
 
 class NativeReceiver:
-    """Fills the parameters of a model.
-
-    Args:
-        bridge: of the architecture.
-        model: this rank's chunks.
-    """
+    """Fills the parameters of a model."""
 
     def __init__(self, bridge: AutoBridge, model: Any) -> None:
         plan = bridge.plan(model)
@@ -48,7 +43,6 @@ class NativeReceiver:
         """Prepare for tensors.
 
         Args:
-            infos: those that will come.
             partial: only what changed comes; the rest stays as it is.
         """
         names = {info.name for info in infos}

@@ -9,11 +9,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 class RemoteReceiver:
-    """``take`` of ``send_weights`` for the process at the other end, which calls ``receive_weights``.
-
-    Args:
-        connection: to it.
-    """
+    """``take`` of ``send_weights`` for the process at the other end, which calls ``receive_weights``."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -31,10 +27,6 @@ class RemoteReceiver:
 
 def receive_weights(connection: Any, reader: BucketReader) -> None:
     """Take all steps of one refit from the process at the other end.
-
-    Args:
-        connection: to the sender.
-        reader: of the receiver.
 
     Raises:
         UserError: the weights are not the model's; the sender is told, too.

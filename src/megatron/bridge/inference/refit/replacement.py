@@ -24,11 +24,7 @@ class Receiver(Protocol):
 
 
 class BucketReader:
-    """Hands the tensors of each bucket to a receiver.
-
-    Args:
-        receiver: takes them.
-    """
+    """Hands the tensors of each bucket to a receiver."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -55,13 +51,7 @@ class BucketReader:
 
 
 class Replacement:
-    """Steps for an engine of this project.
-
-    Args:
-        engine: whose weights are replaced.
-        bridge: of the architecture.
-        chunks: of this rank.
-    """
+    """Steps for an engine of this project."""
 
     def __init__(self, engine: Engine, bridge: AutoBridge, chunks: list[Any]) -> None:
         self._engine = engine

@@ -13,11 +13,7 @@ Json = dict[str, Any]
 
 
 class TokenTexts:
-    """Texts of single tokens.
-
-    Args:
-        hf: tokenizer of transformers.
-    """
+    """Texts of single tokens."""
 
     def __init__(self, hf: Any) -> None:
         self.of = lru_cache(maxsize=65536)(lambda token: str(hf.decode([token], skip_special_tokens=False)))

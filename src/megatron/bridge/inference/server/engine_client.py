@@ -27,7 +27,6 @@ class EngineClient:
     """Talks with the ranks of ``workers``; to be made and used in an event loop.
 
     Args:
-        workers: their models are loaded.
         capacity: choices that run or wait at the same time.
         failed: called with the reason when the engine has ended.
     """

@@ -85,7 +85,6 @@ def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator
     """Serve until the process ends; runs on every rank, as ``Workers.start`` explains.
 
     Args:
-        llm: the ``LLM`` of this rank.
         receive: gives rank 0 what has arrived.
 
     Yields:

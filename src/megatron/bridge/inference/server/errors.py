@@ -9,11 +9,9 @@ class ApiError(Exception):
     """A request that is not answered.
 
     Args:
-        status: of HTTP.
         message: one sentence for a person.
         param: the field that is wrong.
         code: for programs.
-        headers: of the answer.
     """
 
     def __init__(

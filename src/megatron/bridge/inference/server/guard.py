@@ -37,12 +37,7 @@ class GuardConfig:
 
 
 class Guard:
-    """ASGI middleware.
-
-    Args:
-        app: what it guards.
-        config: what it lets through.
-    """
+    """ASGI middleware."""
 
     def __init__(self, app: Any, config: GuardConfig) -> None:
         self._app = app

@@ -51,13 +51,7 @@ class ServeConfig:
 
 
 def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
-    """Serve a model until SIGTERM or SIGINT.
-
-    Args:
-        path: of the model, as ``LLM`` takes it.
-        options: of ``LLM``.
-        config: how.
-    """
+    """Serve a model until SIGTERM or SIGINT."""
     if config.host not in LOOPBACK and config.api_key is None:
         raise UserError(
             f"--host {config.host} can be reached by others: give --api-key-file, or leave the host at 127.0.0.1"

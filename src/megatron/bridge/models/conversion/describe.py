@@ -25,7 +25,6 @@ def write_description(
         checkpoint: root of a checkpoint, or one of its iterations.
         directory: an existing directory to write to.
         architecture: such as ``LlamaForCausalLM``; None finds the only one that computes the same.
-        tokenizer: of the model, if it has one.
     """
     provider = stored_provider.read(checkpoint)
     config = _config(provider, _chosen(provider, architecture))

@@ -21,12 +21,7 @@ def is_megatron_checkpoint(name: str | Path) -> bool:
 
 
 def local_weights(name: str | Path) -> Path:
-    """The directory of the weights ``name``; a model of the hub is downloaded.
-
-    Args:
-        name: directory of a Hugging Face model, directory of a Megatron checkpoint or of one of its iterations,
-            or hub id.
-    """
+    """The directory of the weights ``name``, a directory in either format or a hub id, whose files are downloaded."""
     if hub.is_hub_id(name):
         return hub.resolve(name, weights=True)
     return Path(name).expanduser() if is_hf_model(name) else paths.resolve(name)
@@ -72,7 +67,6 @@ def provider_of(name: str, trust_remote_code: bool = False) -> Any:
     """The provider of the model ``name``, a directory in either format or a hub id; it loads the weights, too.
 
     Args:
-        name: directory or hub id.
         trust_remote_code: run a Hugging Face model's own configuration code.
     """
     if not is_megatron_checkpoint(name):

@@ -57,7 +57,6 @@ def compose(title: str, source: str | None, source_card: str | None, history: Hi
         title: name of the exported model.
         source: name of the model that it is like; None without one.
         source_card: that model's card, if it has one.
-        history: what was done.
     """
     if source_card is not None and not history.changed:
         return source_card

@@ -90,8 +90,6 @@ def open_checkpoint(directory: Path, config: Mapping[str, Any], dtype: torch.dty
     """The weights in ``directory``, in full.
 
     Args:
-        directory: holds the safetensors files.
-        config: ``config.json``.
         dtype: dtype in which quantised tensors appear; bfloat16 when None.
     """
     quantization = config.get("quantization_config")
@@ -105,8 +103,6 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     """A checkpoint whose quantised tensors appear in full.
 
     Args:
-        directory: holds the safetensors files.
-        config: ``quantization_config``.
         dtype: dtype in which quantised tensors appear; a part that is copied is computed in float32 and rounded
             to the target's dtype only.
     """

@@ -223,9 +223,7 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         """Copy a part of a tensor into ``target``, whatever its strides, dtype and device.
 
         Args:
-            name: the tensor.
             index: which part, as a view ``tensor[index]``; a scalar is copied whole.
-            target: of the part's shape.
         """
         tensor = self[name]
         target.copy_(tensor[index] if tensor.ndim else tensor)

@@ -127,12 +127,7 @@ def not_finite(values: Tensor) -> int:
 
 
 class Writer:
-    """Fills files that ``create`` made; usable from several threads.
-
-    Args:
-        directory: where the files are.
-        layouts: their layouts.
-    """
+    """Fills files that ``create`` made; usable from several threads."""
 
     def __init__(self, directory: Path, layouts: Iterable[OutputFile]) -> None:
         self._entries: dict[str, TensorEntry] = {}
@@ -164,7 +159,6 @@ class Writer:
         """Write rows ``start`` and following of a tensor, in the dtype of the layout.
 
         Args:
-            name: the tensor.
             start: index along the first dimension.
             rows: the numbers, on any device.
         """

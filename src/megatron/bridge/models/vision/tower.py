@@ -41,7 +41,6 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
 
     Args:
         vision: the Hugging Face config as plain values; of ``text_config``, the width is enough.
-        dtype: of the parameters.
         initialize: draw the first weights; False leaves them undefined, for weights that are loaded.
     """
     import transformers
@@ -80,7 +79,6 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
     """Features of images, or of videos.
 
     Args:
-        tower: what ``build_tower`` made.
         media: arguments of transformers' ``get_image_features``, or of ``get_video_features``.
     """
     compute = getattr(tower, _VIDEO if is_video(media) else _IMAGE)

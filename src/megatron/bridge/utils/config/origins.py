@@ -81,7 +81,6 @@ def annotated_yaml(config: Any, origins: Origins, defaults: bool = True) -> str:
     """The config as YAML that ``load_yaml`` reads, with each value's origin as a comment.
 
     Args:
-        config: A config.
         origins: Where its values came from.
         defaults: Write the values that are their field's default, too.
     """

@@ -42,7 +42,6 @@ def from_plain(data: object, trust: bool = False) -> Any:
     """Rebuild what ``to_plain`` wrote.
 
     Args:
-        data: Plain data.
         trust: Import every class and function that the data name, which can run code. Without it, only names that
             ``names.locate`` knows are imported.
 

@@ -249,8 +249,6 @@ def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
     """Write the adapters of a model into ``directory``; all ranks call this, one of them writes.
 
     Args:
-        plan: of the model.
-        directory: exists.
         base: where the base model is.
         write: whether this rank writes.
     """

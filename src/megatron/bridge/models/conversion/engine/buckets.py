@@ -110,7 +110,6 @@ def _buckets(tasks: Iterable[WeightConversionTask], limit: int, merged: bool) ->
 
     Args:
         tasks: in the order of the model.
-        limit: bytes.
         merged: whether weights are computed first, from adapters, on any rank.
     """
     bucket: list[WeightConversionTask] = []

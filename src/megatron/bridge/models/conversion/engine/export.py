@@ -74,10 +74,8 @@ def save(
 
     Args:
         bridge: the architecture's bridge, for its hook.
-        plan: what to convert.
         directory: exists, and is the same on all ranks.
         source: the checkpoint to be like; None makes new shards.
-        options: who writes what.
         tasks: those of the plan, one after the other, if the plan's own have no numbers.
     """
     layouts = _renamed(_layouts(bridge, plan, source, options), options.folder)

@@ -162,7 +162,6 @@ def build_plan(
     """Match every parameter of the model with the tensors of a checkpoint.
 
     Args:
-        registry: the architecture's mappings.
         chunks: this rank's bare model chunks.
         entries: the checkpoint's tensors; None plans without one, on the mappings' word.
         buffers: patterns of tensors that may be in the checkpoint and are not converted.

@@ -48,8 +48,6 @@ def planner(
         bridge: the architecture's bridge, for its hooks.
         plan: of these chunks as they were built, before they were made half-precise.
         chunks: on the meta device, in the precision to save.
-        pretrained: the model.
-        show_progress: draw a progress bar on rank 0.
     """
     allocator.release_freed_memory()
     sources: dict[int, LazyParameter] = {}
@@ -96,9 +94,6 @@ class StoredModel:
 
     def filled(self, tasks: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
         """The tasks in their order, with parameters that have numbers; release each before asking for the next.
-
-        Args:
-            tasks: of a plan of the chunks.
 
         Raises:
             UserError: the checkpoint cannot be read. On several ranks it is raised after the last task, since the
