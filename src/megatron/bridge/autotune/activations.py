@@ -86,17 +86,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Bytes of a layer for one microbatch.
+    """Bytes of a layer for one microbatch."""
 
-    Attributes:
-        full: Kept for the backward pass without recomputation.
-        kept: Kept with selective recomputation.
-        working: Held by the backward pass beside them.
-    """
-
-    full: int
-    kept: int
-    working: int
+    full: int  # kept for the backward pass without recomputation
+    kept: int  # kept with selective recomputation
+    working: int  # held by the backward pass beside them
 
 
 @dataclass(frozen=True)

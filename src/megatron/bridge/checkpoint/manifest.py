@@ -55,15 +55,10 @@ class DamagedError(UserError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What one file was when it was written.
+    """What one file was when it was written."""
 
-    Attributes:
-        size: Bytes.
-        hash: XXH3-128 of them, as 32 hexadecimal digits.
-    """
-
-    size: int
-    hash: str
+    size: int  # bytes
+    hash: str  # XXH3-128 of them, as 32 hexadecimal digits
 
 
 FileRecords = dict[str, FileRecord]
@@ -72,17 +67,11 @@ FileRecords = dict[str, FileRecord]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a whole checkpoint.
+    """The record of a whole checkpoint."""
 
-    Attributes:
-        iteration: The number in the directory's name; None for a directory without a number.
-        save_id: Names the save; torch's ``.metadata`` holds the same.
-        files: All files but the manifest.
-    """
-
-    iteration: int | None
-    save_id: str
-    files: FileRecords
+    iteration: int | None  # the number in the directory's name; None for a directory without a number
+    save_id: str  # names the save; torch's ``.metadata`` holds the same
+    files: FileRecords  # all files but the manifest
 
     @property
     def size(self) -> int:

@@ -47,15 +47,11 @@ class StoredTensor:
 class Contents:
     """What a checkpoint contains."""
 
-    format: str
-    """``Hugging Face`` or ``Megatron``."""
-    facts: dict[str, str]
-    """Properties of the whole checkpoint, by title."""
-    tensors: tuple[StoredTensor, ...]
-    """The weights; optimizer state appears only in ``facts``."""
+    format: str  # ``Hugging Face`` or ``Megatron``
+    facts: dict[str, str]  # properties of the whole checkpoint, by title
+    tensors: tuple[StoredTensor, ...]  # the weights; optimizer state appears only in ``facts``
     bytes: int
-    files: int
-    """Number of files with tensors."""
+    files: int  # number of files with tensors
 
 
 def read(path: Path) -> Contents:

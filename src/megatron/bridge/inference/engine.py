@@ -35,27 +35,16 @@ with the new weights, and with caches that the old ones have filled."""
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the engine may use, and what it knows about the model.
+    """What the engine may use, and what it knows about the model."""
 
-    Attributes:
-        max_context: tokens of a prompt and its completion.
-        vocabulary: tokens that may be in a prompt and may be chosen.
-        ends: tokens that end a text.
-        kv_memory: bytes for keys, values and states on each rank.
-        max_requests: texts that are computed at the same time.
-        chunk: tokens of a prompt that are computed together.
-        rows: new tokens of a step.
-        pack: on CPUs, store weights as oneDNN multiplies with them: about twice as fast.
-    """
-
-    max_context: int
-    vocabulary: int
-    ends: frozenset[int] = frozenset()
-    kv_memory: int = 4 << 30
-    max_requests: int = 32
-    chunk: int = 256
-    rows: int = 1024
-    pack: bool = False
+    max_context: int  # tokens of a prompt and its completion
+    vocabulary: int  # tokens that may be in a prompt and may be chosen
+    ends: frozenset[int] = frozenset()  # tokens that end a text
+    kv_memory: int = 4 << 30  # bytes for keys, values and states on each rank
+    max_requests: int = 32  # texts that are computed at the same time
+    chunk: int = 256  # tokens of a prompt that are computed together
+    rows: int = 1024  # new tokens of a step
+    pack: bool = False  # on CPUs, store weights as oneDNN multiplies with them: about twice as fast
 
 
 @dataclass(eq=False)
@@ -67,8 +56,7 @@ class Job:
     text: Text
     lane: int
     detokenizer: Detokenizer | None = None
-    piece: str = field(default="")
-    """Text that the last step added."""
+    piece: str = field(default="")  # text that the last step added
 
     @property
     def is_over(self) -> bool:

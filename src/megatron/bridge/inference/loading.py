@@ -25,25 +25,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, and what belongs to it.
+    """A model in evaluation mode, and what belongs to it."""
 
-    Attributes:
-        chunks: of this rank.
-        hf: tokenizer of transformers; None without tokenizer files.
-        folder: where the tokenizer and ``generation_config.json`` are.
-        vocabulary: tokens without padding.
-        max_context: tokens that the model was made for.
-        bridge: of the architecture; None for a Megatron checkpoint.
-        adapters: those that requests choose by name.
-    """
-
-    chunks: list[Any]
-    hf: Any
-    folder: Path | None
-    vocabulary: int
-    max_context: int
-    bridge: AutoBridge | None = None
-    adapters: AdapterNames | None = None
+    chunks: list[Any]  # of this rank
+    hf: Any  # tokenizer of transformers; None without tokenizer files
+    folder: Path | None  # where the tokenizer and ``generation_config.json`` are
+    vocabulary: int  # tokens without padding
+    max_context: int  # tokens that the model was made for
+    bridge: AutoBridge | None = None  # of the architecture; None for a Megatron checkpoint
+    adapters: AdapterNames | None = None  # those that requests choose by name
 
 
 def load(

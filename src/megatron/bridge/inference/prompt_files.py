@@ -20,19 +20,12 @@ _SEEDS = 1_000_003  # between the seeds of two lines
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a file of prompts.
+    """One line of a file of prompts."""
 
-    Attributes:
-        id: of the line; its number, from 1 on, unless it names one.
-        prompt: a text, token ids, or messages.
-        sampling: that of the command with the line's own values.
-        where: file and line number.
-    """
-
-    id: str | int
-    prompt: Prompt | Messages
-    sampling: Sampling
-    where: str
+    id: str | int  # of the line; its number, from 1 on, unless it names one
+    prompt: Prompt | Messages  # a text, token ids, or messages
+    sampling: Sampling  # that of the command with the line's own values
+    where: str  # file and line number
 
 
 def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) -> list[PromptLine]:

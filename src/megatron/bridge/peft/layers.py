@@ -47,8 +47,7 @@ class _Adapted:
 
     adapter: Any
     adapted_site: Site
-    adapter_is_on: bool
-    """Only on instances; False lets the layer compute without its adapter."""
+    adapter_is_on: bool  # only on instances; False lets the layer compute without its adapter
 
     def merged_weight(self, weight: Tensor) -> Tensor:
         """What stands for ``weight``, a parameter of this layer, in a model without adapters.

@@ -35,15 +35,11 @@ _TIED_OUTPUT = "output_layer"
 class Site:
     """A layer that can have an adapter."""
 
-    name: str
-    """Name in the whole model: layers are counted from its start, not from the pipeline stage's."""
+    name: str  # name in the whole model: layers are counted from its start, not from the pipeline stage's
     module: nn.Module
-    kind: ParallelKind
-    """How its weight is cut over the tensor-parallel ranks."""
-    experts: int | None
-    """Experts on this rank, each with a weight of its own; None is one weight."""
-    halves: int
-    """2 where the outputs are gates above values, each cut over the ranks by itself; else 1."""
+    kind: ParallelKind  # how its weight is cut over the tensor-parallel ranks
+    experts: int | None  # experts on this rank, each with a weight of its own; None is one weight
+    halves: int  # 2 where the outputs are gates above values, each cut over the ranks by itself; else 1
 
     @property
     def weights(self) -> list[nn.Parameter]:

@@ -36,14 +36,10 @@ class Recipe:
     name: str
     module: str
     what: str
-    gpus: int
-    """Number of GPUs that its layout is made for."""
-    gpu_kind: str
-    """Their type."""
-    memory: int
-    """GB (10^9 bytes) that the fullest GPU uses, rounded up, as ``autotune.memory`` counts."""
-    layout: str
-    """Model-parallel sizes, such as ``TP8 PP2``, or ``no model parallelism``."""
+    gpus: int  # number of GPUs that its layout is made for
+    gpu_kind: str  # their type
+    memory: int  # GB (10^9 bytes) that the fullest GPU uses, rounded up, as ``autotune.memory`` counts
+    layout: str  # model-parallel sizes, such as ``TP8 PP2``, or ``no model parallelism``
     docstring: str
 
     @property

@@ -20,19 +20,12 @@ _SKIPPED = ("step", "kind")
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one number of one run.
+    """Points of one number of one run."""
 
-    Attributes:
-        label: In the legend.
-        kind: train, validation or test.
-        x: Places along the axis.
-        y: Values.
-    """
-
-    label: str
-    kind: str
-    x: list[float] = field(repr=False)
-    y: list[float] = field(repr=False)
+    label: str  # in the legend
+    kind: str  # train, validation or test
+    x: list[float] = field(repr=False)  # places along the axis
+    y: list[float] = field(repr=False)  # values
 
 
 def read_metrics(place: Path) -> list[json_lines.Row]:

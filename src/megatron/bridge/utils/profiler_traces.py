@@ -32,17 +32,11 @@ def trace_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class MergedTrace:
-    """What was merged.
+    """What was merged."""
 
-    Attributes:
-        ranks: Whose traces.
-        events: How many events there are.
-        apart: Most by which the ranks' clocks differ at the barrier before the first step, in seconds.
-    """
-
-    ranks: list[int]
-    events: int
-    apart: float
+    ranks: list[int]  # whose traces
+    events: int  # how many events there are
+    apart: float  # most by which the ranks' clocks differ at the barrier before the first step, in seconds
 
 
 def find_traces(place: Path) -> dict[int, Path]:

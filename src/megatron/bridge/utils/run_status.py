@@ -25,14 +25,10 @@ class RunStatus:
     """A run at one moment."""
 
     folder: Path
-    rows: list[json_lines.Row]
-    """The lines of ``metrics.jsonl``."""
-    train_iters: int | None
-    """The step at which the run ends; None if its config is missing."""
-    age: float
-    """Seconds since the last line."""
-    checkpoint: str
-    """The newest checkpoint, in words."""
+    rows: list[json_lines.Row]  # the lines of ``metrics.jsonl``
+    train_iters: int | None  # the step at which the run ends; None if its config is missing
+    age: float  # seconds since the last line
+    checkpoint: str  # the newest checkpoint, in words
 
     @property
     def train(self) -> list[json_lines.Row]:

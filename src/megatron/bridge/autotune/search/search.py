@@ -42,20 +42,13 @@ LONG = 2048
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        best: Prices of the fastest candidates that fit, fastest first.
-        tried: Candidates that the rules allow.
-        refused: Sentences of rules, numbers left out, and how many candidates each one refused.
-        too_large: Allowed candidates that need more memory than there is.
-        smallest: Bytes and layout of the candidate that needs least memory, where it was counted.
-    """
-
-    best: list[Price]
-    tried: int
-    refused: Counter[str]
-    too_large: int
+    best: list[Price]  # prices of the fastest candidates that fit, fastest first
+    tried: int  # candidates that the rules allow
+    refused: Counter[str]  # sentences of rules, numbers left out, and how many candidates each one refused
+    too_large: int  # allowed candidates that need more memory than there is
+    # bytes and layout of the candidate that needs least memory, where it was counted
     smallest: tuple[int, Candidate] | None
 
 

@@ -18,8 +18,7 @@ from megatron.bridge.utils.errors import UserError
 class Traffic:
     """Python objects that ranks exchanged."""
 
-    received: int = 0
-    """Bytes that this rank received."""
+    received: int = 0  # bytes that this rank received
 
 
 @contextmanager

@@ -154,14 +154,10 @@ def fsdp_units(ddp_config: DistributedDataParallelConfig) -> list[nn.Module]:
 class FlatBuffer:
     """Parameters that lie next to each other and are split, gathered and reduced together."""
 
-    parameters: list[nn.Parameter]
-    """In the order of their offsets."""
-    starts: list[int]
-    """The offset of each parameter."""
-    size: int
-    """Number of elements, padded to a multiple of the number of ranks."""
-    unit: int | None
-    """The index of the layer that the parameters belong to; None outside of layers."""
+    parameters: list[nn.Parameter]  # in the order of their offsets
+    starts: list[int]  # the offset of each parameter
+    size: int  # number of elements, padded to a multiple of the number of ranks
+    unit: int | None  # the index of the layer that the parameters belong to; None outside of layers
 
 
 def flat_buffers(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> Iterator[FlatBuffer]:
@@ -182,10 +178,8 @@ def flat_buffers(module: nn.Module, ddp_config: DistributedDataParallelConfig, r
 class TemporaryElements:
     """Elements that a rank holds in addition to its own part at the peak of a step."""
 
-    gathered: int
-    """Whole weights: those outside of layers, one layer, and the prefetched ones."""
-    reduced: int
-    """Whole gradients that wait for their reduction, and those of one more layer or buffer."""
+    gathered: int  # whole weights: those outside of layers, one layer, and the prefetched ones
+    reduced: int  # whole gradients that wait for their reduction, and those of one more layer or buffer
 
 
 def temporary_elements(ddp_config: DistributedDataParallelConfig, buffers: Sequence[FlatBuffer]) -> TemporaryElements:

@@ -44,8 +44,7 @@ class MegatronLMRun:
 
     translation: Translation
     arguments: Arguments
-    world_size: int | None
-    """Number of processes that a ``torchrun`` in front of the script starts, if there is one."""
+    world_size: int | None  # number of processes that a ``torchrun`` in front of the script starts, if there is one
 
 
 def translate(command: str, world_size: int | None = None) -> MegatronLMRun:

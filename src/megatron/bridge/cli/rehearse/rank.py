@@ -32,14 +32,10 @@ class Part:
     """What a part of the set-up cost."""
 
     name: str
-    wall: float
-    """Seconds."""
-    cpu: float
-    """Processor seconds of this process, which do not depend on what else the machine does."""
-    memory: float
-    """Megabytes by which the peak memory of the process grew."""
-    received: float
-    """Megabytes of Python objects that other ranks would send to this one."""
+    wall: float  # seconds
+    cpu: float  # processor seconds of this process, which do not depend on what else the machine does
+    memory: float  # megabytes by which the peak memory of the process grew
+    received: float  # megabytes of Python objects that other ranks would send to this one
     facts: str
 
 
@@ -47,8 +43,7 @@ class Part:
 class Clock:
     """Measures the parts of a set-up, one after the other."""
 
-    report: Callable[[Part], None]
-    """Called after each part."""
+    report: Callable[[Part], None]  # called after each part
     traffic: "Traffic"
     parts: list[Part] = field(default_factory=list)
 

@@ -36,12 +36,9 @@ if TYPE_CHECKING:
 class Report:
     """What a dry run finds."""
 
-    config: str
-    """The resolved config as YAML, with the origin of each value."""
-    summary: str
-    """Comments on the run."""
-    runs: bool = True
-    """Whether the run would start, and fit into memory."""
+    config: str  # the resolved config as YAML, with the origin of each value
+    summary: str  # comments on the run
+    runs: bool = True  # whether the run would start, and fit into memory
 
 
 def report(job: Job, asked: int | None) -> Report:

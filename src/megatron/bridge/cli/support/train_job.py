@@ -32,18 +32,13 @@ _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\w+\])*=")
 class Job:
     """The job that the arguments of a command describe."""
 
-    config: "ConfigContainer"
-    """All settings, not resolved yet."""
+    config: "ConfigContainer"  # all settings, not resolved yet
     origins: "Origins"
-    source: str
-    """The recipe or the file, for messages."""
-    mode: str
-    """One of ``MODES``."""
-    world_size: int | None
-    """Number of processes for which the recipe was made, if known."""
+    source: str  # the recipe or the file, for messages
+    mode: str  # one of ``MODES``
+    world_size: int | None  # number of processes for which the recipe was made, if known
     recipe: "Recipe | None" = None
-    changes: "list[Change]" = field(default_factory=list)
-    """Settings from files and from the command line."""
+    changes: "list[Change]" = field(default_factory=list)  # settings from files and from the command line
 
     @property
     def gpu_kind(self) -> str:

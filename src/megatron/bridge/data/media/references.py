@@ -28,12 +28,10 @@ _KEYS = ("image", "path", "url", "bytes")
 class ImageReference(NamedTuple):
     """An image of a sample."""
 
-    source: str
-    """A path, or a ``data:`` URL that holds the file."""
+    source: str  # a path, or a ``data:`` URL that holds the file
     height: int
     width: int
-    where: str
-    """The record that it belongs to, for messages."""
+    where: str  # the record that it belongs to, for messages
 
 
 def refer(raw: Any, root: Path, where: str) -> ImageReference:

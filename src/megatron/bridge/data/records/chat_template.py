@@ -36,12 +36,9 @@ class RenderedChat:
     """The text of a conversation."""
 
     text: str
-    spans: list[Span]
-    """First character and end of each part that is in the loss, in order."""
-    unused: list[str]
-    """The fields that the template does not render, one entry for each message that has one."""
-    images: tuple[ImageReference, ...] = ()
-    """The images whose placeholders are expanded, in order."""
+    spans: list[Span]  # first character and end of each part that is in the loss, in order
+    unused: list[str]  # the fields that the template does not render, one entry for each message that has one
+    images: tuple[ImageReference, ...] = ()  # the images whose placeholders are expanded, in order
 
 
 class ChatTemplate:
@@ -219,10 +216,8 @@ RenderChat = Callable[[Chat], str]
 class UnusedField(NamedTuple):
     """A field of a conversation that the template does not render."""
 
-    name: str
-    """``tools``, or the key of a message and its role."""
-    message: int | None
-    """Index of the message; None for the tools."""
+    name: str  # ``tools``, or the key of a message and its role
+    message: int | None  # index of the message; None for the tools
 
 
 def unused_fields(chat: Chat, text: str, render: RenderChat) -> Iterator[UnusedField]:

@@ -41,8 +41,7 @@ class PreparedSamples(NamedTuple):
 
     samples: Samples
     report: EncodingReport
-    name: str = ""
-    """The source, for messages."""
+    name: str = ""  # the source, for messages
 
 
 def prepare(

@@ -21,17 +21,11 @@ class TokenTexts:
 
 @dataclass
 class Choice:
-    """One choice, as far as it is known.
+    """One choice, as far as it is known."""
 
-    Attributes:
-        index: in the answer.
-        prompt: token ids of its prompt.
-        echoed: text of the prompt if the answer begins with it.
-    """
-
-    index: int
-    prompt: list[int]
-    echoed: str | None = None
+    index: int  # in the answer
+    prompt: list[int]  # token ids of its prompt
+    echoed: str | None = None  # text of the prompt if the answer begins with it
     text: str = ""
     tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -57,18 +51,13 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
 
 @dataclass
 class CompletionFormat:
-    """How ``/v1/completions`` writes choices.
-
-    Attributes:
-        texts: of tokens.
-        top: how many most likely tokens are named; None for no log-probabilities.
-    """
+    """How ``/v1/completions`` writes choices."""
 
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    texts: TokenTexts
-    top: int | None = None
+    texts: TokenTexts  # of tokens
+    top: int | None = None  # how many most likely tokens are named; None for no log-probabilities
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def whole(self, choice: Choice) -> Json:

@@ -29,8 +29,7 @@ class HeadedClass(NamedTuple):
     """A class of transformers with a head."""
 
     head: str
-    causal: str
-    """The class of the same decoder with an output layer."""
+    causal: str  # the class of the same decoder with an output layer
 
 
 def headed_class(architecture: str, model_type: str | None) -> HeadedClass | None:

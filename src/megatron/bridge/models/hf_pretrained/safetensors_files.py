@@ -116,8 +116,7 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         directory: holds ``model.safetensors`` or its shards and their index.
     """
 
-    as_stored = True
-    """Whether the tensors are in the files as they appear here."""
+    as_stored = True  # whether the tensors are in the files as they appear here
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -165,12 +165,10 @@ def _callback_states(run: Run) -> dict[str, Any]:
 class StartingPoint:
     """The checkpoint from which a run starts."""
 
-    directories: tuple[Path, ...]
-    """The checkpoint to load, then those to fall back to if it is damaged, newest first."""
-    resumed: bool
-    """Whether the run continues an earlier one, instead of starting from its weights."""
+    directories: tuple[Path, ...]  # the checkpoint to load, then those to fall back to if it is damaged, newest first
+    resumed: bool  # whether the run continues an earlier one, instead of starting from its weights
+    # this rank's part of a newer, non-persistent checkpoint, which is loaded instead
     local: non_persistent.LocalCheckpoint | None = None
-    """This rank's part of a newer, non-persistent checkpoint, which is loaded instead."""
 
 
 def find_starting_point(config: ConfigContainer) -> StartingPoint | None:

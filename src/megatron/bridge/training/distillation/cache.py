@@ -39,8 +39,7 @@ class CacheHeader:
     """The settings with which a cache was made."""
 
     teacher: str
-    identity: str
-    """Hash that identifies the teacher."""
+    identity: str  # hash that identifies the teacher
     temperature: float
     top_k: int
     seq_length: int

@@ -56,10 +56,8 @@ class PreferenceLoss:
     """The loss of the pairs of one microbatch."""
 
     settings: DPOConfig
-    batch: dict[str, Any]
-    """Rows of ``PairRows``: an answer that is chosen, the one that is rejected, and so on."""
-    reference: Tensor
-    """The reference's loss of each token."""
+    batch: dict[str, Any]  # rows of ``PairRows``: an answer that is chosen, the one that is rejected, and so on
+    reference: Tensor  # the reference's loss of each token
 
     def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
         """The sum over pairs, the number of pairs, and the report.

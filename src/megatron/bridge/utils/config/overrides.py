@@ -58,12 +58,10 @@ OTHER_NAMES = {
 class Change:
     """One value that was set."""
 
-    key: str
-    """Dotted name, such as ``train.train_iters``."""
+    key: str  # dotted name, such as ``train.train_iters``
     old: Any
     new: Any
-    origin: str
-    """Who set it: ``command line``, a file, ..."""
+    origin: str  # who set it: ``command line``, a file, ...
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,9 @@ class _Request:
 
     key: str
     value: Any
-    text: str | None = None
-    """The raw scalar of a command line."""
+    text: str | None = None  # the raw scalar of a command line
     from_reference: bool = False
-    trusted: bool = False
-    """The user typed it, so the functions that it names are imported."""
+    trusted: bool = False  # the user typed it, so the functions that it names are imported
 
 
 def apply_overrides(config: Any, overrides: Sequence[str], origin: str = "command line") -> list[Change]:

@@ -70,14 +70,10 @@ TASK_TYPES = {
 class ModuleTensors:
     """The adapter of one Hugging Face module, or a tensor of a module that is saved whole."""
 
-    module: str
-    """Name of the module, as the base checkpoint calls it."""
-    described: Described | None
-    """Of an adapter; None is a whole module."""
-    tensors: dict[str, Tensor]
-    """By the rest of their names."""
-    megatron_param: str = ""
-    """The parameter that the adapter is beside, or the tensor's own."""
+    module: str  # name of the module, as the base checkpoint calls it
+    described: Described | None  # of an adapter; None is a whole module
+    tensors: dict[str, Tensor]  # by the rest of their names
+    megatron_param: str = ""  # the parameter that the adapter is beside, or the tensor's own
 
     def named(self, prefix: str = PREFIX) -> dict[str, Tensor]:
         """The tensors by their names, which in ``adapter_model.safetensors`` have a prefix."""

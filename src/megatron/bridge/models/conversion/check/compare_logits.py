@@ -30,20 +30,14 @@ class ModelOutputs:
 class LogitComparison:
     """How far two models are apart."""
 
-    largest: float
-    """Largest absolute difference of two logits."""
-    scale: float
-    """Standard deviation of the reference's logits."""
-    worst: tuple[int, int, int]
-    """(row, position, token) of that difference."""
-    pair: tuple[float, float]
-    """The two logits there, reference first."""
-    cosine: float
-    """Smallest cosine similarity of two positions' logits."""
-    same_choice: float
-    """Share of positions with the same most likely token."""
+    largest: float  # largest absolute difference of two logits
+    scale: float  # standard deviation of the reference's logits
+    worst: tuple[int, int, int]  # (row, position, token) of that difference
+    pair: tuple[float, float]  # the two logits there, reference first
+    cosine: float  # smallest cosine similarity of two positions' logits
+    same_choice: float  # share of positions with the same most likely token
+    # layer -> largest absolute difference of its output over the reference's standard deviation
     layers: dict[str, float]
-    """Layer -> largest absolute difference of its output over the reference's standard deviation."""
 
     @property
     def relative(self) -> float:

@@ -155,8 +155,7 @@ class Owner:
     """Who holds a parameter, among the ranks of a model replica."""
 
     stage: int
-    expert_rank: int | None = None
-    """Which of the ranks that share out the experts; None where all of them hold it."""
+    expert_rank: int | None = None  # which of the ranks that share out the experts; None where all of them hold it
 
     @property
     def is_here(self) -> bool:

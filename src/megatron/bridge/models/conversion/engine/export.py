@@ -34,16 +34,13 @@ _IN_FLIGHT = 2 * THREADS  # tensors gathered and not yet written
 class SaveOptions:
     """How weights are written."""
 
-    strict: bool = True
-    """Refuse to write other tensors than the source has."""
+    strict: bool = True  # refuse to write other tensors than the source has
+    # of all floating-point tensors; None takes the source's, and without a source the model's
     dtype: torch.dtype | None = None
-    """Of all floating-point tensors; None takes the source's, and without a source the model's."""
+    # the ranks that write, in turn, tensors that were put together; None lets every rank write what it owns
     writers: tuple[int, ...] | None = None
-    """The ranks that write, in turn, tensors that were put together; None lets every rank write what it owns."""
-    declared: torch.dtype | None = None
-    """What the config says of the weights, for an export without a source."""
-    folder: Path | None = None
-    """Where the files will lie in the end; they take no name that is in use there."""
+    declared: torch.dtype | None = None  # what the config says of the weights, for an export without a source
+    folder: Path | None = None  # where the files will lie in the end; they take no name that is in use there
 
     @classmethod
     def of_keywords(

@@ -38,13 +38,10 @@ _KEY = "megatron_bridge/hang"
 class Heartbeat:
     """What a rank publishes about itself."""
 
-    beat: int
-    """Number of the heartbeat; a stopped process sends no new ones."""
-    phases: int
-    """Number of completed phases of steps; a hanging rank completes none."""
+    beat: int  # number of the heartbeat; a stopped process sends no new ones
+    phases: int  # number of completed phases of steps; a hanging rank completes none
     step: int
-    where: str
-    """Function, file and line of the main thread."""
+    where: str  # function, file and line of the main thread
     in_collective: bool
 
 

@@ -14,14 +14,11 @@ from megatron.bridge.training.config.run_config import RunConfig
 class Range:
     """Legal values of a setting."""
 
-    rule: str
-    """The range in words, after "must"."""
+    rule: str  # the range in words, after "must"
     least: float = -math.inf
     most: float = math.inf
-    above: float = -math.inf
-    """An open lower bound."""
-    below: float = math.inf
-    """An open upper bound."""
+    above: float = -math.inf  # an open lower bound
+    below: float = math.inf  # an open upper bound
 
     def __contains__(self, value: float) -> bool:
         below = value < self.below or math.isinf(self.below)  # infinity itself may mean "no limit"
