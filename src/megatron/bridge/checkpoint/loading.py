@@ -32,8 +32,7 @@ from megatron.bridge.utils.errors import UserError, first_few
 FORMAT = CheckpointingConfig("torch_dist", 1)
 COMMON_STATE = "common_state"
 
-StoredShapes = dict[str, tuple[int, ...] | None]
-"""Name -> global shape of a tensor, or None for an object."""
+StoredShapes = dict[str, tuple[int, ...] | None]  # name -> global shape of a tensor, or None for an object
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,7 @@ class FileRecord:
     hash: str  # XXH3-128 of them, as 32 hexadecimal digits
 
 
-FileRecords = dict[str, FileRecord]
-"""Path below the checkpoint's directory -> record."""
+FileRecords = dict[str, FileRecord]  # path below the checkpoint's directory -> record
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ END = "...\n"  # YAML's end of a document
 # stages, and a message can name the layer.
 MODEL_METADATA: dict[str, Any] = {"singleton_local_shards": False, "non_homogeneous_layers": True}
 
-NEMO_PREFIX = "module."
-"""What NeMo 2 puts before the names of the weights."""
+NEMO_PREFIX = "module."  # what NeMo 2 puts before the names of the weights
 _PREFIX = "name_prefix"
 
 # What else a checkpoint of a run may hold beside the weights.

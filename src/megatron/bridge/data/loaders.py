@@ -25,8 +25,7 @@ Batch = dict[str, Any]
 LocatedSample = tuple[int, Batch]  # the index of a sample, and the sample
 Sampler = MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-OF_ANSWERS = ("desirable",)
-"""What rows of ``LabeledRows`` say of each token besides."""
+OF_ANSWERS = ("desirable",)  # what rows of ``LabeledRows`` say of each token besides
 
 
 class DataIterator(Protocol):

@@ -8,10 +8,8 @@ from megatron.bridge.data.records.chat_template import ChatTemplate
 from megatron.bridge.inference.ends import parse_chat
 from megatron.bridge.utils.errors import UserError
 
-Prompt = str | list[int]
-"""A text, or token ids."""
-Messages = list[dict[str, Any]]
-"""A conversation with ``role`` and ``content``."""
+Prompt = str | list[int]  # a text, or token ids
+Messages = list[dict[str, Any]]  # a conversation with ``role`` and ``content``
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

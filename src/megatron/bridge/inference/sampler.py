@@ -10,8 +10,7 @@ from torch import Tensor
 from megatron.bridge.inference.requests import Sampling, TokenLogprob
 from megatron.bridge.inference.sampling import choose
 
-FIXED = 3
-"""Columns before the most likely tokens: the token, its log-probability, the most likely token."""
+FIXED = 3  # columns before the most likely tokens: the token, its log-probability, the most likely token
 
 
 @dataclass(frozen=True)

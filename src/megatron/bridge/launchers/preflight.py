@@ -25,8 +25,7 @@ class ShellResult:
     text: str
 
 
-Shell = Callable[[str], ShellResult]
-"""Runs one command line where the jobs are submitted."""
+Shell = Callable[[str], ShellResult]  # runs one command line where the jobs are submitted
 INSTALL = "pip install 'hf-megatron-bridge[launch]'"
 
 

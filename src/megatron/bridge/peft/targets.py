@@ -26,8 +26,7 @@ _TE_LINEAR = frozenset(
     {"TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"}
 )
 _TE_GROUPED = "TEGroupedLinear"
-TOWER = "vision."
-"""How names of a vision tower's layers begin: they are transformers', whole on every rank."""
+TOWER = "vision."  # how names of a vision tower's layers begin: they are transformers', whole on every rank
 _TIED_OUTPUT = "output_layer"
 
 

@@ -27,10 +27,8 @@ from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.models.hf_pretrained.model_folder import RECORD
 from megatron.bridge.testing.row import Row
 
-LOGITS = 1e-4
-"""Largest difference of two logits over the standard deviation of all, in float32."""
-GRADIENTS = 1e-3
-"""Largest difference of two gradients over the root mean square of the tensor's."""
+LOGITS = 1e-4  # largest difference of two logits over the standard deviation of all, in float32
+GRADIENTS = 1e-3  # largest difference of two gradients over the root mean square of the tensor's
 
 _SP = {"sequence_parallel": True}
 _TP2 = {"tensor_model_parallel_size": 2}

@@ -23,8 +23,7 @@ from megatron.bridge.utils.errors import UserError
 
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
 _SIZES += ("num_moe_experts", "moe_ffn_hidden_size", "vocab_size")
-TRIED_RECORDS = 32
-"""Records of each split that are tokenized; a wrong template or function shows in the first ones."""
+TRIED_RECORDS = 32  # records of each split that are tokenized; a wrong template or function shows in the first ones
 
 
 def with_vocabulary(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigContainer]:

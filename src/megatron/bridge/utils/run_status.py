@@ -15,8 +15,7 @@ from megatron.bridge.utils.errors import UserError
 
 CONFIG = "run_config.yaml"
 TRACKER = "latest_checkpointed_iteration.txt"
-SILENCE = 120.0
-"""Seconds without a new line after which a run is not taken for a running one, if its steps are short."""
+SILENCE = 120.0  # seconds without a new line after which a run is not taken for a running one, if its steps are short
 _TIMER = re.compile(r"time/(.+) rank (\d+)")
 
 

@@ -33,8 +33,7 @@ class Chunk:
     losses: int = 0  # how many times the output layer and the loss run: 0, or 1 and one for each token predicted ahead
 
 
-Plan = tuple[tuple[Chunk, ...], ...]
-"""The chunks of each pipeline stage."""
+Plan = tuple[tuple[Chunk, ...], ...]  # the chunks of each pipeline stage
 
 
 @dataclass(frozen=True)

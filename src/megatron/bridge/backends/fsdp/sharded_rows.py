@@ -23,8 +23,7 @@ _ROW_RANGES = "fully_sharded_rows"  # the rows of each rank, in rank order
 _COMPUTE_COPY = "fully_sharded_copy"  # this rank's rows of the compute weights, if they are a separate copy
 
 
-RowRanges = tuple[range, ...]
-"""The rows of a parameter that each rank keeps, in rank order."""
+RowRanges = tuple[range, ...]  # the rows of a parameter that each rank keeps, in rank order
 
 
 @dataclass(frozen=True)

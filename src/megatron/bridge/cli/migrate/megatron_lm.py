@@ -310,8 +310,7 @@ def _data(arguments: Arguments, found: Translation) -> None:
         found.set("dataset.blend_per_split", [part and list(part) for part in per_split], source)
 
 
-_MOCK = ("dataset.seq_length", "dataset.random_seed", "dataset.num_workers")
-"""Settings of mock data."""
+_MOCK = ("dataset.seq_length", "dataset.random_seed", "dataset.num_workers")  # settings of mock data
 
 
 def _tokenizer(arguments: Arguments, found: Translation) -> None:

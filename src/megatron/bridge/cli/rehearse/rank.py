@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from megatron.bridge.backends.cpu.without_memory import Traffic
     from megatron.bridge.training.config import ConfigContainer
 
-VOCAB_SIZE = 128 * 1024
-"""Of a recipe whose vocabulary the tokenizer decides."""
-PLANS = 256
-"""Plans that are merged, to estimate the time for those of all ranks."""
+VOCAB_SIZE = 128 * 1024  # of a recipe whose vocabulary the tokenizer decides
+PLANS = 256  # plans that are merged, to estimate the time for those of all ranks
 
 
 @dataclass(frozen=True)

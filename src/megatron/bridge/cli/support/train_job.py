@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 ADAPTERS = ("lora", "dora")
 DISTILL_MODES = ("distill", "cache-teacher")
-OWN_STEP = (*DISTILL_MODES, "dpo")
-"""Modes with a forward step of their own."""
+OWN_STEP = (*DISTILL_MODES, "dpo")  # modes with a forward step of their own
 MODES = ("pretrain", "sft", *ADAPTERS, *OWN_STEP)
 
 

@@ -17,8 +17,7 @@ from megatron.bridge.utils.errors import UserError, one_line
 if TYPE_CHECKING:
     from PIL import Image
 
-MAX_PIXELS = 100_000_000
-"""An image with more pixels is refused: it would take more than 300 MB to decode."""
+MAX_PIXELS = 100_000_000  # an image with more pixels is refused: it would take more than 300 MB to decode
 _DATA, _FILE = "data:", "file://"
 _URLS = ("http://", "https://", "ftp://", "s3://", "gs://")
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF; these swap height and width

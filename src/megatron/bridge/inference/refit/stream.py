@@ -21,8 +21,7 @@ from megatron.bridge.models.conversion.model_bridge import bridge_for
 from megatron.bridge.utils.distributed import rank, reduce_numbers
 from megatron.bridge.utils.errors import UserError
 
-BUCKET_BYTES = 64 << 20
-"""What ranks exchange at a time."""
+BUCKET_BYTES = 64 << 20  # what ranks exchange at a time
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from megatron.bridge.inference.requests import FinishReason, Sampling, TokenLogp
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
 
-IDLE_SECONDS = 1.0
-"""How long rank 0 waits for a request while the other ranks wait for rank 0."""
+IDLE_SECONDS = 1.0  # how long rank 0 waits for a request while the other ranks wait for rank 0
 
 
 @dataclass(frozen=True)

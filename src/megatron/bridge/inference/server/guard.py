@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron.bridge.inference.server.errors import ApiError, to_json
 
-OPEN_PATHS = ("/", "/health")
-"""Answered without a key: the chat page asks for it, and load balancers have none."""
+OPEN_PATHS = ("/", "/health")  # answered without a key: the chat page asks for it, and load balancers have none
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 Message = dict[str, Any]

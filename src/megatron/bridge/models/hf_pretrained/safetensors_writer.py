@@ -31,8 +31,7 @@ from megatron.bridge.utils.errors import UserError, first_few
 SHARD_BYTES = 5 * 10**9
 _ALIGNMENT = 8
 
-TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Name -> dtype and shape."""
+TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
 
 
 @dataclass(frozen=True)

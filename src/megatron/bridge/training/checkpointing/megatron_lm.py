@@ -17,10 +17,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.bridge.training.optim.optimizer_state import MASTER, PREFIX
 from megatron.bridge.utils.errors import UserError
 
-IGNORED = ("rng_state", "rerun_state")
-"""States of single ranks, which are not loaded."""
-MEGATRON_LM_MASTER = "param"
-"""The key of main parameters in the state of Megatron-LM's distributed optimizer."""
+IGNORED = ("rng_state", "rerun_state")  # states of single ranks, which are not loaded
+MEGATRON_LM_MASTER = "param"  # the key of main parameters in the state of Megatron-LM's distributed optimizer
 
 
 def is_megatron_lm(common: dict[str, Any]) -> bool:

@@ -19,8 +19,7 @@ from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.engine import exchange
 
 Side = Literal["student", "teacher"]
-WatchedLayer = tuple[Side, int]
-"""A model and one of its layers, numbered from 1."""
+WatchedLayer = tuple[Side, int]  # a model and one of its layers, numbered from 1
 
 
 @dataclass

@@ -6,8 +6,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
-ADAPTER = "adapter"
-"""The child under which an adapted layer keeps what was added to it."""
+ADAPTER = "adapter"  # the child under which an adapted layer keeps what was added to it
 
 
 @dataclass(frozen=True)

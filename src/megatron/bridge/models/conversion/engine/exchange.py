@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron.bridge.utils import distributed
 
 Group = torch_dist.ProcessGroup | None
-Tensors = dict[str, Tensor]
-"""By name."""
+Tensors = dict[str, Tensor]  # by name
 
 
 def is_expert(megatron_param: str) -> bool:
@@ -169,8 +168,7 @@ def broadcast_object[T](owner: Owner, value: T) -> T:
     return all_gather_stages(value)[owner.stage]
 
 
-TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and dtypes of tensors by name."""
+TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of tensors by name
 
 
 def from_owner(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: Owner) -> Tensor:

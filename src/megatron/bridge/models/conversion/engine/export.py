@@ -24,8 +24,7 @@ from megatron.bridge.models.hf_pretrained.safetensors_writer import OutputFile, 
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError, first_few
 
-Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtypes and shapes of tensors by name."""
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of tensors by name
 THREADS = 2
 _IN_FLIGHT = 2 * THREADS  # tensors gathered and not yet written
 

@@ -16,8 +16,7 @@ from megatron.bridge.utils import unpickling
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-MakeProvider = Callable[[bool], Any]
-"""Makes a provider, with or without weights."""
+MakeProvider = Callable[[bool], Any]  # makes a provider, with or without weights
 EMBEDDING = "embedding.word_embeddings.weight"
 
 # what a provider says about the layout, as it is for one process

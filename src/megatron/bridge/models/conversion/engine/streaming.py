@@ -27,8 +27,7 @@ from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.prefetch import prefetch
 
-AHEAD = 512 << 20
-"""Bytes of parameters that exist at a time, unless one is larger."""
+AHEAD = 512 << 20  # bytes of parameters that exist at a time, unless one is larger
 _READERS = 1  # torch's reader holds Python's lock for much of the time
 
 

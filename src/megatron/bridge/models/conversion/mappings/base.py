@@ -24,8 +24,7 @@ from megatron.bridge.utils.errors import UserError
 
 ParallelKind = Literal["column", "row", "replicated"]
 HFNames = str | dict[str, str]
-HFPart = tuple[str, int | None]
-"""A Hugging Face tensor, or one expert of a tensor that holds all of them."""
+HFPart = tuple[str, int | None]  # a Hugging Face tensor, or one expert of a tensor that holds all of them
 HFWeights = Tensor | Mapping[str, Tensor]
 
 # what Megatron may pad to a multiple of the ranks; Hugging Face holds the true rows, or columns, only
