@@ -49,7 +49,6 @@ RESERVED = 0.1
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU called ``name``."""
     return GPUS[gpu_name(name)]
 
 

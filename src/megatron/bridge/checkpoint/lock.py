@@ -171,7 +171,6 @@ def _is_alive(other: Process | None, record: Path) -> bool:
 
 
 def _remove(record: Path, root: Path) -> bool:
-    """Delete one holder's file; False if it was gone."""
     try:
         record.unlink()
     except (FileNotFoundError, IsADirectoryError):  # the latter: one file has become a directory

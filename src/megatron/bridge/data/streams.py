@@ -20,9 +20,7 @@ class StreamReader(Protocol):
 
     report: EncodingReport
 
-    def __next__(self) -> Row:
-        """The next row."""
-        ...
+    def __next__(self) -> Row: ...
 
     def state(self) -> bytes:
         """The position, for ``restore``."""

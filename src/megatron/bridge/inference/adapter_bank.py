@@ -26,7 +26,6 @@ class AdapterNames:
         """Name, rows (None is all of them) and how many of the rows count: the others are padding."""
 
     def check(self, name: str | None) -> None:
-        """Refuse an adapter that is not there."""
         if name is not None and name not in self.names:
             have = f"one of {', '.join(self.names)}" if self.names else "none: this model has no named adapters"
             raise UserError(f"adapter_name={name!r}{did_you_mean(name, self.names)}: give {have}")

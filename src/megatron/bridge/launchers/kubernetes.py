@@ -90,7 +90,6 @@ def _resource_problems(options: KubernetesOptions) -> list[str]:
 
 
 def manifest(options: KubernetesOptions) -> dict[str, Any]:
-    """The object, as plain data."""
     options.validate()
     return (_jobset if options.kind == "jobset" else _pytorchjob)(options)
 

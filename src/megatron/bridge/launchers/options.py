@@ -67,7 +67,6 @@ class LaunchOptions:
         return self.nodes * self.devices
 
     def validate(self) -> None:
-        """Refuse what cannot be launched."""
         problems = [*_numbers(self), *_texts(self), *(_local(self) if self.local else _remote(self))]
         if problems:
             raise UserError("\n".join(problems))

@@ -61,7 +61,6 @@ class Size:
     published: bool = True  # whether ``hub_id`` has a model of this size. If not, it has only a suitable tokenizer.
 
     def provider(self) -> GPTModelProvider:
-        """A new provider of this size."""
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
         config = HFConfigDict(hf_config_compat.current(self.numbers))

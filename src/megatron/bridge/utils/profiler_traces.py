@@ -78,7 +78,6 @@ def _open(path: Path) -> IO[str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A trace."""
     try:
         raw = path.read_bytes()
         content = strict_json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)

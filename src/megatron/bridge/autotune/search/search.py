@@ -106,7 +106,6 @@ class Search:
         return violations(_LAYOUT_RULES, self.pricer.configured(divided[0]), self.world_size)
 
     def price(self, candidate: Candidate) -> Price | None:
-        """The simulated price of one candidate."""
         return self.pricer.price(candidate, makespan)
 
     def _batch_problems(self, candidate: Candidate) -> Iterable[str]:
@@ -148,7 +147,6 @@ class Search:
 
 
 def candidate_of(config: ConfigContainer) -> Candidate:
-    """The layout that a config has."""
     model: Any = config.model
     modules = model.recompute_modules
     recompute: Recompute = NO_RECOMPUTE

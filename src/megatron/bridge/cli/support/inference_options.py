@@ -81,7 +81,6 @@ def memory_size(text: str) -> int:
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters among the arguments."""
     from megatron.bridge.inference.requests import Sampling
 
     names = [field.name for field in fields(Sampling)]
@@ -94,7 +93,6 @@ _SAME = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context"
 
 
 def load(args: argparse.Namespace) -> Any:
-    """The ``LLM`` of the arguments."""
     from megatron.bridge.inference.llm import LLM
 
     return LLM(args.model, **llm_options(args))

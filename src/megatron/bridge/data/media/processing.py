@@ -73,7 +73,6 @@ class MediaProcessor:
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     def references(self, images: Iterable[Any], where: str) -> list[ImageReference]:
-        """The images of a record."""
         found = [refer(image, self.root, where) for image in images]
         limit = self.expansion.images_in_sample
         if limit is not None and len(found) > limit:

@@ -25,7 +25,6 @@ class LabeledEncoder(PairEncoder):
     """Tokenizes answers. The label of an answer is kept as one more token, 1 or 0."""
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """The samples of ``records``, in order."""
         encoded = super().__call__(records)
         encoded.report.tokens -= encoded.report.samples  # labels are not text
         return encoded

@@ -25,7 +25,6 @@ class PairEncoder(RecordEncoder):
     """Tokenizes pairs. A pair is two samples, the chosen answer first; both are kept, or none."""
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """The samples of ``records``, in order."""
         report, kept = EncodingReport(), list[Sample]()
         for where, record in super()._processed(records, report):
             kept += self._pair(where, record, report)

@@ -80,7 +80,6 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
         return found
 
     def build(self, request: DatasetRequest) -> Splits:
-        """Build datasets of rows with one pair each."""
         from megatron.bridge.data.preference.builder import build_preference_datasets  # imports torch
 
         self.finalize()

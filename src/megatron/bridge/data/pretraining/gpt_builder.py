@@ -127,7 +127,6 @@ def _check_corpus(prefix: str, split: str, part: tuple[float, float], config: "G
 
 
 def open_corpus(prefix: str) -> IndexedDataset:
-    """Open the indexed dataset at ``prefix``."""
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             raise UserError(_missing_corpus(prefix, suffix))

@@ -103,7 +103,6 @@ class RecordEncoder:
             yield Draft(where, next(chats if isinstance(item, Chat) else plain))
 
     def _processed(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[LocatedRecord]:
-        """What ``process_example_fn`` makes of the records."""
         for where, record in records:
             processed = self._process(record) if self._process else record
             if processed is None:

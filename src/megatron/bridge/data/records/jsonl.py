@@ -36,7 +36,6 @@ def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def open_data(path: Path) -> BufferedReader:
-    """Open a data file."""
     try:
         return path.open("rb")
     except OSError as error:

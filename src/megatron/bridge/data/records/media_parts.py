@@ -52,7 +52,6 @@ def place_images(record: Mapping[str, Any], messages: list[Message], where: str)
 
 
 def as_parts(content: Any) -> list[dict[str, Any]]:
-    """Content as a list of parts."""
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 

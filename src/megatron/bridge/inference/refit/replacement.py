@@ -33,7 +33,6 @@ class BucketReader:
         self._buffer = torch.empty(0)
 
     def take(self, step: WeightStep) -> None:
-        """Do one step."""
         if isinstance(step, Begin):
             self._receiver.begin(step.infos, step.partial)
             self._buckets, self._next = packing.layout(step.infos, step.bucket_bytes), 0

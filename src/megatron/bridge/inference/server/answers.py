@@ -122,17 +122,14 @@ class ChatFormat:
     top: int | None = None
 
     def whole(self, choice: Choice) -> Json:
-        """A finished choice."""
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return self._choice(choice, "message", message, choice.logprobs)
 
     def first_pieces(self, choice: Choice) -> list[Json]:
-        """What a stream of the choice begins with."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def piece(self, choice: Choice, progress: Progress) -> Json:
-        """What a step added."""
         delta = {"content": progress.piece} if progress.piece else {}
         return self._choice(choice, "delta", delta, progress.logprobs)
 

@@ -132,7 +132,6 @@ class Generation:
         return {**self._head, "object": kind, "choices": choices}
 
     def close(self) -> None:
-        """Cancel what is not over."""
         for stream in self._streams:
             stream.close()
 

@@ -176,7 +176,6 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         self._count(target.numel() * (stored.end - stored.begin) // max(whole, 1))
 
     def release(self, name: str, row: int | None = None) -> None:
-        """Give back the memory in which the pages of a tensor, or of one row of it, were mapped."""
         sources = self._packed[name].sources if name in self._packed else (self.entries[name],)
         for entry in sources:  # the rows of packed matrices are those of each of their parts
             self._stored.release(entry.name, row)

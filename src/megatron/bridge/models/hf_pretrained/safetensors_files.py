@@ -141,7 +141,6 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all files are there."""
         names = {SINGLE} if self._index is None else set(self._index.values())
         return all((self.directory / name).is_file() for name in names)
 

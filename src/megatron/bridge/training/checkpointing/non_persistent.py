@@ -63,7 +63,6 @@ def run_name(root: Path, make: bool = False) -> str | None:
 
 
 def store(config: CheckpointConfig, name: str) -> rank_local.RankLocalStore:
-    """The store of this rank's parts."""
     if config.non_persistent_ckpt_type == "in_memory":
         return rank_local.MemoryStore.of(name)
     assert config.non_persistent_local_ckpt_dir is not None, "non_persistent_local_ckpt_dir is not set"

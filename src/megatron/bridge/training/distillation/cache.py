@@ -117,7 +117,6 @@ def header_of(config: ConfigContainer, samples: int) -> CacheHeader:
 
 
 def read_header(folder: Path) -> CacheHeader:
-    """Read the header of the cache in ``folder``."""
     try:
         return CacheHeader(**strict_json.loads((folder / HEADER_FILE).read_bytes()))
     except (OSError, ValueError, TypeError) as error:

@@ -91,7 +91,6 @@ class KTOLoss(PreferenceLoss):
     """The loss of the answers of one microbatch, whose rows are those of ``LabeledRows``."""
 
     def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
-        """The sum over answers, the number of answers, and the report."""
         policy, reference = (self._log_probs(losses) for losses in (token_losses, self.reference))
         ratios, mismatched = (ours - theirs for ours, theirs in zip(policy, reference, strict=True))
         desirable = sum_by_answer(self.batch, self.batch["desirable"].view(-1))[0::2] > 0

@@ -193,7 +193,6 @@ class VisionBridge(DecoderBridge):
         return _renamed(registry.get_all_mappings(), back) if other else registry
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
-        """``registry`` under the names of transformers' modules."""
         ours = {"model.": f"model.{self.language}.", "lm_head.": "lm_head."}
         ours |= {part: f"model.{part}" for part in self.tower}
         stored = {_begun(name, self.names): module for name, module in ours.items()}

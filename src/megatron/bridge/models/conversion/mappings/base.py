@@ -195,7 +195,6 @@ class MegatronParamMapping(MappingGroups):
 
     @property
     def hf_names(self) -> list[str]:
-        """The Hugging Face names, without their roles."""
         return [self.hf_param] if isinstance(self.hf_param, str) else list(self.hf_param.values())
 
     @property
@@ -381,7 +380,6 @@ class OneRowMapping(ReplicatedMapping):
         return self.renamed(lambda name: substitute(name, values), lambda name: substitute(name, values))
 
     def hf_shapes(self, shard: ShardSpec) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole Hugging Face tensors."""
         return {hf: (1, *shape) for hf, shape in self.hf_slice_shapes(shard).items()}
 
 
