@@ -66,11 +66,7 @@ class AsyncSaver:
         return writing
 
     def poll(self, wait: bool = False) -> None:
-        """Publish what has been written; with ``wait``, as soon as it has been.
-
-        Raises:
-            CheckpointException: a rank could not write.
-        """
+        """Publish what has been written; with ``wait``, as soon as it has been. Raises what a rank could not write."""
         if self._writing is None:
             return
         writing, finish = self._writing

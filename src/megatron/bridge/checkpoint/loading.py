@@ -79,11 +79,7 @@ def check(state: dict[str, Any], directory: Path, strict: bool = True, known: It
 
 
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Fill a part of a state that was checked, without communication.
-
-    Raises:
-        DamagedError: it cannot be read.
-    """
+    """Fill a part of a state that was checked, without communication; a ``DamagedError`` if it cannot be read."""
     try:
         return _read(state, directory)
     except BaseException as error:

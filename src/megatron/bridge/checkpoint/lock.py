@@ -50,11 +50,7 @@ _held: dict[Path, "_Lock"] = {}
 
 
 def acquire(root: str | Path) -> bool:
-    """Take the lock of ``root`` for this process, until ``release`` or the end of the process.
-
-    Returns:
-        Whether it was taken; False if this process holds it already.
-    """
+    """Take the lock of ``root`` until ``release`` or the end of the process; False if it is held already."""
     try:
         key = Path(root).resolve()
         if key in _held and _held[key].owner == Process.current():

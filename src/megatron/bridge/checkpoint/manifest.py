@@ -244,11 +244,7 @@ def problems(directory: Path, manifest: Manifest, names: Iterable[str], mode: Ve
 
 
 def check_identity(directory: Path, manifest: Manifest, iteration: int | None) -> None:
-    """Refuse a directory that was renamed: the iteration in its name must be the one that was saved.
-
-    Raises:
-        DamagedError: it is another.
-    """
+    """Refuse a directory that was renamed, as damaged: its name must have the iteration that was saved."""
     if manifest.iteration is not None and iteration is not None and manifest.iteration != iteration:
         raise DamagedError.of(directory, f"{NAME} is of iteration {manifest.iteration}")
 

@@ -100,11 +100,7 @@ class Engine(AbstractContextManager["Engine"]):
     # ---- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[Job]:
-        """Let a prompt wait for its turn.
-
-        Returns:
-            ``sampling.n`` jobs.
-        """
+        """Let a prompt wait for its turn: ``sampling.n`` jobs."""
         self.check(prompt, sampling)
         seed = sampling.seed
         if seed is None:
@@ -192,11 +188,7 @@ class Engine(AbstractContextManager["Engine"]):
         return all(lane.is_idle for lane in self.lanes)
 
     def step(self) -> list[Job]:
-        """Compute one step of every lane.
-
-        Returns:
-            The jobs that got a token or ended.
-        """
+        """Compute one step of every lane; the jobs that got a token or ended."""
         plans = [lane.plan() for lane in self.lanes]
         wanted = [self._outputs(plan) for plan in plans]
         width = width_of([output for outputs, _ in wanted for output in outputs])
@@ -216,11 +208,7 @@ class Engine(AbstractContextManager["Engine"]):
         return list(dict.fromkeys(jobs))
 
     def run(self) -> Iterator[Job]:
-        """Step until nothing is left.
-
-        Yields:
-            Each job when it is over.
-        """
+        """Step until nothing is left, and yield each job when it is over."""
         while not self.is_idle:
             yield from (job for job in self.step() if job.is_over)
 

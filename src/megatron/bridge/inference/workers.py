@@ -21,11 +21,7 @@ SILENT_SECONDS = 25.0  # after this time without a sign of life, a rank is given
 
 
 class Workers(AbstractContextManager["Workers"]):
-    """Processes with one rank of a model each.
-
-    Args:
-        make: ``LLM``, to be called with ``path`` and ``options`` on each rank.
-    """
+    """Processes that each call ``make``, ``LLM``, with ``path`` and ``options`` for one rank of a model."""
 
     def __init__(self, size: int, make: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
         context = get_context("spawn")

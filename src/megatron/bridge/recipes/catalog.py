@@ -80,11 +80,7 @@ def name_functions(package: str) -> None:
 
 
 def find(name: str) -> Recipe:
-    """The recipe called ``name``.
-
-    Raises:
-        UserError: no recipe has this name; the message suggests the nearest ones.
-    """
+    """The recipe called ``name``; an error suggests the nearest ones."""
     recipes = catalog()
     if name not in recipes:
         hint = did_you_mean(name, recipes) or "; --list shows all of them"

@@ -60,11 +60,7 @@ class SameTeacher(Callback):
         return {"name": self._name, "identity": self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check the teacher.
-
-        Raises:
-            UserError: The checkpoint was trained with another teacher.
-        """
+        """Refuse another teacher than that of the checkpoint."""
         if state["identity"] != self._identity:
             raise UserError(
                 f"this run was trained with {self._key}={state['name']}, whose weights differ from those of "

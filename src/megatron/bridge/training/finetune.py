@@ -54,11 +54,7 @@ def check_tokenizer(config: ConfigContainer) -> None:
 
 
 def compare_tokenizers(chosen: TokenizerConfig, beside: Path | None) -> None:
-    """Compare the run's tokenizer with the one in the directory ``beside``, if there is one.
-
-    Raises:
-        UserError: The id of a token differs.
-    """
+    """Refuse other token ids than those of the tokenizer in the directory ``beside``, if there is one."""
     if beside is None or not has_tokenizer(beside):
         return
     if chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:

@@ -109,11 +109,7 @@ def _fsync(path: Path) -> None:
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file that the user named.
-
-    Args:
-        what: The key and its value, for messages.
-    """
+    """The text of a file that the user named; ``what`` is the key and its value, for messages."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -123,11 +119,7 @@ def read_text(path: Path, what: str) -> str:
 
 @contextmanager
 def refuse_unwritable(what: str, way_out: str = "choose another folder") -> Iterator[None]:
-    """Turn an ``OSError`` inside into a ``UserError``.
-
-    Args:
-        what: The key and its value, for example ``logger.log_dir=runs``.
-    """
+    """Turn an ``OSError`` inside into a ``UserError`` about ``what``, such as ``logger.log_dir=runs``."""
     try:
         yield
     except OSError as error:

@@ -29,11 +29,7 @@ class Curve:
 
 
 def read_metrics(place: Path) -> list[json_lines.Row]:
-    """The rows of a run; of a step that was done again after a kill, the later ones.
-
-    Args:
-        place: A run's folder, or the file itself.
-    """
+    """The rows of a run's folder, or of the file; of a step that was done again after a kill, the later ones."""
     path = place / METRICS if place.is_dir() else place
     if not path.is_file():
         raise UserError(f"{path} cannot be read: give a run's folder (logger.log_dir) or its {METRICS}")

@@ -96,11 +96,7 @@ class RunStatus:
 
 
 def read_status(place: Path) -> RunStatus:
-    """The status of the run in a folder.
-
-    Args:
-        place: The run's folder (``logger.log_dir``), or its ``metrics.jsonl``.
-    """
+    """The status of a run, by its folder (``logger.log_dir``) or its ``metrics.jsonl``."""
     folder = place if place.is_dir() else place.parent
     rows = loss_curves.read_metrics(place)
     file = folder / loss_curves.METRICS if place.is_dir() else place

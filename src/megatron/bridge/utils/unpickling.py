@@ -103,11 +103,7 @@ def trusting(trust: bool) -> Generator[None]:
 
 
 def read_metadata(stream: IO[bytes], source: str) -> Metadata:
-    """The content of a ``.metadata`` file; ``source`` names it in messages.
-
-    Raises:
-        UntrustedPickleError: it names anything that is not in ``METADATA_NAMES``.
-    """
+    """The content of a ``.metadata`` file, which names only ``METADATA_NAMES``; ``source`` names it in messages."""
     return _load(stream, source, METADATA_NAMES)
 
 

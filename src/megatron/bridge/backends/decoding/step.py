@@ -44,11 +44,7 @@ class Group:
 
 
 class Step:
-    """The spans of one pass, in the order of their rows and without gaps, and padding after them.
-
-    Args:
-        spans: at least one.
-    """
+    """The ``spans`` of one pass, at least one, in the order of their rows and without gaps, and padding after them."""
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         self.spans = spans

@@ -136,11 +136,7 @@ def as_whole_parameters(chunk: nn.Module) -> Iterator[dict[int, DTensor]]:
 
 @contextmanager
 def gathered(part: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace the sharded parameters of ``part`` by whole ones inside the context; collective, see ``whole``.
-
-    Yields:
-        The whole parameters by the ids of the sharded ones.
-    """
+    """Replace sharded parameters of ``part`` by whole ones inside; yields these by the ids of those, see ``whole``."""
     with _replaced(part, lambda parameter: nn.Parameter(whole(parameter), requires_grad=False)) as pairs:
         yield {id(parameter): replacement for parameter, replacement in pairs}
 

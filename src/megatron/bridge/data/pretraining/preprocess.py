@@ -76,11 +76,7 @@ class DocumentChunk(NamedTuple):
 
 
 class DocumentEncoder:
-    """Tokenizes chunks of documents; each process makes one.
-
-    Raises:
-        UserError: a line cannot be read; the message has its file and line number.
-    """
+    """Tokenizes chunks of documents; each process makes one. Errors have the file and number of a line."""
 
     def __init__(self, config: PreprocessConfig) -> None:
         self.tokenizer = HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
@@ -136,11 +132,7 @@ def _located(chunk: DocumentChunk) -> Iterator[tuple[str, bytes]]:
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessReport:
-    """Tokenize ``config.inputs`` into an indexed dataset, or resume an interrupted run.
-
-    Raises:
-        UserError: an input, the tokenizer, a line or the output is wrong. No files are left behind.
-    """
+    """Tokenize ``config.inputs`` into an indexed dataset, or resume; an error of the input leaves no files behind."""
     formats = _check(config)
     encoder = DocumentEncoder(config)
     key = _key(config, formats, encoder.tokenizer)

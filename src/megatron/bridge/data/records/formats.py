@@ -149,11 +149,7 @@ def _keys(mapping: Mapping[str, Any]) -> str:
 
 
 def expect(value: Any, kind: str, where: str, name: str) -> Any:
-    """``value``, if it is of a JSON type: ``a string``, ``a list`` or ``an object``.
-
-    Raises:
-        UserError: it is not; the message calls it ``name``.
-    """
+    """``value``, if it is of a JSON type: ``a string``, ``a list`` or ``an object``; an error calls it ``name``."""
     if not isinstance(value, JSON_TYPES[kind]):
         raise UserError(f"{where}: {name} must be {kind}, not {type(value).__name__}")
     return value

@@ -40,11 +40,7 @@ class NativeReceiver:
                 self._users.setdefault(name, []).append(task)
 
     def begin(self, infos: Sequence[WeightInfo], partial: bool = False) -> None:
-        """Prepare for tensors.
-
-        Args:
-            partial: only what changed comes; the rest stays as it is.
-        """
+        """Prepare for tensors; with ``partial`` only what changed comes, and the rest stays as it is."""
         names = {info.name for info in infos}
         missing = [] if partial else sorted(self._names - names)
         surplus = sorted(names - self._names - self._left_out - set(self._ties))

@@ -26,11 +26,7 @@ class RemoteReceiver:
 
 
 def receive_weights(connection: Any, reader: BucketReader) -> None:
-    """Take all steps of one refit from the process at the other end.
-
-    Raises:
-        UserError: the weights are not the model's; the sender is told, too.
-    """
+    """Take all steps of one refit from the process at the other end, which is told of an error, too."""
     step = None
     while not isinstance(step, Finish):
         step = connection.recv()

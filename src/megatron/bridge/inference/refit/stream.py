@@ -61,11 +61,7 @@ class WeightStream:
         self._new: dict[str, str] = {}
 
     def metadata(self, tasks: Sequence[WeightConversionTask] | None = None) -> list[WeightInfo]:
-        """What iterating yields, in its order; nothing is read and nothing is sent.
-
-        Args:
-            tasks: those that will be sent; all when None.
-        """
+        """What iterating over ``tasks``, by default all, yields, in its order; nothing is read and nothing is sent."""
         if tasks is None:
             return list(self._all)
         return [info for task, names in _completed(tasks) for info in self._infos(task, names)]

@@ -137,11 +137,7 @@ class RequestStream:
             raise UserError(event.message)
 
     async def progress(self) -> AsyncIterator[Progress]:
-        """What comes after that, until all choices are over.
-
-        Raises:
-            EngineGoneError: the engine has ended.
-        """
+        """What comes after that, until all choices are over, or an ``EngineGoneError``."""
         while self.open_choices or not self._events.empty():
             event = await self._next()
             assert isinstance(event, Progress)

@@ -96,11 +96,7 @@ def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator
 
 
 class EngineLoop:
-    """The jobs of an engine by request.
-
-    Args:
-        engine: entered; nobody else submits to it.
-    """
+    """The jobs of an entered ``engine``, to which nobody else submits, by request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

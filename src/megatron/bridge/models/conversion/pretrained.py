@@ -64,11 +64,7 @@ def declared_provider(folder: Path) -> Any:
 
 
 def provider_of(name: str, trust_remote_code: bool = False) -> Any:
-    """The provider of the model ``name``, a directory in either format or a hub id; it loads the weights, too.
-
-    Args:
-        trust_remote_code: run a Hugging Face model's own configuration code.
-    """
+    """The provider of the model ``name``, a directory in either format or a hub id; it loads the weights, too."""
     if not is_megatron_checkpoint(name):
         return AutoBridge.from_hf_pretrained(name, trust_remote_code=trust_remote_code).to_megatron_provider()
     provider = stored_provider.read(name)

@@ -87,11 +87,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_checkpoint(directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None) -> SafetensorsCheckpoint:
-    """The weights in ``directory``, in full.
-
-    Args:
-        dtype: dtype in which quantised tensors appear; bfloat16 when None.
-    """
+    """The weights in ``directory``, in full; quantised tensors appear in ``dtype``, bfloat16 when None."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return SafetensorsCheckpoint(directory)

@@ -76,11 +76,7 @@ def hf_config(vision: Mapping[str, Any]) -> Any:
 
 
 def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
-    """Features of images, or of videos.
-
-    Args:
-        media: arguments of transformers' ``get_image_features``, or of ``get_video_features``.
-    """
+    """Features of images, or of videos: ``media`` are the arguments of transformers' function for them."""
     compute = getattr(tower, _VIDEO if is_video(media) else _IMAGE)
     known = inspect.signature(compute).parameters
     if unknown := sorted(name for name in media if name not in known):

@@ -313,11 +313,7 @@ def _restore(run: Run, saved: dict[str, Any], loaded: dict[str, Any], same: bool
 
 
 def check_schedule(run: Run, saved: dict[str, Any], directory: Path) -> None:
-    """Refuse a schedule that differs from the checkpoint's, unless the config says which one to use.
-
-    Raises:
-        UserError: The schedule differs; the message contains each value.
-    """
+    """Refuse a schedule with other values than the checkpoint's, unless the config says which one to use."""
     config: SchedulerConfig = run.config.scheduler
     if config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler:
         return
@@ -372,11 +368,7 @@ def _first_undamaged(start: StartingPoint, config: CheckpointConfig, use: Callab
 
 
 def _fall_back(config: CheckpointConfig, error: DamagedError, older: list[Path]) -> None:
-    """Print that an older checkpoint is used instead.
-
-    Raises:
-        DamagedError: There is no older one, or the config forbids its use.
-    """
+    """Print that an older checkpoint is used instead of a damaged one, if there is one and the config allows it."""
     if not older:
         raise error
     if config.when_damaged == "refuse":

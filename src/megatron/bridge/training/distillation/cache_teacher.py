@@ -62,11 +62,7 @@ def precompute(config: ConfigContainer) -> Path:
 
 
 def teacher_run(config: ConfigContainer, world_size: int | None = None) -> Resolved[ConfigContainer]:
-    """The resolved config of a run whose model is the teacher of ``config``, which has a cache.
-
-    Raises:
-        UserError: The teacher does not exist, or does not support the parallel sizes of ``config.model``.
-    """
+    """The resolved config of a run whose model is the teacher of ``config``, which has a cache."""
     if config.distill is None or config.distill.cache is None or config.distill.teacher is None:
         raise UserError("--mode cache-teacher needs distill.teacher and distill.cache: set the teacher and a folder")
     tokenizer, processes = build_tokenizer(config.tokenizer), world_size or distributed.world_size()

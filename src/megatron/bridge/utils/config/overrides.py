@@ -87,11 +87,7 @@ class _Request:
 
 
 def apply_overrides(config: Any, overrides: Sequence[str], origin: str = "command line") -> list[Change]:
-    """Set ``a.b=c`` items on ``config``, all of them or none.
-
-    Raises:
-        UserError: unknown keys, wrong types, keys given twice, fields that cannot be set; one line each.
-    """
+    """Set ``a.b=c`` items on ``config``, all of them or none; an error has a line for each that cannot be set."""
     return apply_layers(config, [Layer(origin, overrides=overrides)])
 
 
@@ -394,11 +390,7 @@ def _restore(owner: dict[str, Any], name: str, old: Any) -> None:
 
 
 def _find(config: Any, key: str) -> _Slot:
-    """The slot that ``key`` names.
-
-    Raises:
-        UserError: there is none, with the nearest keys; or it may not be set.
-    """
+    """The slot that ``key`` names, which must be there and may be set; an error names the nearest keys."""
     names = key.split(".")
     owner, slot = config, _Slot("", None, "", Any, False, None)
     for depth, name in enumerate(names):

@@ -27,11 +27,7 @@ PARTIAL_HOMES = ("torch.nn.init.",)
 
 
 def to_plain(value: object) -> Any:
-    """Plain data (mappings, lists, scalars) from which ``from_plain`` rebuilds ``value``.
-
-    Raises:
-        UserError: something cannot be written; every such field is named.
-    """
+    """Plain data from which ``from_plain`` rebuilds ``value``; an error names every field that cannot be written."""
     problems: list[str] = []
     plain = _write(value, "", problems)
     refuse(problems)

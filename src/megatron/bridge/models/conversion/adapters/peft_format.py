@@ -318,11 +318,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load(plan: Plan, directory: Path) -> None:
-    """Fill the adapters of a model from a directory in the peft format.
-
-    Raises:
-        UserError: tensors are missing, left over or of another shape, or the scaling differs; nothing was changed.
-    """
+    """Fill the adapters of a model from a directory in the peft format; nothing changes if anything differs."""
     config, tensors = read(directory)
     jobs: list[tuple[WeightConversionTask, LowRankPart]] = []
     claimed: set[str] = set()

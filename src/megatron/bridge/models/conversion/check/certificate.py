@@ -59,11 +59,7 @@ class Certificate:
 def prove(
     weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint
 ) -> tuple[dict[str, TensorProof], tuple[str, ...]]:
-    """Compare a stream of exported tensors with the checkpoint, one at a time.
-
-    Returns:
-        Proofs by name, and the checkpoint's tensors that the stream did not have.
-    """
+    """Compare a stream of exported tensors with the checkpoint: proofs by name, and what the stream did not have."""
     proofs = {name: _compare(weight, source[name]) for name, weight in _known(weights, source)}
     return proofs, tuple(name for name in source if name not in proofs)
 
