@@ -310,7 +310,6 @@ def _loss(model: ModelProvider, sizes: Sizes) -> int:
 
 
 def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
-    """Bytes that ``layer`` keeps for one microbatch."""
     entry = sizes.between * sizes.hidden * sizes.number
     total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
     for name, part in layer.named_children():

@@ -59,7 +59,6 @@ class AsyncSaver:
         self._writing = self.begin(prepared), finish
 
     def begin(self, prepared: PreparedSave) -> WriteHandle:
-        """Copy what is to be written, and begin to write it."""
         prepared.copy_to(self._memory)
         writing = _WriterThread(prepared)
         writing.start()

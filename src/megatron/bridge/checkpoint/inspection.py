@@ -33,7 +33,6 @@ class StoredTensor:
 
 
 def list_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name."""
     entries = loading.check_files(directory).state_dict_metadata.items()
     return {
         name: StoredTensor(name, tuple(entry.size), entry.properties.dtype)

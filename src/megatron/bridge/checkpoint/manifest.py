@@ -49,7 +49,6 @@ class DamagedError(UserError):
 
     @classmethod
     def of(cls, directory: Path, what: str) -> "DamagedError":
-        """The error for ``directory``; ``what`` says what is wrong with it."""
         return cls(f"checkpoint {directory} is damaged: {what}; restore it or load another iteration")
 
 

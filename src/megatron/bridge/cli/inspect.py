@@ -55,7 +55,6 @@ class Contents:
 
 
 def read(path: Path) -> Contents:
-    """The contents of a checkpoint in either format."""
     if not path.exists():
         raise UserError(f"{path} does not exist: give the directory of a model or of a checkpoint")
     from megatron.bridge.checkpoint import paths
@@ -130,7 +129,6 @@ def _sizes(config: Any, layers: str) -> dict[str, str]:
 
 
 def _files_by_tensor(directory: Path) -> dict[str, list[str]]:
-    """The files that contain a part of each tensor."""
     from megatron.bridge.checkpoint import loading
 
     files: dict[str, set[str]] = {}

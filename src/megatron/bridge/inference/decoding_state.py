@@ -162,7 +162,6 @@ class DecodingState:
         self._rows = torch.tensor([*rows, *[0] * padding], device=self.device)
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy ``count`` tokens within all caches."""
         for cache in {id(cache): cache for _, cache in self._caches}.values():
             if isinstance(cache, AttentionCache):
                 cache.copy(source, target, count)
@@ -309,7 +308,6 @@ def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
 
 
 def check_layers(chunks: Sequence[Any]) -> None:
-    """Refuse layers that cannot decode."""
     config = chunks[0].config
     recurrent = any(True for _ in _modules(chunks, _RECURRENT))
     if config.context_parallel_size > 1 and recurrent:

@@ -35,7 +35,6 @@ class Detokenizer:
         return self._give_out(self._decode_new(final=False), final=False)
 
     def finish(self) -> str:
-        """The text that was held back."""
         return self._give_out(self._decode_new(final=True), final=True)
 
     def _decode_new(self, final: bool) -> str:

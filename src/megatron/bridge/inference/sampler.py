@@ -74,7 +74,6 @@ def _ordered(logprobs: Tensor) -> Tensor:
 
 
 def read_logprob(row: Sequence[float], top: int, width: int) -> TokenLogprob:
-    """One line of the table."""
     most = (width - FIXED) // 2
     pairs = zip(row[FIXED : FIXED + top], row[FIXED + most : FIXED + most + top], strict=True)
     token = int(row[0])

@@ -120,7 +120,6 @@ class Scheduler:
         self._chunks: dict[int, Text] = {}  # hash of a prompt's beginning -> a text whose caches begin with it
 
     def add(self, text: Text) -> None:
-        """Let ``text`` wait."""
         if text.limit > self.arena.size:
             raise UserError(
                 f"a text of {text.limit} tokens does not fit into the {self.arena.size} tokens of kv_memory: "

@@ -41,7 +41,6 @@ class KubernetesOptions:
     grace_seconds: int
 
     def validate(self) -> None:
-        """Refuse what Kubernetes would refuse."""
         problems = [*_name_problems(self), *_volume_problems(self.volumes), *_resource_problems(self)]
         least = {"nodes": 1, "devices": 1, "retries": 0}
         problems += [

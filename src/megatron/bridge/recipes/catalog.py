@@ -58,7 +58,6 @@ class Recipe:
         return getattr(importlib.import_module(self.module), self.name)
 
     def build(self, **options: Any) -> "ConfigContainer":
-        """The config that the recipe returns for ``options``."""
         return self.function()(**options)
 
 

@@ -42,7 +42,6 @@ class HFConfigDict(dict[str, Any]):
 
     @property
     def architectures(self) -> list[str]:
-        """Names of the model classes that the config is for."""
         return self["architectures"]
 
 

@@ -33,7 +33,6 @@ def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int
 
 
 def context_length(prompts: Tokens, max_new_tokens: int, seq_length: int) -> int:
-    """The length of the longest prompt with its answer."""
     longest = max(map(len, prompts)) + max_new_tokens
     if longest > seq_length:
         raise UserError(

@@ -106,7 +106,6 @@ def _tokenizer(resolved: Resolved[ConfigContainer]) -> Tokenizer | None:
 
 
 def _try_records(part: SFTDatasetConfig, tokenizer: Tokenizer) -> None:
-    """Tokenize the first records of each split."""
     if isinstance(part, HFDatasetConfig) and not part.is_local:
         return
     encode = part.encoder(tokenizer)

@@ -15,7 +15,6 @@ from megatron.bridge.utils.slurm import adopt_slurm_step
 
 
 def is_initialized() -> bool:
-    """Whether a default process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -139,5 +138,4 @@ class PendingMaximum:
 
 
 def all_ranks_agree(fact: bool) -> bool:
-    """Whether ``fact`` holds on all ranks."""
     return bool(reduce_numbers([fact], "MIN")[0])

@@ -32,7 +32,6 @@ def import_optional(package: str, key: str, extra: str, is_setting: bool = True)
 
 
 def missing_message(package: str, key: str, extra: str, is_setting: bool = True) -> str:
-    """The sentence for a package that is not installed."""
     install = f"install it with `uv pip install 'hf-megatron-bridge[{extra}]'`"
     instead = f", or leave {key.partition('=')[0]} unset" if is_setting else ""
     return f"{key} needs the package {package}, which is not installed: {install}{instead}"

@@ -34,12 +34,10 @@ class RunStatus:
         return [row for row in self.rows if row["kind"] == "train"]
 
     def values(self, metric: str, kind: str) -> list[tuple[json_lines.Row, float]]:
-        """The rows of ``kind`` that have ``metric``, with its value."""
         return [(row, row[metric]) for row in self.rows if row["kind"] == kind and metric in row]
 
     @property
     def step(self) -> int:
-        """The last step that was logged."""
         return self.rows[-1]["step"] if self.rows else 0
 
     @property

@@ -53,7 +53,6 @@ def loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None)
 
 
 def read(path: Path, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """The value of a JSON file."""
     try:
         return loads(path.read_bytes(), parse_constant)
     except OSError as error:

@@ -87,7 +87,6 @@ def trust_checkpoints(trust: bool = True) -> None:
 
 
 def is_trusted() -> bool:
-    """Whether checkpoints may run code in this process."""
     return _trusted
 
 

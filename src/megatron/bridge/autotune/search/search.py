@@ -142,7 +142,6 @@ class Search:
 
     @cached_property
     def current(self) -> Candidate:
-        """The layout of the config itself."""
         return candidate_of(self.config)
 
 

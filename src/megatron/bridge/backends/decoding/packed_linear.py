@@ -31,7 +31,6 @@ class PackedWeight:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
     def unpacked(self) -> Tensor:
-        """The weight as it was."""
         return self._packed.to_dense()
 
 

@@ -72,7 +72,6 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def set_local_rows(parameter: DTensor, values: Tensor) -> None:
-    """Set this rank's rows of a parameter from its full values."""
     rows = row_range(parameter)
     local_rows(parameter).copy_(values[rows.start : rows.stop])
     _update_compute_weight(parameter)
@@ -98,7 +97,6 @@ def stored_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def row_range(parameter: DTensor) -> range:
-    """The rows that this rank keeps."""
     return _row_ranges(parameter)[parameter.device_mesh.get_local_rank()]
 
 

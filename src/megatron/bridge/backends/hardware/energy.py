@@ -41,7 +41,6 @@ class EnergyMeter:
 
 
 def energy_meter() -> EnergyMeter:
-    """The energy meter of this process's GPU."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:

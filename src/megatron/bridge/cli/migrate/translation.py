@@ -26,7 +26,6 @@ class Translation:
         self.origins[key] = source
 
     def drop(self, key: str, reason: str) -> None:
-        """Leave ``key`` unset, if it is set."""
         if self.settings.pop(key, None) is not None:
             self.implied[self.origins.pop(key)] = reason
 

@@ -330,7 +330,6 @@ def _pipeline_layout(text: str, stages: int, count: int) -> str:
 
 
 def _remove_hardware_features(toy: Toy) -> None:
-    """Turn off features that need a GPU or Transformer Engine."""
     from megatron.bridge.training.config.resolve.requirements import RECOMPUTED_BY_ENGINE
 
     config, model = toy.config, toy.config.model

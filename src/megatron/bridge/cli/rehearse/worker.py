@@ -179,7 +179,6 @@ class Rehearsal:
 
 
 def _run_rank(rank: int, count: int, port: int, log: Path, function: Callable[[], None]) -> None:
-    """Run ``function`` as one rank in a forked process, and exit."""
     code = 1
     try:
         from megatron.bridge.utils.processes import die_with_parent

@@ -96,7 +96,6 @@ def _comments(lines: list[str]) -> str:
 
 
 def _differences(job: Job) -> Iterator[str]:
-    """Differences between the recipe and the config."""
     if job.recipe is None:
         return
     theirs, ours = leaf_values(job.recipe.build()), leaf_values(job.config)
@@ -173,7 +172,6 @@ def _compute(config: "ConfigContainer", world_size: int, kind: str, teacher: "Mo
 
 
 def _model_with_adapters(config: "ConfigContainer") -> Any:
-    """The whole model on the meta device, with its adapters."""
     import torch
 
     model = meta_model.whole_model(config.model)

@@ -16,7 +16,6 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The model, its layout and its memory."""
     parser.add_argument(
         "model", metavar="PATH", help="Hugging Face directory or hub id, Megatron checkpoint, or run with adapters"
     )
@@ -39,7 +38,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_named_adapters(parser: argparse.ArgumentParser, chosen_by: str) -> None:
-    """Several adapters over one base."""
     parser.add_argument(
         "--adapters",
         action=_NamedPaths,
@@ -120,7 +118,6 @@ def add_script_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
-    """The ``LLM`` of ``add_script_options``; see ``script_model``."""
     from megatron.bridge.inference.llm import LLM
 
     path, same = script_model(args)

@@ -57,7 +57,6 @@ class Job:
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select and change the config of a run."""
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML")
     parser.add_argument("--recipe", metavar="NAME", help="recipe to run; --list shows all")
     parser.add_argument(
@@ -101,7 +100,6 @@ def add_trust_config(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> Job:
-    """Build the job that the arguments describe."""
     from megatron.bridge.utils.config.names import importing
 
     with importing(args.trust_config):
@@ -282,7 +280,6 @@ def _from_recipe(recipe: "Recipe", args: argparse.Namespace) -> Job:
 
 
 def _adapter_option(recipe: "Recipe", args: argparse.Namespace) -> dict[str, Any]:
-    """The adapter from ``--peft_scheme`` or ``--mode``."""
     mode = args.mode if args.mode in ADAPTERS else None
     scheme = args.peft_scheme or mode
     if scheme is None:

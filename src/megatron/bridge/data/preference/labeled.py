@@ -58,7 +58,6 @@ class LabeledSamples(Samples):
         return Sample(sample.tokens[:-1], sample.trained[:-1])
 
     def label(self, index: int) -> bool:
-        """Whether the answer is desirable."""
         return bool(super().__getitem__(index).tokens[-1])
 
     @property

@@ -77,7 +77,6 @@ class RecordEncoder:
         self._special_tokens = _special_tokens(tokenizer)
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """The samples of ``records``, in order."""
         report = EncodingReport(records=len(records))
         kept = [draft for draft in self._drafts(records, report) if self._keep(draft, report)]
         cut = [self._truncate(draft.sample, report, draft.where) for draft in kept]
@@ -304,7 +303,6 @@ class _Endings:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """A pattern that finds any special token in a text."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
     special = [token.content for token in tokenizer.hf.added_tokens_decoder.values() if token.special]

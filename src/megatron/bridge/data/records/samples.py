@@ -91,7 +91,6 @@ class Samples(Sequence[Sample]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each sample."""
         return np.diff(self.bounds)
 
 
@@ -117,7 +116,6 @@ class EncodingReport:
     formats: Counter[str] = field(default_factory=Counter)  # number of records of each format
 
     def drop(self, reason: str, where: str) -> None:
-        """Count a record that is dropped."""
         self.dropped[reason] += 1
         self.first_dropped.setdefault(reason, where)
 

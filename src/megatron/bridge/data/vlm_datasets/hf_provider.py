@@ -95,7 +95,6 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
 
     @property
     def maker(self) -> Maker:
-        """What ``maker_name`` names."""
         name = self.maker_name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
         if name not in MAKERS:
             raise UserError(

@@ -72,7 +72,6 @@ class NativeReceiver:
                 self._arrived.pop(name, None)
 
     def finish(self) -> None:
-        """Check that everything has come."""
         missing = sorted({name for names in self._left.values() for name in names})
         if missing:
             raise UserError(f"the weights ended before {first_few(missing)}: send all that was announced")

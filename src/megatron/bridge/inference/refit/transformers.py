@@ -56,7 +56,6 @@ class TransformersReceiver:
         self._expected.discard(name)
 
     def finish(self) -> None:
-        """Check that everything that was announced has come."""
         if self._expected:
             raise UserError(
                 f"the weights ended before {first_few(sorted(self._expected))}: send all that was announced"

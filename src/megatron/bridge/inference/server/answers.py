@@ -33,7 +33,6 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, progress: Progress) -> None:
-        """Take note of a step."""
         self.text += progress.piece
         self.tokens += len(progress.tokens)
         self.logprobs += progress.logprobs

@@ -150,5 +150,4 @@ class RequestStream:
         return event
 
     def close(self) -> None:
-        """Cancel what is not over."""
         self._client.forget(self)

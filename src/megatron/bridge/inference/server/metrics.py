@@ -40,12 +40,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     def watch(self, prompt_tokens: int) -> "RequestTimes":
-        """Begin with a request."""
         self._prompt.inc(prompt_tokens)
         return RequestTimes(self)
 
     def ended(self, reason: str) -> None:
-        """Count a choice that is over."""
         self._over.labels(self._name, reason).inc()
 
 
@@ -58,7 +56,6 @@ class RequestTimes:
         self._last: dict[int, float] = {}
 
     def tokens(self, choice: int, count: int) -> None:
-        """Take note of new tokens of a choice."""
         now = time.perf_counter()
         if choice in self._last:
             self._metrics._between.observe(now - self._last[choice])
@@ -68,5 +65,4 @@ class RequestTimes:
         self._metrics._generated.inc(count)
 
     def over(self) -> None:
-        """Take note of the end."""
         self._metrics._whole.observe(time.perf_counter() - self._start)

@@ -32,9 +32,7 @@ class QuantizedTensor(Protocol):
     """One tensor that is stored as several."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in full."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def sources(self) -> tuple[TensorEntry, ...]:

@@ -113,7 +113,6 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     @property
     def method(self) -> str:
-        """How the tensors are quantised."""
         return self._config["quant_method"]
 
     @cached_property

@@ -22,7 +22,6 @@ MEGATRON_LM_MASTER = "param"  # the key of main parameters in the state of Megat
 
 
 def is_megatron_lm(common: dict[str, Any]) -> bool:
-    """Whether the common state of a checkpoint comes from Megatron-LM."""
     return "checkpoint_version" in common and "opt_param_scheduler" in common and "iteration" in common
 
 

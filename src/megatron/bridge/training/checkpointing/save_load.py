@@ -252,7 +252,6 @@ def load_weights(run: Run, path: Path) -> None:
 
 
 def resume(run: Run, directory: Path) -> None:
-    """Restore ``run`` from the checkpoint in ``directory``."""
     common = loading.load_common(directory)
     from_megatron_lm = RUN not in common and megatron_lm.is_megatron_lm(common)
     if from_megatron_lm:

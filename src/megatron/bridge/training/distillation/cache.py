@@ -72,7 +72,6 @@ class TeacherCache:
 
     @property
     def done(self) -> int:
-        """Number of samples in the cache."""
         return int(np.count_nonzero(self.arrays["hash"]))
 
     def write(self, ids: Sequence[int], tokens: Tensor, top: TopTokens) -> None:
@@ -126,7 +125,6 @@ def read_header(folder: Path) -> CacheHeader:
 
 
 def check_header(folder: Path, found: CacheHeader, config: ConfigContainer) -> None:
-    """Refuse a cache of another teacher or with other settings."""
     distill = config.distill
     assert distill is not None, "distill is not set"
     wanted = {
@@ -146,7 +144,6 @@ def check_header(folder: Path, found: CacheHeader, config: ConfigContainer) -> N
 
 
 def open_cache(config: ConfigContainer) -> TeacherCache:
-    """Open the cache of a run for reading."""
     assert config.distill is not None, "distill is not set"
     folder = Path(config.distill.cache or "")
     header = read_header(folder)

@@ -59,7 +59,6 @@ def _override_of(config: OptimizerConfig, entries: list[ParameterOverride], name
 
 
 def _megatron_values(config: OptimizerConfig, entry: ParameterOverride) -> Iterator[tuple[str, float]]:
-    """The values of an entry under Megatron-Core's names."""
     assert config.lr is not None, "the config is not resolved"
     peak, end = entry.rates(config.lr, config.min_lr or 0.0)
     if entry.lr is not None or entry.lr_mult is not None:

@@ -26,7 +26,6 @@ class Origins:
         return cls({key: DEFAULT if _is_default(entry, value) else source for key, entry, value in _entries(config)})
 
     def get(self, key: str) -> str | None:
-        """Who set ``key``; None if that is unknown."""
         return self._table.get(key)
 
     def record(self, config: Any, changes: Iterable[Change]) -> None:

@@ -250,7 +250,6 @@ class _Transaction:
 
 
 def _dotted(key: str) -> str:
-    """``a[0].b`` as ``a.0.b``."""
     return _INDEX.sub(r".\1", str(key))
 
 
@@ -359,7 +358,6 @@ class _Slot:
         return self.parent.set(type(owner)(items))
 
     def typed(self, request: _Request) -> Any:
-        """The value of ``request`` as the annotation requires."""
         try:
             return self._typed(request.value, request.text)
         except CoercionError as error:

@@ -38,7 +38,6 @@ class Certificate:
 
     @property
     def different(self) -> list[str]:
-        """Tensors that are not equal."""
         return [name for name, proof in self.tensors.items() if not proof.equal]
 
     @property

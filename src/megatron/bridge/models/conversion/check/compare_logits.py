@@ -68,7 +68,6 @@ def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
 
 @torch.no_grad()
 def run_hf(model: Any, ids: Tensor) -> ModelOutputs:
-    """Run a transformers model on token ids [rows, sequence]."""
     # the outermost list of modules; architectures have other names for it than ``layers``
     layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     hidden: dict[str, Tensor] = {}
@@ -137,8 +136,6 @@ def _pipeline(chunks: Sequence[nn.Module], ids: Tensor) -> Tensor | None:
 
 @contextmanager
 def _recorded(modules: dict[str, nn.Module], into: dict[str, Tensor]) -> Generator[None]:
-    """Keep the output of each module."""
-
     def keep(name: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             into[name] = cast(Tensor, output[0] if isinstance(output, tuple) else output).detach()

@@ -75,7 +75,6 @@ class VisionBridge(DecoderBridge):
     # ---- config -> provider -------------------------------------------------------------------------------------
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
-        """The provider of both parts."""
         whole = without_quantization(as_dict(hf_pretrained.config))
         self._check(whole)
         raw = hf_pretrained.raw_config if isinstance(hf_pretrained, PreTrainedCausalLM) else whole

@@ -103,7 +103,6 @@ class Pending[T]:
     works: tuple[torch_dist.Work, ...] = ()
 
     def wait(self) -> T:
-        """The value, once it is there."""
         for work in self.works:
             work.wait()
         return self.value

@@ -43,7 +43,6 @@ class MappingGroups:
 
     @property
     def is_expert(self) -> bool:
-        """Whether the parameter is one expert's own."""
         return exchange.is_expert(self.megatron_param)
 
     @property
