@@ -27,18 +27,18 @@ def shard_group(megatron_param: str) -> Group:
     return expert_tensor_group() if is_expert(megatron_param) else tensor_group()
 
 
+def _group(find: Callable[..., object]) -> Group:
+    return cast(Group, find()) if parallel_state.model_parallel_is_initialized() else None
+
+
 def tensor_group() -> Group:
     """The tensor-parallel group of everything but experts."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    return cast(Group, parallel_state.get_tensor_model_parallel_group())
+    return _group(parallel_state.get_tensor_model_parallel_group)
 
 
 def expert_tensor_group() -> Group:
     """The ranks that share each expert's matrices."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    return cast(Group, parallel_state.get_expert_tensor_parallel_group())
+    return _group(parallel_state.get_expert_tensor_parallel_group)
 
 
 def rank_and_size(group: Group) -> tuple[int, int]:
@@ -57,16 +57,12 @@ def expert_rank() -> int:
 
 def expert_group() -> Group:
     """The ranks that hold the other experts of this rank's stage; they are of different data-parallel ranks."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    return cast(Group, parallel_state.get_expert_model_parallel_group())
+    return _group(parallel_state.get_expert_model_parallel_group)
 
 
 def pipeline_group() -> Group:
     """The ranks that hold the other pipeline stages of this rank's model replica."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    return cast(Group, parallel_state.get_pipeline_model_parallel_group())
+    return _group(parallel_state.get_pipeline_model_parallel_group)
 
 
 def is_first_replica(megatron_param: str) -> bool:
