@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.bridge.checkpoint import manifest, model_io, paths
+from megatron.bridge.checkpoint import manifest, paths
 from megatron.bridge.models.conversion.pretrained import is_megatron_checkpoint, provider_of
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained import hub
@@ -43,7 +43,7 @@ def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvid
     assert config.distill.teacher is not None, "distill.teacher is not set"
     name = config.distill.teacher
     provider = set_shared_settings(provider_of(name, config.distill.trust_remote_code), name, config, world_size)
-    _compare_tokenizers(config, name)
+    compare_tokenizers(config.tokenizer, name)
     return provider
 
 
@@ -134,9 +134,3 @@ def _unfit_for_the_layout(provider: Any, config: ConfigContainer, world_size: in
             f"it does not support the student's parallel sizes ({'; '.join(found)}): choose sizes for both, or "
             "cache its logits with other sizes, with --mode cache-teacher and distill.cache"
         )
-
-
-def _compare_tokenizers(config: ConfigContainer, name: str) -> None:
-    """Refuse a teacher with other token ids, if it comes with a tokenizer."""
-    beside = model_io.tokenizer_dir(name) if is_megatron_checkpoint(name) else hub.resolve(name, weights=False)
-    compare_tokenizers(config.tokenizer, beside)
