@@ -86,17 +86,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Bytes of a layer for one microbatch.
+    """Bytes of a layer for one microbatch."""
 
-    Attributes:
-        full: Kept for the backward pass without recomputation.
-        kept: Kept with selective recomputation.
-        working: Held by the backward pass beside them.
-    """
-
-    full: int
-    kept: int
-    working: int
+    full: int  # kept for the backward pass without recomputation
+    kept: int  # kept with selective recomputation
+    working: int  # held by the backward pass beside them
 
 
 @dataclass(frozen=True)
@@ -316,7 +310,6 @@ def _loss(model: ModelProvider, sizes: Sizes) -> int:
 
 
 def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
-    """Bytes that ``layer`` keeps for one microbatch."""
     entry = sizes.between * sizes.hidden * sizes.number
     total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
     for name, part in layer.named_children():

@@ -9,27 +9,16 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Gpu:
-    """One type of GPU. Rates are per second; links count one direction.
+    """One type of GPU. Rates are per second; links count one direction."""
 
-    Attributes:
-        memory: Bytes that the data sheet gives.
-        bf16: Operations a second of dense bf16 matrix products, at most.
-        fp8: The same in FP8; 0 if the GPU has none.
-        fp4: The same in FP4; 0 if the GPU has none.
-        bandwidth: Bytes a second of its memory.
-        nvlink: Bytes a second to the other GPUs of its NVLink domain.
-        network: Bytes a second of its network adapter.
-        domain: GPUs that NVLink joins.
-    """
-
-    memory: int
-    bf16: float
-    fp8: float
-    fp4: float
-    bandwidth: float
-    nvlink: float
-    network: float
-    domain: int = 8
+    memory: int  # bytes that the data sheet gives
+    bf16: float  # operations a second of dense bf16 matrix products, at most
+    fp8: float  # the same in FP8; 0 if the GPU has none
+    fp4: float  # the same in FP4; 0 if the GPU has none
+    bandwidth: float  # bytes a second of its memory
+    nvlink: float  # bytes a second to the other GPUs of its NVLink domain
+    network: float  # bytes a second of its network adapter
+    domain: int = 8  # GPUs that NVLink joins
 
 
 def _gpu(
@@ -60,19 +49,11 @@ RESERVED = 0.1
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU called ``name``.
-
-    Raises:
-        UserError: it is not in the table.
-    """
     return GPUS[gpu_name(name)]
 
 
 def gpu_name(name: str) -> str:
     """The name in the table for ``name``, which may leave out the memory or the case.
-
-    Raises:
-        UserError: no GPU or several GPUs have this name.
 
     Example:
         >>> gpu_name("h100"), gpu_name("A100 40GB")

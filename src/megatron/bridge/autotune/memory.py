@@ -29,26 +29,16 @@ _FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of each rank of one pipeline stage.
+    """Bytes of each rank of one pipeline stage."""
 
-    Attributes:
-        stage: Pipeline rank.
-        parameters: Numbers that a rank holds, frozen ones included.
-        weights: Of the model, in the precision of the computation.
-        gradients: Their buffers.
-        optimizer: fp32 copies of the weights and the moments of the optimizer: this rank's share.
-        activations: Kept for the backward pass, and held by it, at the fullest moment of a step (an estimate).
-        teacher: Weights of a teacher, and what it adds to the activations (an estimate).
-        unsharded: Weights of a whole model, which a GPU holds before fully sharded data parallelism divides them.
-    """
-
-    stage: int
-    parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    teacher: int = 0
+    stage: int  # pipeline rank
+    parameters: int  # numbers that a rank holds, frozen ones included
+    weights: int  # of the model, in the precision of the computation
+    gradients: int  # their buffers
+    optimizer: int  # fp32 copies of the weights and the moments of the optimizer: this rank's share
+    activations: int  # kept for the backward pass, and held by it, at the fullest moment of a step (an estimate)
+    teacher: int = 0  # weights of a teacher, and what it adds to the activations (an estimate)
+    # weights of a whole model, which a GPU holds before fully sharded data parallelism divides them
     unsharded: int = 0
 
     @property

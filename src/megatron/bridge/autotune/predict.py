@@ -62,7 +62,6 @@ def roofline_of(config: ConfigContainer, card: str) -> Roofline:
 
 
 def setting_of(config: ConfigContainer, world_size: int) -> Setting:
-    """What a step of a resolved config does."""
     model: Any = config.model
     train, ddp = config.train, config.ddp
     rows = model.padded_vocab_size // model.tensor_model_parallel_size
@@ -89,7 +88,6 @@ def setting_of(config: ConfigContainer, world_size: int) -> Setting:
 
 
 def run_of(config: ConfigContainer) -> Run:
-    """Sizes of a layer's work."""
     model, train = config.model, config.train
     experts, kind = model.num_moe_experts or 0, model.cp_comm_type
     return Run(

@@ -59,18 +59,13 @@ class AsyncSaver:
         self._writing = self.begin(prepared), finish
 
     def begin(self, prepared: PreparedSave) -> WriteHandle:
-        """Copy what is to be written, and begin to write it."""
         prepared.copy_to(self._memory)
         writing = _WriterThread(prepared)
         writing.start()
         return writing
 
     def poll(self, wait: bool = False) -> None:
-        """Publish what has been written; with ``wait``, as soon as it has been.
-
-        Raises:
-            CheckpointException: a rank could not write.
-        """
+        """Publish what has been written; with ``wait``, as soon as it has been. Raises what a rank could not write."""
         if self._writing is None:
             return
         writing, finish = self._writing

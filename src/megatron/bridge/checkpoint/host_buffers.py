@@ -69,7 +69,6 @@ class HostBuffer:
 
 
 def copy_size(tensor: torch.Tensor) -> int:
-    """Bytes that a copy of ``tensor`` takes up."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -33,11 +33,6 @@ class StoredTensor:
 
 
 def list_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name.
-
-    Raises:
-        UserError: it is damaged, or not a checkpoint.
-    """
     entries = loading.check_files(directory).state_dict_metadata.items()
     return {
         name: StoredTensor(name, tuple(entry.size), entry.properties.dtype)
@@ -69,8 +64,6 @@ def unstack_layers(name: str, value: torch.Tensor, layers: int | None) -> Iterat
     Megatron-LM stores ``decoder.layers.mlp.linear_fc1.weight`` of shape [layers, ...].
 
     Args:
-        name: Name in the checkpoint.
-        value: Its value.
         layers: Number of layers if the checkpoint stacks them, else None.
     """
     prefix = _stack_of(name)
@@ -100,13 +93,9 @@ def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | No
         source: One iteration's directory.
         root: Where the new checkpoint appears as ``iter_XXXXXXX``.
         run_config: What ``run_config.yaml`` shall hold, its key ``model`` being the provider; None leaves it out.
-        iteration: Its number.
 
     Returns:
         The directory that was published.
-
-    Raises:
-        UserError: the source is damaged, or the target cannot be written or exists.
     """
     distributed.initialize("gloo")  # Megatron-Core asks for the rank even where there is one process
     found = {

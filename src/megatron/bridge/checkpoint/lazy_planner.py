@@ -23,15 +23,10 @@ THREADS = 2  # one copies while the other waits for the disk
 
 @dataclass(frozen=True, eq=False)
 class LazyParameter:
-    """Where the numbers of a parameter come from.
+    """Where the numbers of a parameter come from."""
 
-    Attributes:
-        size: Bytes of the parameter.
-        make: Makes it, in the memory of the CPU, contiguous; called from any thread.
-    """
-
-    size: int
-    make: Callable[[], torch.Tensor]
+    size: int  # bytes of the parameter
+    make: Callable[[], torch.Tensor]  # makes it, in the memory of the CPU, contiguous; called from any thread
 
 
 def storage_id(tensor: torch.Tensor) -> int:

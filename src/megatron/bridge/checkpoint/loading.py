@@ -32,8 +32,7 @@ from megatron.bridge.utils.errors import UserError, first_few
 FORMAT = CheckpointingConfig("torch_dist", 1)
 COMMON_STATE = "common_state"
 
-StoredShapes = dict[str, tuple[int, ...] | None]
-"""Name -> global shape of a tensor, or None for an object."""
+StoredShapes = dict[str, tuple[int, ...] | None]  # name -> global shape of a tensor, or None for an object
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,9 @@ def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Ite
 
     Args:
         state: Megatron's sharded state dict of what is wanted, under any parallel layout.
-        directory: One iteration's directory.
         strict: Whether what the checkpoint holds beyond ``state`` is an error.
         known: Prefixes of names that may be left over even so. Transformer Engine's ``_extra_state`` may
             always be missing or left over.
-
-    Raises:
-        UserError: a file is missing, truncated or not a checkpoint, or names or shapes differ.
     """
     check(state, directory, strict, known)
     try:
@@ -73,11 +68,7 @@ def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Ite
 
 
 def check(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> None:
-    """See that ``load`` will find what ``state`` wants; its tensors need no memory.
-
-    Raises:
-        UserError: as ``load``, but for what only reading shows.
-    """
+    """See that ``load`` will find what ``state`` wants; its tensors need no memory."""
     stored = stored_keys(on_first_rank(lambda: check_files(directory)))
     _drop_extra_state(state, stored)
     difference = compare(wanted_keys(state), stored, tuple(known) if strict else ("",))
@@ -88,11 +79,7 @@ def check(state: dict[str, Any], directory: Path, strict: bool = True, known: It
 
 
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Fill a part of a state that was checked, without communication.
-
-    Raises:
-        DamagedError: it cannot be read.
-    """
+    """Fill a part of a state that was checked, without communication; a ``DamagedError`` if it cannot be read."""
     try:
         return _read(state, directory)
     except BaseException as error:
@@ -131,11 +118,7 @@ def load_common(directory: Path) -> dict[str, Any]:
 
 
 def check_files(directory: Path) -> Metadata:
-    """Read the metadata and see that every file it names is there in full; costs no reading of tensors.
-
-    Raises:
-        UserError: naming the first file that is missing, truncated or foreign.
-    """
+    """Read the metadata and see that every file it names is there in full; costs no reading of tensors."""
     _check_format(directory)
     metadata = _read_metadata(directory)
     if _has_manifest(metadata) and not (directory / manifest.NAME).is_file():

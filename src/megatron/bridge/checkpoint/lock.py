@@ -50,14 +50,7 @@ _held: dict[Path, "_Lock"] = {}
 
 
 def acquire(root: str | Path) -> bool:
-    """Take the lock of ``root`` for this process, until ``release`` or the end of the process.
-
-    Returns:
-        Whether it was taken; False if this process holds it already.
-
-    Raises:
-        UserError: another process writes there, or the directory cannot be written.
-    """
+    """Take the lock of ``root`` until ``release`` or the end of the process; False if it is held already."""
     try:
         key = Path(root).resolve()
         if key in _held and _held[key].owner == Process.current():
@@ -74,11 +67,7 @@ def acquire(root: str | Path) -> bool:
 
 
 def check(root: str | Path) -> None:
-    """Refuse to go on where another process took the lock over from this one.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Refuse to go on where another process took the lock over from this one."""
     key = Path(root).resolve()
     if key in _held and not _held[key].record.exists():
         raise _refusal(key, holder(root))
@@ -178,7 +167,6 @@ def _is_alive(other: Process | None, record: Path) -> bool:
 
 
 def _remove(record: Path, root: Path) -> bool:
-    """Delete one holder's file; False if it was gone."""
     try:
         record.unlink()
     except (FileNotFoundError, IsADirectoryError):  # the latter: one file has become a directory

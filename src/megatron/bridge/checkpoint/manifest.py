@@ -49,40 +49,27 @@ class DamagedError(UserError):
 
     @classmethod
     def of(cls, directory: Path, what: str) -> "DamagedError":
-        """The error for ``directory``; ``what`` says what is wrong with it."""
         return cls(f"checkpoint {directory} is damaged: {what}; restore it or load another iteration")
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What one file was when it was written.
+    """What one file was when it was written."""
 
-    Attributes:
-        size: Bytes.
-        hash: XXH3-128 of them, as 32 hexadecimal digits.
-    """
-
-    size: int
-    hash: str
+    size: int  # bytes
+    hash: str  # XXH3-128 of them, as 32 hexadecimal digits
 
 
-FileRecords = dict[str, FileRecord]
-"""Path below the checkpoint's directory -> record."""
+FileRecords = dict[str, FileRecord]  # path below the checkpoint's directory -> record
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a whole checkpoint.
+    """The record of a whole checkpoint."""
 
-    Attributes:
-        iteration: The number in the directory's name; None for a directory without a number.
-        save_id: Names the save; torch's ``.metadata`` holds the same.
-        files: All files but the manifest.
-    """
-
-    iteration: int | None
-    save_id: str
-    files: FileRecords
+    iteration: int | None  # the number in the directory's name; None for a directory without a number
+    save_id: str  # names the save; torch's ``.metadata`` holds the same
+    files: FileRecords  # all files but the manifest
 
     @property
     def size(self) -> int:
@@ -95,7 +82,6 @@ class HashingStream:
     A tensor is hashed by a thread of its own while it is written: both go on without Python's lock.
 
     Args:
-        stream: Opened for writing.
         cancelled: Once it is set, ``write`` fails.
     """
 
@@ -257,11 +243,7 @@ def problems(directory: Path, manifest: Manifest, names: Iterable[str], mode: Ve
 
 
 def check_identity(directory: Path, manifest: Manifest, iteration: int | None) -> None:
-    """Refuse a directory that was renamed: the iteration in its name must be the one that was saved.
-
-    Raises:
-        DamagedError: it is another.
-    """
+    """Refuse a directory that was renamed, as damaged: its name must have the iteration that was saved."""
     if manifest.iteration is not None and iteration is not None and manifest.iteration != iteration:
         raise DamagedError.of(directory, f"{NAME} is of iteration {manifest.iteration}")
 

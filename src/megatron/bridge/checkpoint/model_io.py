@@ -26,8 +26,7 @@ END = "...\n"  # YAML's end of a document
 # stages, and a message can name the layer.
 MODEL_METADATA: dict[str, Any] = {"singleton_local_shards": False, "non_homogeneous_layers": True}
 
-NEMO_PREFIX = "module."
-"""What NeMo 2 puts before the names of the weights."""
+NEMO_PREFIX = "module."  # what NeMo 2 puts before the names of the weights
 _PREFIX = "name_prefix"
 
 # What else a checkpoint of a run may hold beside the weights.
@@ -51,7 +50,6 @@ def save_model(
         root: Directory that holds the checkpoints of one run or one import.
         run_config: Plain data; its key ``model`` is the provider as ``to_plain`` writes it.
         iteration: Number of optimizer steps that the weights have seen.
-        tokenizer_files: Files to keep with the weights.
         planner: Gives the numbers of chunks that are on the meta device.
 
     Returns:

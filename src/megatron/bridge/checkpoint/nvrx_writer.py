@@ -48,7 +48,6 @@ class NvrxAsyncSaver(AsyncSaver):
         self._calls.schedule_async_request(core.AsyncRequest(_settle, (), []))
 
     def begin(self, prepared: PreparedSave) -> WriteHandle:
-        """Copy what is to be written, and let the process write it."""
         if self._calls is None:  # after ``abort``
             self.reserve(0)
         return _NvrxWrite(self._calls, prepared)

@@ -38,11 +38,7 @@ class RankLocalStore(Protocol):
     def place(self, iteration: int) -> Path: ...
 
     def origin(self, iteration: int) -> dict[str, Any]:
-        """What was noted beside it.
-
-        Raises:
-            DamagedError: it cannot be read.
-        """
+        """What was noted beside it; a ``DamagedError`` if it cannot be read."""
         ...
 
     def save(self, iteration: int, content: dict[str, Any], origin: dict[str, Any]) -> None:
@@ -50,11 +46,7 @@ class RankLocalStore(Protocol):
         ...
 
     def verify(self, iteration: int, mode: VerifyMode) -> None:
-        """See that it is what was saved.
-
-        Raises:
-            DamagedError: it is not.
-        """
+        """Raise a ``DamagedError`` unless it is what was saved."""
         ...
 
     def load(self, iteration: int) -> dict[str, Any]: ...
@@ -68,11 +60,7 @@ def state_values(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_into(state: Any, content: Any, place: Path, name: str = "the state") -> Any:
-    """Copy ``content`` into the tensors that ``state`` describes, and return the whole state.
-
-    Raises:
-        UserError: they are not of the same model.
-    """
+    """Copy ``content`` into the tensors that ``state`` describes, and return the whole state."""
     if isinstance(state, dict):
         if not isinstance(content, dict) or state.keys() - content.keys():
             raise _foreign(place, name)
@@ -98,11 +86,7 @@ def _foreign(place: Path, name: str) -> UserError:
 
 
 class DiskStore(RankLocalStore):
-    """A directory for each iteration, published whole and hashed like any checkpoint.
-
-    Args:
-        root: A directory of this rank alone.
-    """
+    """A directory for each iteration in ``root``, of this rank alone, published whole and hashed like others."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -204,11 +188,7 @@ def write_origin(directory: Path, origin: dict[str, Any]) -> None:
 
 
 def read_origin(directory: Path) -> dict[str, Any]:
-    """What ``write_origin`` noted.
-
-    Raises:
-        DamagedError: it is not there, or not whole.
-    """
+    """What ``write_origin`` noted; a ``DamagedError`` if it is not there, or not whole."""
     try:
         return strict_json.loads((directory / ORIGIN).read_bytes())
     except (OSError, ValueError) as error:

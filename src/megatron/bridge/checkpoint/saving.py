@@ -131,7 +131,6 @@ class _SaveAttempt:
 
 
 def save_planner() -> MCoreSavePlanner:
-    """The planner of a state that is in memory."""
     return MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
 
 

@@ -33,11 +33,7 @@ def verify(directory: Path, mode: VerifyMode = "full") -> None:
 
 
 def raise_if_damaged(directory: Path, sentences: list[str]) -> None:
-    """Raise what was found, if anything was.
-
-    Raises:
-        DamagedError: naming the first three files.
-    """
+    """Raise a ``DamagedError`` that names the first three files, if any were found."""
     if sentences:
         raise DamagedError.of(directory, first_few(sentences))
 

@@ -64,7 +64,6 @@ class Conversation:
         self.reset()
 
     def run(self, ask: Callable[[], str | None], write: Callable[[str], object]) -> None:
-        """Talk until the user ends."""
         while (line := ask()) is not None and line.strip() != "/quit":
             try:
                 self._command(line.strip(), write) if line.startswith("/") else self._answer(line, write)

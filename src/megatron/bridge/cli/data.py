@@ -166,7 +166,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_preview(args: argparse.Namespace) -> int:
-    """Build the data as the run would, and print a preview."""
     from rich.console import Console
 
     from megatron.bridge.data.preview.collect import preview

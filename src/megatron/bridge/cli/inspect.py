@@ -47,23 +47,14 @@ class StoredTensor:
 class Contents:
     """What a checkpoint contains."""
 
-    format: str
-    """``Hugging Face`` or ``Megatron``."""
-    facts: dict[str, str]
-    """Properties of the whole checkpoint, by title."""
-    tensors: tuple[StoredTensor, ...]
-    """The weights; optimizer state appears only in ``facts``."""
+    format: str  # ``Hugging Face`` or ``Megatron``
+    facts: dict[str, str]  # properties of the whole checkpoint, by title
+    tensors: tuple[StoredTensor, ...]  # the weights; optimizer state appears only in ``facts``
     bytes: int
-    files: int
-    """Number of files with tensors."""
+    files: int  # number of files with tensors
 
 
 def read(path: Path) -> Contents:
-    """The contents of a checkpoint in either format.
-
-    Raises:
-        UserError: the path is in neither format, or the checkpoint is damaged.
-    """
     if not path.exists():
         raise UserError(f"{path} does not exist: give the directory of a model or of a checkpoint")
     from megatron.bridge.checkpoint import paths
@@ -138,7 +129,6 @@ def _sizes(config: Any, layers: str) -> dict[str, str]:
 
 
 def _files_by_tensor(directory: Path) -> dict[str, list[str]]:
-    """The files that contain a part of each tensor."""
     from megatron.bridge.checkpoint import loading
 
     files: dict[str, set[str]] = {}

@@ -206,7 +206,6 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], reason: str) -> No
 
 
 def _write_manifest(args: argparse.Namespace) -> int:
-    """Check the config, and write the manifest of a run on Kubernetes."""
     import yaml
 
     from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest

@@ -67,11 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_key(path: Path | None) -> str | None:
-    """The key, from the file or the environment; None without one.
-
-    Raises:
-        UserError: it is too short, or the file cannot be read.
-    """
+    """The key, from the file or the environment; None without one."""
     where = KEY_VARIABLE if path is None else f"--api-key-file {path}"
     text = os.environ.get(KEY_VARIABLE) if path is None else read_text(path, where)
     if text is None:

@@ -277,7 +277,6 @@ def _write(job: Job, search: "Search", found: "Found", args: argparse.Namespace)
 
 
 def _with_layout(job: Job, search: "Search", price: "Price") -> Any:
-    """The user's config with a layout."""
     from megatron.bridge.utils.config.overrides import Layer, apply_layers
     from megatron.bridge.utils.config.serialize import copy_config
 
@@ -296,7 +295,6 @@ def _is_valid(job: Job, search: "Search", price: "Price") -> bool:
 
 
 def _write_yaml(job: Job, search: "Search", price: "Price", path: Path) -> None:
-    """The whole config with the layout."""
     from megatron.bridge.utils.atomic import write_text
     from megatron.bridge.utils.config.serialize import dump_yaml
 

@@ -94,11 +94,7 @@ class DatasetConfig(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no epochs")
 
     def check_sources(self) -> None:  # noqa: B027 - mock data has no files
-        """Check the data files, so that a wrong path is reported before the model is built.
-
-        Raises:
-            UserError: a file is missing or damaged.
-        """
+        """Check the data files, so that a wrong path is reported before the model is built."""
 
     def problems(self) -> list[str]:
         """Everything that is wrong with the values, as one sentence each."""
@@ -113,11 +109,7 @@ class DatasetConfig(ABC):
         return found
 
     def finalize(self) -> None:
-        """Check the values.
-
-        Raises:
-            UserError: with all problems.
-        """
+        """Check the values; one error has all problems."""
         if found := self.problems():
             raise UserError("; ".join(found))
 

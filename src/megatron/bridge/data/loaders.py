@@ -25,8 +25,7 @@ Batch = dict[str, Any]
 LocatedSample = tuple[int, Batch]  # the index of a sample, and the sample
 Sampler = MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-OF_ANSWERS = ("desirable",)
-"""What rows of ``LabeledRows`` say of each token besides."""
+OF_ANSWERS = ("desirable",)  # what rows of ``LabeledRows`` say of each token besides
 
 
 class DataIterator(Protocol):
@@ -67,7 +66,6 @@ class BatchIterator:
     """A ``DataIterator`` over a map-style dataset.
 
     Args:
-        dataset: the dataset.
         make_sampler: makes a sampler that starts at the first batch.
         num_workers: number of worker processes that load samples.
         read_ahead: without workers, a thread makes the next batch while this one is used. The dataset must then
@@ -217,13 +215,9 @@ def build_iterators(
     ``[k * global_batch_size, (k + 1) * global_batch_size)``.
 
     Args:
-        dataset_config: the dataset.
-        tokenizer: the tokenizer of the run.
         sizes: number of samples for training, for all validation runs together, and for testing.
         micro_batch_size: samples that a rank draws at a time.
         global_batch_size: samples of one optimizer step.
-        dp_rank: this data-parallel rank.
-        dp_size: number of data-parallel ranks.
         consumed_train: training samples that all ranks together have already drawn.
         consumed_valid: the same for validation.
         decodes_images: whether batches have the pixels of images.

@@ -20,13 +20,7 @@ class StreamReader(Protocol):
 
     report: EncodingReport
 
-    def __next__(self) -> Row:
-        """The next row.
-
-        Raises:
-            UserError: a record is wrong, or there is none.
-        """
-        ...
+    def __next__(self) -> Row: ...
 
     def state(self) -> bytes:
         """The position, for ``restore``."""
@@ -107,11 +101,7 @@ class StreamingBatchIterator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position; ``readers`` must include this rank's.
-
-        Raises:
-            UserError: the state belongs to other data, or to other readers.
-        """
+        """Continue at a saved position; ``readers`` must include this rank's."""
         assert not self._drawn, "load the state before drawing samples"
         self._check(state["fingerprint"])
         for number, reader in self._readers().items():

@@ -17,11 +17,7 @@ _function: Callable[[Any], Any] | None = None  # inherited by forked workers, so
 
 @contextmanager
 def ordered_map[T, R](function: Callable[[T], R], workers: int) -> Iterator[Callable[[Iterable[T]], Iterator[R]]]:
-    """Yield a ``map`` for ``function`` that uses ``workers`` processes. One worker stands for this process.
-
-    Raises:
-        UserError: a worker process was killed.
-    """
+    """Yield a ``map`` for ``function`` that uses ``workers`` processes. One worker stands for this process."""
     if workers == 1:
         yield lambda items: map(function, items)
         return

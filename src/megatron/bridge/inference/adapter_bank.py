@@ -18,11 +18,7 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
 class AdapterNames:
-    """The adapters of a model, and which rows of the current step take which.
-
-    Args:
-        names: of the adapters.
-    """
+    """The adapters of a model, and which rows of the current step take which."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
@@ -30,7 +26,6 @@ class AdapterNames:
         """Name, rows (None is all of them) and how many of the rows count: the others are padding."""
 
     def check(self, name: str | None) -> None:
-        """Refuse an adapter that is not there."""
         if name is not None and name not in self.names:
             have = f"one of {', '.join(self.names)}" if self.names else "none: this model has no named adapters"
             raise UserError(f"adapter_name={name!r}{did_you_mean(name, self.names)}: give {have}")
@@ -86,9 +81,6 @@ def add_adapters(chunks: Sequence[Any], adapters: Mapping[str, str], add: Callab
         chunks: of this rank, without adapters.
         adapters: where each is, by name.
         add: puts one of them on the chunks and fills it.
-
-    Raises:
-        UserError: an adapter that can only be used alone.
     """
     names = AdapterNames(tuple(adapters))
     found: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}

@@ -51,7 +51,6 @@ class Arena:
         return True
 
     def give_back(self, start: int) -> None:
-        """Free the range at ``start``."""
         insort(self._holes, (start, self._taken.pop(start)))
         index = bisect_left(self._holes, (start, 0))
         for left in (index, index - 1):  # join with the hole behind, then with the one before
@@ -60,7 +59,6 @@ class Arena:
                 self._holes[left : left + 2] = [joined]
 
     def length(self, start: int) -> int:
-        """Tokens of the range at ``start``."""
         return self._taken[start]
 
     def _shrink(self, index: int, count: int) -> None:

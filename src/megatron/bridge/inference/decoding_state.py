@@ -46,13 +46,9 @@ class DecodingState:
     """Caches of all layers of this rank's chunks.
 
     Args:
-        chunks: model chunks, wrapped or not.
         tokens: tokens of all requests that the caches hold.
         requests: requests that have recurrent states.
         pack: on CPUs, keep weights as oneDNN wants them while attached; the parameters are empty meanwhile.
-
-    Raises:
-        UserError: a layer that cannot decode.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], tokens: int, requests: int, pack: bool = False) -> None:
@@ -166,7 +162,6 @@ class DecodingState:
         self._rows = torch.tensor([*rows, *[0] * padding], device=self.device)
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy ``count`` tokens within all caches."""
         for cache in {id(cache): cache for _, cache in self._caches}.values():
             if isinstance(cache, AttentionCache):
                 cache.copy(source, target, count)
@@ -313,11 +308,6 @@ def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
 
 
 def check_layers(chunks: Sequence[Any]) -> None:
-    """Refuse layers that cannot decode.
-
-    Raises:
-        UserError: a layer without a cache, or a layout that splits texts.
-    """
     config = chunks[0].config
     recurrent = any(True for _ in _modules(chunks, _RECURRENT))
     if config.context_parallel_size > 1 and recurrent:

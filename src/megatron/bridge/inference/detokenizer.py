@@ -15,7 +15,6 @@ class Detokenizer:
 
     Args:
         hf: tokenizer of transformers.
-        stop: texts at which the text ends.
     """
 
     def __init__(self, hf: Any, stop: Sequence[str] = ()) -> None:
@@ -36,7 +35,6 @@ class Detokenizer:
         return self._give_out(self._decode_new(final=False), final=False)
 
     def finish(self) -> str:
-        """The text that was held back."""
         return self._give_out(self._decode_new(final=True), final=True)
 
     def _decode_new(self, final: bool) -> str:

@@ -62,11 +62,7 @@ def end_of_turn(hf: Any, template: str | None = None, before: list[dict[str, Any
 
 
 def parse_chat(messages: Any, where: str) -> Chat:
-    """The conversation of a list of messages; ``where`` begins the message of an error.
-
-    Raises:
-        UserError: not a list of messages.
-    """
+    """The conversation of a list of messages; ``where`` begins the message of an error."""
     parsed = parse({"messages": messages}, where)
     assert isinstance(parsed, Chat), "messages are a chat"
     if parsed.images:

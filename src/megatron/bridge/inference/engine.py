@@ -35,27 +35,16 @@ with the new weights, and with caches that the old ones have filled."""
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the engine may use, and what it knows about the model.
+    """What the engine may use, and what it knows about the model."""
 
-    Attributes:
-        max_context: tokens of a prompt and its completion.
-        vocabulary: tokens that may be in a prompt and may be chosen.
-        ends: tokens that end a text.
-        kv_memory: bytes for keys, values and states on each rank.
-        max_requests: texts that are computed at the same time.
-        chunk: tokens of a prompt that are computed together.
-        rows: new tokens of a step.
-        pack: on CPUs, store weights as oneDNN multiplies with them: about twice as fast.
-    """
-
-    max_context: int
-    vocabulary: int
-    ends: frozenset[int] = frozenset()
-    kv_memory: int = 4 << 30
-    max_requests: int = 32
-    chunk: int = 256
-    rows: int = 1024
-    pack: bool = False
+    max_context: int  # tokens of a prompt and its completion
+    vocabulary: int  # tokens that may be in a prompt and may be chosen
+    ends: frozenset[int] = frozenset()  # tokens that end a text
+    kv_memory: int = 4 << 30  # bytes for keys, values and states on each rank
+    max_requests: int = 32  # texts that are computed at the same time
+    chunk: int = 256  # tokens of a prompt that are computed together
+    rows: int = 1024  # new tokens of a step
+    pack: bool = False  # on CPUs, store weights as oneDNN multiplies with them: about twice as fast
 
 
 @dataclass(eq=False)
@@ -67,8 +56,7 @@ class Job:
     text: Text
     lane: int
     detokenizer: Detokenizer | None = None
-    piece: str = field(default="")
-    """Text that the last step added."""
+    piece: str = field(default="")  # text that the last step added
 
     @property
     def is_over(self) -> bool:
@@ -80,7 +68,6 @@ class Engine(AbstractContextManager["Engine"]):
 
     Args:
         chunks: this rank's chunks, in evaluation mode.
-        config: what the engine may use.
         hf: tokenizer of transformers; without one, completions have no text and stop texts are refused.
         adapters: those of the chunks, if they are named.
     """
@@ -113,18 +100,7 @@ class Engine(AbstractContextManager["Engine"]):
     # ---- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[Job]:
-        """Let a prompt wait for its turn.
-
-        Args:
-            prompt: token ids.
-            sampling: how to continue it.
-
-        Returns:
-            ``sampling.n`` jobs.
-
-        Raises:
-            UserError: an empty prompt, an id beyond the vocabulary, or a text that is too long.
-        """
+        """Let a prompt wait for its turn: ``sampling.n`` jobs."""
         self.check(prompt, sampling)
         seed = sampling.seed
         if seed is None:
@@ -190,9 +166,6 @@ class Engine(AbstractContextManager["Engine"]):
 
         Args:
             running: what becomes of texts that run.
-
-        Raises:
-            UserError: ``running`` is none of the three.
         """
         if running not in get_args(Running):
             raise UserError(f"running={running!r} must be one of {', '.join(get_args(Running))}")
@@ -215,11 +188,7 @@ class Engine(AbstractContextManager["Engine"]):
         return all(lane.is_idle for lane in self.lanes)
 
     def step(self) -> list[Job]:
-        """Compute one step of every lane.
-
-        Returns:
-            The jobs that got a token or ended.
-        """
+        """Compute one step of every lane; the jobs that got a token or ended."""
         plans = [lane.plan() for lane in self.lanes]
         wanted = [self._outputs(plan) for plan in plans]
         width = width_of([output for outputs, _ in wanted for output in outputs])
@@ -239,11 +208,7 @@ class Engine(AbstractContextManager["Engine"]):
         return list(dict.fromkeys(jobs))
 
     def run(self) -> Iterator[Job]:
-        """Step until nothing is left.
-
-        Yields:
-            Each job when it is over.
-        """
+        """Step until nothing is left, and yield each job when it is over."""
         while not self.is_idle:
             yield from (job for job in self.step() if job.is_over)
 
@@ -308,11 +273,7 @@ def _output(job: Job, row: int, target: int | None) -> Output:
 
 
 def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
-    """What fits into the memory of every rank.
-
-    Raises:
-        UserError: not even one text fits.
-    """
+    """What fits into the memory of every rank."""
     each, states = decoding_state.bytes_per_token(chunks), decoding_state.bytes_per_request(chunks)
     most = config.max_requests * -(-config.max_context // 16) * 16
     room = config.kv_memory - config.max_requests * states

@@ -25,25 +25,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, and what belongs to it.
+    """A model in evaluation mode, and what belongs to it."""
 
-    Attributes:
-        chunks: of this rank.
-        hf: tokenizer of transformers; None without tokenizer files.
-        folder: where the tokenizer and ``generation_config.json`` are.
-        vocabulary: tokens without padding.
-        max_context: tokens that the model was made for.
-        bridge: of the architecture; None for a Megatron checkpoint.
-        adapters: those that requests choose by name.
-    """
-
-    chunks: list[Any]
-    hf: Any
-    folder: Path | None
-    vocabulary: int
-    max_context: int
-    bridge: AutoBridge | None = None
-    adapters: AdapterNames | None = None
+    chunks: list[Any]  # of this rank
+    hf: Any  # tokenizer of transformers; None without tokenizer files
+    folder: Path | None  # where the tokenizer and ``generation_config.json`` are
+    vocabulary: int  # tokens without padding
+    max_context: int  # tokens that the model was made for
+    bridge: AutoBridge | None = None  # of the architecture; None for a Megatron checkpoint
+    adapters: AdapterNames | None = None  # those that requests choose by name
 
 
 def load(
@@ -65,10 +55,6 @@ def load(
         adapter: a run with adapters, one of its checkpoints, or a directory of the peft library.
         adapters: several of them by name, for requests to choose from.
         tokenizer: directory or hub id of another tokenizer.
-        trust_remote_code: run Python code of the model's repository.
-
-    Raises:
-        UserError: nothing there can be loaded, or the layout does not fit.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")

@@ -20,19 +20,12 @@ _SEEDS = 1_000_003  # between the seeds of two lines
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a file of prompts.
+    """One line of a file of prompts."""
 
-    Attributes:
-        id: of the line; its number, from 1 on, unless it names one.
-        prompt: a text, token ids, or messages.
-        sampling: that of the command with the line's own values.
-        where: file and line number.
-    """
-
-    id: str | int
-    prompt: Prompt | Messages
-    sampling: Sampling
-    where: str
+    id: str | int  # of the line; its number, from 1 on, unless it names one
+    prompt: Prompt | Messages  # a text, token ids, or messages
+    sampling: Sampling  # that of the command with the line's own values
+    where: str  # file and line number
 
 
 def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) -> list[PromptLine]:
@@ -41,12 +34,8 @@ def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) ->
     A line's random numbers come from the seed of the command and its number, unless it has a seed of its own.
 
     Args:
-        path: the file.
         defaults: sampling parameters of the command.
         chat: make a text the message of a user.
-
-    Raises:
-        UserError: the file or a line cannot be read, or two lines have one id.
     """
     lines = list(_lines(path, defaults, chat))
     if not lines:
@@ -110,9 +99,6 @@ class CompletionFile:
     Args:
         path: the file; lines that a killed command has written stay.
         lines: what the file is about.
-
-    Raises:
-        UserError: the file holds other lines, or cannot be written.
     """
 
     def __init__(self, path: Path, lines: Sequence[PromptLine]) -> None:

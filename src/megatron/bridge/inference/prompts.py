@@ -8,10 +8,8 @@ from megatron.bridge.data.records.chat_template import ChatTemplate
 from megatron.bridge.inference.ends import parse_chat
 from megatron.bridge.utils.errors import UserError
 
-Prompt = str | list[int]
-"""A text, or token ids."""
-Messages = list[dict[str, Any]]
-"""A conversation with ``role`` and ``content``."""
+Prompt = str | list[int]  # a text, or token ids
+Messages = list[dict[str, Any]]  # a conversation with ``role`` and ``content``
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -21,11 +19,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def prompt_tokens(hf: Any, prompt: Prompt, where: str) -> list[int]:
-    """Token ids of a prompt; a text gets the special tokens that its tokenizer adds, once.
-
-    Raises:
-        UserError: neither a text nor token ids, or a text without a tokenizer.
-    """
+    """Token ids of a prompt; a text gets the special tokens that its tokenizer adds, once."""
     if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
         return prompt
     if not isinstance(prompt, str):
@@ -38,11 +32,7 @@ def prompt_tokens(hf: Any, prompt: Prompt, where: str) -> list[int]:
 
 
 def chat_tokens(hf: Any, messages: Messages, template: str | None, where: str) -> list[int]:
-    """Token ids of a conversation, ready for the answer.
-
-    Raises:
-        UserError: no tokenizer, no template, or a conversation that the template refuses.
-    """
+    """Token ids of a conversation, ready for the answer."""
     if hf is None:
         raise UserError(f"{where}: a conversation needs a tokenizer, which the model does not have")
     text = ChatTemplate(hf, template).prompt(parse_chat(messages, where), where)

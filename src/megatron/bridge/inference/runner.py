@@ -27,7 +27,6 @@ class Runner:
 
     Args:
         chunks: this rank's chunks, one for each virtual stage, in evaluation mode.
-        state: their caches.
         vocabulary: tokens without the padding of the vocabulary.
         adapters: those of the chunks that are named.
     """

@@ -10,33 +10,21 @@ from torch import Tensor
 from megatron.bridge.inference.requests import Sampling, TokenLogprob
 from megatron.bridge.inference.sampling import choose
 
-FIXED = 3
-"""Columns before the most likely tokens: the token, its log-probability, the most likely token."""
+FIXED = 3  # columns before the most likely tokens: the token, its log-probability, the most likely token
 
 
 @dataclass(frozen=True)
 class Output:
-    """What is wanted of one row of logits.
+    """What is wanted of one row of logits."""
 
-    Attributes:
-        row: of the step.
-        sampling: of the request.
-        tokens: the text so far.
-        prompt_length: how many of its tokens are the prompt's.
-        seed: of the text.
-        choice: index of the completion.
-        target: score this token instead of choosing one.
-        top: how many most likely tokens are wanted; None if no log-probability is.
-    """
-
-    row: int
-    sampling: Sampling
-    tokens: Sequence[int]
-    prompt_length: int
-    seed: int
-    choice: int
-    target: int | None
-    top: int | None
+    row: int  # of the step
+    sampling: Sampling  # of the request
+    tokens: Sequence[int]  # the text so far
+    prompt_length: int  # how many of its tokens are the prompt's
+    seed: int  # of the text
+    choice: int  # index of the completion
+    target: int | None  # score this token instead of choosing one
+    top: int | None  # how many most likely tokens are wanted; None if no log-probability is
 
 
 def width_of(outputs: Sequence[Output]) -> int:
@@ -86,7 +74,6 @@ def _ordered(logprobs: Tensor) -> Tensor:
 
 
 def read_logprob(row: Sequence[float], top: int, width: int) -> TokenLogprob:
-    """One line of the table."""
     most = (width - FIXED) // 2
     pairs = zip(row[FIXED : FIXED + top], row[FIXED + most : FIXED + most + top], strict=True)
     token = int(row[0])

@@ -34,7 +34,6 @@ def choose(
 
     Args:
         logits: [vocabulary] of the last token.
-        sampling: how to choose.
         tokens: the text so far.
         prompt_length: how many of its tokens are the prompt's.
         seed: of this text.

@@ -17,37 +17,21 @@ from megatron.bridge.utils.errors import UserError
 
 @dataclass(eq=False)
 class Text:
-    """A prompt and what was generated after it.
+    """A prompt and what was generated after it."""
 
-    Attributes:
-        tokens: all known tokens.
-        prompt_length: how many of them are the prompt's.
-        limit: length at which the text is full.
-        wants_prompt: whether the logits of the prompt's tokens are needed.
-        switch: length above which rotary embeddings have other frequencies; None if they never change.
-        long: whether the text has those other frequencies.
-        scored: tokens of the prompt whose successor has been scored.
-        chunked: how many of its first tokens are computed in chunks, and not one by one.
-        computed: tokens that the caches hold.
-        extent: first token in the caches; None without memory.
-        slot: index of recurrent states; None without memory.
-        shares: whether its caches may serve other texts.
-        adapter: name of the adapter that it is computed with.
-    """
-
-    tokens: list[int]
-    prompt_length: int
-    limit: int
-    wants_prompt: bool = False
-    switch: int | None = None
-    long: bool = False
-    scored: int = 0
-    chunked: int = 0
-    computed: int = 0
-    extent: int | None = None
-    slot: int | None = None
-    shares: bool = True
-    adapter: str | None = None
+    tokens: list[int]  # all known tokens
+    prompt_length: int  # how many of them are the prompt's
+    limit: int  # length at which the text is full
+    wants_prompt: bool = False  # whether the logits of the prompt's tokens are needed
+    switch: int | None = None  # length above which rotary embeddings have other frequencies; None if they never change
+    long: bool = False  # whether the text has those other frequencies
+    scored: int = 0  # tokens of the prompt whose successor has been scored
+    chunked: int = 0  # how many of its first tokens are computed in chunks, and not one by one
+    computed: int = 0  # tokens that the caches hold
+    extent: int | None = None  # first token in the caches; None without memory
+    slot: int | None = None  # index of recurrent states; None without memory
+    shares: bool = True  # whether its caches may serve other texts
+    adapter: str | None = None  # name of the adapter that it is computed with
 
     def __post_init__(self) -> None:
         # the last token of a text that is only scored has no successor
@@ -113,23 +97,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step and the memory hold.
+    """What a step and the memory hold."""
 
-    Attributes:
-        tokens: tokens of the caches.
-        requests: texts that are computed at the same time.
-        chunk: tokens of a prompt that are computed together.
-        rows: new tokens in a step, unless one chunk alone is longer.
-        reserve: generated tokens for which a text gets memory at first; it gets more when it needs it.
-        reuses: whether the beginning of a text's caches can serve another text.
-    """
-
-    tokens: int
-    requests: int
-    chunk: int = 256
-    rows: int = 1024
-    reserve: int = 256
-    reuses: bool = True
+    tokens: int  # tokens of the caches
+    requests: int  # texts that are computed at the same time
+    chunk: int = 256  # tokens of a prompt that are computed together
+    rows: int = 1024  # new tokens in a step, unless one chunk alone is longer
+    reserve: int = 256  # generated tokens for which a text gets memory at first; it gets more when it needs it
+    reuses: bool = True  # whether the beginning of a text's caches can serve another text
 
 
 class Scheduler:
@@ -145,11 +120,6 @@ class Scheduler:
         self._chunks: dict[int, Text] = {}  # hash of a prompt's beginning -> a text whose caches begin with it
 
     def add(self, text: Text) -> None:
-        """Let ``text`` wait.
-
-        Raises:
-            UserError: it can never have enough memory.
-        """
         if text.limit > self.arena.size:
             raise UserError(
                 f"a text of {text.limit} tokens does not fit into the {self.arena.size} tokens of kv_memory: "

@@ -16,24 +16,12 @@ from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.ports import free_port
 from megatron.bridge.utils.processes import die_with_parent
 
-BEAT_SECONDS = 2.0
-"""How often a rank in a conversation says that it is alive, whatever it computes."""
-SILENT_SECONDS = 25.0
-"""After this time without a sign of life, a rank is given up."""
+BEAT_SECONDS = 2.0  # how often a rank in a conversation says that it is alive, whatever it computes
+SILENT_SECONDS = 25.0  # after this time without a sign of life, a rank is given up
 
 
 class Workers(AbstractContextManager["Workers"]):
-    """Processes with one rank of a model each.
-
-    Args:
-        size: how many.
-        make: ``LLM``, to be called with ``path`` and ``options`` on each rank.
-        path: of the model.
-        options: of ``LLM``.
-
-    Raises:
-        UserError: a rank cannot load the model.
-    """
+    """Processes that each call ``make``, ``LLM``, with ``path`` and ``options`` for one rank of a model."""
 
     def __init__(self, size: int, make: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
         context = get_context("spawn")

@@ -41,11 +41,6 @@ class KubernetesOptions:
     grace_seconds: int
 
     def validate(self) -> None:
-        """Refuse what Kubernetes would refuse.
-
-        Raises:
-            UserError: with every problem, one a line.
-        """
         problems = [*_name_problems(self), *_volume_problems(self.volumes), *_resource_problems(self)]
         least = {"nodes": 1, "devices": 1, "retries": 0}
         problems += [
@@ -94,11 +89,6 @@ def _resource_problems(options: KubernetesOptions) -> list[str]:
 
 
 def manifest(options: KubernetesOptions) -> dict[str, Any]:
-    """The object, as plain data.
-
-    Raises:
-        UserError: Kubernetes would refuse it.
-    """
     options.validate()
     return (_jobset if options.kind == "jobset" else _pytorchjob)(options)
 

@@ -77,7 +77,6 @@ class WorkingTreePackager(Packager):
     script: str
 
     def package(self, path: Path, job_dir: str, name: str) -> str:
-        """Write the archive into the job's folder."""
         archive = Path(job_dir, f"{name}.tar.gz")
         package = Path(megatron.bridge.__file__).parent
         with tarfile.open(archive, "w:gz") as tar:
@@ -108,11 +107,6 @@ def scripts(options: LaunchOptions) -> dict[str, str]:
 
 
 def remote_shell(options: LaunchOptions) -> Shell:
-    """A shell on the login node.
-
-    Raises:
-        UserError: the host does not answer or refuses the login.
-    """
     assert options.host
     check_host(options.host)
     tunnel = _tunnel(options)

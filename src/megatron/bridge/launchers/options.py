@@ -67,11 +67,6 @@ class LaunchOptions:
         return self.nodes * self.devices
 
     def validate(self) -> None:
-        """Refuse what cannot be launched.
-
-        Raises:
-            UserError: with every contradiction, one a line.
-        """
         problems = [*_numbers(self), *_texts(self), *(_local(self) if self.local else _remote(self))]
         if problems:
             raise UserError("\n".join(problems))

@@ -25,8 +25,7 @@ class ShellResult:
     text: str
 
 
-Shell = Callable[[str], ShellResult]
-"""Runs one command line where the jobs are submitted."""
+Shell = Callable[[str], ShellResult]  # runs one command line where the jobs are submitted
 INSTALL = "pip install 'hf-megatron-bridge[launch]'"
 
 
@@ -35,11 +34,7 @@ def has_nemo_run() -> bool:
 
 
 def check(options: LaunchOptions) -> None:
-    """Refuse what this machine already knows to fail.
-
-    Raises:
-        UserError: a program is missing, or the tree to be packed is not committed.
-    """
+    """Refuse what this machine already knows to fail."""
     if not options.dry_run and not has_nemo_run():
         raise UserError(
             f"launching needs NeMo-Run, which is not installed: {INSTALL}, or use torchrun or "
@@ -58,11 +53,7 @@ def check(options: LaunchOptions) -> None:
 
 
 def check_host(host: str) -> None:
-    """Refuse a host that does not answer, before an SSH library waits for minutes.
-
-    Raises:
-        UserError: nothing listens there.
-    """
+    """Refuse a host that does not answer, before an SSH library waits for minutes."""
     try:
         socket.create_connection((host, SSH_PORT), timeout=CONNECT_SECONDS).close()
     except OSError as error:
@@ -71,11 +62,7 @@ def check_host(host: str) -> None:
 
 
 def check_cluster(options: LaunchOptions, shell: Shell) -> None:
-    """Ask for the folder, the partition and its time limit.
-
-    Raises:
-        UserError: Slurm does not answer, or one of them is not there.
-    """
+    """Ask for the folder, the partition and its time limit."""
     if options.remote_job_dir is not None:
         _check_folder(str(options.remote_job_dir), shell)
     if not options.detach and (answer := shell("sacct --noheader --allocations")).code:
@@ -98,11 +85,7 @@ def check_cluster(options: LaunchOptions, shell: Shell) -> None:
 
 
 def check_scripts(scripts: dict[str, str], shell: Shell) -> None:
-    """Show Slurm the batch scripts, without queueing them.
-
-    Raises:
-        UserError: it would refuse one.
-    """
+    """Show Slurm the batch scripts, without queueing them."""
     for text in scripts.values():
         encoded = base64.b64encode(text.encode()).decode()
         answer = shell(f"echo {encoded} | base64 -d | sbatch --test-only")

@@ -17,11 +17,7 @@ _OWN = {
 
 
 def refuse_others(groups: Any) -> None:
-    """Raise a ``UserError`` unless a ``ProcessGroupCollection`` holds the groups of ``parallel_state``.
-
-    Args:
-        groups: The collection; None is always right.
-    """
+    """Refuse a ``ProcessGroupCollection``, but for None, that does not hold the groups of ``parallel_state``."""
     if groups is None or not parallel_state.model_parallel_is_initialized():
         return
     for name, own in _OWN.items():

@@ -77,9 +77,6 @@ class PEFT:
 
         Returns:
             The same model.
-
-        Raises:
-            UserError: a value or a target cannot be, or the model has adapters already.
         """
         chunks = bare_chunks(model)
         if problems := self.problems(training):

@@ -23,12 +23,7 @@ _MULTIPLIER = 0x9E3779B1  # odd, so that no position loses a bit
 
 
 def trained_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
-    """The sharded state of what is trained, sharing memory with the parameters.
-
-    Args:
-        chunks: This rank's chunks, adapted.
-        metadata: How tensors are named, as ``model_io.MODEL_METADATA``.
-    """
+    """The sharded state of what is trained, sharing memory with the parameters."""
     whole = model_io.model_state(chunks, metadata)
     trained = {key: sorted(chunk_info(chunk).trained) for key, chunk in _keyed(chunks)}
     # with FSDP, this rank may have no rows of a parameter

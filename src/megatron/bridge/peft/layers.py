@@ -25,9 +25,7 @@ class Adapter(Protocol):
     scales_outputs: bool
     """Whether the layer's own outputs are multiplied, so that a bias must be taken out of them before."""
 
-    def __call__(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
-        """The layer's outputs, from those without the adapter."""
-        ...
+    def __call__(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor: ...
 
     def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """The weights of a layer without adapter that computes the same, in fp32."""
@@ -47,8 +45,7 @@ class _Adapted:
 
     adapter: Any
     adapted_site: Site
-    adapter_is_on: bool
-    """Only on instances; False lets the layer compute without its adapter."""
+    adapter_is_on: bool  # only on instances; False lets the layer compute without its adapter
 
     def merged_weight(self, weight: Tensor) -> Tensor:
         """What stands for ``weight``, a parameter of this layer, in a model without adapters.
@@ -128,7 +125,6 @@ class _AdaptedRouter(_Adapted):
 
 
 def attach(site: Site, adapter: nn.Module) -> None:
-    """Make ``adapter`` the adapter of a layer."""
     module = cast(Any, site.module)
     mixin: type = _AdaptedLinear
     if site.experts is not None:

@@ -77,7 +77,6 @@ class LowRankPEFT(PEFT):
         self.lora_dtype = to_dtype(self.lora_dtype)
 
     def problems(self, training: bool = True) -> list[str]:
-        """A sentence for each value that cannot be."""
         found = []
         if self.a2a_experimental:
             found.append("peft.a2a_experimental=True is not there: leave it out, the sums are the same")

@@ -33,22 +33,16 @@ Init = Literal["xavier", "kaiming", "normal", "zero"]
 class Shape:
     """What an adapter of one layer is like."""
 
-    rank: int
-    """Width of the middle."""
-    alpha: float
-    """Numerator of the scaling."""
+    rank: int  # width of the middle
+    alpha: float  # numerator of the scaling
+    # divide by the square root of the rank (https://arxiv.org/abs/2312.03732) instead of the rank
     use_rslora: bool = False
-    """Divide by the square root of the rank (https://arxiv.org/abs/2312.03732) instead of the rank."""
-    dropout: float = 0.0
-    """Probability, on the inputs or on the outputs of the path."""
+    dropout: float = 0.0  # probability, on the inputs or on the outputs of the path
+    # ``pre`` is on the inputs, as in the LoRA paper; ``post`` on the outputs
     dropout_position: Literal["pre", "post"] = "pre"
-    """``pre`` is on the inputs, as in the LoRA paper; ``post`` on the outputs."""
-    init_a: Init = "xavier"
-    """How A starts."""
-    init_b: Init = "zero"
-    """How B starts."""
-    seed: int = 0
-    """Seed of all adapters; each draws from a generator of its own."""
+    init_a: Init = "xavier"  # how A starts
+    init_b: Init = "zero"  # how B starts
+    seed: int = 0  # seed of all adapters; each draws from a generator of its own
 
     @property
     def scaling(self) -> float:

@@ -38,9 +38,6 @@ def subtract(model: list[nn.Module]) -> None:
 
     What the model computes, and what an export with ``merge_adapter_weights`` writes, is then the base: exactly up
     to the rounding of the merged weights.
-
-    Raises:
-        UserError: DoRA replaced the lengths of the base's rows, which nothing remembers.
     """
     for chunk in bare_chunks(model):
         for module in layers.adapted(chunk):

@@ -26,8 +26,7 @@ _TE_LINEAR = frozenset(
     {"TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"}
 )
 _TE_GROUPED = "TEGroupedLinear"
-TOWER = "vision."
-"""How names of a vision tower's layers begin: they are transformers', whole on every rank."""
+TOWER = "vision."  # how names of a vision tower's layers begin: they are transformers', whole on every rank
 _TIED_OUTPUT = "output_layer"
 
 
@@ -35,15 +34,11 @@ _TIED_OUTPUT = "output_layer"
 class Site:
     """A layer that can have an adapter."""
 
-    name: str
-    """Name in the whole model: layers are counted from its start, not from the pipeline stage's."""
+    name: str  # name in the whole model: layers are counted from its start, not from the pipeline stage's
     module: nn.Module
-    kind: ParallelKind
-    """How its weight is cut over the tensor-parallel ranks."""
-    experts: int | None
-    """Experts on this rank, each with a weight of its own; None is one weight."""
-    halves: int
-    """2 where the outputs are gates above values, each cut over the ranks by itself; else 1."""
+    kind: ParallelKind  # how its weight is cut over the tensor-parallel ranks
+    experts: int | None  # experts on this rank, each with a weight of its own; None is one weight
+    halves: int  # 2 where the outputs are gates above values, each cut over the ranks by itself; else 1
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -93,11 +88,7 @@ def _site(name: str, module: nn.Module) -> Site | None:
 
 
 def check(site: Site) -> None:
-    """Refuse what an adapter cannot be put on without changing something else in silence.
-
-    Raises:
-        UserError: naming the layer.
-    """
+    """Refuse what an adapter cannot be put on without changing something else in silence."""
     config = site.config
     if site.name == _TIED_OUTPUT and getattr(config, "share_embeddings_and_output_weights", False):
         raise UserError(
@@ -143,11 +134,7 @@ def value_for[T](name: str, default: T, by_module: Mapping[str, T]) -> T:
 
 
 def chosen(names: Iterable[str], targets: Sequence[str], excluded: Sequence[str]) -> set[str]:
-    """Those of this rank's ``names`` that are targets and not excluded; all ranks of a replica call this together.
-
-    Raises:
-        UserError: a pattern means nothing on any pipeline stage, or all targets are excluded.
-    """
+    """Those of this rank's ``names`` that are targets and not excluded; all ranks of a replica call this together."""
     mine = list(names)
     everywhere = [name for stage in exchange.all_gather_stages(mine) for name in stage]
     refuse_unmatched("peft.target_modules", targets, everywhere)
@@ -160,11 +147,7 @@ def chosen(names: Iterable[str], targets: Sequence[str], excluded: Sequence[str]
 
 
 def refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Refuse patterns that mean none of ``names``.
-
-    Raises:
-        UserError: naming the first such pattern and what it could have been.
-    """
+    """Refuse patterns that mean none of ``names``."""
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))

@@ -36,14 +36,10 @@ class Recipe:
     name: str
     module: str
     what: str
-    gpus: int
-    """Number of GPUs that its layout is made for."""
-    gpu_kind: str
-    """Their type."""
-    memory: int
-    """GB (10^9 bytes) that the fullest GPU uses, rounded up, as ``autotune.memory`` counts."""
-    layout: str
-    """Model-parallel sizes, such as ``TP8 PP2``, or ``no model parallelism``."""
+    gpus: int  # number of GPUs that its layout is made for
+    gpu_kind: str  # their type
+    memory: int  # GB (10^9 bytes) that the fullest GPU uses, rounded up, as ``autotune.memory`` counts
+    layout: str  # model-parallel sizes, such as ``TP8 PP2``, or ``no model parallelism``
     docstring: str
 
     @property
@@ -62,7 +58,6 @@ class Recipe:
         return getattr(importlib.import_module(self.module), self.name)
 
     def build(self, **options: Any) -> "ConfigContainer":
-        """The config that the recipe returns for ``options``."""
         return self.function()(**options)
 
 
@@ -75,11 +70,7 @@ def catalog() -> dict[str, Recipe]:
 
 
 def name_functions(package: str) -> None:
-    """Give the recipes of a family the names and docstrings in their source, so that they pickle and have a help.
-
-    Args:
-        package: The package of the family, imported.
-    """
+    """Give the recipes of a family the names and docstrings in their source, so that they pickle and have a help."""
     for recipe in catalog().values():
         if recipe.module.startswith(f"{package}."):
             function = recipe.function()
@@ -88,11 +79,7 @@ def name_functions(package: str) -> None:
 
 
 def find(name: str) -> Recipe:
-    """The recipe called ``name``.
-
-    Raises:
-        UserError: no recipe has this name; the message suggests the nearest ones.
-    """
+    """The recipe called ``name``; an error suggests the nearest ones."""
     recipes = catalog()
     if name not in recipes:
         hint = did_you_mean(name, recipes) or "; --list shows all of them"

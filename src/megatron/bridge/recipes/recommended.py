@@ -12,8 +12,7 @@ from megatron.bridge.recipes.catalog import Recipe
 Value = str | int | None
 Tables = dict[str, dict[str, Value]]
 
-_DEFAULTS = {"pretrain": "PRETRAIN", "sft": "FINETUNE"}
-"""Tables of ``builders.py``, by the mode of a recipe."""
+_DEFAULTS = {"pretrain": "PRETRAIN", "sft": "FINETUNE"}  # tables of ``builders.py``, by the mode of a recipe
 _PARAMETERS = {"mixed_precision_recipe": "precision"}
 """Parameters of recipes whose defaults are recommended values, and the options they stand for."""
 

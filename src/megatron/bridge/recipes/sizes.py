@@ -42,7 +42,6 @@ class HFConfigDict(dict[str, Any]):
 
     @property
     def architectures(self) -> list[str]:
-        """Names of the model classes that the config is for."""
         return self["architectures"]
 
 
@@ -54,17 +53,13 @@ class Size:
     would. So a recipe and a converted checkpoint cannot differ, and no network is needed.
     """
 
-    hub_id: str
-    """Where the config and the tokenizer are published."""
-    numbers: Mapping[str, Any]
-    """The entries of ``config.json`` that define the model."""
+    hub_id: str  # where the config and the tokenizer are published
+    numbers: Mapping[str, Any]  # the entries of ``config.json`` that define the model
+    # fields of the provider whose published value is not suitable for training, with the values to train with
     training: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Fields of the provider whose published value is not suitable for training, with the values to train with."""
-    published: bool = True
-    """Whether ``hub_id`` has a model of this size. If not, it has only a suitable tokenizer."""
+    published: bool = True  # whether ``hub_id`` has a model of this size. If not, it has only a suitable tokenizer.
 
     def provider(self) -> GPTModelProvider:
-        """A new provider of this size."""
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
         config = HFConfigDict(hf_config_compat.current(self.numbers))
@@ -114,12 +109,9 @@ def published_size(hub_id: str) -> Size | None:
 class Generation:
     """What the sizes of one generation of models have in common."""
 
-    common: Mapping[str, Any]
-    """Entries of ``config.json`` that all sizes share, unless a size overrides them."""
-    columns: tuple[str, ...] = DENSE
-    """Entries that each size gives, in this order."""
-    training: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """See ``Size``."""
+    common: Mapping[str, Any]  # entries of ``config.json`` that all sizes share, unless a size overrides them
+    columns: tuple[str, ...] = DENSE  # entries that each size gives, in this order
+    training: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see ``Size``
 
     def size(self, hub_id: str, *row: int, **others: Any) -> Size:
         """The size with the numbers of ``row``; ``others`` override or extend the common entries."""

@@ -12,15 +12,7 @@ from megatron.bridge.training.config import ConfigContainer
 
 
 def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | None:
-    """What runs beside ``config.model``, in its layout; None if nothing does, or its config is elsewhere.
-
-    Args:
-        config: A config after ``validate(world_size)``.
-        world_size: Number of processes.
-
-    Raises:
-        UserError: the teacher does not fit the student.
-    """
+    """What runs beside the model of a validated ``config``; None if nothing does, or its config is elsewhere."""
     from megatron.bridge.training.distillation.teacher import set_shared_settings
 
     if config.dpo is not None:

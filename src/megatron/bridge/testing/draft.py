@@ -48,11 +48,7 @@ def tiny_config(config: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
 
 
 def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
-    """The draft for a Hugging Face config, the row that it was tried on, and what still differs on one process.
-
-    Raises:
-        UserError: transformers has no such class, or its tiny model does not run.
-    """
+    """The draft for a Hugging Face config, the row that it was tried on, and what still differs on one process."""
     name = (config.architectures or ("",))[0]
     model: Any = getattr(transformers, name, None) if name.endswith("ForCausalLM") else None
     if model is None:
@@ -211,8 +207,6 @@ from {self.parent.__module__} import {parent}
 
 @register_bridge({self.architecture!r}, {options}model_type={self.model_type!r})
 class {name}Bridge({parent}):
-    """Hugging Face's ``{self.architecture}`` and Megatron's ``GPTModel``."""
-
     fields = override({", ".join((kept, *dict.fromkeys(self.claimed.values()), *constants))})
     fixed = {{{", ".join((f"**{parent}.fixed", *(f"{k!r}: {v!r}" for k, v in self.fixed.items())))}}}
     weights = replace_blocks({", ".join((f"{parent}.weights", *self.blocks))})

@@ -27,10 +27,8 @@ from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.models.hf_pretrained.model_folder import RECORD
 from megatron.bridge.testing.row import Row
 
-LOGITS = 1e-4
-"""Largest difference of two logits over the standard deviation of all, in float32."""
-GRADIENTS = 1e-3
-"""Largest difference of two gradients over the root mean square of the tensor's."""
+LOGITS = 1e-4  # largest difference of two logits over the standard deviation of all, in float32
+GRADIENTS = 1e-3  # largest difference of two gradients over the root mean square of the tensor's
 
 _SP = {"sequence_parallel": True}
 _TP2 = {"tensor_model_parallel_size": 2}
@@ -196,11 +194,7 @@ def settings(provider: Any, layout: Mapping[str, Any], changes: Mapping[str, Any
 
 
 def forward_backward(model: list[Any], ids: Tensor, labels: Tensor) -> Tensor | None:
-    """One pass over [rows, sequence], a row a microbatch; this rank's gradients are final after it.
-
-    Returns:
-        Logits [rows, sequence, vocabulary] on the last stage, None on the others.
-    """
+    """One pass over [rows, sequence], a row a microbatch, after which gradients are final; the last stage's logits."""
     found: list[Tensor] = []
     positions = torch.arange(ids.shape[1])[None]
     config = unwrap(model[0]).config

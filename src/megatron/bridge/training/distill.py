@@ -28,7 +28,6 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
 
     Args:
         config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
-        callbacks: The user's callbacks.
 
     Raises:
         UserError: The teacher does not exist, does not match the student or the parallel sizes, or ``pretrain``
@@ -61,11 +60,7 @@ class SameTeacher(Callback):
         return {"name": self._name, "identity": self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check the teacher.
-
-        Raises:
-            UserError: The checkpoint was trained with another teacher.
-        """
+        """Refuse another teacher than that of the checkpoint."""
         if state["identity"] != self._identity:
             raise UserError(
                 f"this run was trained with {self._key}={state['name']}, whose weights differ from those of "

@@ -22,7 +22,6 @@ def dpo(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
 
     Args:
         config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
-        callbacks: The user's callbacks.
 
     Raises:
         UserError: There are no pretrained weights, the reference does not match the model or the parallel sizes,

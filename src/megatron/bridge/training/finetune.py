@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.checkpoint.model_io import tokenizer_dir
-from megatron.bridge.models.conversion.pretrained import local_weights
-from megatron.bridge.models.hf_pretrained.hub import has_tokenizer, is_hf_model
+from megatron.bridge.models.conversion.pretrained import is_megatron_checkpoint, local_weights
+from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.training.callbacks.base import CallbackManager
 from megatron.bridge.training.callbacks.observe.report import FinetuningReport
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
@@ -25,7 +25,6 @@ def finetune(config: AnyConfig, forward_step_func: Callable[..., Any], callbacks
     Args:
         config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
         forward_step_func: For example ``megatron.bridge.training.gpt_step.forward_step``.
-        callbacks: The user's callbacks.
 
     Raises:
         UserError: There are no pretrained weights, they were trained with another tokenizer, or ``pretrain``
@@ -51,16 +50,13 @@ def check_tokenizer(config: ConfigContainer) -> None:
     assert name is not None, "there are no weights to compare with"
     folder = local_weights(name)  # on every rank: each node downloads what the hub has
     if name != config.tokenizer.tokenizer_model:
-        compare_tokenizers(config.tokenizer, folder if is_hf_model(folder) else tokenizer_dir(folder))
+        compare_tokenizers(config.tokenizer, folder)
 
 
-def compare_tokenizers(chosen: TokenizerConfig, beside: Path | None) -> None:
-    """Compare the run's tokenizer with the one in the directory ``beside``, if there is one.
-
-    Raises:
-        UserError: The id of a token differs.
-    """
-    if beside is None or not has_tokenizer(beside):
+def compare_tokenizers(chosen: TokenizerConfig, name: str | Path) -> None:
+    """Refuse other token ids than those of the tokenizer beside the weights ``name``, if there is one."""
+    beside = tokenizer_dir(name) if is_megatron_checkpoint(name) else hub.resolve(name, weights=False)
+    if beside is None or not hub.has_tokenizer(beside):
         return
     if chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:
         return

@@ -16,9 +16,6 @@ def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int
 
     Random states, gradients and weights do not change; the caches live as long as the call. Every rank gets the
     new tokens of each prompt.
-
-    Raises:
-        UserError: A prompt and its new tokens do not fit into ``model.seq_length``.
     """
     tokenizer = run.tokenizer
     config = EngineConfig(
@@ -36,11 +33,6 @@ def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int
 
 
 def context_length(prompts: Tokens, max_new_tokens: int, seq_length: int) -> int:
-    """The length of the longest prompt with its answer.
-
-    Raises:
-        UserError: It exceeds ``seq_length``.
-    """
     longest = max(map(len, prompts)) + max_new_tokens
     if longest > seq_length:
         raise UserError(

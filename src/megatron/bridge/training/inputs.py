@@ -23,16 +23,11 @@ from megatron.bridge.utils.errors import UserError
 
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
 _SIZES += ("num_moe_experts", "moe_ffn_hidden_size", "vocab_size")
-TRIED_RECORDS = 32
-"""Records of each split that are tokenized; a wrong template or function shows in the first ones."""
+TRIED_RECORDS = 32  # records of each split that are tokenized; a wrong template or function shows in the first ones
 
 
 def with_vocabulary(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigContainer]:
-    """``resolved``, with ``model.vocab_size`` from the tokenizer if it is unset, as in the run.
-
-    Raises:
-        UserError: The tokenizer cannot be read, or is not on this machine.
-    """
+    """``resolved``, with ``model.vocab_size`` from the tokenizer if it is unset, as in the run."""
     name = resolved.config.tokenizer.tokenizer_model
     if resolved.config.model.vocab_size is not None or name is None:
         return resolved
@@ -45,11 +40,7 @@ def with_vocabulary(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigConta
 
 
 def count_rows_here(config: ConfigContainer) -> int:
-    """The training rows of an epoch, if their data is on this machine.
-
-    Raises:
-        UserError: The data or the tokenizer is on the hub, or cannot be read.
-    """
+    """The training rows of an epoch, if their data is on this machine."""
     for missing in elsewhere(config):
         if not missing.startswith("checkpoint."):
             raise UserError(
@@ -115,7 +106,6 @@ def _tokenizer(resolved: Resolved[ConfigContainer]) -> Tokenizer | None:
 
 
 def _try_records(part: SFTDatasetConfig, tokenizer: Tokenizer) -> None:
-    """Tokenize the first records of each split."""
     if isinstance(part, HFDatasetConfig) and not part.is_local:
         return
     encode = part.encoder(tokenizer)

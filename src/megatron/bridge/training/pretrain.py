@@ -19,7 +19,6 @@ def pretrain(config: AnyConfig, forward_step_func: Callable[..., Any], callbacks
     Args:
         config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
         forward_step_func: For example ``megatron.bridge.training.gpt_step.forward_step``.
-        callbacks: The user's callbacks.
 
     Returns:
         The finished run. Its model chunks hold the trained weights; the process groups still exist.

@@ -53,22 +53,14 @@ def container_of(config: AnyConfig) -> ConfigContainer:
 
 
 def resolve_run(config: AnyConfig, origins: Origins | None = None) -> Resolved[ConfigContainer]:
-    """Resolve ``config`` for this job and build its tokenizer. A resolved config is returned unchanged.
-
-    Raises:
-        UserError: The config, the data or the tokenizer cannot be used.
-    """
+    """Resolve ``config`` for this job and build its tokenizer. A resolved config is returned unchanged."""
     if isinstance(config, Resolved):
         return config
     return add_tokenizer(config.resolve(origins=origins, count_rows=count_rows))
 
 
 def count_rows(config: ConfigContainer) -> int:
-    """The training rows of an epoch. All ranks must call this, because the first one fills ``prepared_dir``.
-
-    Raises:
-        UserError: The data or the tokenizer cannot be read.
-    """
+    """The training rows of an epoch. All ranks must call this, because the first one fills ``prepared_dir``."""
     config.dataset.check_sources()
     tokenizer = build_tokenizer(config.tokenizer)
     if distributed.world_size() > 1:
@@ -77,11 +69,7 @@ def count_rows(config: ConfigContainer) -> int:
 
 
 def add_tokenizer(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigContainer]:
-    """Build the tokenizer, and set ``model.vocab_size`` from it if it is unset.
-
-    Raises:
-        UserError: The data or the tokenizer cannot be read, or the tokenizer does not match the model.
-    """
+    """Build the tokenizer, and set ``model.vocab_size`` from it if it is unset."""
     config, model = resolved.config, resolved.config.model
     config.dataset.check_sources()  # first, because the tokenizer may need a download
     tokenizer = build_tokenizer(config.tokenizer)
@@ -101,9 +89,6 @@ def setup(config: AnyConfig, forward_step: Callable[..., Any], callbacks: Callba
 
     ``forward_step`` has one of the signatures of ``training.step.forward_step``; ``callbacks`` run after logging
     and evaluation and before saving.
-
-    Raises:
-        UserError: The config, the forward step, the data or the checkpoint cannot be used.
     """
     check_forward_step(forward_step, container_of(config))
     resolved = resolve_run(config)

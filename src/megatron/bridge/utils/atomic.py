@@ -24,11 +24,7 @@ def refuse_existing(final: Path) -> None:
 
 
 def create_staging(final: Path, overwrite: bool = False) -> Path:
-    """Make an empty directory beside ``final``, removing what an interrupted writer left there.
-
-    Raises:
-        UserError: ``final`` exists and is not an empty directory, or its parent cannot be written.
-    """
+    """Make an empty directory beside ``final``, removing what an interrupted writer left there."""
     if not overwrite:
         refuse_existing(final)
     staging = staging_path(final)
@@ -113,15 +109,7 @@ def _fsync(path: Path) -> None:
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file that the user named.
-
-    Args:
-        path: The file.
-        what: The key and its value, for messages.
-
-    Raises:
-        UserError: It cannot be read, or is not UTF-8.
-    """
+    """The text of a file that the user named; ``what`` is the key and its value, for messages."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -131,12 +119,7 @@ def read_text(path: Path, what: str) -> str:
 
 @contextmanager
 def refuse_unwritable(what: str, way_out: str = "choose another folder") -> Iterator[None]:
-    """Turn an ``OSError`` inside into a ``UserError``.
-
-    Args:
-        what: The key and its value, for example ``logger.log_dir=runs``.
-        way_out: What the user can do.
-    """
+    """Turn an ``OSError`` inside into a ``UserError`` about ``what``, such as ``logger.log_dir=runs``."""
     try:
         yield
     except OSError as error:

@@ -9,11 +9,7 @@ _WAY_OUT = "use an environment of its own for each, or uninstall both and instal
 
 
 def refuse_others(roots: Iterable[str]) -> None:
-    """Raise an ``ImportError`` if modules of two packages could be mixed.
-
-    Args:
-        roots: the folders of the namespace ``megatron``.
-    """
+    """Raise an ``ImportError`` if modules of two packages could be mixed in ``roots``, the folders of ``megatron``."""
     for root in map(Path, roots):
         package = root / "bridge"
         if (package / "__init__.py").is_file() and not (package / _OURS).is_file():

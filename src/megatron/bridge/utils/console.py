@@ -20,7 +20,6 @@ def console() -> Console:
 
 
 def print_rank_0(text: str) -> None:
-    """Print ``text`` as it is, on the first rank."""
     console().print(text, markup=False)
 
 

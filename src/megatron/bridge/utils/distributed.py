@@ -15,7 +15,6 @@ from megatron.bridge.utils.slurm import adopt_slurm_step
 
 
 def is_initialized() -> bool:
-    """Whether a default process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -41,9 +40,6 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
         backend: ``nccl`` or ``gloo``; None takes NCCL where there is a GPU.
         timeout_minutes: how long a collective may wait for a rank.
         store: where the ranks find each other, instead of at torchrun's address.
-
-    Raises:
-        UserError: the environment holds a part of what torchrun sets, or values that cannot be.
     """
     if is_initialized():
         return
@@ -67,9 +63,6 @@ def gpu_of_rank(local_rank: int, visible: int) -> int:
     """The index of a rank's GPU among those that its process sees.
 
     Launchers show a process either all GPUs of the machine or only its own (``srun --gpus-per-task=1``).
-
-    Raises:
-        UserError: there are more processes than GPUs.
     """
     if visible == 1:
         return 0
@@ -145,5 +138,4 @@ class PendingMaximum:
 
 
 def all_ranks_agree(fact: bool) -> bool:
-    """Whether ``fact`` holds on all ranks."""
     return bool(reduce_numbers([fact], "MIN")[0])

@@ -75,11 +75,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def git_diff(states: dict[str, Any]) -> str:
-    """What differs from the commits of ``states``, as ``git apply`` takes it; files unknown to git are left out.
-
-    Args:
-        states: ``environment()["git"]``.
-    """
+    """What differs from the commits of ``states``, as ``git apply`` takes it; files unknown to git are left out."""
     tops = dict.fromkeys(state["top"] for state in states.values() if state is not None and state["dirty"])
     diffs = (_git(Path(top), "diff", "HEAD", "--no-color", "--no-ext-diff") for top in tops)
     return "".join(_shortened(diff or "") for diff in diffs)
@@ -106,11 +102,7 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def summary(found: dict[str, Any]) -> list[str]:
-    """A few lines for people.
-
-    Args:
-        found: ``environment()``.
-    """
+    """A few lines for people."""
     gpu = found["gpu"]
     hardware = "without a GPU"
     if gpu is not None:

@@ -14,11 +14,7 @@ Row = dict[str, Any]
 
 
 def read(path: Path) -> list[Row]:
-    """The objects in a file; an empty list if there is no such file.
-
-    Raises:
-        UserError: The file cannot be read, or a line of it is damaged.
-    """
+    """The objects in a file; an empty list if there is no such file."""
     try:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:

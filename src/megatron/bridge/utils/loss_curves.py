@@ -20,30 +20,16 @@ _SKIPPED = ("step", "kind")
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one number of one run.
+    """Points of one number of one run."""
 
-    Attributes:
-        label: In the legend.
-        kind: train, validation or test.
-        x: Places along the axis.
-        y: Values.
-    """
-
-    label: str
-    kind: str
-    x: list[float] = field(repr=False)
-    y: list[float] = field(repr=False)
+    label: str  # in the legend
+    kind: str  # train, validation or test
+    x: list[float] = field(repr=False)  # places along the axis
+    y: list[float] = field(repr=False)  # values
 
 
 def read_metrics(place: Path) -> list[json_lines.Row]:
-    """The rows of a run; of a step that was done again after a kill, the later ones.
-
-    Args:
-        place: A run's folder, or the file itself.
-
-    Raises:
-        UserError: there is no such file, or a line of it is damaged.
-    """
+    """The rows of a run's folder, or of the file; of a step that was done again after a kill, the later ones."""
     path = place / METRICS if place.is_dir() else place
     if not path.is_file():
         raise UserError(f"{path} cannot be read: give a run's folder (logger.log_dir) or its {METRICS}")
@@ -62,13 +48,9 @@ def curves(
 
     Args:
         rows: From ``read_metrics``.
-        metric: Name of the number.
         label: Of the run.
         axis: ``step``; ``tokens`` consumed; or ``time``, hours of steps without what was between them.
         source: Where the rows are from, in messages.
-
-    Raises:
-        UserError: no row has the number, or what the axis needs.
     """
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _SKIPPED))
     if metric not in names:
@@ -123,13 +105,8 @@ def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smoot
     """Write a picture; its format is that of the name.
 
     Args:
-        path: Where to.
         panels: Curves by what is written beside them, one below the other.
-        xlabel: What is written below.
         smooth: Points that are averaged; the points themselves stay visible behind the line.
-
-    Raises:
-        UserError: the file cannot be written.
     """
     from matplotlib.figure import Figure  # 0.5 s to import; no window system, no global state
 

@@ -24,9 +24,6 @@ def import_optional(package: str, key: str, extra: str, is_setting: bool = True)
         key: what in the config asks for it, or the command that needs it.
         extra: the extra of this project that installs it.
         is_setting: whether ``key`` is of the config, and can be left unset.
-
-    Raises:
-        UserError: it is not installed, or lacks a part that it needs itself.
     """
     try:
         return import_module(package)
@@ -35,7 +32,6 @@ def import_optional(package: str, key: str, extra: str, is_setting: bool = True)
 
 
 def missing_message(package: str, key: str, extra: str, is_setting: bool = True) -> str:
-    """The sentence for a package that is not installed."""
     install = f"install it with `uv pip install 'hf-megatron-bridge[{extra}]'`"
     instead = f", or leave {key.partition('=')[0]} unset" if is_setting else ""
     return f"{key} needs the package {package}, which is not installed: {install}{instead}"

@@ -22,8 +22,6 @@ def prefetch[T](calls: Iterable[tuple[int, Callable[[], T]]], limit: int, thread
 
     Args:
         calls: (bytes of the result, what computes it).
-        limit: Bytes.
-        threads: How many compute.
 
     Raises:
         BaseException: what a call raised, in its turn; those after it are not begun.

@@ -13,19 +13,12 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Process:
-    """One process, distinct from others that get its number later.
+    """One process, distinct from others that get its number later."""
 
-    Attributes:
-        host: Name of the machine.
-        boot: Names the time since the machine started, and the container, which has its own numbers.
-        pid: Its number there.
-        started: Clock ticks from the start of the machine to that of the process.
-    """
-
-    host: str
-    boot: str
-    pid: int
-    started: int
+    host: str  # name of the machine
+    boot: str  # names the time since the machine started, and the container, which has its own numbers
+    pid: int  # its number there
+    started: int  # clock ticks from the start of the machine to that of the process
 
     @classmethod
     def current(cls) -> "Process":

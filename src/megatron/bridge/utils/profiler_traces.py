@@ -32,25 +32,15 @@ def trace_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class MergedTrace:
-    """What was merged.
+    """What was merged."""
 
-    Attributes:
-        ranks: Whose traces.
-        events: How many events there are.
-        apart: Most by which the ranks' clocks differ at the barrier before the first step, in seconds.
-    """
-
-    ranks: list[int]
-    events: int
-    apart: float
+    ranks: list[int]  # whose traces
+    events: int  # how many events there are
+    apart: float  # most by which the ranks' clocks differ at the barrier before the first step, in seconds
 
 
 def find_traces(place: Path) -> dict[int, Path]:
-    """The traces by rank, in a run's folder, in its ``traces``, or in one of the folders in there.
-
-    Raises:
-        UserError: there are none, or several sets of them.
-    """
+    """The traces by rank, in a run's folder, in its ``traces``, or in one of the folders in there."""
     folders = sorted({path.parent for path in place.rglob("rank_*.json*") if _NAME.fullmatch(path.name)})
     if not folders:
         raise UserError(f"{place} holds no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true")
@@ -88,11 +78,6 @@ def _open(path: Path) -> IO[str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A trace.
-
-    Raises:
-        UserError: it is damaged, or no trace.
-    """
     try:
         raw = path.read_bytes()
         content = strict_json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)

@@ -15,8 +15,7 @@ from megatron.bridge.utils.errors import UserError
 
 CONFIG = "run_config.yaml"
 TRACKER = "latest_checkpointed_iteration.txt"
-SILENCE = 120.0
-"""Seconds without a new line after which a run is not taken for a running one, if its steps are short."""
+SILENCE = 120.0  # seconds without a new line after which a run is not taken for a running one, if its steps are short
 _TIMER = re.compile(r"time/(.+) rank (\d+)")
 
 
@@ -25,26 +24,20 @@ class RunStatus:
     """A run at one moment."""
 
     folder: Path
-    rows: list[json_lines.Row]
-    """The lines of ``metrics.jsonl``."""
-    train_iters: int | None
-    """The step at which the run ends; None if its config is missing."""
-    age: float
-    """Seconds since the last line."""
-    checkpoint: str
-    """The newest checkpoint, in words."""
+    rows: list[json_lines.Row]  # the lines of ``metrics.jsonl``
+    train_iters: int | None  # the step at which the run ends; None if its config is missing
+    age: float  # seconds since the last line
+    checkpoint: str  # the newest checkpoint, in words
 
     @property
     def train(self) -> list[json_lines.Row]:
         return [row for row in self.rows if row["kind"] == "train"]
 
     def values(self, metric: str, kind: str) -> list[tuple[json_lines.Row, float]]:
-        """The rows of ``kind`` that have ``metric``, with its value."""
         return [(row, row[metric]) for row in self.rows if row["kind"] == kind and metric in row]
 
     @property
     def step(self) -> int:
-        """The last step that was logged."""
         return self.rows[-1]["step"] if self.rows else 0
 
     @property
@@ -101,14 +94,7 @@ class RunStatus:
 
 
 def read_status(place: Path) -> RunStatus:
-    """The status of the run in a folder.
-
-    Args:
-        place: The run's folder (``logger.log_dir``), or its ``metrics.jsonl``.
-
-    Raises:
-        UserError: There is no run, or a file of it is damaged.
-    """
+    """The status of a run, by its folder (``logger.log_dir``) or its ``metrics.jsonl``."""
     folder = place if place.is_dir() else place.parent
     rows = loss_curves.read_metrics(place)
     file = folder / loss_curves.METRICS if place.is_dir() else place

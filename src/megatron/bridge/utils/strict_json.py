@@ -53,11 +53,6 @@ def loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None)
 
 
 def read(path: Path, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """The value of a JSON file.
-
-    Raises:
-        UserError: the file cannot be read, or ``loads`` raises.
-    """
     try:
         return loads(path.read_bytes(), parse_constant)
     except OSError as error:

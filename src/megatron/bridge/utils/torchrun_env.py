@@ -11,11 +11,7 @@ _PORTS = 1 << 16
 
 
 def read_number(name: str, default: int | None = None, environment: Mapping[str, str] = os.environ) -> int:
-    """A number of the environment; ``default`` where it is not set.
-
-    Raises:
-        UserError: it is no number, or is not set and there is no default.
-    """
+    """A number of the environment; ``default`` where it is not set."""
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
         said = f"{name}={text!r} in the environment is no number" if text else f"{name} is missing in the environment"
@@ -24,11 +20,7 @@ def read_number(name: str, default: int | None = None, environment: Mapping[str,
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Whether the ranks can find each other.
-
-    Raises:
-        UserError: a variable is missing, or the values cannot be.
-    """
+    """Whether the ranks can find each other."""
     missing = [name for name in NEEDED if not environment.get(name)]
     if missing:
         raise UserError(

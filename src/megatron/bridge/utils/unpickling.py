@@ -87,7 +87,6 @@ def trust_checkpoints(trust: bool = True) -> None:
 
 
 def is_trusted() -> bool:
-    """Whether checkpoints may run code in this process."""
     return _trusted
 
 
@@ -103,11 +102,7 @@ def trusting(trust: bool) -> Generator[None]:
 
 
 def read_metadata(stream: IO[bytes], source: str) -> Metadata:
-    """The content of a ``.metadata`` file; ``source`` names it in messages.
-
-    Raises:
-        UntrustedPickleError: it names anything that is not in ``METADATA_NAMES``.
-    """
+    """The content of a ``.metadata`` file, which names only ``METADATA_NAMES``; ``source`` names it in messages."""
     return _load(stream, source, METADATA_NAMES)
 
 

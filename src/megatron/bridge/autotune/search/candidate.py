@@ -24,29 +24,18 @@ FULL_RECOMPUTE: Recompute = ("full", "uniform", 1, None)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout.
+    """One layout."""
 
-    Attributes:
-        tensor: Tensor ranks; with two or more, sequence parallelism is on.
-        context: Context ranks.
-        pipeline: Pipeline stages.
-        virtual: Chunks on each stage.
-        expert: Expert ranks.
-        expert_tensor: Ranks that share an expert; None for as many as ``tensor``, and for a dense model.
-        micro_batch: Samples of a microbatch.
-        recompute: What the backward pass repeats.
-        layout: Layers of each chunk as Megatron-Core spells them; None splits them evenly.
-    """
-
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    virtual: int = 1
-    expert: int = 1
+    tensor: int = 1  # tensor ranks; with two or more, sequence parallelism is on
+    context: int = 1  # context ranks
+    pipeline: int = 1  # pipeline stages
+    virtual: int = 1  # chunks on each stage
+    expert: int = 1  # expert ranks
+    # ranks that share an expert; None for as many as ``tensor``, and for a dense model
     expert_tensor: int | None = None
-    micro_batch: int = 1
-    recompute: Recompute = NO_RECOMPUTE
-    layout: str | None = None
+    micro_batch: int = 1  # samples of a microbatch
+    recompute: Recompute = NO_RECOMPUTE  # what the backward pass repeats
+    layout: str | None = None  # layers of each chunk as Megatron-Core spells them; None splits them evenly
 
     def settings(self) -> dict[str, Any]:
         """The values of all keys that a candidate decides."""

@@ -42,20 +42,13 @@ LONG = 2048
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        best: Prices of the fastest candidates that fit, fastest first.
-        tried: Candidates that the rules allow.
-        refused: Sentences of rules, numbers left out, and how many candidates each one refused.
-        too_large: Allowed candidates that need more memory than there is.
-        smallest: Bytes and layout of the candidate that needs least memory, where it was counted.
-    """
-
-    best: list[Price]
-    tried: int
-    refused: Counter[str]
-    too_large: int
+    best: list[Price]  # prices of the fastest candidates that fit, fastest first
+    tried: int  # candidates that the rules allow
+    refused: Counter[str]  # sentences of rules, numbers left out, and how many candidates each one refused
+    too_large: int  # allowed candidates that need more memory than there is
+    # bytes and layout of the candidate that needs least memory, where it was counted
     smallest: tuple[int, Candidate] | None
 
 
@@ -113,7 +106,6 @@ class Search:
         return violations(_LAYOUT_RULES, self.pricer.configured(divided[0]), self.world_size)
 
     def price(self, candidate: Candidate) -> Price | None:
-        """The simulated price of one candidate."""
         return self.pricer.price(candidate, makespan)
 
     def _batch_problems(self, candidate: Candidate) -> Iterable[str]:
@@ -150,12 +142,10 @@ class Search:
 
     @cached_property
     def current(self) -> Candidate:
-        """The layout of the config itself."""
         return candidate_of(self.config)
 
 
 def candidate_of(config: ConfigContainer) -> Candidate:
-    """The layout that a config has."""
     model: Any = config.model
     modules = model.recompute_modules
     recompute: Recompute = NO_RECOMPUTE

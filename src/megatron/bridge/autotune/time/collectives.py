@@ -56,7 +56,6 @@ class AlphaBeta:
         return max(near, far) / ALL_TO_ALL_EFFICIENCY + self._latency(group)
 
     def send(self, size: float, distance: int) -> float:
-        """A message to the rank ``distance`` away."""
         if distance < self.card.domain:
             return size / (self.card.nvlink * NVLINK_EFFICIENCY) + NVLINK_LATENCY
         return size / (self.card.network * NETWORK_EFFICIENCY) + NETWORK_LATENCY

@@ -26,24 +26,15 @@ class Pass:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What decides the order of passes.
+    """What decides the order of passes."""
 
-    Attributes:
-        stages: Pipeline ranks.
-        microbatches: Of a step, per data-parallel replica.
-        chunks: Virtual stages on each rank.
-        group: ``microbatch_group_size_per_vp_stage``: microbatches that run through one chunk before the next
-            chunk runs.
-        forward_only: Evaluation and inference run no backward pass.
-        overlap_experts: ``overlap_moe_expert_parallel_comm``, which runs one more forward pass ahead.
-    """
-
-    stages: int
-    microbatches: int
-    chunks: int = 1
+    stages: int  # pipeline ranks
+    microbatches: int  # of a step, per data-parallel replica
+    chunks: int = 1  # virtual stages on each rank
+    # ``microbatch_group_size_per_vp_stage``: microbatches that run through one chunk before the next chunk runs
     group: int = 1
-    forward_only: bool = False
-    overlap_experts: bool = False
+    forward_only: bool = False  # evaluation and inference run no backward pass
+    overlap_experts: bool = False  # ``overlap_moe_expert_parallel_comm``, which runs one more forward pass ahead
 
     def warmup(self, stage: int) -> int:
         """Forward passes of ``stage`` before its first backward pass follows a forward pass."""

@@ -19,19 +19,12 @@ class Span:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of the passes of a pipeline.
+    """Seconds of the passes of a pipeline."""
 
-    Attributes:
-        forward: By stage and chunk.
-        backward: By stage and chunk.
-        message: From the end of a pass until its output has arrived at the next stage.
-        blocking: The sender waits for its messages, as Megatron-Core does without ``overlap_p2p_comm``.
-    """
-
-    forward: tuple[tuple[float, ...], ...]
-    backward: tuple[tuple[float, ...], ...]
-    message: float = 0.0
-    blocking: bool = False
+    forward: tuple[tuple[float, ...], ...]  # by stage and chunk
+    backward: tuple[tuple[float, ...], ...]  # by stage and chunk
+    message: float = 0.0  # from the end of a pass until its output has arrived at the next stage
+    blocking: bool = False  # the sender waits for its messages, as Megatron-Core does without ``overlap_p2p_comm``
 
     def busy(self, stage: int) -> float:
         """Of one microbatch on ``stage``."""

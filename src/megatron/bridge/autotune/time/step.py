@@ -26,91 +26,53 @@ FIXED = 5e-3
 
 @dataclass(frozen=True)
 class Chunk:
-    """Layers of one virtual stage.
+    """Layers of one virtual stage."""
 
-    Attributes:
-        layers: In order.
-        embedding: Whether the tokens are looked up here.
-        losses: How many times the output layer and the loss run: 0, or 1 and one for each token predicted ahead.
-    """
-
-    layers: tuple[LayerShape, ...]
-    embedding: bool = False
-    losses: int = 0
+    layers: tuple[LayerShape, ...]  # in order
+    embedding: bool = False  # whether the tokens are looked up here
+    losses: int = 0  # how many times the output layer and the loss run: 0, or 1 and one for each token predicted ahead
 
 
-Plan = tuple[tuple[Chunk, ...], ...]
-"""The chunks of each pipeline stage."""
+Plan = tuple[tuple[Chunk, ...], ...]  # the chunks of each pipeline stage
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step does, beside its layers.
+    """What a step does, beside its layers."""
 
-    Attributes:
-        pipeline: The schedule.
-        run: Sizes of a layer's work, without recomputation.
-        recompute: Part of each layer's forward pass that is repeated, by its shape and its index in its chunk.
-        vocabulary: Rows of the output layer on a rank.
-        embedding_weights: Parameters of the embedding on a rank, as many as of the output layer.
-        tied: The embedding is the output layer's weight.
-        world_size: GPUs.
-        replicas: Ranks that hold the same weights, experts left out.
-        expert_replicas: Ranks that hold the same experts.
-        sharded: The optimizer's state is sharded over replicas.
-        gradient: Bytes of a gradient in messages.
-        parameter: Bytes of a weight in messages.
-        overlap_gradients: Reduced during the backward pass.
-        overlap_parameters: Gathered during the forward pass.
-        overlap_messages: Messages between stages overlap with passes.
-        tokens: Of all GPUs in a step.
-    """
-
-    pipeline: Pipeline
-    run: Run
+    pipeline: Pipeline  # the schedule
+    run: Run  # sizes of a layer's work, without recomputation
+    # part of each layer's forward pass that is repeated, by its shape and its index in its chunk
     recompute: Callable[[LayerShape, int], float]
-    vocabulary: int
-    embedding_weights: int
-    tied: bool
-    world_size: int
-    replicas: int
-    expert_replicas: int
-    sharded: bool
-    gradient: int
-    parameter: int
-    overlap_gradients: bool
-    overlap_parameters: bool
-    overlap_messages: bool
-    tokens: int
+    vocabulary: int  # rows of the output layer on a rank
+    embedding_weights: int  # parameters of the embedding on a rank, as many as of the output layer
+    tied: bool  # the embedding is the output layer's weight
+    world_size: int  # GPUs
+    replicas: int  # ranks that hold the same weights, experts left out
+    expert_replicas: int  # ranks that hold the same experts
+    sharded: bool  # the optimizer's state is sharded over replicas
+    gradient: int  # bytes of a gradient in messages
+    parameter: int  # bytes of a weight in messages
+    overlap_gradients: bool  # reduced during the backward pass
+    overlap_parameters: bool  # gathered during the forward pass
+    overlap_messages: bool  # messages between stages overlap with passes
+    tokens: int  # of all GPUs in a step
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step.
+    """A predicted step."""
 
-    Attributes:
-        seconds: Of a step.
-        low: The measured step is longer in about nine of ten cases.
-        high: It is shorter in about nine of ten cases.
-        split: Seconds by kind on the busiest stage; they add up to ``seconds``.
-        busy: Seconds of each stage in forward and backward passes.
-        tokens_per_second: Of all GPUs.
-        operations: Of the model in a step on all GPUs, without recomputation.
-        mfu: Part of the bf16 peak that ``operations`` reach.
-        times: Of the passes, to draw them.
-        pipeline: Their schedule.
-    """
-
-    seconds: float
-    low: float
-    high: float
-    split: dict[str, float]
-    busy: tuple[float, ...]
-    tokens_per_second: float
-    operations: float
-    mfu: float
-    times: PassTimes
-    pipeline: Pipeline
+    seconds: float  # of a step
+    low: float  # the measured step is longer in about nine of ten cases
+    high: float  # it is shorter in about nine of ten cases
+    split: dict[str, float]  # seconds by kind on the busiest stage; they add up to ``seconds``
+    busy: tuple[float, ...]  # seconds of each stage in forward and backward passes
+    tokens_per_second: float  # of all GPUs
+    operations: float  # of the model in a step on all GPUs, without recomputation
+    mfu: float  # part of the bf16 peak that ``operations`` reach
+    times: PassTimes  # of the passes, to draw them
+    pipeline: Pipeline  # their schedule
 
     @property
     def bubble(self) -> float:

@@ -18,8 +18,7 @@ from megatron.bridge.utils.errors import UserError
 class Traffic:
     """Python objects that ranks exchanged."""
 
-    received: int = 0
-    """Bytes that this rank received."""
+    received: int = 0  # bytes that this rank received
 
 
 @contextmanager
@@ -28,9 +27,6 @@ def one_rank(rank: int, world_size: int) -> Iterator[Traffic]:
 
     Tensors of the device are on the meta device. In exchanges of Python objects, every rank answers what this one
     says, so they take the processor time and the memory that they would take.
-
-    Raises:
-        UserError: The machine has a GPU, whose kernels cannot run on the meta device.
     """
     if device.has_cuda():
         raise UserError(

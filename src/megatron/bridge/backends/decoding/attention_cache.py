@@ -22,8 +22,6 @@ class AttentionCache:
         tokens: how many tokens of all requests fit.
         groups: key heads of this rank.
         widths: of a key and of a value.
-        dtype: of both.
-        device: of both.
     """
 
     step: Step
@@ -47,7 +45,6 @@ class AttentionCache:
         """Store new keys and values, and attend.
 
         Args:
-            core: the ``TorchAttention``.
             query: [rows, 1, h, d].
             key: [rows, 1, g, d].
             value: [rows, 1, g, dv].

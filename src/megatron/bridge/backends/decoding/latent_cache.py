@@ -15,14 +15,7 @@ from megatron.bridge.backends.decoding.attention_cache import AttentionCache
 
 
 class LatentCache(AttentionCache):
-    """Latents with the rotated part of keys, attached to a ``TorchLatentAttention`` and to its core attention.
-
-    Args:
-        tokens: how many tokens of all requests fit.
-        attention: the ``TorchLatentAttention``.
-        dtype: of the latents.
-        device: of the latents.
-    """
+    """Latents of ``tokens`` tokens with the rotated part of keys: the ``cache`` of a layer and its core attention."""
 
     def __init__(self, tokens: int, attention: Any, dtype: torch.dtype, device: torch.device) -> None:
         config = attention.config

@@ -21,11 +21,7 @@ def can_pack(weight: Any) -> bool:
 
 
 class PackedWeight:
-    """A weight [out, in] in oneDNN's own layout; numbers are copied once.
-
-    Args:
-        weight: the weight.
-    """
+    """A weight [out, in] in oneDNN's own layout; numbers are copied once."""
 
     def __init__(self, weight: Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
@@ -35,7 +31,6 @@ class PackedWeight:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
     def unpacked(self) -> Tensor:
-        """The weight as it was."""
         return self._packed.to_dense()
 
 
@@ -43,10 +38,6 @@ class PackedLayer:
     """Replaces ``forward`` of a linear layer that is not sharded.
 
     Megatron-Core's has autograd functions around the product, 0.2 ms in each layer of a decoder.
-
-    Args:
-        layer: a column- or row-parallel layer.
-        packed: its weight.
     """
 
     def __init__(self, layer: Any, packed: PackedWeight) -> None:
@@ -62,11 +53,7 @@ class PackedLayer:
 
 
 class PackedForward:
-    """Replaces ``_forward_impl`` of a sharded linear layer.
-
-    Args:
-        packed: this rank's part of the weight.
-    """
+    """Replaces ``_forward_impl`` of a sharded linear layer."""
 
     def __init__(self, packed: PackedWeight) -> None:
         self._packed = packed

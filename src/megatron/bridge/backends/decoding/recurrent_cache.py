@@ -27,13 +27,7 @@ class StateShape:
 
 
 class RecurrentCache:
-    """States, attached to a recurrent layer as its ``cache``.
-
-    Args:
-        requests: how many requests have states.
-        shapes: the states of one request.
-        device: of the states.
-    """
+    """States, attached to a recurrent layer as its ``cache``."""
 
     step: Step
 

@@ -27,36 +27,24 @@ class Span:
     row: int
     count: int
     start: int
-    extent: int
-    """First token of the request's keys and values in the caches."""
-    slot: int
-    """Index of the request's recurrent states."""
-    long: bool = False
-    """Whether the text is so long that rotary embeddings use their frequencies for long texts."""
+    extent: int  # first token of the request's keys and values in the caches
+    slot: int  # index of the request's recurrent states
+    long: bool = False  # whether the text is so long that rotary embeddings use their frequencies for long texts
 
 
 @dataclass(frozen=True)
 class Group:
     """Spans of equal length whose recurrent states advance together; single tokens are padded with others."""
 
-    rows: Tensor
-    """[spans * count], row by row."""
-    slots: Tensor
-    """[spans]; -1 for padding."""
+    rows: Tensor  # [spans * count], row by row
+    slots: Tensor  # [spans]; -1 for padding
     count: int
-    tokens: int
-    """Rows without padding."""
-    fresh: bool
-    """The texts begin here, so their states are zero."""
+    tokens: int  # rows without padding
+    fresh: bool  # the texts begin here, so their states are zero
 
 
 class Step:
-    """The spans of one pass, in the order of their rows and without gaps, and padding after them.
-
-    Args:
-        spans: at least one.
-        device: of the caches.
-    """
+    """The ``spans`` of one pass, at least one, in the order of their rows and without gaps, and padding after them."""
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         self.spans = spans

@@ -39,12 +39,8 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
     weights that it computes with are a separate copy, sharded or whole. Gradients are reduced and summed in fp32.
 
     Args:
-        config: The config of the model.
         ddp_config: ``data_parallel_sharding_strategy`` selects what is sharded.
         module: The chunk, in half precision if the config says so, with equal weights on all ranks.
-
-    Raises:
-        UserError: the model has pipeline stages, or a parameter would be split inside a row.
     """
 
     def __init__(
@@ -123,9 +119,6 @@ def resolve_ddp_config(ddp_config: DistributedDataParallelConfig, replicas: int)
     scaled (the sum over tensor-parallel ranks under sequence parallelism) would be lost. With overlap, weights are
     gathered at their first use and are never those of an earlier step; without it, only ``start_param_sync`` would
     gather them.
-
-    Raises:
-        UserError: the strategy shards nothing.
     """
     strategy = ddp_config.data_parallel_sharding_strategy or SHARD_WEIGHTS
     if strategy not in STRATEGIES:
@@ -161,14 +154,10 @@ def fsdp_units(ddp_config: DistributedDataParallelConfig) -> list[nn.Module]:
 class FlatBuffer:
     """Parameters that lie next to each other and are split, gathered and reduced together."""
 
-    parameters: list[nn.Parameter]
-    """In the order of their offsets."""
-    starts: list[int]
-    """The offset of each parameter."""
-    size: int
-    """Number of elements, padded to a multiple of the number of ranks."""
-    unit: int | None
-    """The index of the layer that the parameters belong to; None outside of layers."""
+    parameters: list[nn.Parameter]  # in the order of their offsets
+    starts: list[int]  # the offset of each parameter
+    size: int  # number of elements, padded to a multiple of the number of ranks
+    unit: int | None  # the index of the layer that the parameters belong to; None outside of layers
 
 
 def flat_buffers(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> Iterator[FlatBuffer]:
@@ -189,10 +178,8 @@ def flat_buffers(module: nn.Module, ddp_config: DistributedDataParallelConfig, r
 class TemporaryElements:
     """Elements that a rank holds in addition to its own part at the peak of a step."""
 
-    gathered: int
-    """Whole weights: those outside of layers, one layer, and the prefetched ones."""
-    reduced: int
-    """Whole gradients that wait for their reduction, and those of one more layer or buffer."""
+    gathered: int  # whole weights: those outside of layers, one layer, and the prefetched ones
+    reduced: int  # whole gradients that wait for their reduction, and those of one more layer or buffer
 
 
 def temporary_elements(ddp_config: DistributedDataParallelConfig, buffers: Sequence[FlatBuffer]) -> TemporaryElements:
@@ -211,11 +198,7 @@ def temporary_elements(ddp_config: DistributedDataParallelConfig, buffers: Seque
 
 
 def row_ranges(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> dict[str, RowRanges]:
-    """The rows of each parameter that each of ``replicas`` ranks will keep.
-
-    Raises:
-        UserError: a parameter would be split inside a row.
-    """
+    """The rows of each parameter that each of ``replicas`` ranks will keep."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return {
         names[parameter]: _row_ranges(

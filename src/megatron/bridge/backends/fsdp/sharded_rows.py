@@ -23,8 +23,7 @@ _ROW_RANGES = "fully_sharded_rows"  # the rows of each rank, in rank order
 _COMPUTE_COPY = "fully_sharded_copy"  # this rank's rows of the compute weights, if they are a separate copy
 
 
-RowRanges = tuple[range, ...]
-"""The rows of a parameter that each rank keeps, in rank order."""
+RowRanges = tuple[range, ...]  # the rows of a parameter that each rank keeps, in rank order
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,6 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def set_local_rows(parameter: DTensor, values: Tensor) -> None:
-    """Set this rank's rows of a parameter from its full values."""
     rows = row_range(parameter)
     local_rows(parameter).copy_(values[rows.start : rows.stop])
     _update_compute_weight(parameter)
@@ -99,7 +97,6 @@ def stored_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def row_range(parameter: DTensor) -> range:
-    """The rows that this rank keeps."""
     return _row_ranges(parameter)[parameter.device_mesh.get_local_rank()]
 
 
@@ -137,11 +134,7 @@ def as_whole_parameters(chunk: nn.Module) -> Iterator[dict[int, DTensor]]:
 
 @contextmanager
 def gathered(part: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace the sharded parameters of ``part`` by whole ones inside the context; collective, see ``whole``.
-
-    Yields:
-        The whole parameters by the ids of the sharded ones.
-    """
+    """Replace sharded parameters of ``part`` by whole ones inside; yields these by the ids of those, see ``whole``."""
     with _replaced(part, lambda parameter: nn.Parameter(whole(parameter), requires_grad=False)) as pairs:
         yield {id(parameter): replacement for parameter, replacement in pairs}
 

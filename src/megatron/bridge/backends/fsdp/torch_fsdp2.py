@@ -34,7 +34,6 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
     are sharded over the ranks that have the same ones.
 
     Args:
-        config: The config of the model.
         ddp_config: Kept for Megatron-Core, which reads it.
         module: The chunk, in half precision if the config says so, with equal weights on all ranks. It may be in
             host memory: each unit is moved to the device when it is sharded.

@@ -26,11 +26,7 @@ class EnergyMeter:
         self.joules()  # fail here instead of after the first steps
 
     def joules(self) -> float:
-        """Energy since the driver was loaded.
-
-        Raises:
-            UserError: the GPU does not count energy; GPUs before Volta do not.
-        """
+        """Energy since the driver was loaded, a ``UserError`` on GPUs that do not count it: those before Volta."""
         millijoules = ctypes.c_ulonglong()
         self._call("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(millijoules))
         return millijoules.value / 1e3
@@ -45,11 +41,6 @@ class EnergyMeter:
 
 
 def energy_meter() -> EnergyMeter:
-    """The energy meter of this process's GPU.
-
-    Raises:
-        UserError: there is no GPU, or its driver does not count energy.
-    """
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:

@@ -15,12 +15,7 @@ _PATIENCE = 2.0  # seconds of calls of one kind, at most
 
 
 def matmul_flops(dtype: torch.dtype = torch.bfloat16, size: int | None = None) -> float:
-    """Operations a second of a square product.
-
-    Args:
-        dtype: Of the matrices.
-        size: Rows and columns; None takes 8,192 on a GPU, and 1,024 on a CPU.
-    """
+    """Operations a second of a square product; None takes 8,192 rows on a GPU, and 1,024 on a CPU."""
     size = size or (8192 if has_cuda() else 1024)
     a, b = (torch.randn(size, size, device=_device()).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -28,11 +23,7 @@ def matmul_flops(dtype: torch.dtype = torch.bfloat16, size: int | None = None) -
 
 
 def copy_bandwidth(size: int | None = None) -> float:
-    """Bytes a second that are read and written by a copy in the device's memory.
-
-    Args:
-        size: Bytes; None takes 1 GiB on a GPU, and 64 MiB on a CPU.
-    """
+    """Bytes read and written a second by a copy on the device; None takes 1 GiB on a GPU, and 64 MiB on a CPU."""
     source = _bytes(size)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _fastest(lambda: target.copy_(source))

@@ -21,9 +21,6 @@ def initialize_user_buffers(config: TransformerConfig, tokens: int, settings: st
         config: The config of the model, with ``tp_comm_overlap``.
         tokens: Tokens of a microbatch on a context-parallel rank.
         settings: YAML file with Transformer Engine's settings of each product; None takes its defaults.
-
-    Raises:
-        UserError: the file cannot be read or is no mapping.
     """
     from transformer_engine.pytorch.module import base  # pyright: ignore[reportMissingImports]
 

@@ -163,17 +163,11 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        angles: torch.Tensor,
-        positions: torch.Tensor | None,
-        factor: float,
-        interleaved: bool,
-        mla: bool,
+        ctx: Any, x: torch.Tensor, angles: torch.Tensor, positions: torch.Tensor | None, *options: Any
     ) -> torch.Tensor:
         ctx.save_for_backward(angles, positions)
-        ctx.options = (factor, interleaved, mla)
-        return _rotate(x, angles, positions, factor, interleaved, mla)
+        ctx.options = options
+        return _rotate(x, angles, positions, *options)
 
     @staticmethod
     @once_differentiable

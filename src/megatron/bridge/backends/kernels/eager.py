@@ -249,7 +249,6 @@ def l2_norm(_size: int, _flag: Any, tensors: list[list[torch.Tensor]], *_: Any) 
 
 
 def fuses_activation(config: TransformerConfig) -> bool:
-    """Whether ``swiglu`` computes the activation of ``config``."""
     return (
         config.activation_func == F.silu
         and config.gated_linear_unit

@@ -142,11 +142,7 @@ class TorchMambaMixer(MambaMixer):
         inference_params: Any = None,
         packed_seq_params: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Mix hidden states [s, b, h] along the sequence.
-
-        Raises:
-            UserError: inference with a cache.
-        """
+        """Mix hidden states [s, b, h] along the sequence."""
         if inference_context is not None or inference_params is not None:
             raise UserError(
                 "Megatron-Core's inference of Mamba layers needs the packages mamba-ssm and causal-conv1d: use "
@@ -231,11 +227,8 @@ class GroupRMSNorm(torch.nn.Module):
 
     Args:
         hidden_size: Outputs of this rank.
-        eps: Added to the mean square.
         group_size: Outputs of a group.
         norm_before_gate: Must be False, because the gate has been applied.
-        device: Of the gain.
-        dtype: Of the gain.
     """
 
     tp_group: Any

@@ -52,7 +52,6 @@ class OneGroupMambaMixer(TorchMambaMixer):
         return super().forward(hidden_states, packed_seq_params=packed_seq_params)
 
     def state_shapes(self) -> list[StateShape]:
-        """Of the states of one text: last inputs of the convolution, and the state of the scan."""
         history, scan = super().state_shapes()
         return [history, StateShape((1, self.nheads_local_tp, self.headdim, self.state_size), scan.dtype)]
 

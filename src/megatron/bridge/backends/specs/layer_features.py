@@ -62,9 +62,6 @@ def add_features(
         block: The layers of one pipeline stage.
         config: The config of the model; a plain ``TransformerConfig`` declares no features.
         provider: The backend that ``block`` was made for.
-
-    Raises:
-        UserError: features exclude each other, or the kind of attention does not support them.
     """
     _check(config, provider)
     layers = [_with_features(spec, config, provider) for spec in block.layer_specs or []]

@@ -60,11 +60,7 @@ def has_transformer_engine() -> bool:
 
 
 def resolve_backend(name: str = "auto") -> str:
-    """``torch`` or ``transformer_engine``; ``auto`` selects the faster one that this machine can run.
-
-    Raises:
-        UserError: the name is unknown, or Transformer Engine cannot run here.
-    """
+    """``torch`` or ``transformer_engine``; ``auto`` selects the faster one that this machine can run."""
     usable = HAVE_TE and has_cuda()
     if name == "auto":
         return "transformer_engine" if usable else "torch"

@@ -44,17 +44,13 @@ class MegatronLMRun:
 
     translation: Translation
     arguments: Arguments
-    world_size: int | None
-    """Number of processes that a ``torchrun`` in front of the script starts, if there is one."""
+    world_size: int | None  # number of processes that a ``torchrun`` in front of the script starts, if there is one
 
 
 def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
     """Translate a command line: ``[torchrun ...] pretrain_gpt.py --argument value ...``, or the arguments alone.
 
     Without ``world_size``, the number of processes is that of ``torchrun``.
-
-    Raises:
-        UserError: An argument is unknown, a value is missing, or a shell variable is not set.
     """
     launcher, words = _split(_expand(command))
     arguments = _parse(words)
@@ -314,8 +310,7 @@ def _data(arguments: Arguments, found: Translation) -> None:
         found.set("dataset.blend_per_split", [part and list(part) for part in per_split], source)
 
 
-_MOCK = ("dataset.seq_length", "dataset.random_seed", "dataset.num_workers")
-"""Settings of mock data."""
+_MOCK = ("dataset.seq_length", "dataset.random_seed", "dataset.num_workers")  # settings of mock data
 
 
 def _tokenizer(arguments: Arguments, found: Translation) -> None:

@@ -26,11 +26,7 @@ _MODEL |= {"add_bias_linear": True, "hidden_dropout": 0.1, "should_pad_vocab": T
 
 
 def build(run: MegatronLMRun) -> ConfigContainer:
-    """The config of the command line, with Megatron-LM's defaults.
-
-    Raises:
-        UserError: A value does not fit its field.
-    """
+    """The config of the command line, with Megatron-LM's defaults."""
     config = ConfigContainer(
         model=_model(run),
         train=TrainingConfig(),

@@ -33,11 +33,7 @@ class TrainerRun:
 
 
 def translate(values: Mapping[str, Any], ranks: int) -> TrainerRun:
-    """Translate the keys of the file; the Trainer's batch sizes are for one of the data-parallel ``ranks``.
-
-    Raises:
-        UserError: Keys are unknown.
-    """
+    """Translate the keys of the file; the Trainer's batch sizes are for one of the data-parallel ``ranks``."""
     given = {_ALIASES.get(key, key): value for key, value in values.items() if value is not None}
     refuse(problem for key in values for problem in _unknown(key))
     if given.get("max_steps", 1) <= 0:  # the Trainer's way to say that it is not set

@@ -15,14 +15,10 @@ from megatron.bridge.utils.atomic import refuse_unwritable, write_text
 class Translation:
     """Settings of another framework as settings of a run."""
 
-    settings: dict[str, str] = field(default_factory=dict[str, str])
-    """Dotted key -> value as YAML."""
-    origins: dict[str, str] = field(default_factory=dict[str, str])
-    """Dotted key -> the setting that it comes from."""
-    implied: dict[str, str] = field(default_factory=dict[str, str])
-    """Setting -> why nothing has to be set for it."""
-    missing: dict[str, str] = field(default_factory=dict[str, str])
-    """Setting -> why it has no counterpart."""
+    settings: dict[str, str] = field(default_factory=dict[str, str])  # dotted key -> value as YAML
+    origins: dict[str, str] = field(default_factory=dict[str, str])  # dotted key -> the setting that it comes from
+    implied: dict[str, str] = field(default_factory=dict[str, str])  # setting -> why nothing has to be set for it
+    missing: dict[str, str] = field(default_factory=dict[str, str])  # setting -> why it has no counterpart
 
     def set(self, key: str, value: Any, source: str) -> None:
         """Set ``key``; text stays as it is, other values become YAML."""
@@ -30,7 +26,6 @@ class Translation:
         self.origins[key] = source
 
     def drop(self, key: str, reason: str) -> None:
-        """Leave ``key`` unset, if it is set."""
         if self.settings.pop(key, None) is not None:
             self.implied[self.origins.pop(key)] = reason
 

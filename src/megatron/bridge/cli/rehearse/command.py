@@ -28,9 +28,6 @@ def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> 
     """Run the rehearsal, ``steps`` steps before the checkpoint and after it, print its results, remove its files.
 
     ``asked`` is the number of processes of the real job, if it was given.
-
-    Raises:
-        UserError: The real config cannot run, or a stage of the rehearsal failed.
     """
     from megatron.bridge.utils.console import print_rank_0
 

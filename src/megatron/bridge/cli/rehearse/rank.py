@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from megatron.bridge.backends.cpu.without_memory import Traffic
     from megatron.bridge.training.config import ConfigContainer
 
-VOCAB_SIZE = 128 * 1024
-"""Of a recipe whose vocabulary the tokenizer decides."""
-PLANS = 256
-"""Plans that are merged, to estimate the time for those of all ranks."""
+VOCAB_SIZE = 128 * 1024  # of a recipe whose vocabulary the tokenizer decides
+PLANS = 256  # plans that are merged, to estimate the time for those of all ranks
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,10 @@ class Part:
     """What a part of the set-up cost."""
 
     name: str
-    wall: float
-    """Seconds."""
-    cpu: float
-    """Processor seconds of this process, which do not depend on what else the machine does."""
-    memory: float
-    """Megabytes by which the peak memory of the process grew."""
-    received: float
-    """Megabytes of Python objects that other ranks would send to this one."""
+    wall: float  # seconds
+    cpu: float  # processor seconds of this process, which do not depend on what else the machine does
+    memory: float  # megabytes by which the peak memory of the process grew
+    received: float  # megabytes of Python objects that other ranks would send to this one
     facts: str
 
 
@@ -47,8 +41,7 @@ class Part:
 class Clock:
     """Measures the parts of a set-up, one after the other."""
 
-    report: Callable[[Part], None]
-    """Called after each part."""
+    report: Callable[[Part], None]  # called after each part
     traffic: "Traffic"
     parts: list[Part] = field(default_factory=list)
 
@@ -67,11 +60,7 @@ class Clock:
 
 
 def rehearse_rank(job: Job, rank: int, asked: int | None) -> int:
-    """Set up one rank of the job, of ``asked`` processes if given, and print what each part costs.
-
-    Raises:
-        UserError: The config cannot run with so many processes, or there is no such rank.
-    """
+    """Set up one rank of the job, of ``asked`` processes if given, and print what each part costs."""
     world_size = asked or job.world_size or 1
     if not 0 <= rank < world_size:
         raise UserError(

@@ -55,12 +55,10 @@ class ParallelDimensions:
 class Toy:
     """The shrunk run."""
 
-    config: "ConfigContainer"
-    """The shrunk config, not resolved."""
+    config: "ConfigContainer"  # the shrunk config, not resolved
     dimensions: ParallelDimensions
     original: ParallelDimensions
-    changes: list[str] = field(default_factory=list)
-    """One message for each change that removes a feature."""
+    changes: list[str] = field(default_factory=list)  # one message for each change that removes a feature
 
 
 def shrink(config: "ConfigContainer", world_size: int, steps: int) -> Toy:
@@ -332,7 +330,6 @@ def _pipeline_layout(text: str, stages: int, count: int) -> str:
 
 
 def _remove_hardware_features(toy: Toy) -> None:
-    """Turn off features that need a GPU or Transformer Engine."""
     from megatron.bridge.training.config.resolve.requirements import RECOMPUTED_BY_ENGINE
 
     config, model = toy.config, toy.config.model

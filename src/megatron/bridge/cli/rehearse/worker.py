@@ -157,11 +157,7 @@ class Rehearsal:
     # ------------------------------------------------------------------------ processes
 
     def _fork(self, stage: str, count: int, function: Callable[[], None]) -> None:
-        """Run ``function`` on ``count`` forked ranks.
-
-        Raises:
-            UserError: A rank failed; the message contains the last line of its log.
-        """
+        """Run ``function`` on ``count`` forked ranks; the last line of a log says why its rank failed."""
         port = free_port()
         ranks: dict[int, int] = {}
         for rank in range(count):
@@ -183,7 +179,6 @@ class Rehearsal:
 
 
 def _run_rank(rank: int, count: int, port: int, log: Path, function: Callable[[], None]) -> None:
-    """Run ``function`` as one rank in a forked process, and exit."""
     code = 1
     try:
         from megatron.bridge.utils.processes import die_with_parent

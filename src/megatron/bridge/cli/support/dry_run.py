@@ -36,20 +36,13 @@ if TYPE_CHECKING:
 class Report:
     """What a dry run finds."""
 
-    config: str
-    """The resolved config as YAML, with the origin of each value."""
-    summary: str
-    """Comments on the run."""
-    runs: bool = True
-    """Whether the run would start, and fit into memory."""
+    config: str  # the resolved config as YAML, with the origin of each value
+    summary: str  # comments on the run
+    runs: bool = True  # whether the run would start, and fit into memory
 
 
 def report(job: Job, asked: int | None) -> Report:
-    """What a dry run prints, for ``asked`` processes if the user gave a number.
-
-    Raises:
-        UserError: The config cannot run.
-    """
+    """What a dry run prints, for ``asked`` processes if the user gave a number."""
     given = asked or int(os.environ.get("WORLD_SIZE", "0"))
     world_size = given or job.world_size or 1
     if job.mode == "cache-teacher":
@@ -75,9 +68,6 @@ def timeline_page(job: Job, asked: int | None, gpu: str | None) -> str:
     """The HTML page of ``--timeline``: the pipeline of a step, and where its time goes.
 
     ``asked`` and ``gpu`` are what the user gave; None takes the recipe's.
-
-    Raises:
-        UserError: The config cannot run, or the type of GPU is not known.
     """
     world_size = asked or job.world_size or 1
     config = job.resolve(world_size, count_rows_here).config
@@ -106,7 +96,6 @@ def _comments(lines: list[str]) -> str:
 
 
 def _differences(job: Job) -> Iterator[str]:
-    """Differences between the recipe and the config."""
     if job.recipe is None:
         return
     theirs, ours = leaf_values(job.recipe.build()), leaf_values(job.config)
@@ -183,7 +172,6 @@ def _compute(config: "ConfigContainer", world_size: int, kind: str, teacher: "Mo
 
 
 def _model_with_adapters(config: "ConfigContainer") -> Any:
-    """The whole model on the meta device, with its adapters."""
     import torch
 
     model = meta_model.whole_model(config.model)

@@ -102,11 +102,7 @@ def _without_output(error: OSError) -> int:
 
 
 def refuse_other_distribution() -> None:
-    """Refuse to run if NVIDIA's package of the same import name is installed.
-
-    Raises:
-        UserError: it is installed in this environment.
-    """
+    """Refuse to run if NVIDIA's package of the same import name is installed."""
     try:
         version = metadata.version(OTHER_DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -16,7 +16,6 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The model, its layout and its memory."""
     parser.add_argument(
         "model", metavar="PATH", help="Hugging Face directory or hub id, Megatron checkpoint, or run with adapters"
     )
@@ -39,7 +38,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_named_adapters(parser: argparse.ArgumentParser, chosen_by: str) -> None:
-    """Several adapters over one base."""
     parser.add_argument(
         "--adapters",
         action=_NamedPaths,
@@ -81,11 +79,6 @@ def memory_size(text: str) -> int:
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters among the arguments.
-
-    Raises:
-        UserError: a value that has no meaning.
-    """
     from megatron.bridge.inference.requests import Sampling
 
     names = [field.name for field in fields(Sampling)]
@@ -98,7 +91,6 @@ _SAME = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context"
 
 
 def load(args: argparse.Namespace) -> Any:
-    """The ``LLM`` of the arguments."""
     from megatron.bridge.inference.llm import LLM
 
     return LLM(args.model, **llm_options(args))
@@ -126,7 +118,6 @@ def add_script_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
-    """The ``LLM`` of ``add_script_options``; see ``script_model``."""
     from megatron.bridge.inference.llm import LLM
 
     path, same = script_model(args)
@@ -134,11 +125,7 @@ def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def script_model(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The path and the options of an ``LLM`` from ``add_script_options``.
-
-    Raises:
-        UserError: no model is given.
-    """
+    """The path and the options of an ``LLM`` from ``add_script_options``."""
     path = args.megatron_model_path or args.hf_model_path
     if path is None:
         raise UserError("no model: give --hf_model_path or --megatron_model_path")

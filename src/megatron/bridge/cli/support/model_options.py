@@ -27,7 +27,6 @@ def add_model_arguments(parser: argparse.ArgumentParser, *names: str, without: s
 
 
 def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the parallel sizes, and the permission to run a model's own code."""
     add_trust_remote_code(parser)
     sizes = parser.add_argument_group("parallel sizes, under torchrun")
     sizes.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
@@ -50,11 +49,6 @@ def add_trust_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def parallel_sizes(args: argparse.Namespace) -> dict[str, Any]:
-    """The parallel sizes by the names of the provider's fields.
-
-    Raises:
-        UserError: the sizes do not fit the number of processes.
-    """
     _check_sizes(args)
     return {
         "tensor_model_parallel_size": args.tp,
@@ -104,7 +98,6 @@ def set_parallel_sizes(provider: Any, sizes: dict[str, Any]) -> None:
 
 
 def build_model(bridge: Any, sizes: dict[str, Any]) -> list[Any]:
-    """This rank's model chunks under the parallel sizes, with the Hugging Face weights."""
     provider = bridge.to_megatron_provider()
     set_parallel_sizes(provider, sizes)
     return provider.provide_distributed_model(wrap_with_ddp=False)

@@ -7,8 +7,7 @@ from typing import Any
 
 type Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-MOST = 1 << 20
-"""Processes, which layouts and reports count one by one."""
+MOST = 1 << 20  # processes, which layouts and reports count one by one
 MOST_WORKERS = 1024
 
 

@@ -9,8 +9,7 @@ from megatron.bridge.autotune.memory import RankMemory
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
-NODE = 8
-"""GPUs per node."""
+NODE = 8  # GPUs per node
 
 _COLUMNS = 4  # data-parallel replicas to show
 _ROWS = 8  # pipeline stages to show; the others are left out before the last one

@@ -15,7 +15,6 @@ __all__ = ["describe", "parameter_count", "warnings"]
 
 
 def describe(config: "ConfigContainer", world_size: int) -> list[str]:
-    """Lines on the model, the parallel layout and the steps."""
     from megatron.bridge.training.config.batch_size import BatchSize
 
     model, train = config.model, config.train
@@ -35,7 +34,6 @@ def describe(config: "ConfigContainer", world_size: int) -> list[str]:
 
 
 def warnings(config: "ConfigContainer") -> Iterator[str]:
-    """Settings that may surprise the user."""
     if isinstance(config.dataset, MockGPTDatasetConfig):
         yield "no data was given: this run trains on mock data (use --data PATH for real data)"
     if config.checkpoint.save is None:

@@ -48,7 +48,6 @@ def shape(sizes: Iterable[int]) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line on standard output."""
     sys.stdout.write(text + "\n")
 
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 ADAPTERS = ("lora", "dora")
 DISTILL_MODES = ("distill", "cache-teacher")
-OWN_STEP = (*DISTILL_MODES, "dpo")
-"""Modes with a forward step of their own."""
+OWN_STEP = (*DISTILL_MODES, "dpo")  # modes with a forward step of their own
 MODES = ("pretrain", "sft", *ADAPTERS, *OWN_STEP)
 
 
@@ -32,18 +31,13 @@ _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\w+\])*=")
 class Job:
     """The job that the arguments of a command describe."""
 
-    config: "ConfigContainer"
-    """All settings, not resolved yet."""
+    config: "ConfigContainer"  # all settings, not resolved yet
     origins: "Origins"
-    source: str
-    """The recipe or the file, for messages."""
-    mode: str
-    """One of ``MODES``."""
-    world_size: int | None
-    """Number of processes for which the recipe was made, if known."""
+    source: str  # the recipe or the file, for messages
+    mode: str  # one of ``MODES``
+    world_size: int | None  # number of processes for which the recipe was made, if known
     recipe: "Recipe | None" = None
-    changes: "list[Change]" = field(default_factory=list)
-    """Settings from files and from the command line."""
+    changes: "list[Change]" = field(default_factory=list)  # settings from files and from the command line
 
     @property
     def gpu_kind(self) -> str:
@@ -54,9 +48,6 @@ class Job:
         """The resolved config for ``world_size`` processes, not necessarily on this machine.
 
         ``count_rows`` is that of ``ConfigContainer.resolve``.
-
-        Raises:
-            UserError: The config cannot run, or a value that the user set would be ignored.
         """
         from megatron.bridge.utils.config.overrides import check_sticks
 
@@ -66,7 +57,6 @@ class Job:
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select and change the config of a run."""
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML")
     parser.add_argument("--recipe", metavar="NAME", help="recipe to run; --list shows all")
     parser.add_argument(
@@ -110,11 +100,6 @@ def add_trust_config(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> Job:
-    """Build the job that the arguments describe.
-
-    Raises:
-        UserError: A name, a file, a key or a value is invalid.
-    """
     from megatron.bridge.utils.config.names import importing
 
     with importing(args.trust_config):
@@ -295,7 +280,6 @@ def _from_recipe(recipe: "Recipe", args: argparse.Namespace) -> Job:
 
 
 def _adapter_option(recipe: "Recipe", args: argparse.Namespace) -> dict[str, Any]:
-    """The adapter from ``--peft_scheme`` or ``--mode``."""
     mode = args.mode if args.mode in ADAPTERS else None
     scheme = args.peft_scheme or mode
     if scheme is None:
@@ -323,11 +307,7 @@ STEPS = ("gpt_step", "vlm_step", "head_step")
 
 
 def forward_step(name: str | None, config: "ConfigContainer") -> Any:
-    """The function that ``--step_func`` names; None stands for the one that the model needs.
-
-    Raises:
-        UserError: The function does not exist.
-    """
+    """The function that ``--step_func`` names; None stands for the one that the model needs."""
     from megatron.bridge.utils.config.names import importing, locate
 
     has_tower = getattr(config.model, "vision", None) is not None

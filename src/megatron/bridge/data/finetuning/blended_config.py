@@ -30,7 +30,6 @@ class BlendedDatasetConfig(DatasetConfig):
 
     @property
     def packed(self) -> bool:
-        """Whether samples are packed into rows."""
         return any(dataset.packed for dataset in self.datasets)
 
     @property
@@ -66,7 +65,6 @@ class BlendedDatasetConfig(DatasetConfig):
             dataset.check_sources()
 
     def build(self, request: DatasetRequest) -> Splits:
-        """Build datasets that draw from all parts in turn."""
         from megatron.bridge.data.finetuning.builder import build_blended_datasets  # imports torch
 
         self.finalize()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Building the datasets of rows of a fine-tuning run."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,24 +21,25 @@ if TYPE_CHECKING:
 
 
 def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetRequest) -> Splits:
-    """Build datasets of the requested sizes. Only the training data is shuffled.
-
-    Raises:
-        UserError: a source is missing or has a wrong record, or no sample is left.
-    """
-    datasets: list[Dataset[Row] | None] = []
     media = media_processor(request.tokenizer, config.encoding_rules())
     if media is not None:
         media.decodes = request.decodes_images
-    for split, size in zip(SPLITS, request.sizes, strict=True):
+    return build_datasets(config, request, lambda samples: _rows(config, samples, request.tokenizer, media))
+
+
+def build_datasets(
+    config: "SFTDatasetConfig", request: DatasetRequest, rows: Callable[[Samples], Dataset[Row]]
+) -> Splits:
+    """Build datasets of the requested sizes. Only the training data is shuffled."""
+
+    def dataset(split: Split, size: int) -> EpochRows | None:
         prepared = prepare_split(config, split, request.tokenizer) if size else None
         if prepared is None:
-            datasets.append(None)
-            continue
-        rows = _rows(config, prepared.samples, request.tokenizer, media)
+            return None
         seed = config.seed if split == "train" else None
-        datasets.append(EpochRows(rows, size, seed, prepared.report, prepared.name))
-    return Splits(*datasets)
+        return EpochRows(rows(prepared.samples), size, seed, prepared.report, prepared.name)
+
+    return Splits(*map(dataset, SPLITS, request.sizes))
 
 
 def build_blended_datasets(config: "BlendedDatasetConfig", request: DatasetRequest) -> Splits:

@@ -26,11 +26,8 @@ class GPTSFTDataset(Dataset[Row]):
 
     Args:
         file_path: JSONL file.
-        tokenizer: the tokenizer.
-        max_seq_length: length of a row.
         max_num_samples: number of rows to present; they repeat in a new order each epoch. None presents each line
             once, in the order of the file.
-        seed: seed of the order.
         add_bos: begin each sample with the beginning-of-sequence token.
         add_eos: end each sample with the end-of-document token, which is in the loss.
         label_key: field with the answer; the template must end with it.

@@ -61,7 +61,6 @@ def _members(row_of: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 def rounded_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Each length, rounded up to a multiple."""
     return -(-lengths // multiple) * multiple
 
 

@@ -28,7 +28,6 @@ class SampleRows(Dataset[Row]):
     """Rows with one sample each.
 
     Args:
-        samples: the samples.
         seq_length: length of a row; None: that of its sample.
         padding: the padding token, which is never in the loss.
         multiple: in rows with ``cu_seqlens``, pad each sample to a multiple of this, for context parallelism.
@@ -162,7 +161,6 @@ class EpochRows(Dataset[Row]):
     """The rows of another dataset over and over, in a new order each epoch.
 
     Args:
-        rows: the other dataset.
         size: number of rows to present.
         seed: seed of the order, which depends on the seed and the epoch only; None keeps the order of ``rows``.
         report: what became of the records behind the rows, for the preview.
@@ -203,7 +201,6 @@ class BlendedRows(Dataset[Row]):
 
     Args:
         parts: the datasets, each with at least ``size`` rows.
-        weights: their shares.
         size: number of rows to present.
     """
 

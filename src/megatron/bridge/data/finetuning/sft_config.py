@@ -52,7 +52,6 @@ class SFTDatasetConfig(RecordDatasetConfig):
         """The records of a split; None if there are none."""
 
     def limited_source(self, split: Split) -> RecordSource | None:
-        """The records of a split that are used; None if there are none."""
         wanted, limit = {
             "train": (True, self.max_train_samples),
             "valid": (self.do_validation, self.max_validation_samples),
@@ -110,11 +109,6 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
             raise UserError(f"dataset.dataset_root={self.dataset_root} is not a directory: check the path")
 
     def source(self, split: Split) -> RecordSource:
-        """The file of the split.
-
-        Raises:
-            UserError: there is no file, or there are two with different endings.
-        """
         folder, stem = Path(self.dataset_root), FILE_STEMS[split]
         found = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()]
         if len(found) > 1:

@@ -36,7 +36,6 @@ class ClassificationDatasetConfig(FinetuningDatasetConfig):
         return super().encoding_rules().extended(LabelRules, num_labels=self.num_labels, label_names=names)
 
     def encoder(self, tokenizer: "Tokenizer") -> "LabelEncoder":
-        """What tokenizes the records."""
         from megatron.bridge.data.labels.label_encoding import LabelEncoder  # imports torch
 
         return LabelEncoder(tokenizer, self.encoding_rules())

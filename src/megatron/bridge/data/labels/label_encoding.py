@@ -27,7 +27,6 @@ class TargetAtEnd(RecordEncoder):
     """Keeps all tokens of a text as inputs, and its target as one more token."""
 
     def target(self, where: str) -> int:
-        """The target of the record at ``where``."""
         del where
         return _PLACE_HOLDER
 
@@ -57,11 +56,6 @@ class LabelEncoder(TargetAtEnd):
     """Tokenizes texts with a class."""
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """The samples of ``records``, in order.
-
-        Raises:
-            UserError: a record has no label or an unknown one, no known format, or is too long.
-        """
         self._labels: dict[str, int] = {}
         return super().__call__(records)
 

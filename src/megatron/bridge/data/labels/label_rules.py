@@ -17,11 +17,6 @@ class LabelRules(EncodingRules):
     label_names: tuple[str, ...] = ()
 
     def number_of(self, label: Any, where: str) -> int:
-        """The class that a record means by ``label``.
-
-        Raises:
-            UserError: it is not one.
-        """
         names = self.label_names
         if isinstance(label, str) and label in names:
             return names.index(label)

@@ -35,11 +35,7 @@ class WordLabelEncoder(PairEncoder):
         self._hf: Any = tokenizer.hf
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """Two samples of each record that is kept, in order.
-
-        Raises:
-            UserError: a record has no words or not one known class for each, or is too long.
-        """
+        """Two samples of each record that is kept, in order."""
         encoded = super().__call__(records)
         encoded.report.tokens //= 2  # classes are not text
         return encoded

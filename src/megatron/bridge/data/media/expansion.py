@@ -37,7 +37,6 @@ class Expansion:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Arguments of the image processor."""
         return self.options
 
     def text(self, height: int, width: int) -> str:

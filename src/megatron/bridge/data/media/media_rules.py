@@ -18,11 +18,7 @@ def has_processor(path: str) -> bool:
 class MediaRules:
     """How images are read and processed."""
 
-    processor_path: str
-    """Directory or hub id of the checkpoint whose processor is used."""
-    root: str
-    """Folder that the paths of images start from and stay in."""
-    min_pixels: int | None = None
-    """Images with fewer pixels are enlarged; None: as the checkpoint says."""
-    max_pixels: int | None = None
-    """Images with more pixels are shrunk; None: as the checkpoint says."""
+    processor_path: str  # directory or hub id of the checkpoint whose processor is used
+    root: str  # folder that the paths of images start from and stay in
+    min_pixels: int | None = None  # images with fewer pixels are enlarged; None: as the checkpoint says
+    max_pixels: int | None = None  # images with more pixels are shrunk; None: as the checkpoint says

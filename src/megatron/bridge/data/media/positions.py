@@ -37,9 +37,6 @@ def mrope_positions(
         merge: patches along a side of one token (``spatial_merge_size``).
         time_steps: positions from one frame of each video to the next; 1 when None.
         split_frames: text lies between the frames of a video, so each frame is an image (Qwen3-VL).
-
-    Raises:
-        UserError: the grids need another number of tokens than the sample has.
     """
     types = np.asarray(types)
     steps = [1.0] * len(video_grids) if time_steps is None else list(time_steps)

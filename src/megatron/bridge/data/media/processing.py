@@ -34,9 +34,6 @@ class MediaProcessor:
     Args:
         rules: which processor, and how it is set.
         hf: tokenizer of transformers, whose special tokens are the placeholders.
-
-    Raises:
-        UserError: the processor cannot be loaded, its family is unknown, or it has no such setting.
     """
 
     def __init__(self, rules: MediaRules, hf: "PreTrainedTokenizerBase") -> None:
@@ -76,11 +73,6 @@ class MediaProcessor:
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     def references(self, images: Iterable[Any], where: str) -> list[ImageReference]:
-        """The images of a record.
-
-        Raises:
-            UserError: one of them cannot be read, or there are more than the family supports.
-        """
         found = [refer(image, self.root, where) for image in images]
         limit = self.expansion.images_in_sample
         if limit is not None and len(found) > limit:
@@ -120,11 +112,7 @@ class MediaProcessor:
         return mrope_positions(types, grids, merge=self.hf_processor.merge_size)
 
     def pixels(self, images: Sequence[ImageReference]) -> dict[str, Tensor]:
-        """The tensors of all ``images``, in their order, under the names of transformers' ``get_image_features``.
-
-        Raises:
-            UserError: a file is damaged or has changed.
-        """
+        """The tensors of all ``images``, in their order, under the names of transformers' ``get_image_features``."""
         parts = [self._pixels(image) for image in images]
         return {name: _joined([part[name] for part in parts]) for name in parts[0]} if parts else {}
 

@@ -17,8 +17,7 @@ from megatron.bridge.utils.errors import UserError, one_line
 if TYPE_CHECKING:
     from PIL import Image
 
-MAX_PIXELS = 100_000_000
-"""An image with more pixels is refused: it would take more than 300 MB to decode."""
+MAX_PIXELS = 100_000_000  # an image with more pixels is refused: it would take more than 300 MB to decode
 _DATA, _FILE = "data:", "file://"
 _URLS = ("http://", "https://", "ftp://", "s3://", "gs://")
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF; these swap height and width
@@ -28,12 +27,10 @@ _KEYS = ("image", "path", "url", "bytes")
 class ImageReference(NamedTuple):
     """An image of a sample."""
 
-    source: str
-    """A path, or a ``data:`` URL that holds the file."""
+    source: str  # a path, or a ``data:`` URL that holds the file
     height: int
     width: int
-    where: str
-    """The record that it belongs to, for messages."""
+    where: str  # the record that it belongs to, for messages
 
 
 def refer(raw: Any, root: Path, where: str) -> ImageReference:
@@ -44,9 +41,6 @@ def refer(raw: Any, root: Path, where: str) -> ImageReference:
             ``url`` or ``bytes``.
         root: the folder that relative paths start from; images outside of it are refused.
         where: the record, for messages.
-
-    Raises:
-        UserError: the image is missing, is not an image, is too large, or lies outside of ``root``.
     """
     source = _source(raw, root, where)
     height, width = _measure(source, where)
@@ -54,11 +48,7 @@ def refer(raw: Any, root: Path, where: str) -> ImageReference:
 
 
 def decode(reference: ImageReference) -> "Image.Image":
-    """The pixels, in RGB and turned as the camera says.
-
-    Raises:
-        UserError: the file is damaged, or no longer has the size that the sample was made for.
-    """
+    """The pixels, in RGB and turned as the camera says."""
     from PIL import ImageOps
 
     where = reference.where

@@ -25,11 +25,6 @@ class LabeledEncoder(PairEncoder):
     """Tokenizes answers. The label of an answer is kept as one more token, 1 or 0."""
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """The samples of ``records``, in order.
-
-        Raises:
-            UserError: a record has no prompt, completion or label, or its answer is refused.
-        """
         encoded = super().__call__(records)
         encoded.report.tokens -= encoded.report.samples  # labels are not text
         return encoded
@@ -63,7 +58,6 @@ class LabeledSamples(Samples):
         return Sample(sample.tokens[:-1], sample.trained[:-1])
 
     def label(self, index: int) -> bool:
-        """Whether the answer is desirable."""
         return bool(super().__getitem__(index).tokens[-1])
 
     @property
@@ -78,12 +72,8 @@ class LabeledRows(SampleRows):
 
     Args:
         samples: what ``LabeledEncoder`` makes of the records.
-        padding: the padding token.
         longest: cut second sequences to this number of tokens.
         multiple: pad each sequence to a multiple of this.
-
-    Raises:
-        UserError: all samples have the same prompt.
     """
 
     def __init__(self, samples: Samples, padding: int, longest: int, multiple: int = 1) -> None:

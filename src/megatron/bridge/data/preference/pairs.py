@@ -25,11 +25,6 @@ class PairEncoder(RecordEncoder):
     """Tokenizes pairs. A pair is two samples, the chosen answer first; both are kept, or none."""
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """The samples of ``records``, in order.
-
-        Raises:
-            UserError: a record is not a pair, or one of its answers is refused.
-        """
         report, kept = EncodingReport(), list[Sample]()
         for where, record in super()._processed(records, report):
             kept += self._pair(where, record, report)
@@ -64,11 +59,7 @@ class PairEncoder(RecordEncoder):
 
 
 def split_pair(record: Record, where: str) -> dict[str, dict[str, Any]]:
-    """The record of each answer, with ``prompt`` and ``completion``.
-
-    Raises:
-        UserError: the record has no two answers to one prompt.
-    """
+    """The record of each answer, with ``prompt`` and ``completion``."""
     missing = [name for name in ANSWERS if record.get(name) is None]
     if missing:
         raise UserError(

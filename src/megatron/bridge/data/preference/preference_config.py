@@ -80,8 +80,7 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
         return found
 
     def build(self, request: DatasetRequest) -> Splits:
-        """Build datasets of rows with one pair each."""
-        from megatron.bridge.data.preference.builder import build_preference_datasets  # imports torch
+        from megatron.bridge.data.finetuning.builder import build_datasets  # imports torch
 
         self.finalize()
-        return build_preference_datasets(self, request)
+        return build_datasets(self, request, lambda samples: self.rows(samples, request.tokenizer.eod))

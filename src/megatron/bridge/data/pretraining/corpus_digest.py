@@ -31,9 +31,6 @@ def check(prefix: str, written: dict[str, str]) -> None:
     Args:
         prefix: Path of the corpus without endings.
         written: Digest by ending. Corpora of other tools have none.
-
-    Raises:
-        UserError: A file has changed.
     """
     for ending, expected in written.items():
         if digest(Path(prefix + ending)) != expected:

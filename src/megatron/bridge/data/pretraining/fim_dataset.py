@@ -25,15 +25,6 @@ class FIMDataset(Dataset[dict[str, Any]]):
     A sample depends on its index and the seed only, and keeps its length. The three added tokens push others out
     at the end. Characters may also become fewer tokens than before; the sample then ends in end-of-document tokens
     that are left out of the loss.
-
-    Args:
-        dataset: the other dataset, map-style.
-        config: which documents to rearrange, and how.
-        tokenizer: the tokenizer of the samples.
-        seed: seed of the cuts.
-
-    Raises:
-        UserError: the tokenizer lacks one of the three special tokens.
     """
 
     def __init__(self, dataset: Any, config: "FIMConfig", tokenizer: Tokenizer, seed: int) -> None:

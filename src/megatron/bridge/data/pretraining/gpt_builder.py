@@ -49,9 +49,6 @@ def build_gpt_datasets(config: "GPTDatasetConfig", request: DatasetRequest) -> S
 
     Rank 0 builds the sample indices first; the others then read them from the cache, synchronized through the
     default process group. Each rank keeps its own dataset (a memory map), so no layout needs to broadcast data.
-
-    Raises:
-        UserError: a corpus is missing, damaged or too small, or the cache cannot be written.
     """
     core = core_config(config, request)
     _check_corpora(config, core, request)
@@ -130,11 +127,6 @@ def _check_corpus(prefix: str, split: str, part: tuple[float, float], config: "G
 
 
 def open_corpus(prefix: str) -> IndexedDataset:
-    """Open the indexed dataset at ``prefix``.
-
-    Raises:
-        UserError: one of its two files is missing, damaged, or shorter than its index says.
-    """
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             raise UserError(_missing_corpus(prefix, suffix))

@@ -111,7 +111,6 @@ class GPTDatasetConfig(DatasetConfig):
                 open_corpus(prefix)
 
     def build(self, request: DatasetRequest) -> Splits:
-        """Build Megatron-Core's GPT datasets."""
         from megatron.bridge.data.pretraining.gpt_builder import build_gpt_datasets  # imports torch
 
         self.finalize()

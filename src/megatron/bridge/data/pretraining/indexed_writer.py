@@ -29,15 +29,13 @@ class InputPosition(NamedTuple):
 
     file: int = 0
     offset: int = 0
-    line: int = 1
-    """Number of the next line."""
+    line: int = 1  # number of the next line
 
 
 class EncodedDocuments(NamedTuple):
     """The tokens of consecutive documents."""
 
-    tokens: np.ndarray
-    """All tokens, concatenated."""
+    tokens: np.ndarray  # all tokens, concatenated
     lengths: list[int]
     empty: int
     input_bytes: int
@@ -49,14 +47,11 @@ class PreprocessReport:
     """What was written. The field names are keys of the files on disk."""
 
     documents: int = 0
-    tokens: int = 0
-    """Tokens written, including end-of-document tokens."""
+    tokens: int = 0  # tokens written, including end-of-document tokens
     empty: int = 0
     input_bytes: int = 0
-    seconds: float = 0.0
-    """Time spent, without start-up (imports, loading the tokenizer)."""
-    found: bool = False
-    """Whether the dataset already existed, made from the same content."""
+    seconds: float = 0.0  # time spent, without start-up (imports, loading the tokenizer)
+    found: bool = False  # whether the dataset already existed, made from the same content
 
     def summary(self) -> str:
         left_out = f", {self.empty:,} empty ones left out" if self.empty else ""
@@ -69,13 +64,10 @@ class PreprocessReport:
 class WriterState:
     """How far a dataset has been written. The field names are keys of the files on disk."""
 
-    key: str
-    """Hash of everything that the dataset is made from."""
-    place: InputPosition = field(default_factory=InputPosition)
-    """The input up to here has been written."""
+    key: str  # hash of everything that the dataset is made from
+    place: InputPosition = field(default_factory=InputPosition)  # the input up to here has been written
     report: PreprocessReport = field(default_factory=PreprocessReport)
-    digests: dict[str, str] = field(default_factory=dict[str, str])
-    """Digests of the finished files, by ending."""
+    digests: dict[str, str] = field(default_factory=dict[str, str])  # digests of the finished files, by ending
 
     @classmethod
     def load(cls, path: Path) -> "WriterState | None":

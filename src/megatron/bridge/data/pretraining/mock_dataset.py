@@ -17,11 +17,9 @@ class MockGPTDataset(Dataset[dict[str, Any]]):
 
     size: int
     seq_length: int
-    vocab_size: int
-    """All tokens are below this."""
+    vocab_size: int  # all tokens are below this
     seed: int
-    split: int = 0
-    """Index of the split; no two splits share a sample."""
+    split: int = 0  # index of the split; no two splits share a sample
 
     def __len__(self) -> int:
         return self.size

@@ -47,31 +47,22 @@ SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "tex
 class PreprocessConfig:
     """What is tokenized, how, and where the output goes."""
 
-    inputs: list[Path]
-    """Input files, in the order of the output."""
-    output_prefix: Path
-    """The output path without ``.bin`` and ``.idx``."""
-    tokenizer_model: str
-    """Directory or hub id of a Hugging Face tokenizer."""
-    json_key: str = "text"
-    """Key of the text in a JSONL line."""
+    inputs: list[Path]  # input files, in the order of the output
+    output_prefix: Path  # the output path without ``.bin`` and ``.idx``
+    tokenizer_model: str  # directory or hub id of a Hugging Face tokenizer
+    json_key: str = "text"  # key of the text in a JSONL line
+    # format of all inputs; None derives it from the file names. ``chat`` is JSONL with records as for fine-tuning: a
+    # document is the text that the chat template renders.
     format: Format | None = None
-    """Format of all inputs; None derives it from the file names. ``chat`` is JSONL with records as for
-    fine-tuning: a document is the text that the chat template renders."""
-    text_document: Literal["file", "line"] = "file"
-    """What a document is in plain text: the whole file, or each line."""
-    append_eod: bool = False
-    """End each document with the tokenizer's end-of-sequence token."""
-    add_special_tokens: bool = False
-    """Let the tokenizer add its special tokens (such as BOS) to each document."""
+    text_document: Literal["file", "line"] = "file"  # what a document is in plain text: the whole file, or each line
+    append_eod: bool = False  # end each document with the tokenizer's end-of-sequence token
+    add_special_tokens: bool = False  # let the tokenizer add its special tokens (such as BOS) to each document
+    # number of processes that tokenize; 1 tokenizes in this process
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    """Number of processes that tokenize; 1 tokenizes in this process."""
+    # file with a Jinja template, or the template itself, instead of the tokenizer's own
     chat_template: str | None = None
-    """File with a Jinja template, or the template itself, instead of the tokenizer's own."""
-    overwrite: bool = False
-    """Replace an existing output, even if it was made from the same content."""
-    trust_remote_code: bool = False
-    """Allow a tokenizer that brings its own Python code."""
+    overwrite: bool = False  # replace an existing output, even if it was made from the same content
+    trust_remote_code: bool = False  # allow a tokenizer that brings its own Python code
 
 
 class DocumentChunk(NamedTuple):
@@ -85,11 +76,7 @@ class DocumentChunk(NamedTuple):
 
 
 class DocumentEncoder:
-    """Tokenizes chunks of documents; each process makes one.
-
-    Raises:
-        UserError: a line cannot be read; the message has its file and line number.
-    """
+    """Tokenizes chunks of documents; each process makes one. Errors have the file and number of a line."""
 
     def __init__(self, config: PreprocessConfig) -> None:
         self.tokenizer = HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
@@ -145,11 +132,7 @@ def _located(chunk: DocumentChunk) -> Iterator[tuple[str, bytes]]:
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessReport:
-    """Tokenize ``config.inputs`` into an indexed dataset, or resume an interrupted run.
-
-    Raises:
-        UserError: an input, the tokenizer, a line or the output is wrong. No files are left behind.
-    """
+    """Tokenize ``config.inputs`` into an indexed dataset, or resume; an error of the input leaves no files behind."""
     formats = _check(config)
     encoder = DocumentEncoder(config)
     key = _key(config, formats, encoder.tokenizer)

@@ -30,30 +30,24 @@ class TextSegment:
     text: str
     tokens: int
     trained: bool
-    image: ImageReference | None = None
-    """The image that the tokens belong to."""
+    image: ImageReference | None = None  # the image that the tokens belong to
 
 
 @dataclass(frozen=True)
 class SplitPreview:
     """The data of one split, or one part of a blend."""
 
-    name: str
-    """``train``, ``valid`` or ``test``, followed by the number of the part in a blend."""
+    name: str  # ``train``, ``valid`` or ``test``, followed by the number of the part in a blend
     source: str
     report: EncodingReport
-    longest: int
-    """Tokens of the longest sample."""
+    longest: int  # tokens of the longest sample
     median: float
     mean: float
-    histogram: list[tuple[int, int]]
-    """Number of samples up to each length, as (length, number)."""
+    histogram: list[tuple[int, int]]  # number of samples up to each length, as (length, number)
     rows: int
-    fill: float | None
-    """Fraction of the rows that is not padding; None if rows have no fixed length."""
+    fill: float | None  # fraction of the rows that is not padding; None if rows have no fixed length
     samples: list[list[TextSegment]]
-    titles: list[str]
-    """Of each sample: its number, which answer of a pair it is, or its label."""
+    titles: list[str]  # of each sample: its number, which answer of a pair it is, or its label
 
 
 @dataclass(frozen=True)
@@ -61,27 +55,20 @@ class RankBatch:
     """The first microbatch of a data-parallel rank."""
 
     rank: int
-    samples: list[int]
-    """Positions of its samples in the order of the run."""
-    tokens: int
-    """Input tokens, including padding."""
+    samples: list[int]  # positions of its samples in the order of the run
+    tokens: int  # input tokens, including padding
     trained: int
-    sequences: int
-    """Samples, of which a packed row holds several."""
+    sequences: int  # samples, of which a packed row holds several
 
 
 @dataclass(frozen=True)
 class Preview:
     """The data of a run."""
 
-    splits: list[SplitPreview] = field(default_factory=list)
-    """Data of records."""
-    corpora: list[CorpusPreview] = field(default_factory=list)
-    """Data without records."""
-    texts: list[list[TextSegment]] = field(default_factory=list)
-    """The first rows of training data without records."""
-    first_batches: list[RankBatch] = field(default_factory=list)
-    """The first microbatch of each of the first ranks."""
+    splits: list[SplitPreview] = field(default_factory=list)  # data of records
+    corpora: list[CorpusPreview] = field(default_factory=list)  # data without records
+    texts: list[list[TextSegment]] = field(default_factory=list)  # the first rows of training data without records
+    first_batches: list[RankBatch] = field(default_factory=list)  # the first microbatch of each of the first ranks
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a JSON file, without the text of samples."""
@@ -109,9 +96,6 @@ def preview(
     """Look at the data of a run, without drawing from its iterators.
 
     Args:
-        config: the dataset config.
-        data: the iterators made from it.
-        tokenizer: the tokenizer of the run.
         sizes: micro batch size, global batch size, and number of data-parallel ranks.
         samples: number of samples to show of each split.
     """

@@ -16,26 +16,20 @@ from megatron.bridge.data.pretraining.fim_dataset import FIMDataset
 class CorpusShare:
     """What a split draws from one corpus."""
 
-    name: str
-    """Path prefix."""
-    documents: int
-    """Documents of the corpus that belong to the split."""
+    name: str  # path prefix
+    documents: int  # documents of the corpus that belong to the split
     tokens: int
-    samples: int
-    """Samples of the run that are cut from them."""
+    samples: int  # samples of the run that are cut from them
 
 
 @dataclass(frozen=True)
 class CorpusPreview:
     """The data of one split."""
 
-    name: str
-    """``train``, ``valid`` or ``test``."""
-    samples: int | None
-    """Samples of the run; None for a stream, which has no end."""
+    name: str  # ``train``, ``valid`` or ``test``
+    samples: int | None  # samples of the run; None for a stream, which has no end
     seq_length: int
-    shares: list[CorpusShare]
-    """The corpora; empty for mock data and streams."""
+    shares: list[CorpusShare]  # the corpora; empty for mock data and streams
 
     def lines(self) -> Iterator[str]:
         """The preview for people, one sentence each."""

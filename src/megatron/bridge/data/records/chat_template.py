@@ -36,12 +36,9 @@ class RenderedChat:
     """The text of a conversation."""
 
     text: str
-    spans: list[Span]
-    """First character and end of each part that is in the loss, in order."""
-    unused: list[str]
-    """The fields that the template does not render, one entry for each message that has one."""
-    images: tuple[ImageReference, ...] = ()
-    """The images whose placeholders are expanded, in order."""
+    spans: list[Span]  # first character and end of each part that is in the loss, in order
+    unused: list[str]  # the fields that the template does not render, one entry for each message that has one
+    images: tuple[ImageReference, ...] = ()  # the images whose placeholders are expanded, in order
 
 
 class ChatTemplate:
@@ -53,9 +50,6 @@ class ChatTemplate:
         options: variables for the template, such as ``enable_thinking``.
         parts: the template is that of a vision-language model: one that never asks whether content is a string
             (Llava's, SmolVLM's) is given lists of parts for text, too.
-
-    Raises:
-        UserError: there is no template.
     """
 
     def __init__(
@@ -77,11 +71,7 @@ class ChatTemplate:
             )
 
     def render(self, chat: Chat, train_on: TrainOn, where: str) -> RenderedChat:
-        """Render ``chat`` and find the part that ``train_on`` selects.
-
-        Raises:
-            UserError: the template refuses the conversation, or its answers cannot be located.
-        """
+        """Render ``chat`` and find the part that ``train_on`` selects."""
         text, marked = self._text(chat, len(chat.messages), False, where)
         unused = self._unused(chat, text, where)
         if train_on == "everything":
@@ -99,11 +89,7 @@ class ChatTemplate:
         return self._text(chat, len(chat.messages), True, where)[0]
 
     def _unused(self, chat: Chat, text: str, where: str) -> list[str]:
-        """The names of the fields that the template does not render.
-
-        Raises:
-            UserError: one of them is all that an answer consists of.
-        """
+        """The names of the fields that the template does not render."""
 
         def render(other: Chat) -> str:
             return self._text(other, len(other.messages), False, where)[0]
@@ -186,11 +172,7 @@ class ChatTemplate:
 
 
 def template_text(template: str | None) -> str | None:
-    """The template that a config holds, or the content of the file that it names.
-
-    Raises:
-        UserError: it is neither a file nor a template.
-    """
+    """The template that a config holds, or the content of the file that it names."""
     if template is None or "{{" in template or "{%" in template:
         return template
     return read_text(Path(template), f"dataset.chat_template={template}")
@@ -234,20 +216,12 @@ RenderChat = Callable[[Chat], str]
 class UnusedField(NamedTuple):
     """A field of a conversation that the template does not render."""
 
-    name: str
-    """``tools``, or the key of a message and its role."""
-    message: int | None
-    """Index of the message; None for the tools."""
+    name: str  # ``tools``, or the key of a message and its role
+    message: int | None  # index of the message; None for the tools
 
 
 def unused_fields(chat: Chat, text: str, render: RenderChat) -> Iterator[UnusedField]:
-    """The fields of ``chat`` that leave no trace in ``text``.
-
-    Args:
-        chat: the conversation.
-        text: the conversation as the template renders it.
-        render: the template.
-    """
+    """The fields of ``chat`` that leave no trace in ``text``."""
     if chat.tools and _same(text, replace(chat, tools=None), render):
         yield UnusedField("tools", None)
     for index, message in enumerate(chat.messages):

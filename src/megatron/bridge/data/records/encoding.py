@@ -65,11 +65,7 @@ class Draft(NamedTuple):
 
 
 class RecordEncoder:
-    """Tokenizes records.
-
-    Raises:
-        UserError: the tokenizer cannot do what the rules need.
-    """
+    """Tokenizes records."""
 
     def __init__(self, tokenizer: Tokenizer, rules: EncodingRules) -> None:
         self.tokenizer = tokenizer
@@ -81,11 +77,6 @@ class RecordEncoder:
         self._special_tokens = _special_tokens(tokenizer)
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        """The samples of ``records``, in order.
-
-        Raises:
-            UserError: a record has no known format, cannot be masked, or is too long with ``truncation=refuse``.
-        """
         report = EncodingReport(records=len(records))
         kept = [draft for draft in self._drafts(records, report) if self._keep(draft, report)]
         cut = [self._truncate(draft.sample, report, draft.where) for draft in kept]
@@ -111,7 +102,6 @@ class RecordEncoder:
             yield Draft(where, next(chats if isinstance(item, Chat) else plain))
 
     def _processed(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[LocatedRecord]:
-        """What ``process_example_fn`` makes of the records."""
         for where, record in records:
             processed = self._process(record) if self._process else record
             if processed is None:
@@ -270,11 +260,7 @@ class RecordEncoder:
 
 
 def media_processor(tokenizer: Tokenizer, rules: EncodingRules) -> MediaProcessor | None:
-    """The image processor that ``rules`` ask for; None if they ask for none.
-
-    Raises:
-        UserError: it cannot be loaded, or the tokenizer has no placeholders.
-    """
+    """The image processor that ``rules`` ask for; None if they ask for none."""
     if rules.media is None:
         return None
     if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -317,7 +303,6 @@ class _Endings:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """A pattern that finds any special token in a text."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
     special = [token.content for token in tokenizer.hf.added_tokens_decoder.values() if token.special]
@@ -342,11 +327,7 @@ def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> Pr
 def expand(
     rendered: RenderedChat, images: Sequence[ImageReference], media: MediaProcessor, where: str
 ) -> RenderedChat:
-    """``rendered`` with the text of each image in the place of its placeholder; spans move along.
-
-    Raises:
-        UserError: the text has another number of placeholders than the record has images.
-    """
+    """``rendered`` with the text of each image in the place of its placeholder; spans move along."""
     pieces = rendered.text.split(media.placeholder)
     if len(pieces) - 1 != len(images):
         raise UserError(

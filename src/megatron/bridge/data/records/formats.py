@@ -104,11 +104,7 @@ def unused_keys(record: Record, parsed: ParsedRecord) -> list[str]:
 
 
 def parse(record: Record, where: str) -> ParsedRecord:
-    """Parse ``record``; ``where`` (file and line number) begins the message of an error.
-
-    Raises:
-        UserError: the record has no known format, has two of them, or holds a value of the wrong type.
-    """
+    """Parse ``record``; ``where`` (file and line number) begins the message of an error."""
     name = _format(record, where)
     if name == "messages":
         return _chat(record, record["messages"], where)
@@ -153,11 +149,7 @@ def _keys(mapping: Mapping[str, Any]) -> str:
 
 
 def expect(value: Any, kind: str, where: str, name: str) -> Any:
-    """``value``, if it is of a JSON type: ``a string``, ``a list`` or ``an object``.
-
-    Raises:
-        UserError: it is not; the message calls it ``name``.
-    """
+    """``value``, if it is of a JSON type: ``a string``, ``a list`` or ``an object``; an error calls it ``name``."""
     if not isinstance(value, JSON_TYPES[kind]):
         raise UserError(f"{where}: {name} must be {kind}, not {type(value).__name__}")
     return value

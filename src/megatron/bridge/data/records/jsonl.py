@@ -12,11 +12,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The file and line number of each object, and the object; blank lines are skipped.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not a JSON object.
-    """
+    """The file and line number of each object, and the object; blank lines are skipped."""
     with open_data(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -25,11 +21,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a ``.json`` file: of one list, as LLaVA's, or one in each line.
-
-    Raises:
-        UserError: the file cannot be read, or an entry is not a JSON object.
-    """
+    """The objects of a ``.json`` file: of one list, as LLaVA's, or one in each line."""
     with open_data(path) as file:
         is_list = file.read(4096).lstrip()[:1] == b"["
     if not is_list:
@@ -44,11 +36,6 @@ def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def open_data(path: Path) -> BufferedReader:
-    """Open a data file.
-
-    Raises:
-        UserError: it cannot be read.
-    """
     try:
         return path.open("rb")
     except OSError as error:
@@ -56,11 +43,7 @@ def open_data(path: Path) -> BufferedReader:
 
 
 def parse_record(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in ``line``; ``where`` (file and line number) begins the message of an error.
-
-    Raises:
-        UserError: not UTF-8, not JSON, not an object, a duplicate key, or half of a surrogate pair.
-    """
+    """The JSON object in ``line``; ``where`` (file and line number) begins the message of an error."""
     try:
         record = strict_json.loads(line)
     except strict_json.DuplicateKeyError as error:

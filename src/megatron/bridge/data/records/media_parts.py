@@ -32,9 +32,6 @@ def place_images(record: Mapping[str, Any], messages: list[Message], where: str)
     """Find the images of a record and put ``{"type": "image"}`` into its messages where each belongs.
 
     Messages are changed: with images, all content becomes a list of parts; without, it stays as it is.
-
-    Raises:
-        UserError: a part is of another kind, or the images do not match their marks.
     """
     listed = _listed(record, where)
     given = None if listed is None else iter(listed)
@@ -55,7 +52,6 @@ def place_images(record: Mapping[str, Any], messages: list[Message], where: str)
 
 
 def as_parts(content: Any) -> list[dict[str, Any]]:
-    """Content as a list of parts."""
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
@@ -120,11 +116,7 @@ def _split(text: str) -> list[dict[str, Any]]:
 
 
 def content_part(part: Any, where: str) -> dict[str, Any]:
-    """A part of content: ``text``, or ``image`` with what the record says about it under ``raw``.
-
-    Raises:
-        UserError: it is of another kind.
-    """
+    """A part of content: ``text``, or ``image`` with what the record says about it under ``raw``."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping):
         # tables fill the keys of other parts with nulls

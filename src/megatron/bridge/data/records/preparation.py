@@ -41,8 +41,7 @@ class PreparedSamples(NamedTuple):
 
     samples: Samples
     report: EncodingReport
-    name: str = ""
-    """The source, for messages."""
+    name: str = ""  # the source, for messages
 
 
 def prepare(
@@ -51,14 +50,9 @@ def prepare(
     """The samples of ``source``.
 
     Args:
-        source: the records.
-        encoder: tokenizes the records.
         folder: where samples are kept for later runs, shared by all nodes. All ranks must then call this, and rank
             0 does the work. None keeps the samples in memory.
         workers: number of processes that tokenize.
-
-    Raises:
-        UserError: a record is wrong, no sample is left, or the folder cannot be used.
     """
     if folder is None:
         prepared = _in_memory(source, encoder, workers)

@@ -10,11 +10,7 @@ ALPACA = ("instruction", "output", "input", "system", "history")
 
 
 def alpaca_example(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of Alpaca (``instruction``, ``output``; perhaps ``input``, ``system``, ``history``) as messages.
-
-    Raises:
-        UserError: ``instruction`` or ``output`` is missing.
-    """
+    """A record of Alpaca (``instruction``, ``output``; perhaps ``input``, ``system``, ``history``) as messages."""
     if missing := [key for key in ALPACA[:2] if not isinstance(record.get(key), str)]:
         raise UserError(
             f"a record of Alpaca's format lacks the text {missing[0]} (keys: {', '.join(sorted(record))}): give "

@@ -103,7 +103,6 @@ class RecordDatasetConfig(DatasetConfig):
 
     @property
     def packed(self) -> bool:
-        """Whether samples are packed into rows."""
         return self.packed_sequence_specs is not None and self.packed_sequence_specs.packed_sequence_size > 0
 
     @property

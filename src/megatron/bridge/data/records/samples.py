@@ -15,12 +15,10 @@ from megatron.bridge.data.media.references import ImageReference
 class Sample(NamedTuple):
     """One tokenized sample."""
 
-    tokens: np.ndarray
-    """All tokens, int32."""
+    tokens: np.ndarray  # all tokens, int32
+    # whether each token is in the loss, bool. The first one never is, because nothing predicts it.
     trained: np.ndarray
-    """Whether each token is in the loss, bool. The first one never is, because nothing predicts it."""
-    images: tuple[ImageReference, ...] = ()
-    """In the order of their tokens."""
+    images: tuple[ImageReference, ...] = ()  # in the order of their tokens
 
 
 class Samples(Sequence[Sample]):
@@ -93,7 +91,6 @@ class Samples(Sequence[Sample]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each sample."""
         return np.diff(self.bounds)
 
 
@@ -108,23 +105,17 @@ class EncodingReport:
     records: int = 0
     samples: int = 0
     tokens: int = 0
-    trained: int = 0
-    """Tokens in the loss."""
+    trained: int = 0  # tokens in the loss
     images: int = 0
-    image_tokens: int = 0
-    """Tokens that images are made of."""
-    cut: int = 0
-    """Samples that were shortened."""
+    image_tokens: int = 0  # tokens that images are made of
+    cut: int = 0  # samples that were shortened
     dropped: Counter[str] = field(default_factory=Counter)
+    # reason -> where the first record is that was dropped for it
     first_dropped: dict[str, str] = field(default_factory=dict[str, str])
-    """Reason -> where the first record is that was dropped for it."""
-    notes: Counter[str] = field(default_factory=Counter)
-    """What is unusual but kept, and how often it occurs."""
-    formats: Counter[str] = field(default_factory=Counter)
-    """Number of records of each format."""
+    notes: Counter[str] = field(default_factory=Counter)  # what is unusual but kept, and how often it occurs
+    formats: Counter[str] = field(default_factory=Counter)  # number of records of each format
 
     def drop(self, reason: str, where: str) -> None:
-        """Count a record that is dropped."""
         self.dropped[reason] += 1
         self.first_dropped.setdefault(reason, where)
 
@@ -138,7 +129,6 @@ class EncodingReport:
                 setattr(self, name, getattr(self, name) + value)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data for ``from_dict``."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     @classmethod

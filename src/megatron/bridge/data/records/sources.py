@@ -25,11 +25,7 @@ class RecordSource(Protocol):
     def name(self) -> str: ...
 
     def records(self) -> Iterator[LocatedRecord]:
-        """All records, in order.
-
-        Raises:
-            UserError: a record cannot be read.
-        """
+        """All records, in order."""
         ...
 
     def fingerprint(self) -> str:
@@ -95,13 +91,11 @@ def is_saved_dataset(folder: Path) -> bool:
 class HubSource:
     """One split of a dataset that `datasets` loads: a hub id, or a folder written by ``save_to_disk``."""
 
-    dataset_name: str
-    """Hub id or folder."""
+    dataset_name: str  # hub id or folder
     subset: str | None
     split: str
     revision: str | None = None
-    streaming: bool = False
-    """Read rows as they are needed instead of loading the whole split first."""
+    streaming: bool = False  # read rows as they are needed instead of loading the whole split first
 
     @property
     def name(self) -> str:
@@ -151,8 +145,7 @@ class HoldOutSource:
     """A random part of another source: the records that are held out, or the rest."""
 
     source: RecordSource
-    share: float
-    """Share of the records that is held out."""
+    share: float  # share of the records that is held out
     seed: int
     held_out: bool
 
@@ -193,8 +186,7 @@ class RenamedSource:
     """The records of another source with other names for some of their keys."""
 
     source: RecordSource
-    columns: Mapping[str, str]
-    """From a key of the records to its new name."""
+    columns: Mapping[str, str]  # from a key of the records to its new name
 
     @property
     def name(self) -> str:

@@ -95,11 +95,6 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
 
     @property
     def maker(self) -> Maker:
-        """What ``maker_name`` names.
-
-        Raises:
-            UserError: there is no such maker.
-        """
         name = self.maker_name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
         if name not in MAKERS:
             raise UserError(
@@ -125,11 +120,7 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
         return EncodingRules(**{**vars(rules), "process_example_fn": self.maker.record})
 
     def source(self, split: Split) -> HubSource | None:
-        """The rows of the split.
-
-        Raises:
-            UserError: there is no split for validation.
-        """
+        """The rows of the split; validation is refused without one."""
         names = {"train": self.train_split, "valid": self.validation_split, "test": self.test_split}
         name, maker = names[split], self.maker
         if name is None and split == "valid":

@@ -22,11 +22,7 @@ _LONGEST_ANSWER = 256  # the harness's own default
 
 
 class HarnessModel(TemplateLM):
-    """What the harness asks of a model; texts are encoded as its ``hf`` model encodes them.
-
-    Args:
-        llm: the model.
-    """
+    """What the harness asks of a model; texts are encoded as its ``hf`` model encodes them."""
 
     backend = "causal"
 
@@ -132,7 +128,6 @@ def evaluate(
     """Run tasks of the harness; to be called on all ranks.
 
     Args:
-        llm: the model.
         tasks: names of tasks or groups, or YAML files.
         include_path: folder with further tasks.
         limit: examples of each task at most.
@@ -141,9 +136,6 @@ def evaluate(
 
     Returns:
         The results, with a record of each example under ``samples``; nothing on other ranks than the first.
-
-    Raises:
-        UserError: an unknown task, or data that cannot be had.
     """
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     known = manager.all_tasks

@@ -26,12 +26,7 @@ class _Arrived(dict[str, Tensor]):
 
 
 class NativeReceiver:
-    """Fills the parameters of a model.
-
-    Args:
-        bridge: of the architecture.
-        model: this rank's chunks.
-    """
+    """Fills the parameters of a model."""
 
     def __init__(self, bridge: AutoBridge, model: Any) -> None:
         plan = bridge.plan(model)
@@ -45,15 +40,7 @@ class NativeReceiver:
                 self._users.setdefault(name, []).append(task)
 
     def begin(self, infos: Sequence[WeightInfo], partial: bool = False) -> None:
-        """Prepare for tensors.
-
-        Args:
-            infos: those that will come.
-            partial: only what changed comes; the rest stays as it is.
-
-        Raises:
-            UserError: they are not those of the model.
-        """
+        """Prepare for tensors; with ``partial`` only what changed comes, and the rest stays as it is."""
         names = {info.name for info in infos}
         missing = [] if partial else sorted(self._names - names)
         surplus = sorted(names - self._names - self._left_out - set(self._ties))
@@ -85,11 +72,6 @@ class NativeReceiver:
                 self._arrived.pop(name, None)
 
     def finish(self) -> None:
-        """Check that everything has come.
-
-        Raises:
-            UserError: a tensor that was announced has not come.
-        """
         missing = sorted({name for names in self._left.values() for name in names})
         if missing:
             raise UserError(f"the weights ended before {first_few(missing)}: send all that was announced")

@@ -14,15 +14,10 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in its bucket.
+    """Where a tensor lies in its bucket."""
 
-    Attributes:
-        info: the tensor.
-        start: first byte.
-    """
-
-    info: WeightInfo
-    start: int
+    info: WeightInfo  # the tensor
+    start: int  # first byte
 
     @property
     def stop(self) -> int:

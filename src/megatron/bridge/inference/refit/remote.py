@@ -9,21 +9,13 @@ from megatron.bridge.utils.errors import UserError
 
 
 class RemoteReceiver:
-    """``take`` of ``send_weights`` for the process at the other end, which calls ``receive_weights``.
-
-    Args:
-        connection: to it.
-    """
+    """``take`` of ``send_weights`` for the process at the other end, which calls ``receive_weights``."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
 
     def __call__(self, step: WeightStep) -> None:
-        """Hand a step over and wait until it is done.
-
-        Raises:
-            UserError: the receiver refuses the weights, or has ended.
-        """
+        """Hand a step over and wait until it is done."""
         try:
             self._connection.send(step)
             problem = self._connection.recv()
@@ -34,15 +26,7 @@ class RemoteReceiver:
 
 
 def receive_weights(connection: Any, reader: BucketReader) -> None:
-    """Take all steps of one refit from the process at the other end.
-
-    Args:
-        connection: to the sender.
-        reader: of the receiver.
-
-    Raises:
-        UserError: the weights are not the model's; the sender is told, too.
-    """
+    """Take all steps of one refit from the process at the other end, which is told of an error, too."""
     step = None
     while not isinstance(step, Finish):
         step = connection.recv()

@@ -24,11 +24,7 @@ class Receiver(Protocol):
 
 
 class BucketReader:
-    """Hands the tensors of each bucket to a receiver.
-
-    Args:
-        receiver: takes them.
-    """
+    """Hands the tensors of each bucket to a receiver."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -37,11 +33,6 @@ class BucketReader:
         self._buffer = torch.empty(0)
 
     def take(self, step: WeightStep) -> None:
-        """Do one step.
-
-        Raises:
-            UserError: a step out of order, or weights that are not the model's.
-        """
         if isinstance(step, Begin):
             self._receiver.begin(step.infos, step.partial)
             self._buckets, self._next = packing.layout(step.infos, step.bucket_bytes), 0
@@ -59,13 +50,7 @@ class BucketReader:
 
 
 class Replacement:
-    """Steps for an engine of this project.
-
-    Args:
-        engine: whose weights are replaced.
-        bridge: of the architecture.
-        chunks: of this rank.
-    """
+    """Steps for an engine of this project."""
 
     def __init__(self, engine: Engine, bridge: AutoBridge, chunks: list[Any]) -> None:
         self._engine = engine

@@ -22,19 +22,12 @@ from megatron.bridge.utils.errors import UserError
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What was sent.
+    """What was sent."""
 
-    Attributes:
-        tensors: how many.
-        bytes: of them.
-        seconds: that it took, without the canary.
-        difference: largest difference of the canary's log-probabilities; None without a canary.
-    """
-
-    tensors: int
-    bytes: int
-    seconds: float
-    difference: float | None = None
+    tensors: int  # how many
+    bytes: int  # of them
+    seconds: float  # that it took, without the canary
+    difference: float | None = None  # largest difference of the canary's log-probabilities; None without a canary
 
 
 def send_weights(
@@ -136,9 +129,6 @@ class Refit:
         Args:
             changed_only: leave out what is as it was at the last call with ``changed_only``.
             running: what becomes of texts that run.
-
-        Raises:
-            UserError: the engine cannot take the weights, or the canary says that it has not.
         """
         expected = self._canary.trainer_logprobs(self._chunks)
         take = None if self._llm is None else self._llm.replace_weights

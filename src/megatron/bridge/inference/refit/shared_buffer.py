@@ -18,12 +18,6 @@ class SharedBuffer:
     """Bytes in a file in memory, or on disk where memory has no room for files.
 
     The file is removed as soon as all receivers have opened it: its memory lives as long as somebody maps it.
-
-    Args:
-        size: in bytes.
-
-    Raises:
-        UserError: neither has room.
     """
 
     def __init__(self, size: int) -> None:

@@ -8,23 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Begin:
-    """New weights are coming.
+    """New weights are coming."""
 
-    Attributes:
-        infos: ``WeightInfo`` of each tensor, in order.
-        bucket_bytes: as ``packing.layout`` takes it, so that both sides know what a bucket holds.
-        path: of the shared buffer.
-        size: of the shared buffer.
-        partial: only tensors that changed are coming.
-        running: what becomes of texts that run, as ``Engine.new_weights`` takes it.
-    """
-
-    infos: list[Any]
-    bucket_bytes: int
-    path: Path
-    size: int
-    partial: bool
-    running: Any = "abort"
+    infos: list[Any]  # ``WeightInfo`` of each tensor, in order
+    bucket_bytes: int  # as ``packing.layout`` takes it, so that both sides know what a bucket holds
+    path: Path  # of the shared buffer
+    size: int  # of the shared buffer
+    partial: bool  # only tensors that changed are coming
+    running: Any = "abort"  # what becomes of texts that run, as ``Engine.new_weights`` takes it
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from megatron.bridge.models.conversion.model_bridge import bridge_for
 from megatron.bridge.utils.distributed import rank, reduce_numbers
 from megatron.bridge.utils.errors import UserError
 
-BUCKET_BYTES = 64 << 20
-"""What ranks exchange at a time."""
+BUCKET_BYTES = 64 << 20  # what ranks exchange at a time
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,7 @@ class WeightStream:
         self._new: dict[str, str] = {}
 
     def metadata(self, tasks: Sequence[WeightConversionTask] | None = None) -> list[WeightInfo]:
-        """What iterating yields, in its order; nothing is read and nothing is sent.
-
-        Args:
-            tasks: those that will be sent; all when None.
-        """
+        """What iterating over ``tasks``, by default all, yields, in its order; nothing is read and nothing is sent."""
         if tasks is None:
             return list(self._all)
         return [info for task, names in _completed(tasks) for info in self._infos(task, names)]

@@ -16,11 +16,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class TransformersReceiver:
-    """Fills the parameters of ``model``, which stays where it is, so that whoever generates with it sees them.
-
-    Args:
-        model: a causal language model of transformers.
-    """
+    """Fills the parameters of ``model``, which stays where it is, so that whoever generates with it sees them."""
 
     def __init__(self, model: Any) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -31,7 +27,6 @@ class TransformersReceiver:
         """Prepare for tensors.
 
         Args:
-            infos: those that will come.
             partial: only what changed comes; the rest stays as it is.
 
         Raises:
@@ -61,11 +56,6 @@ class TransformersReceiver:
         self._expected.discard(name)
 
     def finish(self) -> None:
-        """Check that everything has come.
-
-        Raises:
-            UserError: a tensor that was announced has not come.
-        """
         if self._expected:
             raise UserError(
                 f"the weights ended before {first_few(sorted(self._expected))}: send all that was announced"

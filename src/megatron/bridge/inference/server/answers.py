@@ -13,11 +13,7 @@ Json = dict[str, Any]
 
 
 class TokenTexts:
-    """Texts of single tokens.
-
-    Args:
-        hf: tokenizer of transformers.
-    """
+    """Texts of single tokens."""
 
     def __init__(self, hf: Any) -> None:
         self.of = lru_cache(maxsize=65536)(lambda token: str(hf.decode([token], skip_special_tokens=False)))
@@ -25,17 +21,11 @@ class TokenTexts:
 
 @dataclass
 class Choice:
-    """One choice, as far as it is known.
+    """One choice, as far as it is known."""
 
-    Attributes:
-        index: in the answer.
-        prompt: token ids of its prompt.
-        echoed: text of the prompt if the answer begins with it.
-    """
-
-    index: int
-    prompt: list[int]
-    echoed: str | None = None
+    index: int  # in the answer
+    prompt: list[int]  # token ids of its prompt
+    echoed: str | None = None  # text of the prompt if the answer begins with it
     text: str = ""
     tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -43,7 +33,6 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, progress: Progress) -> None:
-        """Take note of a step."""
         self.text += progress.piece
         self.tokens += len(progress.tokens)
         self.logprobs += progress.logprobs
@@ -61,18 +50,13 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
 
 @dataclass
 class CompletionFormat:
-    """How ``/v1/completions`` writes choices.
-
-    Attributes:
-        texts: of tokens.
-        top: how many most likely tokens are named; None for no log-probabilities.
-    """
+    """How ``/v1/completions`` writes choices."""
 
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    texts: TokenTexts
-    top: int | None = None
+    texts: TokenTexts  # of tokens
+    top: int | None = None  # how many most likely tokens are named; None for no log-probabilities
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def whole(self, choice: Choice) -> Json:
@@ -137,17 +121,14 @@ class ChatFormat:
     top: int | None = None
 
     def whole(self, choice: Choice) -> Json:
-        """A finished choice."""
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return self._choice(choice, "message", message, choice.logprobs)
 
     def first_pieces(self, choice: Choice) -> list[Json]:
-        """What a stream of the choice begins with."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def piece(self, choice: Choice, progress: Progress) -> Json:
-        """What a step added."""
         delta = {"content": progress.piece} if progress.piece else {}
         return self._choice(choice, "delta", delta, progress.logprobs)
 

@@ -36,25 +36,15 @@ _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 @dataclass
 class Server:
-    """What the endpoints need.
+    """What the endpoints need."""
 
-    Attributes:
-        name: of the model.
-        hf: its tokenizer.
-        max_context: tokens of a prompt and its completion.
-        template: chat template instead of the tokenizer's.
-        seconds: that a request may take.
-        created: when the server started, in seconds since 1970.
-        adapters: names of adapters, which are models of their own to clients.
-    """
-
-    name: str
-    hf: Any
-    max_context: int
-    template: str | None
-    seconds: float
-    created: int
-    adapters: tuple[str, ...] = ()
+    name: str  # of the model
+    hf: Any  # its tokenizer
+    max_context: int  # tokens of a prompt and its completion
+    template: str | None  # chat template instead of the tokenizer's
+    seconds: float  # that a request may take
+    created: int  # when the server started, in seconds since 1970
+    adapters: tuple[str, ...] = ()  # names of adapters, which are models of their own to clients
     client: EngineClient | None = None
     metrics: Metrics | None = None
     is_ready: bool = False

@@ -27,7 +27,6 @@ class EngineClient:
     """Talks with the ranks of ``workers``; to be made and used in an event loop.
 
     Args:
-        workers: their models are loaded.
         capacity: choices that run or wait at the same time.
         failed: called with the reason when the engine has ended.
     """
@@ -138,11 +137,7 @@ class RequestStream:
             raise UserError(event.message)
 
     async def progress(self) -> AsyncIterator[Progress]:
-        """What comes after that, until all choices are over.
-
-        Raises:
-            EngineGoneError: the engine has ended.
-        """
+        """What comes after that, until all choices are over, or an ``EngineGoneError``."""
         while self.open_choices or not self._events.empty():
             event = await self._next()
             assert isinstance(event, Progress)
@@ -155,5 +150,4 @@ class RequestStream:
         return event
 
     def close(self) -> None:
-        """Cancel what is not over."""
         self._client.forget(self)

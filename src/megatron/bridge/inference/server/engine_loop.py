@@ -10,8 +10,7 @@ from megatron.bridge.inference.requests import FinishReason, Sampling, TokenLogp
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
 
-IDLE_SECONDS = 1.0
-"""How long rank 0 waits for a request while the other ranks wait for rank 0."""
+IDLE_SECONDS = 1.0  # how long rank 0 waits for a request while the other ranks wait for rank 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator
     """Serve until the process ends; runs on every rank, as ``Workers.start`` explains.
 
     Args:
-        llm: the ``LLM`` of this rank.
         receive: gives rank 0 what has arrived.
 
     Yields:
@@ -98,11 +96,7 @@ def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator
 
 
 class EngineLoop:
-    """The jobs of an engine by request.
-
-    Args:
-        engine: entered; nobody else submits to it.
-    """
+    """The jobs of an entered ``engine``, to which nobody else submits, by request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -9,11 +9,9 @@ class ApiError(Exception):
     """A request that is not answered.
 
     Args:
-        status: of HTTP.
         message: one sentence for a person.
         param: the field that is wrong.
         code: for programs.
-        headers: of the answer.
     """
 
     def __init__(
@@ -30,7 +28,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error object."""
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -20,27 +20,16 @@ RETRY_SECONDS = 1
 
 @dataclass
 class Generation:
-    """Completions of one or several prompts, as one answer.
+    """Completions of one or several prompts, as one answer."""
 
-    Attributes:
-        client: computes them.
-        metrics: counts them.
-        model: its name.
-        format: how choices are written.
-        prompts: token ids.
-        sampling: how to continue each of them.
-        seconds: until the answer is given up.
-        echoed: texts of the prompts if the answer is to begin with them.
-    """
-
-    client: EngineClient
-    metrics: Metrics
-    model: str
-    format: Format
-    prompts: list[list[int]]
-    sampling: Sampling
-    seconds: float
-    echoed: list[str] | None = None
+    client: EngineClient  # computes them
+    metrics: Metrics  # counts them
+    model: str  # its name
+    format: Format  # how choices are written
+    prompts: list[list[int]]  # token ids
+    sampling: Sampling  # how to continue each of them
+    seconds: float  # until the answer is given up
+    echoed: list[str] | None = None  # texts of the prompts if the answer is to begin with them
     include_usage: bool = False
     _streams: list[RequestStream] = field(default_factory=list)
 
@@ -143,7 +132,6 @@ class Generation:
         return {**self._head, "object": kind, "choices": choices}
 
     def close(self) -> None:
-        """Cancel what is not over."""
         for stream in self._streams:
             stream.close()
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron.bridge.inference.server.errors import ApiError, to_json
 
-OPEN_PATHS = ("/", "/health")
-"""Answered without a key: the chat page asks for it, and load balancers have none."""
+OPEN_PATHS = ("/", "/health")  # answered without a key: the chat page asks for it, and load balancers have none
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 Message = dict[str, Any]
@@ -20,29 +19,18 @@ Send = Callable[[Message], Awaitable[None]]
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What is let through.
+    """What is let through."""
 
-    Attributes:
-        key: that every request must have; None lets all through.
-        hosts: names under which the server may be called, against pages that point a name of their own at this
-            machine; None allows any.
-        body_bytes: size of the largest body.
-        seconds: how long a client may take to send its body, or to read a piece of the answer.
-    """
-
-    key: str | None = None
+    key: str | None = None  # that every request must have; None lets all through
+    # names under which the server may be called, against pages that point a name of their own at this machine; None
+    # allows any
     hosts: frozenset[str] | None = None
-    body_bytes: int = 1 << 20
-    seconds: float = 30.0
+    body_bytes: int = 1 << 20  # size of the largest body
+    seconds: float = 30.0  # how long a client may take to send its body, or to read a piece of the answer
 
 
 class Guard:
-    """ASGI middleware.
-
-    Args:
-        app: what it guards.
-        config: what it lets through.
-    """
+    """ASGI middleware."""
 
     def __init__(self, app: Any, config: GuardConfig) -> None:
         self._app = app

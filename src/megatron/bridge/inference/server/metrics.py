@@ -15,12 +15,7 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 
 
 
 class Metrics:
-    """Counters of one server.
-
-    Args:
-        name: of the model.
-        load: how busy the engine is.
-    """
+    """Counters of one server."""
 
     def __init__(self, name: str, load: Callable[[], Load]) -> None:
         self._registry = CollectorRegistry()
@@ -45,21 +40,15 @@ class Metrics:
         return generate_latest(self._registry)
 
     def watch(self, prompt_tokens: int) -> "RequestTimes":
-        """Begin with a request."""
         self._prompt.inc(prompt_tokens)
         return RequestTimes(self)
 
     def ended(self, reason: str) -> None:
-        """Count a choice that is over."""
         self._over.labels(self._name, reason).inc()
 
 
 class RequestTimes:
-    """The times of one request.
-
-    Args:
-        metrics: where they are counted.
-    """
+    """The times of one request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -67,7 +56,6 @@ class RequestTimes:
         self._last: dict[int, float] = {}
 
     def tokens(self, choice: int, count: int) -> None:
-        """Take note of new tokens of a choice."""
         now = time.perf_counter()
         if choice in self._last:
             self._metrics._between.observe(now - self._last[choice])
@@ -77,5 +65,4 @@ class RequestTimes:
         self._metrics._generated.inc(count)
 
     def over(self) -> None:
-        """Take note of the end."""
         self._metrics._whole.observe(time.perf_counter() - self._start)

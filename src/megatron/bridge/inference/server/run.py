@@ -29,38 +29,19 @@ _FAILED_SECONDS = 3  # to tell all clients that the engine has ended
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """How a model is served.
+    """How a model is served."""
 
-    Attributes:
-        name: of the model.
-        host: address to listen on; one that is not the loopback's needs a key.
-        port: 0 takes a free one.
-        api_key: that every request must have.
-        max_queue: choices that may wait beside those that run.
-        request_seconds: until a request is given up.
-        drain_seconds: that running requests may take after SIGTERM.
-    """
-
-    name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    max_queue: int = 256
-    request_seconds: float = 600.0
-    drain_seconds: float = 600.0
+    name: str  # of the model
+    host: str = "127.0.0.1"  # address to listen on; one that is not the loopback's needs a key
+    port: int = 8000  # 0 takes a free one
+    api_key: str | None = None  # that every request must have
+    max_queue: int = 256  # choices that may wait beside those that run
+    request_seconds: float = 600.0  # until a request is given up
+    drain_seconds: float = 600.0  # that running requests may take after SIGTERM
 
 
 def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
-    """Serve a model until SIGTERM or SIGINT.
-
-    Args:
-        path: of the model, as ``LLM`` takes it.
-        options: of ``LLM``.
-        config: how.
-
-    Raises:
-        UserError: the port or the model cannot be had, or a rank has ended meanwhile.
-    """
+    """Serve a model until SIGTERM or SIGINT."""
     if config.host not in LOOPBACK and config.api_key is None:
         raise UserError(
             f"--host {config.host} can be reached by others: give --api-key-file, or leave the host at 127.0.0.1"

@@ -164,7 +164,6 @@ class ChatMessage(_Strict):
     name: Text | None = None
 
     def as_record(self) -> dict[str, str]:
-        """The message as templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
 

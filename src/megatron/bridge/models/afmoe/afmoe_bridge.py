@@ -4,17 +4,11 @@
 from dataclasses import replace
 from typing import Any
 
+from megatron.bridge.models.conversion.declare import moe_fields as moe
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp, post_norms
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOW, WINDOWED_ROPE
 from megatron.bridge.models.conversion.declare.fields import Field
 from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.declare.moe_fields import (
-    SCALING,
-    SHARED_EXPERTS,
-    SIGMOID_ROUTING,
-    dense_before_sparse,
-    expert_sizes,
-)
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 
@@ -28,21 +22,19 @@ def _is_scaled(multiplier: str | float, _: Any) -> bool:
 
 @register_bridge("AfmoeForCausalLM", model_type="afmoe")
 class AfmoeBridge(DecoderBridge):
-    """Hugging Face's ``AfmoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *DENSE,
         WINDOW,
         WINDOWED_ROPE,
-        *expert_sizes(),
-        replace(SHARED_EXPERTS, hf="num_shared_experts"),
-        replace(SCALING, hf="route_scale"),
-        dense_before_sparse("num_dense_layers"),
+        *moe.expert_sizes(),
+        replace(moe.SHARED_EXPERTS, hf="num_shared_experts"),
+        replace(moe.SCALING, hf="route_scale"),
+        moe.dense_before_sparse("num_dense_layers"),
         Field("mup_enabled", "embedding_multiplier", default=False, to=_multiplier, back=_is_scaled),
     )
     fixed = {
         **LLAMA_LIKE,
-        **SIGMOID_ROUTING,
+        **moe.SIGMOID_ROUTING,
         "add_bias_linear": False,
         "norm_placement": "both",
         "qk_layernorm": True,

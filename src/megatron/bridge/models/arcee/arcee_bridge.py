@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("ArceeForCausalLM", model_type="arcee")
 class ArceeBridge(DecoderBridge):
-    """Hugging Face's ``ArceeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, *BIASES)
     fixed = {**LLAMA_LIKE, "gated_linear_unit": False}
     weights = (ends(), attention(), mlp(gated=False))

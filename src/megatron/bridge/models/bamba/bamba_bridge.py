@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any
 
+from megatron.bridge.models.conversion.declare import hybrid_fields as hybrid
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
 from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE, PARTIAL_ROPE
 from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
-from megatron.bridge.models.conversion.declare.hybrid_fields import ONE_GROUP, ONE_GROUP_MAMBA
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 
@@ -23,13 +23,11 @@ def _layers_back(layers: list[int], _: Any) -> list[int] | None:
 
 @register_bridge("BambaForCausalLM", model_type="bamba")
 class BambaBridge(DecoderBridge):
-    """Hugging Face's ``BambaForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
-        *override((*DENSE, *BIASES), PARTIAL_ROPE, *ONE_GROUP_MAMBA),
+        *override((*DENSE, *BIASES), PARTIAL_ROPE, *hybrid.ONE_GROUP_MAMBA),
         Field("attn_layer_indices", "mamba_layers", default=None, to=_layers, back=_layers_back),
     )
-    fixed = {**LLAMA_LIKE, **ONE_GROUP}
+    fixed = {**LLAMA_LIKE, **hybrid.ONE_GROUP}
     irrelevant = dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"))
     irrelevant |= {"time_step_limit": ([0.0, inf], (0.0, inf))}
     weights = (

@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 
 @register_bridge("Cohere2ForCausalLM", model_type="cohere2")
 class Cohere2Bridge(CohereBridge):
-    """Hugging Face's ``Cohere2ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*(field for field in CohereBridge.fields if field.hf != "use_qk_norm"), WINDOW, WINDOWED_ROPE)
     # published configs have them; transformers reads none, but makes layer_types of sliding_window_pattern
     irrelevant = {

@@ -15,8 +15,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("CohereForCausalLM", model_type="cohere")
 class CohereBridge(DecoderBridge):
-    """Hugging Face's ``CohereForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *override(DENSE, NORM_EPS),
         ATTENTION_BIAS,

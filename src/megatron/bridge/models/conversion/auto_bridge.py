@@ -48,8 +48,7 @@ from megatron.bridge.utils import console
 from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.errors import UserError
 
-Chunks = nn.Module | Sequence[nn.Module]
-"""This rank's chunks, wrapped or not: a list, or a single chunk."""
+Chunks = nn.Module | Sequence[nn.Module]  # this rank's chunks, wrapped or not: a list, or a single chunk
 
 
 class AutoBridge(AdapterCalls):

@@ -25,10 +25,6 @@ def write_description(
         checkpoint: root of a checkpoint, or one of its iterations.
         directory: an existing directory to write to.
         architecture: such as ``LlamaForCausalLM``; None finds the only one that computes the same.
-        tokenizer: of the model, if it has one.
-
-    Raises:
-        UserError: no architecture, or several, compute what the model does, or ``architecture`` does not.
     """
     provider = stored_provider.read(checkpoint)
     config = _config(provider, _chosen(provider, architecture))

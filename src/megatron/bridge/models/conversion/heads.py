@@ -29,8 +29,7 @@ class HeadedClass(NamedTuple):
     """A class of transformers with a head."""
 
     head: str
-    causal: str
-    """The class of the same decoder with an output layer."""
+    causal: str  # the class of the same decoder with an output layer
 
 
 def headed_class(architecture: str, model_type: str | None) -> HeadedClass | None:
@@ -41,11 +40,7 @@ def headed_class(architecture: str, model_type: str | None) -> HeadedClass | Non
 
 
 def architecture_of(head: str, model_type: str | None) -> str:
-    """The class of transformers for ``head``.
-
-    Raises:
-        UserError: transformers has no such class for the architecture.
-    """
+    """The class of transformers for ``head``."""
     found = _table(_TABLES[head]).get(model_type)
     if not isinstance(found, str):
         raise UserError(

@@ -21,15 +21,7 @@ def is_megatron_checkpoint(name: str | Path) -> bool:
 
 
 def local_weights(name: str | Path) -> Path:
-    """The directory of the weights ``name``; a model of the hub is downloaded.
-
-    Args:
-        name: directory of a Hugging Face model, directory of a Megatron checkpoint or of one of its iterations,
-            or hub id.
-
-    Raises:
-        UserError: There are no weights, or the hub does not serve them.
-    """
+    """The directory of the weights ``name``, a directory in either format or a hub id, whose files are downloaded."""
     if hub.is_hub_id(name):
         return hub.resolve(name, weights=True)
     return Path(name).expanduser() if is_hf_model(name) else paths.resolve(name)
@@ -72,12 +64,7 @@ def declared_provider(folder: Path) -> Any:
 
 
 def provider_of(name: str, trust_remote_code: bool = False) -> Any:
-    """The provider of the model ``name``, a directory in either format or a hub id; it loads the weights, too.
-
-    Args:
-        name: directory or hub id.
-        trust_remote_code: run a Hugging Face model's own configuration code.
-    """
+    """The provider of the model ``name``, a directory in either format or a hub id; it loads the weights, too."""
     if not is_megatron_checkpoint(name):
         return AutoBridge.from_hf_pretrained(name, trust_remote_code=trust_remote_code).to_megatron_provider()
     provider = stored_provider.read(name)

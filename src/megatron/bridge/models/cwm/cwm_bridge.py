@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("CwmForCausalLM", model_type="cwm")
 class CwmBridge(DecoderBridge):
-    """Hugging Face's ``CwmForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, *BIASES[1:], *WINDOWS)
     fixed = {**LLAMA_LIKE, "attention_bias": False}
     irrelevant = {"attention_bias": (False,)}

@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Ernie4_5ForCausalLM", model_type="ernie4_5")
 class Ernie45Bridge(DecoderBridge):
-    """Hugging Face's ``Ernie4_5ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, ALL_BIASES)
     fixed = {**LLAMA_LIKE, "rotary_interleaved": True}
     # transformers has no dropout; the others tell of the training code

@@ -4,17 +4,11 @@
 from dataclasses import replace
 from typing import Any
 
+from megatron.bridge.models.conversion.declare import moe_fields as moe
 from megatron.bridge.models.conversion.declare.blocks import attention, ends
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
 from megatron.bridge.models.conversion.declare.fields import Field
 from megatron.bridge.models.conversion.declare.moe_blocks import DENSE_OR_SPARSE
-from megatron.bridge.models.conversion.declare.moe_fields import (
-    AUX_LOSS,
-    SHARED_EXPERTS,
-    SOFTMAX_ROUTING,
-    SPARSE_BETWEEN,
-    expert_sizes,
-)
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
 from megatron.bridge.models.conversion.param_mapping import OneRowMapping, ReplicatedMapping
 
@@ -30,19 +24,17 @@ def _count(width: int | None, provider: Any) -> int:
 
 @register_bridge("Ernie4_5_MoeForCausalLM", model_type="ernie4_5_moe")
 class Ernie45MoeBridge(DecoderBridge):
-    """Hugging Face's ``Ernie4_5_MoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *DENSE,
-        *expert_sizes("moe_num_experts", chosen="moe_k"),
-        replace(SHARED_EXPERTS, hf="moe_num_shared_experts", default=0, back=_count),
-        *SPARSE_BETWEEN,
+        *moe.expert_sizes("moe_num_experts", chosen="moe_k"),
+        replace(moe.SHARED_EXPERTS, hf="moe_num_shared_experts", default=0, back=_count),
+        *moe.SPARSE_BETWEEN,
         Field("moe_norm_min", "moe_router_norm_min", default=1e-12),
-        AUX_LOSS,
+        moe.AUX_LOSS,
     )
     fixed = {
         **LLAMA_LIKE,
-        **SOFTMAX_ROUTING,
+        **moe.SOFTMAX_ROUTING,
         "rotary_interleaved": True,
         "add_bias_linear": False,
         "moe_router_pre_softmax": True,

@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Exaone4ForCausalLM", model_type="exaone4")
 class Exaone4Bridge(DecoderBridge):
-    """Hugging Face's ``Exaone4ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, WINDOW, WINDOWED_ROPE_IF_ANY)
     fixed = {**LLAMA_LIKE, "norm_placement": "post", "qk_layernorm": True, "add_bias_linear": False}
     irrelevant = {"sliding_window_pattern": None}  # transformers makes layer_types of it

@@ -24,8 +24,6 @@ def _layer(config: Any) -> Block:
 
 @register_bridge("FalconForCausalLM", model_type="falcon")
 class FalconBridge(DecoderBridge):
-    """Hugging Face's ``FalconForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = FALCON
     fixed = {**LAYER_NORM_LIKE, "gated_linear_unit": False}
     irrelevant = {

@@ -24,12 +24,7 @@ _PARTS = {
 
 
 def apply_biases(model: Any, config: Any) -> None:
-    """Remove the biases that the switches of ``_PARTS`` in ``config`` turn off.
-
-    Raises:
-        UserError: a switch asks for biases that ``add_bias_linear=False`` leaves out, or the layers cannot do
-            without the bias that they were built with.
-    """
+    """Remove the biases that the switches of ``_PARTS`` in ``config`` turn off."""
     if config.attention_output_bias and not config.add_bias_linear:
         _add_to_output_projections(model, config)
     for name in _PARTS:

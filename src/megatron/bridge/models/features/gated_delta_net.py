@@ -25,11 +25,7 @@ _OF_ATTENTION: dict[str, Any] = {
 
 
 def check(config: TransformerConfig) -> None:
-    """Refuse layers that Megatron-Core would build differently, or not at all.
-
-    Raises:
-        UserError: sizes that do not divide, or features that gated delta nets do not have.
-    """
+    """Refuse layers that Megatron-Core would build differently, or not at all."""
     for name in LAYERS:
         if any(getattr(config, name, None) or ()):
             _check_layers(config, name)

@@ -31,11 +31,7 @@ class BestExpertGroups:
 
 
 def check(config: Any) -> None:
-    """Refuse settings that take the choice of experts away from the router's own code.
-
-    Raises:
-        UserError: such a setting together with groups that are ranked by their best expert.
-    """
+    """Refuse settings that take the choice of experts away from the router's own code."""
     for name in ("moe_router_fusion", "moe_enable_routing_replay"):
         if _is_asked_for(config) and getattr(config, name):
             raise UserError(f"moe_router_group_score='max' does not work with {name}=True: set model.{name}=False")

@@ -80,11 +80,7 @@ def _whole_sequence(values: Tensor) -> Tensor:
 
 
 def derive(config: Any) -> None:
-    """Refuse what a head cannot be combined with, and untie the output layer, which is not there.
-
-    Raises:
-        UserError: with the setting that does not go with ``config.head``.
-    """
+    """Refuse what a head cannot be combined with, and untie the output layer, which is not there."""
     if config.head is None:
         _refuse_settings_without_head(config)
         return

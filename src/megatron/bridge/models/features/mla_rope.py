@@ -50,11 +50,7 @@ class LatentRotaryEmbedding(YarnRotaryEmbedding):
 
 
 def derive(config: Any) -> None:
-    """Set the values of Megatron-Core that ``config.rope_parameters`` stands for; without any they stay.
-
-    Raises:
-        UserError: a kind of scaling that changes with the length of the sequence.
-    """
+    """Set the values of Megatron-Core that ``config.rope_parameters`` stands for; without any they stay."""
     parameters = config.rope_parameters or {}
     kind = parameters.get("rope_type", "default")
     if kind == "default":

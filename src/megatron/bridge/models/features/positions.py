@@ -9,11 +9,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 def check(config: Any) -> None:
-    """Refuse sequences that are longer than the table of learned positions.
-
-    Raises:
-        UserError: ``seq_length`` is above ``max_position_embeddings``.
-    """
+    """Refuse sequences that are longer than the table of learned positions."""
     if config.position_embedding_type != "learned_absolute" or config.max_position_embeddings is None:
         return
     if config.seq_length > config.max_position_embeddings:

@@ -18,11 +18,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 def apply_query_scaling(model: nn.Module, config: Any) -> None:
-    """Scale the rotated queries of ``model`` (a ``GPTModel``) where ``config.query_scaling_beta`` is not None.
-
-    Raises:
-        UserError: the length of the first training is not in ``config.rope_parameters``.
-    """
+    """Scale the rotated queries of ``model`` (a ``GPTModel``) where ``config.query_scaling_beta`` is not None."""
     if config.query_scaling_beta is None:
         return
     own = config.query_scaling_length

@@ -44,11 +44,7 @@ _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def check_parameters(parameters: dict[str, Any]) -> None:
-    """Refuse a ``rope_parameters`` dict that is not understood to the last key.
-
-    Raises:
-        UserError: an unknown kind, an unknown key, or a key that the kind needs and that is not there.
-    """
+    """Refuse a ``rope_parameters`` dict that is not understood to the last key."""
     kind = parameters.get("rope_type", "default")
     if kind not in KINDS:
         raise UserError(f"rope_parameters.rope_type={kind!r} is not one of {', '.join(KINDS)}")
@@ -171,11 +167,7 @@ def _ntk_alpha(parameters: dict[str, Any], width: int) -> torch.Tensor:
 
 
 def apply_rope(model: Any, config: Any) -> None:
-    """Give ``model`` (a ``GPTModel``) the scaled, or layerwise, rotary embedding that ``config`` asks for.
-
-    Raises:
-        UserError: the parameters are not understood, or another setting would leave them without effect.
-    """
+    """Give ``model`` (a ``GPTModel``) the scaled, or layerwise, rotary embedding that ``config`` asks for."""
     parameters, local = config.rope_parameters or {}, config.local_rope_parameters
     if config.multi_latent_attention or (_is_plain(parameters) and not local):
         return  # latent attention has an embedding in each layer: models/features/mla_rope.py

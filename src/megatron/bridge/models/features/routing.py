@@ -38,11 +38,7 @@ class CorrectedSoftmax:
 
 
 def check(config: Any) -> None:
-    """Refuse settings that take the routing away from these rules.
-
-    Raises:
-        UserError: such a setting, or a rule for scores of another kind.
-    """
+    """Refuse settings that take the routing away from these rules."""
     rules = {"moe_router_norm_topk": (True, "sigmoid"), "moe_router_norm_min": (None, "softmax")}
     for name, (default, kind) in rules.items():
         value = getattr(config, name)

@@ -18,8 +18,6 @@ from megatron.bridge.models.gemma.gemma_bridge import GEMMA_LIKE
 
 @register_bridge("Gemma2ForCausalLM", model_type="gemma2")
 class Gemma2Bridge(DecoderBridge):
-    """Hugging Face's ``Gemma2ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *override(DENSE, replace(ACTIVATION, hf="hidden_activation")),
         *WINDOWS,

@@ -10,8 +10,6 @@ from megatron.bridge.models.gemma.gemma2_bridge import Gemma2Bridge
 
 @register_bridge("Gemma3ForCausalLM", model_type="gemma3_text")
 class Gemma3Bridge(Gemma2Bridge):
-    """Hugging Face's ``Gemma3ForCausalLM`` and Megatron's ``GPTModel``: as Gemma 2, but for what is here."""
-
     fields = tuple(
         field for field in override(Gemma2Bridge.fields, LAYER_ROPE) if field.hf != "attn_logit_softcapping"
     )

@@ -7,8 +7,6 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 
 @register_bridge("Gemma3ForConditionalGeneration", model_type="gemma3")
 class Gemma3VLBridge(VisionBridge):
-    """Hugging Face's ``Gemma3ForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"gemma3_text": "Gemma3ForCausalLM"}
     names = LLAVA_NAMES
     other_names = LLAVA_OTHER_NAMES

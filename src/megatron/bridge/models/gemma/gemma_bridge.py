@@ -15,8 +15,6 @@ GEMMA_LIKE = {
 
 @register_bridge("GemmaForCausalLM", model_type="gemma")
 class GemmaBridge(DecoderBridge):
-    """Hugging Face's ``GemmaForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, ATTENTION_BIAS)
     fixed = GEMMA_LIKE
     irrelevant = {"hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": (None, False)}

@@ -7,7 +7,5 @@ from megatron.bridge.models.gemma.gemma2_bridge import Gemma2Bridge
 
 @register_bridge("VaultGemmaForCausalLM", model_type="vaultgemma")
 class VaultGemmaBridge(Gemma2Bridge):
-    """Hugging Face's ``VaultGemmaForCausalLM`` and Megatron's ``GPTModel``."""
-
     fixed = {**Gemma2Bridge.fixed, "norm_placement": "pre"}
     weights = Gemma2Bridge.weights[:-1]

@@ -8,7 +8,5 @@ from megatron.bridge.models.glm.glm_bridge import GlmBridge
 
 @register_bridge("Glm4ForCausalLM", model_type="glm4")
 class Glm4Bridge(GlmBridge):
-    """Hugging Face's ``Glm4ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fixed = {**GlmBridge.fixed, "norm_placement": "both"}
     weights = (*GlmBridge.weights, post_norms("post_self_attn_layernorm", "post_mlp_layernorm"))

@@ -7,8 +7,6 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 
 @register_bridge("Glm4vForConditionalGeneration", model_type="glm4v")
 class GLM4VBridge(VisionBridge):
-    """Hugging Face's ``Glm4vForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"glm4v_text": "Glm4ForCausalLM"}
     tower = ("visual",)
     names = {"model.": "model.language_model.", "visual.": "model.visual."}

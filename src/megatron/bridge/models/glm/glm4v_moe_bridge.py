@@ -7,8 +7,6 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 
 @register_bridge("Glm4vMoeForConditionalGeneration", model_type="glm4v_moe")
 class GLM45VBridge(VisionBridge):
-    """Hugging Face's ``Glm4vMoeForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"glm4v_moe_text": "Glm4MoeForCausalLM"}
     tower = ("visual",)
     names = {"model.": "model.language_model.", "visual.": "model.visual."}

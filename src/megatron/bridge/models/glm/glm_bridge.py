@@ -9,8 +9,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("GlmForCausalLM", model_type="glm")
 class GlmBridge(DecoderBridge):
-    """Hugging Face's ``GlmForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*override(DENSE, PARTIAL_ROPE), Field("attention_bias", "add_qkv_bias", default=True))
     fixed = {**LLAMA_LIKE, "rotary_interleaved": True, "add_bias_linear": False}
     weights = (ends(), attention(), mlp(fused=True))

@@ -24,8 +24,6 @@ def _width_back(width: int, provider: Any) -> int | None:
 
 @register_bridge("GPT2LMHeadModel", model_type="gpt2")
 class GPT2Bridge(DecoderBridge):
-    """Hugging Face's ``GPT2LMHeadModel`` and Megatron's ``GPTModel``."""
-
     fields = (
         DTYPE,
         Field("vocab_size", "vocab_size"),

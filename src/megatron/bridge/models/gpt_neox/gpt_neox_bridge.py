@@ -18,8 +18,6 @@ _ABSENT = ("num_key_value_heads", "head_dim")
 
 @register_bridge("GPTNeoXForCausalLM", model_type="gpt_neox")
 class GPTNeoXBridge(DecoderBridge):
-    """Hugging Face's ``GPTNeoXForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in override(DENSE, PARTIAL_ROPE, NORM_EPS) if field.hf not in _ABSENT),
         Field("attention_bias", "attention_bias", default=True),

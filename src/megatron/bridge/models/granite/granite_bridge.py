@@ -9,8 +9,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("GraniteForCausalLM", model_type="granite")
 class GraniteBridge(DecoderBridge):
-    """Hugging Face's ``GraniteForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *DENSE,
         *BIASES,

@@ -3,31 +3,24 @@
 
 from typing import Any
 
+from megatron.bridge.models.conversion.declare import moe_fields as moe
 from megatron.bridge.models.conversion.declare.blocks import attention, ends
 from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, LLAMA_LIKE
 from megatron.bridge.models.conversion.declare.fields import Field
 from megatron.bridge.models.conversion.declare.moe_blocks import router, shared_experts, stacked_experts
-from megatron.bridge.models.conversion.declare.moe_fields import (
-    ATTENTION_BIAS_OF_EXPERTS,
-    AUX_LOSS,
-    SOFTMAX_ROUTING,
-    expert_sizes,
-)
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.granite.granite_bridge import GraniteBridge
 
 
 @register_bridge("GraniteMoeForCausalLM", model_type="granitemoe")
 class GraniteMoeBridge(DecoderBridge):
-    """Hugging Face's ``GraniteMoeForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in GraniteBridge.fields if field not in BIASES),
-        *expert_sizes("num_local_experts", "intermediate_size"),
-        ATTENTION_BIAS_OF_EXPERTS,
-        AUX_LOSS,
+        *moe.expert_sizes("num_local_experts", "intermediate_size"),
+        moe.ATTENTION_BIAS_OF_EXPERTS,
+        moe.AUX_LOSS,
     )
-    fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False}
+    fixed = {**LLAMA_LIKE, **moe.SOFTMAX_ROUTING, "add_bias_linear": False}
     irrelevant = {"output_router_logits": None}
     weights = (
         ends(),
@@ -48,8 +41,6 @@ def _back(width: int | None, _: Any) -> int:
 
 @register_bridge("GraniteMoeSharedForCausalLM", model_type="granitemoeshared")
 class GraniteMoeSharedBridge(GraniteMoeBridge):
-    """Hugging Face's ``GraniteMoeSharedForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *GraniteMoeBridge.fields,
         Field("shared_intermediate_size", "moe_shared_expert_intermediate_size", default=0, to=_width, back=_back),

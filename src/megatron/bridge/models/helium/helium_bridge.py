@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("HeliumForCausalLM", model_type="helium")
 class HeliumBridge(DecoderBridge):
-    """Hugging Face's ``HeliumForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, *(field for field in PART_BIASES if field.hf != "attention_out_bias"))
     fixed = {**LLAMA_LIKE, "rotary_interleaved": True}
     weights = (ends(), attention(), mlp())

@@ -226,11 +226,7 @@ def _is_native(config: Mapping[str, Any]) -> bool:
 
 
 def to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """The torch dtype of a name such as ``bfloat16``; None and ``auto`` stay undecided.
-
-    Raises:
-        UserError: no such dtype.
-    """
+    """The torch dtype of a name such as ``bfloat16``; None and ``auto`` stay undecided."""
     if value is None or value == "auto" or isinstance(value, torch.dtype):
         return None if isinstance(value, str) else value
     found = getattr(torch, value.removeprefix("torch."), None)

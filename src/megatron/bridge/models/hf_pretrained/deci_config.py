@@ -15,8 +15,7 @@ class DeciConfig(LlamaConfig):
 
     intermediate_size: int | None = None  # type: ignore[assignment]
     num_key_value_heads: int | None = None
-    block_configs: list[dict[str, Any]] | None = None
-    """For each layer its ``attention`` and its ``ffn``."""
+    block_configs: list[dict[str, Any]] | None = None  # for each layer its ``attention`` and its ``ffn``
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in defaults, but for what differs from layer to layer."""

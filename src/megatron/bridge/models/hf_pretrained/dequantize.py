@@ -32,9 +32,7 @@ class QuantizedTensor(Protocol):
     """One tensor that is stored as several."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in full."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def sources(self) -> tuple[TensorEntry, ...]:
@@ -56,12 +54,10 @@ class QuantizedTensor(Protocol):
 class BlockScaledFP8:
     """A matrix of 8-bit floats; each block of ``block`` rows and columns is multiplied by its scale."""
 
-    weight: TensorEntry
-    """[rows, columns] in float8."""
+    weight: TensorEntry  # [rows, columns] in float8
+    # [ceil(rows / block rows), ceil(columns / block columns)]; any shape of one number for the whole
     scale: TensorEntry
-    """[ceil(rows / block rows), ceil(columns / block columns)]; any shape of one number for the whole."""
-    block: tuple[int, int] | None
-    """Rows and columns that share a scale; None for one scale."""
+    block: tuple[int, int] | None  # rows and columns that share a scale; None for one scale
 
     @property
     def shape(self) -> tuple[int, ...]:

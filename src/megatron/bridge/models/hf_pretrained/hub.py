@@ -71,9 +71,6 @@ def resolve(model: str | Path, *, weights: bool, revision: str | None = None, ca
         weights: whether the weights are needed; without them only the small files are downloaded.
         revision: branch, tag or commit on the hub.
         cache_dir: hub cache to use; huggingface_hub's own when None.
-
-    Raises:
-        UserError: neither a model directory nor a hub id whose files can be had.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -89,11 +86,7 @@ def resolve(model: str | Path, *, weights: bool, revision: str | None = None, ca
 
 
 def check_folder(directory: Path) -> None:
-    """Refuse what would read something else than the model: pipes, devices, and links that lead out of the folder.
-
-    Raises:
-        UserError: names the first such file.
-    """
+    """Refuse what would read something else than the model: pipes, devices, and links that lead out of the folder."""
     home = directory.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":  # the hub's cache keeps the files themselves in a folder beside it
@@ -161,9 +154,6 @@ def push(
         revision: branch to commit to; the main one when None.
         commit_message: what the commit says.
         token: credentials; those of ``hf auth login`` when None.
-
-    Raises:
-        UserError: not a model directory, or the hub refuses.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -31,18 +31,13 @@ _LOSSES = {"train": "training", "validation": "validation", "test": "test"}
 class History:
     """What became of the source's weights."""
 
-    steps: int = 0
-    """Of training; 0 if there was none."""
-    from_scratch: bool = False
-    """Whether training began with random weights, not with the source's."""
-    adapters: str = ""
-    """What was merged into the weights, such as ``LoRA of rank 32``."""
-    note: str = ""
-    """Anything else that was done, as a sentence."""
+    steps: int = 0  # of training; 0 if there was none
+    from_scratch: bool = False  # whether training began with random weights, not with the source's
+    adapters: str = ""  # what was merged into the weights, such as ``LoRA of rank 32``
+    note: str = ""  # anything else that was done, as a sentence
+    # the last of each kind (train, validation, test) that was written down up to ``steps``
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The last of each kind (train, validation, test) that was written down up to ``steps``."""
-    run_files: tuple[Path, ...] = ()
-    """Config, report and curves of the run, which go with the model."""
+    run_files: tuple[Path, ...] = ()  # config, report and curves of the run, which go with the model
 
     @property
     def changed(self) -> bool:
@@ -57,7 +52,6 @@ def compose(title: str, source: str | None, source_card: str | None, history: Hi
         title: name of the exported model.
         source: name of the model that it is like; None without one.
         source_card: that model's card, if it has one.
-        history: what was done.
     """
     if source_card is not None and not history.changed:
         return source_card

@@ -38,9 +38,6 @@ def create_staging(folder: Path, overwrite: bool = True) -> Path:
     Args:
         folder: where the files will be published; it may hold other files.
         overwrite: replace the weights of an earlier save.
-
-    Raises:
-        UserError: weights in the folder that may not be replaced, or its parent cannot be written.
     """
     if folder.is_file():
         raise UserError(f"output directory {folder} is a file: choose another one")
@@ -53,9 +50,6 @@ def publish(staging: Path, folder: Path) -> None:
 
     Killed at any moment, this leaves the earlier model, the new one, or none that a reader accepts. The next save
     cleans up.
-
-    Raises:
-        UserError: the folder has a config of another model, or files that cannot be replaced.
     """
     new = _stamps(staging)
     if not folder.exists() or not any(folder.iterdir()):

@@ -55,11 +55,7 @@ _METHODS: dict[str, dict[str, Callable[[Any], bool]]] = {
 
 
 def check(config: Mapping[str, Any]) -> str:
-    """The quantisation method of a ``quantization_config``.
-
-    Raises:
-        UserError: the method, or one of its settings, is not one that can be read.
-    """
+    """The quantisation method of a ``quantization_config``."""
     method = config.get("quant_method")
     if method not in _METHODS:
         raise UserError(
@@ -83,11 +79,7 @@ def check(config: Mapping[str, Any]) -> str:
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A Hugging Face config as that of the model in full.
-
-    Raises:
-        UserError: the model is quantised in a way that cannot be read.
-    """
+    """A Hugging Face config as that of the model in full."""
     plain = dict(config)
     if plain.get("quantization_config") is not None:
         check(_plain(plain.pop("quantization_config")))
@@ -95,16 +87,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_checkpoint(directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None) -> SafetensorsCheckpoint:
-    """The weights in ``directory``, in full.
-
-    Args:
-        directory: holds the safetensors files.
-        config: ``config.json``.
-        dtype: dtype in which quantised tensors appear; bfloat16 when None.
-
-    Raises:
-        UserError: the model is quantised in a way that cannot be read.
-    """
+    """The weights in ``directory``, in full; quantised tensors appear in ``dtype``, bfloat16 when None."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return SafetensorsCheckpoint(directory)
@@ -116,13 +99,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     """A checkpoint whose quantised tensors appear in full.
 
     Args:
-        directory: holds the safetensors files.
-        config: ``quantization_config``.
         dtype: dtype in which quantised tensors appear; a part that is copied is computed in float32 and rounded
             to the target's dtype only.
-
-    Raises:
-        UserError: a scale is missing, left over or of the wrong shape.
     """
 
     as_stored = False
@@ -135,7 +113,6 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     @property
     def method(self) -> str:
-        """How the tensors are quantised."""
         return self._config["quant_method"]
 
     @cached_property
@@ -194,7 +171,6 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         self._count(target.numel() * (stored.end - stored.begin) // max(whole, 1))
 
     def release(self, name: str, row: int | None = None) -> None:
-        """Give back the memory in which the pages of a tensor, or of one row of it, were mapped."""
         sources = self._packed[name].sources if name in self._packed else (self.entries[name],)
         for entry in sources:  # the rows of packed matrices are those of each of their parts
             self._stored.release(entry.name, row)

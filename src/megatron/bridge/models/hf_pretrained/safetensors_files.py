@@ -62,11 +62,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of one file in the order of their bytes, and its metadata.
-
-    Raises:
-        UserError: the file is missing, truncated, or not a safetensors file.
-    """
+    """The tensors of one file in the order of their bytes, and its metadata."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -118,13 +114,9 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
 
     Args:
         directory: holds ``model.safetensors`` or its shards and their index.
-
-    Raises:
-        UserError: a shard is missing, truncated or damaged, or disagrees with the index.
     """
 
-    as_stored = True
-    """Whether the tensors are in the files as they appear here."""
+    as_stored = True  # whether the tensors are in the files as they appear here
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -149,7 +141,6 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all files are there."""
         names = {SINGLE} if self._index is None else set(self._index.values())
         return all((self.directory / name).is_file() for name in names)
 
@@ -230,9 +221,7 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         """Copy a part of a tensor into ``target``, whatever its strides, dtype and device.
 
         Args:
-            name: the tensor.
             index: which part, as a view ``tensor[index]``; a scalar is copied whole.
-            target: of the part's shape.
         """
         tensor = self[name]
         target.copy_(tensor[index] if tensor.ndim else tensor)

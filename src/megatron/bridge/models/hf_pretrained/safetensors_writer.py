@@ -31,8 +31,7 @@ from megatron.bridge.utils.errors import UserError, first_few
 SHARD_BYTES = 5 * 10**9
 _ALIGNMENT = 8
 
-TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Name -> dtype and shape."""
+TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,7 @@ def write_index(directory: Path, layouts: Iterable[OutputFile], source: Safetens
 
 
 def create(directory: Path, layouts: Iterable[OutputFile]) -> None:
-    """Make the files with their headers and full size.
-
-    Raises:
-        UserError: the file system has not enough room.
-    """
+    """Make the files with their headers and full size."""
     layouts = list(layouts)
     needed, free = sum(layout.size for layout in layouts), shutil.disk_usage(directory).free
     if needed > free:
@@ -131,12 +126,7 @@ def not_finite(values: Tensor) -> int:
 
 
 class Writer:
-    """Fills files that ``create`` made; usable from several threads.
-
-    Args:
-        directory: where the files are.
-        layouts: their layouts.
-    """
+    """Fills files that ``create`` made; usable from several threads."""
 
     def __init__(self, directory: Path, layouts: Iterable[OutputFile]) -> None:
         self._entries: dict[str, TensorEntry] = {}
@@ -168,7 +158,6 @@ class Writer:
         """Write rows ``start`` and following of a tensor, in the dtype of the layout.
 
         Args:
-            name: the tensor.
             start: index along the first dimension.
             rows: the numbers, on any device.
         """

@@ -11,8 +11,6 @@ _TOKENS = ("eod_token", "im_start", "im_end", "im_newline", "text_start", "text_
 
 @register_bridge("HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense")
 class HunYuanDenseV1Bridge(DecoderBridge):
-    """Hugging Face's ``HunYuanDenseV1ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*override(DENSE, NTK_ALPHA_ROPE), ATTENTION_BIAS)
     fixed = {**LLAMA_LIKE, "mlp_bias": False, "qk_layernorm": True, "qk_norm_after_rope": True}
     # copies, other names and token ids in published configs; transformers reads none of them

@@ -1,33 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hunyuan with experts, A13B: a softmax over the chosen ones, one shared expert."""
 
+from megatron.bridge.models.conversion.declare import moe_fields as moe
 from megatron.bridge.models.conversion.declare.blocks import attention, ends
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, NTK_ALPHA_ROPE
 from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.declare.moe_fields import (
-    ATTENTION_BIAS_OF_EXPERTS,
-    SOFTMAX_ROUTING,
-    expert_sizes,
-)
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.hunyuan.hunyuan_dense_bridge import HunYuanDenseV1Bridge
 
 
 @register_bridge("HunYuanMoEV1ForCausalLM", model_type="hunyuan_v1_moe")
 class HunYuanMoEV1Bridge(DecoderBridge):
-    """Hugging Face's ``HunYuanMoEV1ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *override(DENSE, NTK_ALPHA_ROPE),
-        ATTENTION_BIAS_OF_EXPERTS,
-        *(field for field in expert_sizes(chosen="moe_topk") if field.hf != "moe_intermediate_size"),
+        moe.ATTENTION_BIAS_OF_EXPERTS,
+        *(field for field in moe.expert_sizes(chosen="moe_topk") if field.hf != "moe_intermediate_size"),
         # the width of every expert, and of the shared one
         Field("intermediate_size", ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")),
     )
     fixed = {
         **LLAMA_LIKE,
-        **SOFTMAX_ROUTING,
+        **moe.SOFTMAX_ROUTING,
         "moe_router_dtype": "fp32",
         "add_bias_linear": False,
         "qk_layernorm": True,

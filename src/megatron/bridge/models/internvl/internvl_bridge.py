@@ -7,8 +7,6 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 
 @register_bridge("InternVLForConditionalGeneration", model_type="internvl")
 class InternVLBridge(VisionBridge):
-    """Hugging Face's ``InternVLForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",

@@ -17,8 +17,6 @@ _REPEATED = ("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_hea
 
 @register_bridge("Lfm2ForCausalLM", model_type="lfm2")
 class Lfm2Bridge(DecoderBridge):
-    """Hugging Face's ``Lfm2ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in DENSE if field.hf not in _OTHER),
         Field("norm_eps", "layernorm_epsilon"),

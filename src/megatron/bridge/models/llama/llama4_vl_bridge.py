@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 
 @register_bridge("Llama4ForConditionalGeneration", model_type="llama4")
 class Llama4VLBridge(VisionBridge):
-    """Hugging Face's ``Llama4ForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"llama4_text": "Llama4ForCausalLM"}
     tower = ("vision_model", "multi_modal_projector")
     names = LLAVA_NAMES

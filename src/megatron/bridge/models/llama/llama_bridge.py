@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("LlamaForCausalLM", model_type="llama")
 class LlamaBridge(DecoderBridge):
-    """Hugging Face's ``LlamaForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, *BIASES)
     fixed = LLAMA_LIKE
     weights = (ends(), attention(), mlp())

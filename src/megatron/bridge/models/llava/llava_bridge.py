@@ -7,8 +7,6 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 
 @register_bridge("LlavaForConditionalGeneration", model_type="llava")
 class LlavaBridge(VisionBridge):
-    """Hugging Face's ``LlavaForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     names = LLAVA_NAMES
     other_names = LLAVA_OTHER_NAMES

@@ -7,6 +7,4 @@ from megatron.bridge.models.llava.llava_bridge import LlavaBridge
 
 @register_bridge("LlavaNextForConditionalGeneration", model_type="llava_next")
 class LlavaNextBridge(LlavaBridge):
-    """Hugging Face's ``LlavaNextForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     tower = (*LlavaBridge.tower, "image_newline")

@@ -9,8 +9,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Ministral3ForCausalLM", model_type="ministral3")
 class Ministral3Bridge(DecoderBridge):
-    """Hugging Face's ``Ministral3ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*override(DENSE, SCALED_QUERY_ROPE), WINDOW)
     fixed = {**LLAMA_LIKE, "add_bias_linear": False}
     weights = (ends(), attention(), mlp())

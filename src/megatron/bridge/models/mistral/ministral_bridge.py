@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("MinistralForCausalLM", model_type="ministral")
 class MinistralBridge(DecoderBridge):
-    """Hugging Face's ``MinistralForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, *WINDOWS)
     fixed = {**LLAMA_LIKE, "add_bias_linear": False}
     weights = (ends(), attention(), mlp())

@@ -7,8 +7,6 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 
 @register_bridge("Mistral3ForConditionalGeneration", model_type="mistral3")
 class Mistral3Bridge(VisionBridge):
-    """Hugging Face's ``Mistral3ForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
     names = LLAVA_NAMES
     other_names = LLAVA_OTHER_NAMES

@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("MistralForCausalLM", model_type="mistral")
 class MistralBridge(DecoderBridge):
-    """Hugging Face's ``MistralForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, WINDOW)
     fixed = {**LLAMA_LIKE, "add_bias_linear": False}
     weights = (ends(), attention(), mlp())

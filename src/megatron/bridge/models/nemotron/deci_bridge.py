@@ -12,8 +12,6 @@ _OF_ALL_LAYERS = ("intermediate_size", "num_key_value_heads")
 
 @register_bridge("DeciLMForCausalLM", provider=HeterogeneousModelProvider, model_type="nemotron-nas")
 class DeciBridge(DecoderBridge):
-    """The hub's remote-code ``DeciLMForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*(field for field in DENSE if field.hf not in _OF_ALL_LAYERS), BLOCK_CONFIGS)
     fixed = {**LLAMA_LIKE, "add_bias_linear": False}
     irrelevant = {**dict.fromkeys(_OF_ALL_LAYERS, (None,)), "attention_bias": (False,), "mlp_bias": (False,)}

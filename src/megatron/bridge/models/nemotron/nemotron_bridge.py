@@ -9,8 +9,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("NemotronForCausalLM", model_type="nemotron")
 class NemotronBridge(DecoderBridge):
-    """Hugging Face's ``NemotronForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*override(DENSE, PARTIAL_ROPE, Field("norm_eps", "layernorm_epsilon")), *BIASES)
     fixed = {
         **LLAMA_LIKE,

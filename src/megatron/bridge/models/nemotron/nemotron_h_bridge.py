@@ -3,47 +3,42 @@
 
 from math import inf
 
+from megatron.bridge.models.conversion.declare import hybrid_fields as hybrid
+from megatron.bridge.models.conversion.declare import moe_fields as moe
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
 from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
-from megatron.bridge.models.conversion.declare.hybrid_fields import (
-    ATTENTION_WIDTH,
-    LAYER_KINDS,
-    MAMBA_SIZES,
-    MAMBA_STEPS,
-    MLP_ACTIVATION,
-    MLP_BIAS,
-    of_experts,
-)
 from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.declare.moe_fields import GROUPS, SCALING, SIGMOID_ROUTING, expert_sizes
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.mamba_provider import MambaModelProvider
 
 _LAYERS = "backbone.layers.*"
-_OWN = (*LAYER_KINDS, *ATTENTION_WIDTH, MLP_ACTIVATION, Field("layer_norm_epsilon", "layernorm_epsilon"))
+_OWN = (
+    *hybrid.LAYER_KINDS,
+    *hybrid.ATTENTION_WIDTH,
+    hybrid.MLP_ACTIVATION,
+    Field("layer_norm_epsilon", "layernorm_epsilon"),
+)
 
 
 @register_bridge("NemotronHForCausalLM", provider=MambaModelProvider, model_type="nemotron_h")
 class NemotronHBridge(DecoderBridge):
-    """Hugging Face's ``NemotronHForCausalLM`` and Megatron's ``HybridModel``."""
-
     fields = (
         *(field for field in override(DENSE, *_OWN) if field.hf not in ("rope_parameters", "tie_word_embeddings")),
-        *MAMBA_SIZES,
-        *MAMBA_STEPS,
-        MLP_BIAS,
-        *of_experts(
-            *expert_sizes("n_routed_experts"),
-            *GROUPS,
-            SCALING,
+        *hybrid.MAMBA_SIZES,
+        *hybrid.MAMBA_STEPS,
+        hybrid.MLP_BIAS,
+        *hybrid.of_experts(
+            *moe.expert_sizes("n_routed_experts"),
+            *moe.GROUPS,
+            moe.SCALING,
             Field("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
         ),
     )
     fixed = {
         **LLAMA_LIKE,
-        **SIGMOID_ROUTING,
+        **moe.SIGMOID_ROUTING,
         "gated_linear_unit": False,
         "position_embedding_type": "none",
         "share_embeddings_and_output_weights": False,

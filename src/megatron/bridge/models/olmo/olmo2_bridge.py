@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Olmo2ForCausalLM", model_type="olmo2")
 class Olmo2Bridge(DecoderBridge):
-    """Hugging Face's ``Olmo2ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, ATTENTION_BIAS)
     fixed = {**LLAMA_LIKE, "norm_placement": "post", "qk_norm_across_heads": True, "mlp_bias": False}
     weights = (

@@ -9,6 +9,4 @@ from megatron.bridge.models.olmo.olmo2_bridge import Olmo2Bridge
 
 @register_bridge("Olmo3ForCausalLM", model_type="olmo3")
 class Olmo3Bridge(Olmo2Bridge):
-    """Hugging Face's ``Olmo3ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*override(Olmo2Bridge.fields, LAYER_ROPE), *WINDOWS)

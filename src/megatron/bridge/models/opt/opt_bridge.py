@@ -29,8 +29,6 @@ def _same_width(width: int | None, config: Mapping[str, Any]) -> int:
 
 @register_bridge("OPTForCausalLM", model_type="opt")
 class OPTBridge(DecoderBridge):
-    """Hugging Face's ``OPTForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in override(DENSE, *_OWN) if field.hf not in _ABSENT),
         Field("dropout", "hidden_dropout", default=0.1),

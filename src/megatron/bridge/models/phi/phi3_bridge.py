@@ -16,8 +16,6 @@ def _trained_length(_: Any, provider: Any) -> int:
 
 @register_bridge("Phi3ForCausalLM", model_type="phi3")
 class Phi3Bridge(DecoderBridge):
-    """Hugging Face's ``Phi3ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *override(DENSE, PARTIAL_ROPE),
         WINDOW,

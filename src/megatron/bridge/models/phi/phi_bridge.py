@@ -9,8 +9,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("PhiForCausalLM", model_type="phi")
 class PhiBridge(DecoderBridge):
-    """Hugging Face's ``PhiForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in override(DENSE, PARTIAL_ROPE, NORM_EPS) if field.hf != "head_dim"),
         Field("resid_pdrop", "hidden_dropout", default=0.0),

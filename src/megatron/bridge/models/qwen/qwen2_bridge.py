@@ -8,8 +8,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Qwen2ForCausalLM", model_type="qwen2")
 class Qwen2Bridge(DecoderBridge):
-    """Hugging Face's ``Qwen2ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, *SWITCHED_WINDOWS)
     fixed = {**LLAMA_LIKE, **ONLY_QKV_BIAS}
     irrelevant = {

@@ -7,8 +7,6 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 
 @register_bridge("Qwen2VLForConditionalGeneration", model_type="qwen2_vl")
 class Qwen2VLBridge(VisionBridge):
-    """Hugging Face's ``Qwen2VLForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"qwen2_vl_text": "Qwen2ForCausalLM"}
     tower = ("visual",)
     names = {"model.": "model.", "visual.": "visual."}
@@ -17,6 +15,4 @@ class Qwen2VLBridge(VisionBridge):
 
 @register_bridge("Qwen2_5_VLForConditionalGeneration", model_type="qwen2_5_vl")
 class Qwen25VLBridge(Qwen2VLBridge):
-    """Hugging Face's ``Qwen2_5_VLForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"qwen2_5_vl_text": "Qwen2ForCausalLM"}

@@ -8,8 +8,6 @@ from megatron.bridge.models.qwen.qwen3_vl_moe_bridge import Qwen3VLMoEBridge
 
 @register_bridge("Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
 class Qwen35VLBridge(VisionBridge):
-    """Hugging Face's ``Qwen3_5ForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
     tower = ("visual",)
     names = {"model.": "model.language_model.", "visual.": "model.visual."}
@@ -18,7 +16,5 @@ class Qwen35VLBridge(VisionBridge):
 
 @register_bridge("Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe")
 class Qwen35VLMoeBridge(Qwen35VLBridge):
-    """Hugging Face's ``Qwen3_5MoeForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
     spelled_as = Qwen3VLMoEBridge.spelled_as

@@ -13,8 +13,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Qwen3ForCausalLM", model_type="qwen3")
 class Qwen3Bridge(DecoderBridge):
-    """Hugging Face's ``Qwen3ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, ATTENTION_BIAS, *SWITCHED_WINDOWS)
     fixed = {**LLAMA_LIKE, "mlp_bias": False, "qk_layernorm": True}
     irrelevant = {"max_window_layers": None}  # it stands in for layer_types, which transformers always fills in

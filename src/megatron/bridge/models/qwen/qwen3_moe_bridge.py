@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-30B-A3B, Qwen3-235B-A22B and Qwen3-Coder: normalised queries and keys, dense layers among the sparse."""
 
+from megatron.bridge.models.conversion.declare import moe_fields as moe
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOW
 from megatron.bridge.models.conversion.declare.moe_blocks import experts, router
-from megatron.bridge.models.conversion.declare.moe_fields import (
-    AUX_LOSS,
-    DENSE_AMONG_SPARSE,
-    NORM_TOPK,
-    SOFTMAX_ROUTING,
-    expert_sizes,
-)
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
 
 @register_bridge("Qwen3MoeForCausalLM", model_type="qwen3_moe")
 class Qwen3MoeBridge(DecoderBridge):
-    """Hugging Face's ``Qwen3MoeForCausalLM`` and Megatron's ``GPTModel``."""
-
-    fields = (*DENSE, WINDOW, *expert_sizes("num_local_experts"), *DENSE_AMONG_SPARSE, NORM_TOPK, AUX_LOSS)
-    fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_layernorm": True}
+    fields = (
+        *DENSE,
+        WINDOW,
+        *moe.expert_sizes("num_local_experts"),
+        *moe.DENSE_AMONG_SPARSE,
+        moe.NORM_TOPK,
+        moe.AUX_LOSS,
+    )
+    fixed = {**LLAMA_LIKE, **moe.SOFTMAX_ROUTING, "add_bias_linear": False, "qk_layernorm": True}
     irrelevant = {
         "attention_bias": (False,),
         "output_router_logits": None,

@@ -3,19 +3,13 @@
 
 from typing import Any
 
+from megatron.bridge.models.conversion.declare import moe_fields as moe
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
 from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.declare.gated_delta_net import DELTA_NET, SILU, delta_net
 from megatron.bridge.models.conversion.declare.mla_blocks import MTPNames, mtp
 from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.declare.moe_fields import (
-    AUX_LOSS,
-    DENSE_AMONG_SPARSE,
-    NORM_TOPK,
-    SOFTMAX_ROUTING,
-    expert_sizes,
-)
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
 
 _LAYER = (
@@ -34,24 +28,20 @@ def _next_tokens(_: Any, depth: int) -> MTPNames:
 
 @register_bridge("Qwen3NextForCausalLM", model_type="qwen3_next")
 class Qwen3NextBridge(DecoderBridge):
-    """Hugging Face's ``Qwen3NextForCausalLM`` and Megatron's ``GPTModel``.
-
-    No key of the config tells of the layer of multi-token prediction that checkpoints have, and transformers
-    leaves it out: its tensors are carried over, or converted if ``mtp_num_layers`` of the provider is set to 1.
-    """
-
+    # No key of the config tells of the layer of multi-token prediction that checkpoints have, and transformers leaves
+    # it out: its tensors are carried over, or converted if ``mtp_num_layers`` of the provider is set to 1.
     fields = (
         *override(DENSE, PARTIAL_ROPE, SILU),
         *DELTA_NET,
-        *expert_sizes(),
-        *DENSE_AMONG_SPARSE,
-        NORM_TOPK,
-        AUX_LOSS,
+        *moe.expert_sizes(),
+        *moe.DENSE_AMONG_SPARSE,
+        moe.NORM_TOPK,
+        moe.AUX_LOSS,
         Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     )
     fixed = {
         **LLAMA_LIKE,
-        **SOFTMAX_ROUTING,
+        **moe.SOFTMAX_ROUTING,
         "add_bias_linear": False,
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,

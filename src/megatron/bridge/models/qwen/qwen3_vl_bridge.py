@@ -7,8 +7,6 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 
 @register_bridge("Qwen3VLForConditionalGeneration", model_type="qwen3_vl")
 class Qwen3VLBridge(VisionBridge):
-    """Hugging Face's ``Qwen3VLForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"qwen3_vl_text": "Qwen3ForCausalLM"}
     tower = ("visual",)
     names = {"model.": "model.language_model.", "visual.": "model.visual."}

@@ -12,8 +12,6 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 
 @register_bridge("Qwen3VLMoeForConditionalGeneration", model_type="qwen3_vl_moe")
 class Qwen3VLMoEBridge(VisionBridge):
-    """Hugging Face's ``Qwen3VLMoeForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"}
     tower = ("visual",)
     names = {"model.": "model.language_model.", "visual.": "model.visual."}

@@ -9,8 +9,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("SeedOssForCausalLM", model_type="seed_oss")
 class SeedOssBridge(DecoderBridge):
-    """Hugging Face's ``SeedOssForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, *PART_BIASES, Field("residual_dropout", "hidden_dropout", default=0.0))
     fixed = {**LLAMA_LIKE, "embedding_dropout": 0.0}
     weights = (ends(), attention(), mlp())

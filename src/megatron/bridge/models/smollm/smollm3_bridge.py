@@ -14,8 +14,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("SmolLM3ForCausalLM", model_type="smollm3")
 class SmolLM3Bridge(DecoderBridge):
-    """Hugging Face's ``SmolLM3ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *DENSE,
         *BIASES,

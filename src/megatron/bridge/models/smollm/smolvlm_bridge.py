@@ -9,8 +9,6 @@ _PARTS = ("vision_model", "connector")
 
 @register_bridge("SmolVLMForConditionalGeneration", model_type="smolvlm")
 class SmolVLMBridge(VisionBridge):
-    """Hugging Face's ``SmolVLMForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
-
     texts = {"llama": "LlamaForCausalLM"}
     tower = _PARTS
     language = "text_model"

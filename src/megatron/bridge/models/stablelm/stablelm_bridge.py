@@ -15,8 +15,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("StableLmForCausalLM", model_type="stablelm")
 class StableLmBridge(DecoderBridge):
-    """Hugging Face's ``StableLmForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(field for field in override(DENSE, PARTIAL_ROPE, NORM_EPS) if field.hf != "head_dim"),
         Field("use_qkv_bias", "add_qkv_bias", default=False),

@@ -11,8 +11,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("Starcoder2ForCausalLM", model_type="starcoder2")
 class Starcoder2Bridge(DecoderBridge):
-    """Hugging Face's ``Starcoder2ForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *override(DENSE, Field("norm_epsilon", "layernorm_epsilon", default=1e-5)),
         replace(ALL_BIASES, default=True),

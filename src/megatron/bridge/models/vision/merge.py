@@ -18,8 +18,6 @@ def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | No
 
     Args:
         input_ids: [b, s], samples in the order of their images.
-        image_token: id of a placeholder for an image.
-        video_token: id of a placeholder for a video.
     """
     rows, first = torch.full_like(input_ids, -1), 0
     for token in dict.fromkeys(token for token in (image_token, video_token) if token is not None):
@@ -42,11 +40,7 @@ def look_ahead(input_ids: Tensor, image_token: int | None) -> Tensor:
 
 
 def check_rows(rows: Tensor, features: Tensor | None) -> None:
-    """Refuse placeholders without images and images without placeholders.
-
-    Raises:
-        UserError: either of them.
-    """
+    """Refuse placeholders without images and images without placeholders."""
     wanted, given = int((rows >= 0).sum()), 0 if features is None else len(features)
     if wanted != given:
         raise UserError(
@@ -92,11 +86,7 @@ class Places:
 
 
 class Deepstack:
-    """Features that are added behind the first layers of the decoder.
-
-    Args:
-        layers: the layers, first one first.
-    """
+    """Features that are added behind the first layers of the decoder."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._current: tuple[Places, tuple[Tensor, ...]] | None = None

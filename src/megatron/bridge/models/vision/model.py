@@ -60,9 +60,6 @@ class VisionGPTModel(GPTModel):
             media_rows: [b, s], the row of the features for each token (``merge.media_rows``), needed under
                 context parallelism; None finds the placeholders. A GPU waits for rows that are not on the host.
             **kwargs: of ``GPTModel.forward``.
-
-        Raises:
-            UserError: placeholders and images do not match, or positions are missing.
         """
         if self.config.mrope_section and media and position_ids.dim() == 2:
             raise UserError(

@@ -83,11 +83,7 @@ class VisionGPTModelProvider(GPTModelProvider):
     def provide_distributed_model(  # type: ignore[override]
         self, ddp_config: Any = None, wrap_with_ddp: bool = True, **options: Any
     ) -> list[Any]:
-        """As ``GPTModelProvider.provide_distributed_model``.
-
-        Raises:
-            UserError: a model that is wrapped for training has nothing to train.
-        """
+        """As ``GPTModelProvider.provide_distributed_model``."""
         if wrap_with_ddp:
             self._check_frozen()
         return super().provide_distributed_model(ddp_config, wrap_with_ddp, **options)

@@ -53,7 +53,6 @@ def features(tower: nn.Module, media: Media | None, share: bool, dummy: Media) -
 
 
 def _beside(tower: nn.Module, media: Media) -> Media:
-    """The pixels on the tower's device."""
     device = next(tower.parameters()).device
     return {name: value.to(device) if value.is_floating_point() else value for name, value in media.items()}
 

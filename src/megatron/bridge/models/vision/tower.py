@@ -41,11 +41,7 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
 
     Args:
         vision: the Hugging Face config as plain values; of ``text_config``, the width is enough.
-        dtype: of the parameters.
         initialize: draw the first weights; False leaves them undefined, for weights that are loaded.
-
-    Raises:
-        UserError: transformers cannot build it.
     """
     import transformers
     from transformers.initialization import no_init_weights
@@ -80,15 +76,7 @@ def hf_config(vision: Mapping[str, Any]) -> Any:
 
 
 def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
-    """Features of images, or of videos.
-
-    Args:
-        tower: what ``build_tower`` made.
-        media: arguments of transformers' ``get_image_features``, or of ``get_video_features``.
-
-    Raises:
-        UserError: transformers does not take, or cannot encode, these tensors.
-    """
+    """Features of images, or of videos: ``media`` are the arguments of transformers' function for them."""
     compute = getattr(tower, _VIDEO if is_video(media) else _IMAGE)
     known = inspect.signature(compute).parameters
     if unknown := sorted(name for name in media if name not in known):

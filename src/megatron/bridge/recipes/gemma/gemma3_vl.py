@@ -8,12 +8,11 @@ from typing import Any
 
 from megatron.bridge.recipes.builders import finetune_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import VisionSize
+from megatron.bridge.recipes.sizes import DENSE, VisionSize
 
 
 def _size(hub_id: str, *row: int, **text: Any) -> VisionSize:
     """A size with the rows of ``config.json``; ``text`` overrides entries of its text model."""
-    hidden, feed_forward, layers, heads, groups = row
     numbers: dict[str, Any] = {
         "model_type": "gemma3",
         "architectures": ["Gemma3ForConditionalGeneration"],
@@ -25,11 +24,7 @@ def _size(hub_id: str, *row: int, **text: Any) -> VisionSize:
         "mm_tokens_per_image": 256,
         "text_config": {
             "model_type": "gemma3_text",
-            "hidden_size": hidden,
-            "intermediate_size": feed_forward,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups,
+            **dict(zip(DENSE, row, strict=True)),
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
             "sliding_window": 1024,
             **text,

@@ -8,26 +8,22 @@ from typing import Any
 
 from megatron.bridge.recipes.builders import finetune_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import VisionSize
+from megatron.bridge.recipes.sizes import DENSE, VisionSize
 
 
 def _size(hub_id: str, *row: int, tower: int = 3420, vocabulary: int = 152064, tied: bool = False) -> VisionSize:
     """A size with the rows of ``config.json``; ``tower`` is the width of the tower's feed-forward layers."""
-    hidden, feed_forward, layers, heads, groups = row
+    sizes = dict(zip(DENSE, row, strict=True))
     text: dict[str, Any] = {
         "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": feed_forward,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
+        **sizes,
         "max_position_embeddings": 128000,
         "initializer_range": 0.02,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
         "sliding_window": 32768,
-        "max_window_layers": layers,
+        "max_window_layers": sizes["num_hidden_layers"],
         "use_sliding_window": False,
         "bos_token_id": 151643,
         "eos_token_id": 151645,
@@ -37,7 +33,7 @@ def _size(hub_id: str, *row: int, tower: int = 3420, vocabulary: int = 152064, t
         "hidden_size": 1280,
         "intermediate_size": tower,
         "num_heads": 16,
-        "out_hidden_size": hidden,
+        "out_hidden_size": sizes["hidden_size"],
         "window_size": 112,
         "fullatt_block_indexes": [7, 15, 23, 31],
         "tokens_per_second": 2,

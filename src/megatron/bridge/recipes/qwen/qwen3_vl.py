@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.bridge.recipes.builders import finetune_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import VisionSize
+from megatron.bridge.recipes.sizes import DENSE, VisionSize
 
 _EXPERTS: dict[str, Any] = {
     "num_experts": 128,
@@ -21,15 +21,11 @@ _EXPERTS: dict[str, Any] = {
 
 def _size(hub_id: str, *row: int, expert: int | None = None) -> VisionSize:
     """A size with the rows of ``config.json``; ``expert`` is the width of an expert, None for a dense model."""
-    hidden, feed_forward, layers, heads, groups = row
     kind, model = ("qwen3_vl_moe", "Qwen3VLMoe") if expert else ("qwen3_vl", "Qwen3VL")
+    sizes = dict(zip(DENSE, row, strict=True))
     text: dict[str, Any] = {
         "vocab_size": 151936,
-        "hidden_size": hidden,
-        "intermediate_size": feed_forward,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
+        **sizes,
         "head_dim": 128,
         "max_position_embeddings": 262144,
         "initializer_range": 0.02,
@@ -46,7 +42,7 @@ def _size(hub_id: str, *row: int, expert: int | None = None) -> VisionSize:
         "intermediate_size": 4304,
         "num_heads": 16,
         "num_position_embeddings": 2304,
-        "out_hidden_size": hidden,
+        "out_hidden_size": sizes["hidden_size"],
         "deepstack_visual_indexes": [8, 16, 24],
     }
     numbers: dict[str, Any] = {

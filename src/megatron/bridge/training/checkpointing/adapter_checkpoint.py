@@ -20,9 +20,6 @@ def adapted_model(path: Path, base: str, trust_remote_code: bool, check: bool) -
     """Load the base model, a directory or hub id, with the adapters of a checkpoint, in one process.
 
     ``check`` refuses a base model on which the adapters were not trained.
-
-    Raises:
-        UserError: The checkpoint holds no adapters, or adapters of another base model.
     """
     directory, saved = _saved_base(path)
     bridge = AutoBridge.from_hf_pretrained(base, trust_remote_code=trust_remote_code)

@@ -93,11 +93,6 @@ class CopyProcess:
 
 
 def export(checkpoint: Path, folder: Path, source: str | None) -> None:
-    """Export ``checkpoint`` and let ``folder`` appear whole.
-
-    Raises:
-        UserError: It cannot be exported, or was saved again or deleted meanwhile.
-    """
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.conversion import describe
     from megatron.bridge.models.conversion.pretrained import tokenizer_of

@@ -17,14 +17,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.bridge.training.optim.optimizer_state import MASTER, PREFIX
 from megatron.bridge.utils.errors import UserError
 
-IGNORED = ("rng_state", "rerun_state")
-"""States of single ranks, which are not loaded."""
-MEGATRON_LM_MASTER = "param"
-"""The key of main parameters in the state of Megatron-LM's distributed optimizer."""
+IGNORED = ("rng_state", "rerun_state")  # states of single ranks, which are not loaded
+MEGATRON_LM_MASTER = "param"  # the key of main parameters in the state of Megatron-LM's distributed optimizer
 
 
 def is_megatron_lm(common: dict[str, Any]) -> bool:
-    """Whether the common state of a checkpoint comes from Megatron-LM."""
     return "checkpoint_version" in common and "opt_param_scheduler" in common and "iteration" in common
 
 
@@ -46,11 +43,7 @@ def run_state(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_optimizer_format(names: Collection[str], directory: Path) -> None:
-    """Refuse optimizer state that is not saved per parameter.
-
-    Raises:
-        UserError: The checkpoint holds raw buffers.
-    """
+    """Refuse optimizer state that is not saved per parameter."""
     if any(name.startswith(f"{PREFIX}.") for name in names):
         return
     found = next((name for name in sorted(names) if name.startswith(("optimizer", "chained"))), "nothing")

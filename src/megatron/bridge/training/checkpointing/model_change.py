@@ -24,9 +24,6 @@ def check_same_function(provider: Any, saved: dict[str, Any], directory: Path, a
 
     Earlier versions did not store the settings in the run state ``saved``; those that are ``allowed`` may differ
     (``checkpoint.allow_model_change``).
-
-    Raises:
-        UserError: A setting differs, or ``allowed`` has a name that is not a setting of the model.
     """
     current = function_of(provider)
     for name in allowed:

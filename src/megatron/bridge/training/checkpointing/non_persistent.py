@@ -63,7 +63,6 @@ def run_name(root: Path, make: bool = False) -> str | None:
 
 
 def store(config: CheckpointConfig, name: str) -> rank_local.RankLocalStore:
-    """The store of this rank's parts."""
     if config.non_persistent_ckpt_type == "in_memory":
         return rank_local.MemoryStore.of(name)
     assert config.non_persistent_local_ckpt_dir is not None, "non_persistent_local_ckpt_dir is not set"
@@ -169,11 +168,7 @@ def _print_unused(place: Path, reason: str) -> None:
 
 
 def save_local(kept: rank_local.RankLocalStore, step: int, state: dict[str, Any], noted: dict[str, Any]) -> None:
-    """Save ``state`` on all ranks, then remove the previous part.
-
-    Raises:
-        UserError: The disk of a rank cannot be written.
-    """
+    """Save ``state`` on all ranks, then remove the previous part."""
     try:
         on_every_rank(lambda: kept.save(step, rank_local.state_values(state), noted))
     except BaseException as error:

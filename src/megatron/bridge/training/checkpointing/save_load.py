@@ -91,9 +91,6 @@ def save_non_persistent(run: Run, name: str, started: int | None) -> None:
     """Save a non-persistent checkpoint of ``run``; only the newest is kept.
 
     ``name`` is from ``non_persistent.run_name``; ``started`` is the last persistent checkpoint whose save began.
-
-    Raises:
-        UserError: The checkpoint cannot be written.
     """
     config, step = run.config.checkpoint, run.progress.step
     origin = on_first_rank(lambda: non_persistent.origin(Path(str(config.save)), started))
@@ -168,12 +165,10 @@ def _callback_states(run: Run) -> dict[str, Any]:
 class StartingPoint:
     """The checkpoint from which a run starts."""
 
-    directories: tuple[Path, ...]
-    """The checkpoint to load, then those to fall back to if it is damaged, newest first."""
-    resumed: bool
-    """Whether the run continues an earlier one, instead of starting from its weights."""
+    directories: tuple[Path, ...]  # the checkpoint to load, then those to fall back to if it is damaged, newest first
+    resumed: bool  # whether the run continues an earlier one, instead of starting from its weights
+    # this rank's part of a newer, non-persistent checkpoint, which is loaded instead
     local: non_persistent.LocalCheckpoint | None = None
-    """This rank's part of a newer, non-persistent checkpoint, which is loaded instead."""
 
 
 def find_starting_point(config: ConfigContainer) -> StartingPoint | None:
@@ -191,9 +186,6 @@ def find_starting_point(config: ConfigContainer) -> StartingPoint | None:
 
     Returns:
         None if the run starts from random weights.
-
-    Raises:
-        UserError: A checkpoint that the config names does not exist or is damaged.
     """
     start = _verified_start(config.checkpoint)
     base = on_first_rank(lambda: _unverified_base(config, start))
@@ -226,11 +218,7 @@ def _unverified_base(config: ConfigContainer, start: StartingPoint | None) -> Pa
 
 
 def load_run(run: Run, start: StartingPoint | None) -> bool:
-    """Load the checkpoint from which ``run``, at step 0, starts; return whether the run continues an earlier one.
-
-    Raises:
-        UserError: The checkpoint is damaged, or its model or schedule differs.
-    """
+    """Load the checkpoint from which ``run``, at step 0, starts; return whether the run continues an earlier one."""
     if start is None:
         if chunk_info(run.model[0]).filled_from is None:
             print_rank_0("random weights; checkpoint.pretrained_checkpoint=DIR starts from those of a model")
@@ -264,11 +252,6 @@ def load_weights(run: Run, path: Path) -> None:
 
 
 def resume(run: Run, directory: Path) -> None:
-    """Restore ``run`` from the checkpoint in ``directory``.
-
-    Raises:
-        UserError: The checkpoint is damaged, lacks a requested state, or its model or schedule differs.
-    """
     common = loading.load_common(directory)
     from_megatron_lm = RUN not in common and megatron_lm.is_megatron_lm(common)
     if from_megatron_lm:
@@ -300,11 +283,7 @@ def _load_megatron_lm(run: Run, state: dict[str, Any], saved: dict[str, Any], di
 
 
 def resume_local(run: Run, kept: non_persistent.LocalCheckpoint) -> None:
-    """Restore ``run`` from a non-persistent checkpoint, where each rank has its own part.
-
-    Raises:
-        UserError: The model or the schedule differs.
-    """
+    """Restore ``run`` from a non-persistent checkpoint, where each rank has its own part."""
     content = on_every_rank(lambda: kept.store.load(kept.iteration))
     saved = on_every_rank(lambda: _checked_run_state(run, content, kept.place))
     state = _state_to_load(run, dict(model_io.MODEL_METADATA)) | {RANK: None}
@@ -333,11 +312,7 @@ def _restore(run: Run, saved: dict[str, Any], loaded: dict[str, Any], same: bool
 
 
 def check_schedule(run: Run, saved: dict[str, Any], directory: Path) -> None:
-    """Refuse a schedule that differs from the checkpoint's, unless the config says which one to use.
-
-    Raises:
-        UserError: The schedule differs; the message contains each value.
-    """
+    """Refuse a schedule with other values than the checkpoint's, unless the config says which one to use."""
     config: SchedulerConfig = run.config.scheduler
     if config.override_opt_param_scheduler or config.use_checkpoint_opt_param_scheduler:
         return
@@ -392,11 +367,7 @@ def _first_undamaged(start: StartingPoint, config: CheckpointConfig, use: Callab
 
 
 def _fall_back(config: CheckpointConfig, error: DamagedError, older: list[Path]) -> None:
-    """Print that an older checkpoint is used instead.
-
-    Raises:
-        DamagedError: There is no older one, or the config forbids its use.
-    """
+    """Print that an older checkpoint is used instead of a damaged one, if there is one and the config allows it."""
     if not older:
         raise error
     if config.when_damaged == "refuse":

@@ -83,7 +83,6 @@ class ConfigContainer(RunConfig):
         """The config that ``to_yaml`` wrote.
 
         Args:
-            text: The YAML.
             trust: Import your own classes and functions that it names, which can run code.
 
         Raises:

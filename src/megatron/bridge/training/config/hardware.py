@@ -23,14 +23,11 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
 class Hardware:
     """A machine, as far as a config depends on it."""
 
-    runs_here: bool
-    """The config runs on this machine, so whatever is missing is an error; otherwise it is a note."""
+    runs_here: bool  # the config runs on this machine, so whatever is missing is an error; otherwise it is a note
     cuda: bool
-    capability: tuple[int, int]
-    """CUDA compute capability; (0, 0) without a GPU."""
+    capability: tuple[int, int]  # CUDA compute capability; (0, 0) without a GPU
     transformer_engine: bool
-    emerging_optimizers: bool
-    """The package that holds Muon."""
+    emerging_optimizers: bool  # the package that holds Muon
 
     @classmethod
     def detect(cls, runs_here: bool = True) -> "Hardware":

@@ -10,14 +10,10 @@ from megatron.bridge.training.config.run_config import RunConfig
 class Lengths(NamedTuple):
     """Parts of a schedule in samples."""
 
-    warmup: int
-    """Until the peak of the learning rate."""
-    decay: int
-    """Until its minimum, warm-up included."""
-    wsd_decay: int
-    """Length of the last part of a WSD schedule, which ends with ``decay``."""
-    run: int
-    """Until the last step."""
+    warmup: int  # until the peak of the learning rate
+    decay: int  # until its minimum, warm-up included
+    wsd_decay: int  # length of the last part of a WSD schedule, which ends with ``decay``
+    run: int  # until the last step
 
 
 def lengths(config: RunConfig) -> Lengths:

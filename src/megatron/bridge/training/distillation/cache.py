@@ -39,8 +39,7 @@ class CacheHeader:
     """The settings with which a cache was made."""
 
     teacher: str
-    identity: str
-    """Hash that identifies the teacher."""
+    identity: str  # hash that identifies the teacher
     temperature: float
     top_k: int
     seq_length: int
@@ -73,7 +72,6 @@ class TeacherCache:
 
     @property
     def done(self) -> int:
-        """Number of samples in the cache."""
         return int(np.count_nonzero(self.arrays["hash"]))
 
     def write(self, ids: Sequence[int], tokens: Tensor, top: TopTokens) -> None:
@@ -87,11 +85,7 @@ class TeacherCache:
         self.arrays["hash"].flush()
 
     def read(self, ids: Sequence[int], tokens: Tensor) -> Batch:
-        """The top tokens of samples, in the shape of ``tokens``.
-
-        Raises:
-            UserError: A sample is not in the cache, or differs from the one that the teacher saw.
-        """
+        """The top tokens of samples, in the shape of ``tokens``."""
         indices = list(ids)
         hashes = self.arrays["hash"]
         seen = [int(hashes[index]) if index < len(hashes) else NO_HASH for index in indices]
@@ -122,11 +116,6 @@ def header_of(config: ConfigContainer, samples: int) -> CacheHeader:
 
 
 def read_header(folder: Path) -> CacheHeader:
-    """Read the header of the cache in ``folder``.
-
-    Raises:
-        UserError: There is no cache.
-    """
     try:
         return CacheHeader(**strict_json.loads((folder / HEADER_FILE).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
@@ -136,11 +125,6 @@ def read_header(folder: Path) -> CacheHeader:
 
 
 def check_header(folder: Path, found: CacheHeader, config: ConfigContainer) -> None:
-    """Refuse a cache of another teacher or with other settings.
-
-    Raises:
-        UserError: The message contains all differences.
-    """
     distill = config.distill
     assert distill is not None, "distill is not set"
     wanted = {
@@ -160,11 +144,6 @@ def check_header(folder: Path, found: CacheHeader, config: ConfigContainer) -> N
 
 
 def open_cache(config: ConfigContainer) -> TeacherCache:
-    """Open the cache of a run for reading.
-
-    Raises:
-        UserError: The cache does not exist, was made for another run, or is incomplete.
-    """
     assert config.distill is not None, "distill is not set"
     folder = Path(config.distill.cache or "")
     header = read_header(folder)

@@ -19,12 +19,9 @@ MINUS_INFINITY = float("-inf")
 class TopTokens(NamedTuple):
     """The most likely tokens of a distribution; all other tokens count as one."""
 
-    ids: Tensor
-    """Token ids, [..., k]."""
-    log_probs: Tensor
-    """Log probabilities of these tokens, [..., k]."""
-    log_rest: Tensor
-    """Log probability of all other tokens together, [...]."""
+    ids: Tensor  # token ids, [..., k]
+    log_probs: Tensor  # log probabilities of these tokens, [..., k]
+    log_rest: Tensor  # log probability of all other tokens together, [...]
 
 
 def kl_divergence(student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:

@@ -64,14 +64,11 @@ class StudentLoss:
     """The loss of one microbatch."""
 
     config: DistillConfig
-    batch: dict[str, Any]
-    """Labels and mask, [batch, sequence]."""
-    model: MegatronModule
-    """The student's last chunk, with the projections of hidden states."""
+    batch: dict[str, Any]  # labels and mask, [batch, sequence]
+    model: MegatronModule  # the student's last chunk, with the projections of hidden states
+    # the teacher's logits or top tokens; None if unknown, as for validation data with ``distill.cache``
     teacher: Tensor | TopTokens | None
-    """The teacher's logits or top tokens; None if unknown, as for validation data with ``distill.cache``."""
-    states: dict[WatchedLayer, Tensor]
-    """Hidden states of both models, [sequence of this rank, batch, width]."""
+    states: dict[WatchedLayer, Tensor]  # hidden states of both models, [sequence of this rank, batch, width]
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor, LossReport]:
         """The weighted sum over unmasked tokens, their number, and the report of each loss."""

@@ -19,27 +19,21 @@ from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.engine import exchange
 
 Side = Literal["student", "teacher"]
-WatchedLayer = tuple[Side, int]
-"""A model and one of its layers, numbered from 1."""
+WatchedLayer = tuple[Side, int]  # a model and one of its layers, numbered from 1
 
 
 @dataclass
 class ChunkPair:
     """The chunks of student and teacher on one stage."""
 
-    student: MegatronModule
-    """The student's unwrapped chunk."""
-    teacher: MegatronModule
-    """The teacher's chunk on the same stage."""
-    places: Sequence[WatchedLayer]
-    """Layers of both models whose outputs are compared."""
-    stage_of: dict[WatchedLayer, int]
-    """The stage that computes each of these layers."""
+    student: MegatronModule  # the student's unwrapped chunk
+    teacher: MegatronModule  # the teacher's chunk on the same stage
+    places: Sequence[WatchedLayer]  # layers of both models whose outputs are compared
+    stage_of: dict[WatchedLayer, int]  # the stage that computes each of these layers
     stage: int
-    widths: dict[Side, int]
-    """Hidden size of each model, the student first."""
+    widths: dict[Side, int]  # hidden size of each model, the student first
+    # outputs of compared layers that this stage has computed or received for the current microbatch
     states: dict[WatchedLayer, Tensor] = field(default_factory=dict[WatchedLayer, Tensor])
-    """Outputs of compared layers that this stage has computed or received for the current microbatch."""
 
     def run(self, model: MegatronModule, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The outputs of student and teacher for one microbatch.

@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.bridge.checkpoint import manifest, model_io, paths
+from megatron.bridge.checkpoint import manifest, paths
 from megatron.bridge.models.conversion.pretrained import is_megatron_checkpoint, provider_of
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained import hub
@@ -38,28 +38,19 @@ _LAYOUT_RULES = [rule for rule in RULES if rule.__module__ == layout_rules.__nam
 
 
 def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvider:
-    """The teacher's provider with the parallel sizes of ``config.model``; building it loads the weights.
-
-    Raises:
-        UserError: The teacher does not exist, its vocabulary differs from the student's, or it does not support
-            the parallel sizes.
-    """
+    """The teacher's provider with the parallel sizes of ``config.model``; building it loads the weights."""
     assert config.distill is not None, "distill is not set"
     assert config.distill.teacher is not None, "distill.teacher is not set"
     name = config.distill.teacher
     provider = set_shared_settings(provider_of(name, config.distill.trust_remote_code), name, config, world_size)
-    _compare_tokenizers(config, name)
+    compare_tokenizers(config.tokenizer, name)
     return provider
 
 
 def set_shared_settings(
     provider: Any, name: str, config: ConfigContainer, world_size: int, key: str = "distill.teacher"
 ) -> GPTModelProvider:
-    """Set the shared settings of ``config.model`` in ``provider``, which ``key`` names, and check it.
-
-    Raises:
-        UserError: Its vocabulary differs from the student's, or it does not support the parallel sizes.
-    """
+    """Set the shared settings of ``config.model`` in ``provider``, which ``key`` names, and check it."""
     for field in SHARED:
         setattr(provider, field, getattr(config.model, field))
     # its process groups are the student's, whose default may be another one
@@ -143,9 +134,3 @@ def _unfit_for_the_layout(provider: Any, config: ConfigContainer, world_size: in
             f"it does not support the student's parallel sizes ({'; '.join(found)}): choose sizes for both, or "
             "cache its logits with other sizes, with --mode cache-teacher and distill.cache"
         )
-
-
-def _compare_tokenizers(config: ConfigContainer, name: str) -> None:
-    """Refuse a teacher with other token ids, if it comes with a tokenizer."""
-    beside = model_io.tokenizer_dir(name) if is_megatron_checkpoint(name) else hub.resolve(name, weights=False)
-    compare_tokenizers(config.tokenizer, beside)

@@ -20,10 +20,6 @@ def freezing_hook(patterns: list[str], first: PreWrapHook | None = None) -> PreW
 
     They are Megatron's parameter names, where ``*`` matches any characters and layers are numbered from 0 through
     the whole model. A tied output layer is frozen with its embedding.
-
-    Raises:
-        UserError: When the model is built, a pattern matches no trained parameter on any rank, or no trained
-            parameter is left.
     """
     if not patterns:
         return first

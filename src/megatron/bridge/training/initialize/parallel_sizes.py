@@ -23,7 +23,6 @@ class ParallelSizes:
 
     @classmethod
     def current(cls) -> "ParallelSizes":
-        """The sizes of the existing process groups."""
         return cls(
             distributed.world_size(),
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -36,7 +35,6 @@ class ParallelSizes:
 
     @classmethod
     def of(cls, model: Any) -> "ParallelSizes":
-        """The sizes that a model provider requests."""
         return cls(
             distributed.world_size(),
             model.tensor_model_parallel_size,

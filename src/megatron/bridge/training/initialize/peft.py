@@ -65,11 +65,7 @@ def set_saved_weights(run: Run, loaded: dict[str, Any]) -> None:
 
 
 def check_base(run: Run, saved: dict[str, Any], directory: Path) -> None:
-    """Refuse adapters of another base model, and adapters in a run without PEFT or vice versa.
-
-    Raises:
-        UserError: The message names both base models.
-    """
+    """Refuse adapters of another base model, and adapters in a run without PEFT or vice versa."""
     theirs, ours = saved.get("base"), chunk_info(run.model[0]).base
     if theirs is None and ours is not None:
         raise UserError(
@@ -89,11 +85,7 @@ def check_base(run: Run, saved: dict[str, Any], directory: Path) -> None:
 
 
 def load_adapters(run: Run, path: Path) -> None:
-    """Load only the adapters from the checkpoint of another run, which is verified already.
-
-    Raises:
-        UserError: The checkpoint holds other adapters, or adapters of another base model.
-    """
+    """Load only the adapters from the checkpoint of another run, which is verified already."""
     directory = on_first_rank(lambda: paths.resolve(path))
     common = loading.load_common(directory)
     check_base(run, common.get("run", {}), directory)

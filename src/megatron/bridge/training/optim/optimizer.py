@@ -23,9 +23,6 @@ def build_optimizer(
 
     With ``config.use_distributed_optimizer`` each data-parallel rank keeps a shard of the state, otherwise the
     whole state. It does not pay off on a single rank: steps took 1.2 times as long with 33M parameters.
-
-    Raises:
-        UserError: An override matches no parameter, or contradicts another one.
     """
     # no main parameters: fully sharded parameters are fp32 under any precision
     changes = {"bf16": False, "params_dtype": torch.float32} if sharded_names(chunks[0]) else {}
@@ -85,15 +82,12 @@ def optimizer_kind(part: Any) -> str:
 
 def update_count(optimizer: MegatronOptimizer) -> int:
     """The number of updates that Adam's bias correction has counted, from a parameter with rows on this rank."""
-    for part in megatron_optimizers(optimizer):
-        if optimizer_kind(part) != "adam":
-            continue
-        for inner, group in _groups(part):
-            if "step" in group:  # Transformer Engine counts per group
-                return int(group["step"])
-            for parameter in group["params"]:
-                if local_rows(parameter).numel():
-                    return int(inner.state[parameter].get("step", 0))
+    for inner, group in _groups_of_adam(optimizer):
+        if "step" in group:  # Transformer Engine counts per group
+            return int(group["step"])
+        for parameter in group["params"]:
+            if local_rows(parameter).numel():
+                return int(inner.state[parameter].get("step", 0))
     return 0
 
 
@@ -103,20 +97,17 @@ def set_update_count(optimizer: MegatronOptimizer, step: int) -> None:
     Each parameter has its own tensor: every parameter would increment a shared one, and the run would drift
     silently (loss off by 1e-3 to 1e-2).
     """
-    for part in megatron_optimizers(optimizer):
-        if optimizer_kind(part) != "adam":
+    for inner, group in _groups_of_adam(optimizer):
+        if not _is_of_torch(inner):
+            group["step"] = step
             continue
-        for inner, group in _groups(part):
-            if not _is_of_torch(inner):
-                group["step"] = step
-                continue
-            for parameter in group["params"]:
-                inner.state[parameter]["step"] = _step_tensor(parameter, group, step)
+        for parameter in group["params"]:
+            inner.state[parameter]["step"] = _step_tensor(parameter, group, step)
 
 
-def _groups(part: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    for inner in _inner(part):
-        yield from ((inner, group) for group in inner.param_groups)
+def _groups_of_adam(optimizer: MegatronOptimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
+    parts = (part for part in megatron_optimizers(optimizer) if optimizer_kind(part) == "adam")
+    yield from ((inner, group) for part in parts for inner in _inner(part) for group in inner.param_groups)
 
 
 def _share_loss_scale(optimizer: Any) -> None:

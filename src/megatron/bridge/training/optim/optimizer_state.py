@@ -35,15 +35,12 @@ REMAINDER = "param_remainder"  # the lower 16 bits of fp32, the upper ones being
 class ParameterShard:
     """This rank's shard of the state of one model parameter: an interval of its flattened elements."""
 
-    parameter: torch.Tensor
-    """The model's parameter, or this rank's rows of it."""
+    parameter: torch.Tensor  # the model's parameter, or this rank's rows of it
     start: int
-    end: int
-    """End of the interval, exclusive."""
-    tensors: dict[str, torch.Tensor]
-    """State name -> values of the interval."""
+    end: int  # end of the interval, exclusive
+    tensors: dict[str, torch.Tensor]  # state name -> values of the interval
+    # index of the distributed optimizer instance; None if the state is replicated on data-parallel ranks
     instance: int | None
-    """Index of the distributed optimizer instance; None if the state is replicated on data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,7 @@ class TensorSlice:
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    flat: int
-    """Position of its first element in the interval."""
+    flat: int  # position of its first element in the interval
 
 
 def tensor_slices(shape: tuple[int, ...], start: int, end: int) -> list[TensorSlice]:

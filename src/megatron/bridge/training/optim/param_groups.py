@@ -21,9 +21,6 @@ def config_overrides(config: OptimizerConfig, chunks: Sequence[MegatronModule]) 
 
     By default, biases and all other vectors have no weight decay (except the norms of queries and keys with
     ``apply_wd_to_qk_layernorm``), and the embedding and the output layer have ``decoupled_lr``.
-
-    Raises:
-        UserError: A pattern matches no trained parameter on any rank, or two entries set different values for one.
     """
     entries: list[ParameterOverride] = getattr(config, "overrides", [])
     named = [item for item in named_parameters(unwrap_model(list(chunks))) if item[1].requires_grad]
@@ -62,7 +59,6 @@ def _override_of(config: OptimizerConfig, entries: list[ParameterOverride], name
 
 
 def _megatron_values(config: OptimizerConfig, entry: ParameterOverride) -> Iterator[tuple[str, float]]:
-    """The values of an entry under Megatron-Core's names."""
     assert config.lr is not None, "the config is not resolved"
     peak, end = entry.rates(config.lr, config.min_lr or 0.0)
     if entry.lr is not None or entry.lr_mult is not None:

@@ -21,8 +21,7 @@ class PairLosses(NamedTuple):
     """What is known about each pair, each [pairs]."""
 
     losses: Tensor
-    chosen_rewards: Tensor
-    """``beta (log p - log r)`` of the chosen answers, without gradient."""
+    chosen_rewards: Tensor  # ``beta (log p - log r)`` of the chosen answers, without gradient
     rejected_rewards: Tensor
 
 

@@ -59,12 +59,7 @@ def reference_of(config: ConfigContainer) -> str | None:
 
 
 def reference_provider(config: ConfigContainer, name: str, world_size: int) -> GPTModelProvider:
-    """The provider of the reference with the parallel sizes of ``config.model``.
-
-    Raises:
-        UserError: The reference does not exist, its vocabulary differs from the model's, or it does not support
-            the parallel sizes.
-    """
+    """The provider of the reference with the parallel sizes of ``config.model``."""
     assert config.dpo is not None, "dpo is not set"
     provider = provider_of(name, config.dpo.trust_remote_code)
     return set_shared_settings(provider, name, config, world_size, key="dpo.reference")

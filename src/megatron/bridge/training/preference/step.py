@@ -56,10 +56,8 @@ class PreferenceLoss:
     """The loss of the pairs of one microbatch."""
 
     settings: DPOConfig
-    batch: dict[str, Any]
-    """Rows of ``PairRows``: an answer that is chosen, the one that is rejected, and so on."""
-    reference: Tensor
-    """The reference's loss of each token."""
+    batch: dict[str, Any]  # rows of ``PairRows``: an answer that is chosen, the one that is rejected, and so on
+    reference: Tensor  # the reference's loss of each token
 
     def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
         """The sum over pairs, the number of pairs, and the report.
@@ -93,7 +91,6 @@ class KTOLoss(PreferenceLoss):
     """The loss of the answers of one microbatch, whose rows are those of ``LabeledRows``."""
 
     def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
-        """The sum over answers, the number of answers, and the report."""
         policy, reference = (self._log_probs(losses) for losses in (token_losses, self.reference))
         ratios, mismatched = (ours - theirs for ours, theirs in zip(policy, reference, strict=True))
         desirable = sum_by_answer(self.batch, self.batch["desirable"].view(-1))[0::2] > 0

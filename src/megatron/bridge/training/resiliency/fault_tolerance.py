@@ -32,11 +32,7 @@ SETUP, STEP, BETWEEN = "setup", "step", "checkpointing"
 
 
 def connect(config: ConfigContainer) -> "FaultTolerance | None":
-    """Connect to the launcher; None if ``ft`` is not enabled.
-
-    Raises:
-        UserError: nvidia-resiliency-ext is missing, or ``ft_launcher`` did not start this process.
-    """
+    """Connect to the launcher; None if ``ft`` is not enabled."""
     if config.ft is None or not config.ft.enable_ft_package:
         return None
     module = import_optional("nvidia_resiliency_ext.fault_tolerance", "ft", "resiliency")

@@ -74,11 +74,7 @@ def _connections() -> Any:
 
 
 def run_with_restarts(config: ConfigContainer, attempt: Callable[[], Run]) -> Run:
-    """Call ``attempt``, which sets up and trains in the existing process group, again after each failure.
-
-    Raises:
-        UserError: nvidia-resiliency-ext is missing, or ``attempt`` raised a ``UserError``, which is not retried.
-    """
+    """Call ``attempt``, which sets up and trains in the existing process group, again after each failure."""
     assert config.inprocess_restart is not None, "inprocess_restart is not set"
     inprocess = import_optional("nvidia_resiliency_ext.inprocess", "inprocess_restart", "resiliency")
     store, gloo = _create_store(config), GlooConnections()

@@ -19,11 +19,7 @@ SECTION = "train step"
 
 
 class NVRxStragglerDetection(Callback):
-    """Compares the kernel times of each GPU with those of the other GPUs, and with its own earlier times.
-
-    Raises:
-        UserError: nvidia-resiliency-ext is missing.
-    """
+    """Compares the kernel times of each GPU with those of the other GPUs, and with its own earlier times."""
 
     def __init__(self, config: NVRxStragglerDetectionConfig) -> None:
         self._config = config

@@ -56,10 +56,8 @@ def _count(tokens: Any, device: torch.device) -> torch.Tensor:
 
 
 def _value(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    """A reported value as a tensor with one or two elements."""
     parts = cast("list[Any]", value) if isinstance(value, tuple | list) else [value]
-    tensors = [torch.as_tensor(part, device=device).detach().double().flatten() for part in parts]
-    number = torch.cat(tensors)
+    number = torch.cat([torch.as_tensor(part, device=device).detach().double().flatten() for part in parts])
     if number.numel() not in (1, 2):
         _refuse(f"reported {name} as {_form(value)}: report one number, or a sum and a count")
     return number

@@ -66,11 +66,7 @@ def references_in(values: object, key: str = "") -> dict[str, Any]:
 
 
 def resolve_tree(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested mappings with their references to one another resolved.
-
-    Raises:
-        UserError: one line for each reference that cannot be resolved.
-    """
+    """Nested mappings with their references to one another resolved; an error has a line for each that cannot be."""
     raw = references_in(values)
     if not raw:
         return values

@@ -13,10 +13,8 @@ from typing import Any
 from megatron.bridge.utils.config.public_names import PUBLIC_NAMES, import_path
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-TARGET = "_target_"
-"""Key of a mapping that names a class, a function or a value."""
-MARKERS = frozenset({TARGET, "_call_", "_partial_", "_tuple_", "_path_"})
-"""Keys that plain data uses for itself."""
+TARGET = "_target_"  # key of a mapping that names a class, a function or a value
+MARKERS = frozenset({TARGET, "_call_", "_partial_", "_tuple_", "_path_"})  # keys that plain data uses for itself
 
 # Some functions report a private home; these are the public names that people write.
 PUBLIC_HOMES = {"torch._C._nn": "torch.nn.functional"}

@@ -26,7 +26,6 @@ class Origins:
         return cls({key: DEFAULT if _is_default(entry, value) else source for key, entry, value in _entries(config)})
 
     def get(self, key: str) -> str | None:
-        """Who set ``key``; None if that is unknown."""
         return self._table.get(key)
 
     def record(self, config: Any, changes: Iterable[Change]) -> None:
@@ -81,7 +80,6 @@ def annotated_yaml(config: Any, origins: Origins, defaults: bool = True) -> str:
     """The config as YAML that ``load_yaml`` reads, with each value's origin as a comment.
 
     Args:
-        config: A config.
         origins: Where its values came from.
         defaults: Write the values that are their field's default, too.
     """

@@ -58,12 +58,10 @@ OTHER_NAMES = {
 class Change:
     """One value that was set."""
 
-    key: str
-    """Dotted name, such as ``train.train_iters``."""
+    key: str  # dotted name, such as ``train.train_iters``
     old: Any
     new: Any
-    origin: str
-    """Who set it: ``command line``, a file, ..."""
+    origin: str  # who set it: ``command line``, a file, ...
 
 
 @dataclass(frozen=True)
@@ -83,19 +81,13 @@ class _Request:
 
     key: str
     value: Any
-    text: str | None = None
-    """The raw scalar of a command line."""
+    text: str | None = None  # the raw scalar of a command line
     from_reference: bool = False
-    trusted: bool = False
-    """The user typed it, so the functions that it names are imported."""
+    trusted: bool = False  # the user typed it, so the functions that it names are imported
 
 
 def apply_overrides(config: Any, overrides: Sequence[str], origin: str = "command line") -> list[Change]:
-    """Set ``a.b=c`` items on ``config``, all of them or none.
-
-    Raises:
-        UserError: unknown keys, wrong types, keys given twice, fields that cannot be set; one line each.
-    """
+    """Set ``a.b=c`` items on ``config``, all of them or none; an error has a line for each that cannot be set."""
     return apply_layers(config, [Layer(origin, overrides=overrides)])
 
 
@@ -108,9 +100,6 @@ def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
 
     Returns:
         One change for each key, in the order in which they were last set.
-
-    Raises:
-        UserError: as ``apply_overrides``, or a reference that cannot be resolved.
     """
     transaction = _Transaction(config)
     try:
@@ -124,11 +113,7 @@ def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
 
 
 def settle_types(config: Any) -> None:
-    """Give each value of a config, read from a file, the type of its field: a name becomes the function.
-
-    Raises:
-        UserError: names every key whose value has the wrong type.
-    """
+    """Give each value of a config, read from a file, the type of its field: a name becomes the function."""
     refuse([*_settle_types(config, "")])
 
 
@@ -154,9 +139,6 @@ def check_sticks(config: Any, changes: Iterable[Change]) -> None:
     """Refuse a config in which a later step replaced a value that somebody set; of two changes the last counts.
 
     Null asks a later step for the value.
-
-    Raises:
-        UserError: names every such key with both values.
     """
     refuse(
         [
@@ -268,7 +250,6 @@ class _Transaction:
 
 
 def _dotted(key: str) -> str:
-    """``a[0].b`` as ``a.0.b``."""
     return _INDEX.sub(r".\1", str(key))
 
 
@@ -377,11 +358,6 @@ class _Slot:
         return self.parent.set(type(owner)(items))
 
     def typed(self, request: _Request) -> Any:
-        """The value of ``request`` as the annotation requires.
-
-        Raises:
-            UserError: it has another type.
-        """
         try:
             return self._typed(request.value, request.text)
         except CoercionError as error:
@@ -412,11 +388,7 @@ def _restore(owner: dict[str, Any], name: str, old: Any) -> None:
 
 
 def _find(config: Any, key: str) -> _Slot:
-    """The slot that ``key`` names.
-
-    Raises:
-        UserError: there is none, with the nearest keys; or it may not be set.
-    """
+    """The slot that ``key`` names, which must be there and may be set; an error names the nearest keys."""
     names = key.split(".")
     owner, slot = config, _Slot("", None, "", Any, False, None)
     for depth, name in enumerate(names):

@@ -64,8 +64,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "megatron.bridge.peft.lora": ("LoRA",),
     "megatron.bridge.recipes.squad": ("squad_example",),
 }
-FORMER_NAMES: dict[str, str] = {}
-"""Names that files may still hold, and what they are called now."""
+FORMER_NAMES: dict[str, str] = {}  # names that files may still hold, and what they are called now
 
 PUBLIC_NAMES: dict[str, str] = {name: module for module, names in _MODULES.items() for name in names}
 """Name in YAML -> module that holds it."""

@@ -27,11 +27,7 @@ PARTIAL_HOMES = ("torch.nn.init.",)
 
 
 def to_plain(value: object) -> Any:
-    """Plain data (mappings, lists, scalars) from which ``from_plain`` rebuilds ``value``.
-
-    Raises:
-        UserError: something cannot be written; every such field is named.
-    """
+    """Plain data from which ``from_plain`` rebuilds ``value``; an error names every field that cannot be written."""
     problems: list[str] = []
     plain = _write(value, "", problems)
     refuse(problems)
@@ -42,7 +38,6 @@ def from_plain(data: object, trust: bool = False) -> Any:
     """Rebuild what ``to_plain`` wrote.
 
     Args:
-        data: Plain data.
         trust: Import every class and function that the data name, which can run code. Without it, only names that
             ``names.locate`` knows are imported.
 
@@ -62,11 +57,7 @@ def dump_yaml(value: object) -> str:
 
 
 def load_yaml(text: str, source: str = "the YAML text", trust: bool = False) -> Any:
-    """Rebuild what ``dump_yaml`` wrote; ``source`` names the text in messages, ``trust`` is as in ``from_plain``.
-
-    Raises:
-        UserError: broken YAML, unknown keys or names, values that a dataclass refuses.
-    """
+    """Rebuild what ``dump_yaml`` wrote; ``source`` names the text in messages, ``trust`` is as in ``from_plain``."""
     return from_plain(interpolation.resolve_tree(yaml_text.read(text, source)), trust)
 
 

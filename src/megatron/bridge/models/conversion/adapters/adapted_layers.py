@@ -6,28 +6,20 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
-ADAPTER = "adapter"
-"""The child under which an adapted layer keeps what was added to it."""
+ADAPTER = "adapter"  # the child under which an adapted layer keeps what was added to it
 
 
 @dataclass(frozen=True)
 class LowRankPart:
     """``scaling * B A``, added to one weight or to the rows of one of its roles; this rank's shard."""
 
-    a: Tensor
-    """[rank, inputs of this rank]."""
-    b: Tensor
-    """[outputs of this rank, rank]."""
-    alpha: float
-    """Numerator of the scaling."""
-    use_rslora: bool
-    """The denominator is the square root of the rank, not the rank."""
-    dropout: float
-    """Probability on the inputs."""
-    role: str | None = None
-    """``q``, ``k``, ``v``, ``gate`` or ``up`` of a fused weight; None is all of it."""
-    magnitude: Tensor | None = None
-    """[outputs of this rank], of DoRA."""
+    a: Tensor  # [rank, inputs of this rank]
+    b: Tensor  # [outputs of this rank, rank]
+    alpha: float  # numerator of the scaling
+    use_rslora: bool  # the denominator is the square root of the rank, not the rank
+    dropout: float  # probability on the inputs
+    role: str | None = None  # ``q``, ``k``, ``v``, ``gate`` or ``up`` of a fused weight; None is all of it
+    magnitude: Tensor | None = None  # [outputs of this rank], of DoRA
 
 
 @runtime_checkable

@@ -70,14 +70,10 @@ TASK_TYPES = {
 class ModuleTensors:
     """The adapter of one Hugging Face module, or a tensor of a module that is saved whole."""
 
-    module: str
-    """Name of the module, as the base checkpoint calls it."""
-    described: Described | None
-    """Of an adapter; None is a whole module."""
-    tensors: dict[str, Tensor]
-    """By the rest of their names."""
-    megatron_param: str = ""
-    """The parameter that the adapter is beside, or the tensor's own."""
+    module: str  # name of the module, as the base checkpoint calls it
+    described: Described | None  # of an adapter; None is a whole module
+    tensors: dict[str, Tensor]  # by the rest of their names
+    megatron_param: str = ""  # the parameter that the adapter is beside, or the tensor's own
 
     def named(self, prefix: str = PREFIX) -> dict[str, Tensor]:
         """The tensors by their names, which in ``adapter_model.safetensors`` have a prefix."""
@@ -85,11 +81,7 @@ class ModuleTensors:
 
 
 def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
-    """Refuse a description of the adapters that is not what they were made with.
-
-    Raises:
-        UserError: the model has no adapters, or others.
-    """
+    """Refuse a description of the adapters that is not what they were made with."""
     for chunk in chunks:
         made_with = chunk_info(chunk).peft
         if made_with != peft_config:
@@ -105,11 +97,7 @@ def merging(plan: Plan) -> Plan:
 
 
 def stream(plan: Plan) -> Iterator[ModuleTensors]:
-    """The adapters of a model, whole and on every rank, in the order of the model.
-
-    Raises:
-        UserError: an adapter that the format cannot hold.
-    """
+    """The adapters of a model, whole and on every rank, in the order of the model."""
     for task in plan.tasks:
         mine = [] if task.is_copy or task.param_weight is None else _of_task(task)
         for index, (module, described, outlines) in enumerate(exchange.broadcast_object(task.owner, _outlines(mine))):
@@ -170,11 +158,7 @@ def _whole(task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: 
 
 
 def _names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
-    """The Hugging Face tensors that a part is beside.
-
-    Raises:
-        UserError: the format has no name for it.
-    """
+    """The Hugging Face tensors that a part is beside."""
     if mapping.is_stacked or not mapping.copies:
         reason = "holds all experts in one tensor" if mapping.is_stacked else "is computed from it"
         raise UserError(
@@ -202,9 +186,6 @@ def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None)
         found: all that ``stream`` gave.
         plan: of the model, to name modules as briefly as is exact.
         base: where the base model is.
-
-    Raises:
-        UserError: a mixture that one file cannot say.
     """
     adapters = {one.module: one.described for one in found if one.described is not None}
     first = _most_common(adapters.values())
@@ -264,13 +245,8 @@ def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
     """Write the adapters of a model into ``directory``; all ranks call this, one of them writes.
 
     Args:
-        plan: of the model.
-        directory: exists.
         base: where the base model is.
         write: whether this rank writes.
-
-    Raises:
-        UserError: there are no adapters, or they have no form in the peft format.
     """
     found = [replace(one, tensors={name: it.cpu() for name, it in one.tensors.items()}) for one in stream(plan)]
     if not any(one.described for one in found):
@@ -321,11 +297,7 @@ def _refuse_half_of_experts(adapted: set[str]) -> None:
 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a directory in the peft format.
-
-    Raises:
-        UserError: it is none, damaged, of another kind than LoRA, or computes something else.
-    """
+    """Config and tensors of a directory in the peft format."""
     for name in (CONFIG, TENSORS):
         if not (directory / name).is_file():
             raise UserError(f"{directory} has no {name}: give a directory that peft's save_pretrained wrote")
@@ -346,11 +318,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load(plan: Plan, directory: Path) -> None:
-    """Fill the adapters of a model from a directory in the peft format.
-
-    Raises:
-        UserError: tensors are missing, left over or of another shape, or the scaling differs; nothing was changed.
-    """
+    """Fill the adapters of a model from a directory in the peft format; nothing changes if anything differs."""
     config, tensors = read(directory)
     jobs: list[tuple[WeightConversionTask, LowRankPart]] = []
     claimed: set[str] = set()

@@ -18,16 +18,11 @@ from megatron.bridge.models.hf_pretrained.safetensors_writer import not_finite
 class TensorProof:
     """One tensor on both sides."""
 
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    dtype: str
-    """As stored in the checkpoint."""
-    sha256: str
-    """Of the checkpoint's bytes."""
-    equal: bool
-    """Whether the model's numbers, in that dtype, are the same bytes."""
-    not_finite: int = 0
-    """Number of values that are NaN or infinite."""
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str  # as stored in the checkpoint
+    sha256: str  # of the checkpoint's bytes
+    equal: bool  # whether the model's numbers, in that dtype, are the same bytes
+    not_finite: int = 0  # number of values that are NaN or infinite
 
 
 @dataclass(frozen=True)
@@ -36,18 +31,13 @@ class Certificate:
 
     hf_model: str
     megatron: str
-    tensors: dict[str, TensorProof]
-    """By Hugging Face name."""
-    missing: tuple[str, ...]
-    """Tensors of the checkpoint that the model does not give back."""
-    logits: LogitComparison | None
-    """Both models' logits on the same tokens; None where they were not run."""
-    tolerance: float
-    """Largest allowed difference of two logits over their standard deviation."""
+    tensors: dict[str, TensorProof]  # by Hugging Face name
+    missing: tuple[str, ...]  # tensors of the checkpoint that the model does not give back
+    logits: LogitComparison | None  # both models' logits on the same tokens; None where they were not run
+    tolerance: float  # largest allowed difference of two logits over their standard deviation
 
     @property
     def different(self) -> list[str]:
-        """Tensors that are not equal."""
         return [name for name, proof in self.tensors.items() if not proof.equal]
 
     @property
@@ -68,11 +58,7 @@ class Certificate:
 def prove(
     weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint
 ) -> tuple[dict[str, TensorProof], tuple[str, ...]]:
-    """Compare a stream of exported tensors with the checkpoint, one at a time.
-
-    Returns:
-        Proofs by name, and the checkpoint's tensors that the stream did not have.
-    """
+    """Compare a stream of exported tensors with the checkpoint: proofs by name, and what the stream did not have."""
     proofs = {name: _compare(weight, source[name]) for name, weight in _known(weights, source)}
     return proofs, tuple(name for name in source if name not in proofs)
 

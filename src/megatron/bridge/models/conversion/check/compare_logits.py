@@ -30,20 +30,14 @@ class ModelOutputs:
 class LogitComparison:
     """How far two models are apart."""
 
-    largest: float
-    """Largest absolute difference of two logits."""
-    scale: float
-    """Standard deviation of the reference's logits."""
-    worst: tuple[int, int, int]
-    """(row, position, token) of that difference."""
-    pair: tuple[float, float]
-    """The two logits there, reference first."""
-    cosine: float
-    """Smallest cosine similarity of two positions' logits."""
-    same_choice: float
-    """Share of positions with the same most likely token."""
+    largest: float  # largest absolute difference of two logits
+    scale: float  # standard deviation of the reference's logits
+    worst: tuple[int, int, int]  # (row, position, token) of that difference
+    pair: tuple[float, float]  # the two logits there, reference first
+    cosine: float  # smallest cosine similarity of two positions' logits
+    same_choice: float  # share of positions with the same most likely token
+    # layer -> largest absolute difference of its output over the reference's standard deviation
     layers: dict[str, float]
-    """Layer -> largest absolute difference of its output over the reference's standard deviation."""
 
     @property
     def relative(self) -> float:
@@ -74,7 +68,6 @@ def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
 
 @torch.no_grad()
 def run_hf(model: Any, ids: Tensor) -> ModelOutputs:
-    """Run a transformers model on token ids [rows, sequence]."""
     # the outermost list of modules; architectures have other names for it than ``layers``
     layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     hidden: dict[str, Tensor] = {}
@@ -143,8 +136,6 @@ def _pipeline(chunks: Sequence[nn.Module], ids: Tensor) -> Tensor | None:
 
 @contextmanager
 def _recorded(modules: dict[str, nn.Module], into: dict[str, Tensor]) -> Generator[None]:
-    """Keep the output of each module."""
-
     def keep(name: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             into[name] = cast(Tensor, output[0] if isinstance(output, tuple) else output).detach()

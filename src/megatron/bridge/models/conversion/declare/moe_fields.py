@@ -59,11 +59,7 @@ def _groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | No
 
 
 def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> None:
-    """Refuse groups that the experts cannot be cut into, or more chosen ones than there are.
-
-    Raises:
-        UserError: either of them.
-    """
+    """Refuse groups that the experts cannot be cut into, or more chosen ones than there are."""
     key = "n_routed_experts" if "n_routed_experts" in config else "num_experts"
     if config[key] % count:
         raise UserError(f"n_group={count} does not divide {key}={config[key]}")

@@ -75,11 +75,6 @@ class VisionBridge(DecoderBridge):
     # ---- config -> provider -------------------------------------------------------------------------------------
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
-        """The provider of both parts.
-
-        Raises:
-            UserError: a key of either config is unknown, missing, or cannot be represented.
-        """
         whole = without_quantization(as_dict(hf_pretrained.config))
         self._check(whole)
         raw = hf_pretrained.raw_config if isinstance(hf_pretrained, PreTrainedCausalLM) else whole
@@ -197,7 +192,6 @@ class VisionBridge(DecoderBridge):
         return _renamed(registry.get_all_mappings(), back) if other else registry
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
-        """``registry`` under the names of transformers' modules."""
         ours = {"model.": f"model.{self.language}.", "lm_head.": "lm_head."}
         ours |= {part: f"model.{part}" for part in self.tower}
         stored = {_begun(name, self.names): module for name, module in ours.items()}

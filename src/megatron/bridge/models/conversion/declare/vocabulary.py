@@ -57,7 +57,6 @@ def key_hint(key: str, claimed: Iterable[str], families: Iterable[str]) -> str:
     """What to do about a config key that an architecture does not claim.
 
     Args:
-        key: of the config.
         claimed: the architecture's own keys.
         families: architectures that claim ``key``.
     """

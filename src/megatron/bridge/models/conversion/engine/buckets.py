@@ -25,10 +25,8 @@ from megatron.bridge.utils.errors import UserError
 
 BUCKET_BYTES = 512 << 20
 
-Weights = dict[str, Tensor]
-"""Hugging Face tensors by name."""
-Parts = Mapping[str, Tensor | Unjoined]
-"""The same, some of them not put together yet."""
+Weights = dict[str, Tensor]  # Hugging Face tensors by name
+Parts = Mapping[str, Tensor | Unjoined]  # the same, some of them not put together yet
 
 
 def stream(
@@ -110,7 +108,6 @@ def _buckets(tasks: Iterable[WeightConversionTask], limit: int, merged: bool) ->
 
     Args:
         tasks: in the order of the model.
-        limit: bytes.
         merged: whether weights are computed first, from adapters, on any rank.
     """
     bucket: list[WeightConversionTask] = []

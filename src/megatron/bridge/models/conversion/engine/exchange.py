@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron.bridge.utils import distributed
 
 Group = torch_dist.ProcessGroup | None
-Tensors = dict[str, Tensor]
-"""By name."""
+Tensors = dict[str, Tensor]  # by name
 
 
 def is_expert(megatron_param: str) -> bool:
@@ -28,18 +27,18 @@ def shard_group(megatron_param: str) -> Group:
     return expert_tensor_group() if is_expert(megatron_param) else tensor_group()
 
 
+def _group(find: Callable[..., object]) -> Group:
+    return cast(Group, find()) if parallel_state.model_parallel_is_initialized() else None
+
+
 def tensor_group() -> Group:
     """The tensor-parallel group of everything but experts."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    return cast(Group, parallel_state.get_tensor_model_parallel_group())
+    return _group(parallel_state.get_tensor_model_parallel_group)
 
 
 def expert_tensor_group() -> Group:
     """The ranks that share each expert's matrices."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    return cast(Group, parallel_state.get_expert_tensor_parallel_group())
+    return _group(parallel_state.get_expert_tensor_parallel_group)
 
 
 def rank_and_size(group: Group) -> tuple[int, int]:
@@ -58,16 +57,12 @@ def expert_rank() -> int:
 
 def expert_group() -> Group:
     """The ranks that hold the other experts of this rank's stage; they are of different data-parallel ranks."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    return cast(Group, parallel_state.get_expert_model_parallel_group())
+    return _group(parallel_state.get_expert_model_parallel_group)
 
 
 def pipeline_group() -> Group:
     """The ranks that hold the other pipeline stages of this rank's model replica."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    return cast(Group, parallel_state.get_pipeline_model_parallel_group())
+    return _group(parallel_state.get_pipeline_model_parallel_group)
 
 
 def is_first_replica(megatron_param: str) -> bool:
@@ -104,7 +99,6 @@ class Pending[T]:
     works: tuple[torch_dist.Work, ...] = ()
 
     def wait(self) -> T:
-        """The value, once it is there."""
         for work in self.works:
             work.wait()
         return self.value
@@ -155,8 +149,7 @@ class Owner:
     """Who holds a parameter, among the ranks of a model replica."""
 
     stage: int
-    expert_rank: int | None = None
-    """Which of the ranks that share out the experts; None where all of them hold it."""
+    expert_rank: int | None = None  # which of the ranks that share out the experts; None where all of them hold it
 
     @property
     def is_here(self) -> bool:
@@ -170,8 +163,7 @@ def broadcast_object[T](owner: Owner, value: T) -> T:
     return all_gather_stages(value)[owner.stage]
 
 
-TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and dtypes of tensors by name."""
+TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of tensors by name
 
 
 def from_owner(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: Owner) -> Tensor:

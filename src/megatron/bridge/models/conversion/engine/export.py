@@ -24,8 +24,7 @@ from megatron.bridge.models.hf_pretrained.safetensors_writer import OutputFile, 
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError, first_few
 
-Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtypes and shapes of tensors by name."""
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of tensors by name
 THREADS = 2
 _IN_FLIGHT = 2 * THREADS  # tensors gathered and not yet written
 
@@ -34,26 +33,19 @@ _IN_FLIGHT = 2 * THREADS  # tensors gathered and not yet written
 class SaveOptions:
     """How weights are written."""
 
-    strict: bool = True
-    """Refuse to write other tensors than the source has."""
+    strict: bool = True  # refuse to write other tensors than the source has
+    # of all floating-point tensors; None takes the source's, and without a source the model's
     dtype: torch.dtype | None = None
-    """Of all floating-point tensors; None takes the source's, and without a source the model's."""
+    # the ranks that write, in turn, tensors that were put together; None lets every rank write what it owns
     writers: tuple[int, ...] | None = None
-    """The ranks that write, in turn, tensors that were put together; None lets every rank write what it owns."""
-    declared: torch.dtype | None = None
-    """What the config says of the weights, for an export without a source."""
-    folder: Path | None = None
-    """Where the files will lie in the end; they take no name that is in use there."""
+    declared: torch.dtype | None = None  # what the config says of the weights, for an export without a source
+    folder: Path | None = None  # where the files will lie in the end; they take no name that is in use there
 
     @classmethod
     def of_keywords(
         cls, strict: bool, dtype: torch.dtype | str | None, distributed_save: bool | None, every: int, folder: Path
     ) -> "SaveOptions":
-        """The options that ``AutoBridge.save_hf_weights`` documents.
-
-        Raises:
-            UserError: a dtype that is none, or ``save_every_n_ranks`` below 1 or without ``distributed_save``.
-        """
+        """The options that ``AutoBridge.save_hf_weights`` documents."""
         if every < 1 or (every > 1 and not distributed_save):
             raise UserError(
                 f"save_every_n_ranks={every} must be at least 1, and above 1 only with distributed_save=True"
@@ -78,14 +70,9 @@ def save(
 
     Args:
         bridge: the architecture's bridge, for its hook.
-        plan: what to convert.
         directory: exists, and is the same on all ranks.
         source: the checkpoint to be like; None makes new shards.
-        options: who writes what.
         tasks: those of the plan, one after the other, if the plan's own have no numbers.
-
-    Raises:
-        UserError: the tensors are not the source's, or the disk is full.
     """
     layouts = _renamed(_layouts(bridge, plan, source, options), options.folder)
     on_first_rank(lambda: safetensors_writer.create(directory, layouts))

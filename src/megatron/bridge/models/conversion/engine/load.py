@@ -34,7 +34,6 @@ def load(
     Args:
         bridge: the architecture's bridge, for its hooks.
         plan: closed against ``checkpoint``.
-        checkpoint: the tensors.
         declared_dtype: dtype that the checkpoint's config says they have; None takes the most common one.
         allowed_mismatched_params: patterns of Megatron parameters that keep their values if shapes differ.
 

@@ -27,8 +27,7 @@ class MTPLayers:
     """The layers that a config declares."""
 
     count: int
-    registry: MegatronMappingRegistry
-    """The mappings of a model that has them."""
+    registry: MegatronMappingRegistry  # the mappings of a model that has them
 
     @property
     def patterns(self) -> tuple[str, ...]:

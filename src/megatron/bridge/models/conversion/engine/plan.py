@@ -28,8 +28,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 # experts.linear_fc1.weight3, or experts.local_experts.3.linear_fc1.weight
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|.*\.(?:weight|bias)))(\d+)(.*)")
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
-"""The number of a layer or an expert."""
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")  # the number of a layer or an expert
 _NO_MTP = "layers of multi-token prediction are missing: set mtp_num_layers to None in the provider to do without"
 _SOME_MTP = "layers of multi-token prediction are incomplete: download the model again"
 
@@ -38,44 +37,30 @@ _SOME_MTP = "layers of multi-token prediction are incomplete: download the model
 class LocatedParameter:
     """A Megatron parameter and who holds it; the same on every rank of a model replica."""
 
-    name: str
-    """Name in the whole model, layers and experts counted from its start."""
-    local_name: str
-    """Name in its chunk."""
-    owner: Owner
-    """Pipeline stage and, of an expert, place among the ranks that share out the experts."""
-    chunk: int
-    """Index of the chunk on that stage."""
+    name: str  # name in the whole model, layers and experts counted from its start
+    local_name: str  # name in its chunk
+    owner: Owner  # pipeline stage and, of an expert, place among the ranks that share out the experts
+    chunk: int  # index of the chunk on that stage
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kind: Any
-    """How it is cut, as ``ShardSpec.kind``."""
+    kind: Any  # how it is cut, as ``ShardSpec.kind``
 
 
 @dataclass(frozen=True)
 class WeightConversionTask:
     """One parameter to convert; the last two attributes are None on the ranks that do not hold it."""
 
-    param_name: str
-    """Name in its chunk."""
-    global_param_name: str
-    """Name in the whole model."""
-    mapping: MegatronParamMapping
-    """The mapping, its names resolved."""
-    shard: ShardSpec
-    """Shape and cut of one shard, as held by this rank or by its peer on the owning stage."""
+    param_name: str  # name in its chunk
+    global_param_name: str  # name in the whole model
+    mapping: MegatronParamMapping  # the mapping, its names resolved
+    shard: ShardSpec  # shape and cut of one shard, as held by this rank or by its peer on the owning stage
     dtype: torch.dtype
-    owner: Owner
-    """The pipeline stage and, of an expert, the expert-parallel rank that hold it."""
-    vp_stage: int
-    """Index of the chunk on that stage."""
-    is_copy: bool = False
-    """Another task maps the same Hugging Face tensors; loaded, not exported."""
-    megatron_module: nn.Module | None = None
-    """The module that owns the parameter."""
+    owner: Owner  # the pipeline stage and, of an expert, the expert-parallel rank that hold it
+    vp_stage: int  # index of the chunk on that stage
+    is_copy: bool = False  # another task maps the same Hugging Face tensors; loaded, not exported
+    megatron_module: nn.Module | None = None  # the module that owns the parameter
     param_weight: Tensor | None = None
-    merges: bool = False
-    """Export the parameter with its layer's adapter put into it."""
+    merges: bool = False  # export the parameter with its layer's adapter put into it
 
     @property
     def exported(self) -> Tensor | None:
@@ -162,17 +147,12 @@ def build_plan(
     """Match every parameter of the model with the tensors of a checkpoint.
 
     Args:
-        registry: the architecture's mappings.
         chunks: this rank's bare model chunks.
         entries: the checkpoint's tensors; None plans without one, on the mappings' word.
         buffers: patterns of tensors that may be in the checkpoint and are not converted.
         copies: patterns of tensors that may be in the checkpoint a second time, and what they are copies of.
         left_out: layers that may be in the checkpoint, and that the model was built without.
         replaced: tensors that may be in the checkpoint, and in whose place the model has a head.
-
-    Raises:
-        UserError: the plan does not close: a parameter without a mapping, a tensor that is missing, left over or
-            claimed twice.
     """
     config = cast(Any, chunks[0]).config
     if entries is not None and replaced:

@@ -43,10 +43,8 @@ def write(
     """Write everything but weights.
 
     Args:
-        bridge: of the architecture.
         provider: as the model was declared.
         source: the model to be like, or only its transformers config.
-        directory: where to.
         title: name of the exported model.
         history: what was done to the weights.
         dtype: of the weights; the source's when None.
@@ -107,10 +105,6 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
     Args:
         path: root of a checkpoint, or one of its iterations.
         adapters: what was merged into the weights.
-        note: anything else that was done.
-
-    Raises:
-        UserError: no checkpoint there.
     """
     directory = paths.resolve(path)
     steps = paths.iteration_of(directory) or 0

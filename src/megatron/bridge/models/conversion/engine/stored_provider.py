@@ -16,8 +16,7 @@ from megatron.bridge.utils import unpickling
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-MakeProvider = Callable[[bool], Any]
-"""Makes a provider, with or without weights."""
+MakeProvider = Callable[[bool], Any]  # makes a provider, with or without weights
 EMBEDDING = "embedding.word_embeddings.weight"
 
 # what a provider says about the layout, as it is for one process
@@ -51,9 +50,6 @@ def read_for_layout(
         path: root of a checkpoint, or one of its iterations.
         mp_overrides: parallel sizes that go before these.
         default: makes the provider of a checkpoint that does not describe its model, such as Megatron-LM's.
-
-    Raises:
-        UserError: an override that is not a parallel size.
     """
     undescribed = default is not None and not model_io.has_run_config(path)
     provider = default(False) if default is not None and undescribed else read(path)

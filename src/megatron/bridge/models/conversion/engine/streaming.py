@@ -27,8 +27,7 @@ from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.prefetch import prefetch
 
-AHEAD = 512 << 20
-"""Bytes of parameters that exist at a time, unless one is larger."""
+AHEAD = 512 << 20  # bytes of parameters that exist at a time, unless one is larger
 _READERS = 1  # torch's reader holds Python's lock for much of the time
 
 
@@ -48,11 +47,6 @@ def planner(
         bridge: the architecture's bridge, for its hooks.
         plan: of these chunks as they were built, before they were made half-precise.
         chunks: on the meta device, in the precision to save.
-        pretrained: the model.
-        show_progress: draw a progress bar on rank 0.
-
-    Raises:
-        UserError: tensors of a wrong shape or dtype.
     """
     allocator.release_freed_memory()
     sources: dict[int, LazyParameter] = {}
@@ -87,9 +81,6 @@ class StoredModel:
     Args:
         chunks: this rank's, on the meta device.
         path: a checkpoint root, or one iteration's directory.
-
-    Raises:
-        UserError: no checkpoint, a damaged one, or one of another model.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], path: str | Path) -> None:
@@ -102,9 +93,6 @@ class StoredModel:
 
     def filled(self, tasks: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
         """The tasks in their order, with parameters that have numbers; release each before asking for the next.
-
-        Args:
-            tasks: of a plan of the chunks.
 
         Raises:
             UserError: the checkpoint cannot be read. On several ranks it is raised after the last task, since the

@@ -24,8 +24,7 @@ from megatron.bridge.utils.errors import UserError
 
 ParallelKind = Literal["column", "row", "replicated"]
 HFNames = str | dict[str, str]
-HFPart = tuple[str, int | None]
-"""A Hugging Face tensor, or one expert of a tensor that holds all of them."""
+HFPart = tuple[str, int | None]  # a Hugging Face tensor, or one expert of a tensor that holds all of them
 HFWeights = Tensor | Mapping[str, Tensor]
 
 # what Megatron may pad to a multiple of the ranks; Hugging Face holds the true rows, or columns, only
@@ -196,7 +195,6 @@ class MegatronParamMapping(MappingGroups):
 
     @property
     def hf_names(self) -> list[str]:
-        """The Hugging Face names, without their roles."""
         return [self.hf_param] if isinstance(self.hf_param, str) else list(self.hf_param.values())
 
     @property
@@ -382,7 +380,6 @@ class OneRowMapping(ReplicatedMapping):
         return self.renamed(lambda name: substitute(name, values), lambda name: substitute(name, values))
 
     def hf_shapes(self, shard: ShardSpec) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole Hugging Face tensors."""
         return {hf: (1, *shape) for hf, shape in self.hf_slice_shapes(shard).items()}
 
 

@@ -23,6 +23,18 @@ class _GroupNow:
         return self._find()
 
 
+def _rank_and_size(group: Any) -> tuple[int, int]:
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def _properties(group: str) -> tuple[Any, Any]:
+    """This rank in the group of that name, and the size of the group."""
+    return (
+        property(lambda mapping: _rank_and_size(getattr(mapping, group))[0]),
+        property(lambda mapping: _rank_and_size(getattr(mapping, group))[1]),
+    )
+
+
 class MappingGroups:
     """Groups, ranks and sizes of ``megatron_param``."""
 
@@ -43,7 +55,6 @@ class MappingGroups:
 
     @property
     def is_expert(self) -> bool:
-        """Whether the parameter is one expert's own."""
         return exchange.is_expert(self.megatron_param)
 
     @property
@@ -61,34 +72,10 @@ class MappingGroups:
         """The ranks that the parameter is cut over."""
         return self._etp_group if self.is_expert else self._tp_group
 
-    @property
-    def tp_rank(self) -> int:
-        return _rank_and_size(self.tp_group)[0]
-
-    @property
-    def tp_size(self) -> int:
-        return _rank_and_size(self.tp_group)[1]
-
-    @property
-    def pp_rank(self) -> int:
-        return _rank_and_size(self.pp_group)[0]
-
-    @property
-    def pp_size(self) -> int:
-        return _rank_and_size(self.pp_group)[1]
-
-    @property
-    def ep_rank(self) -> int:
-        return _rank_and_size(self.ep_group)[0]
-
-    @property
-    def ep_size(self) -> int:
-        return _rank_and_size(self.ep_group)[1]
+    tp_rank, tp_size = _properties("tp_group")
+    pp_rank, pp_size = _properties("pp_group")
+    ep_rank, ep_size = _properties("ep_group")
 
     def gather_from_tp_ranks(self, tensor: Tensor) -> list[Tensor]:
         """The shards of all ranks of ``tp_group``, in rank order; a collective."""
         return exchange.all_gather(tensor, self.tp_group, self.tp_size)
-
-
-def _rank_and_size(group: Any) -> tuple[int, int]:
-    return (0, 1) if group is None else (group.rank(), group.size())

@@ -12,8 +12,7 @@ from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.console import print_rank_0
 
-PATIENCE = 10.0
-"""Seconds for which rank 0 waits before it tells the others that it still waits."""
+PATIENCE = 10.0  # seconds for which rank 0 waits before it tells the others that it still waits
 
 
 class HFCopies(Callback):

@@ -37,11 +37,7 @@ class RunMetadata(Callback):
 
 
 def write_run_metadata(folder: Path, config: ConfigContainer, origins: Origins, step: int) -> None:
-    """Write the metadata of one start, at ``step``, into the log ``folder`` of the run.
-
-    Raises:
-        UserError: The folder cannot be written.
-    """
+    """Write the metadata of one start, at ``step``, into the log ``folder`` of the run."""
     found: dict[str, Any] = environment() | {"step": step}
     with refuse_unwritable(f"logger.log_dir={folder}"):
         start = _next_start(folder)

@@ -26,11 +26,9 @@ from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 
-HANG_EXIT_CODE = 76
-"""Exit code of a rank that ended a hanging run. Launchers restart the run, as after any failure."""
+HANG_EXIT_CODE = 76  # exit code of a rank that ended a hanging run. Launchers restart the run, as after any failure.
 BEATS_PER_TIMEOUT = 5
-STORE_TIMEOUT = 2.0
-"""Seconds to wait for an answer of the store."""
+STORE_TIMEOUT = 2.0  # seconds to wait for an answer of the store
 _KEY = "megatron_bridge/hang"
 
 
@@ -38,13 +36,10 @@ _KEY = "megatron_bridge/hang"
 class Heartbeat:
     """What a rank publishes about itself."""
 
-    beat: int
-    """Number of the heartbeat; a stopped process sends no new ones."""
-    phases: int
-    """Number of completed phases of steps; a hanging rank completes none."""
+    beat: int  # number of the heartbeat; a stopped process sends no new ones
+    phases: int  # number of completed phases of steps; a hanging rank completes none
     step: int
-    where: str
-    """Function, file and line of the main thread."""
+    where: str  # function, file and line of the main thread
     in_collective: bool
 
 

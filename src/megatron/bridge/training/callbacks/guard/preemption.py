@@ -16,11 +16,9 @@ from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.processes import die_with_parent
 
-REQUEUE_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h, a temporary failure: the same command may succeed later."""
+REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h, a temporary failure: the same command may succeed later
 
-INTERRUPT_EXIT_CODE = 128 + signal.SIGINT
-"""What shells report for a command that Ctrl-C ended."""
+INTERRUPT_EXIT_CODE = 128 + signal.SIGINT  # what shells report for a command that Ctrl-C ended
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _FORWARDED = 2.0  # seconds; torchrun, which Ctrl-C reaches too, sends another SIGINT to its processes

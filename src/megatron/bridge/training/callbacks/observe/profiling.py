@@ -86,11 +86,7 @@ class Profiling(Callback):
             profiler.start(context)
 
     def stop(self, context: Run) -> None:
-        """Stop the profilers and write their files; a second call does nothing.
-
-        Raises:
-            UserError: The folder cannot be written.
-        """
+        """Stop the profilers and write their files; a second call does nothing."""
         self.open = False
         profilers, self._profilers = self._profilers, []
         if self._memory.running:

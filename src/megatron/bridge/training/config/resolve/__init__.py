@@ -59,7 +59,6 @@ def resolve[ConfigT: RunConfig](
 
     Args:
         config: What the user wrote; its parallel sizes fit ``world_size``.
-        world_size: Number of processes.
         hardware: The machine that the config is resolved for.
         origins: Where the values of ``config`` came from; None means a script.
         count_rows: Counts the rows of an epoch, if ``train.num_epochs`` is set; None leaves ``train_iters``.

@@ -19,7 +19,6 @@ from megatron.bridge.training.config.run_config import RunConfig
 
 
 def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
-    """Fill in what follows from the layout."""
     if isinstance(config.dataset, EnergonProvider) and config.dataset.readers is None:
         config.dataset.readers = config.data_parallel_size(world_size)
     parts = tuning_parts(config.dataset)
@@ -56,7 +55,6 @@ def _pad_for_layout(part: RecordDatasetConfig, config: RunConfig) -> None:
 
 
 def has_tower(config: RunConfig) -> bool:
-    """Whether the model has a vision tower."""
     return getattr(config.model, "vision", None) is not None
 
 

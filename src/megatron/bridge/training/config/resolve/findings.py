@@ -13,12 +13,10 @@ class Findings:
     """Notes for the user and problems for one error message."""
 
     hardware: Hardware
+    # counts the rows of an epoch of a config; None where the data is not read
     count_rows: Callable[[Any], int] | None = None
-    """Counts the rows of an epoch of a config; None where the data is not read."""
-    notes: list[str] = field(default_factory=list[str])
-    """A sentence for each value that was replaced."""
-    problems: list[str] = field(default_factory=list[str])
-    """A sentence for each contradiction."""
+    notes: list[str] = field(default_factory=list[str])  # a sentence for each value that was replaced
+    problems: list[str] = field(default_factory=list[str])  # a sentence for each contradiction
 
     def lacking(self, what: str, remedy: str) -> None:
         """This machine cannot do ``what``: a problem where the run is here, a note where it is elsewhere."""

@@ -28,10 +28,8 @@ USUAL: dict[str, tuple[float, float]] = {
     "distill.temperature": (0.1, 20.0),
 }
 ADAM_LR = (1e-8, 2e-2)
-OTHER_LR = (1e-8, 1.0)
-"""``optimizer.lr`` of Muon and SGD, which do not divide a gradient by its size."""
-SOFTMAX_SCALE = (0.05, 20.0)
-"""``model.softmax_scale`` in units of 1 / sqrt(width of a head)."""
+OTHER_LR = (1e-8, 1.0)  # ``optimizer.lr`` of Muon and SGD, which do not divide a gradient by its size
+SOFTMAX_SCALE = (0.05, 20.0)  # ``model.softmax_scale`` in units of 1 / sqrt(width of a head)
 
 
 def unusual_numbers(config: RunConfig) -> Iterator[str]:

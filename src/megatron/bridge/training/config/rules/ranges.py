@@ -14,14 +14,11 @@ from megatron.bridge.training.config.run_config import RunConfig
 class Range:
     """Legal values of a setting."""
 
-    rule: str
-    """The range in words, after "must"."""
+    rule: str  # the range in words, after "must"
     least: float = -math.inf
     most: float = math.inf
-    above: float = -math.inf
-    """An open lower bound."""
-    below: float = math.inf
-    """An open upper bound."""
+    above: float = -math.inf  # an open lower bound
+    below: float = math.inf  # an open upper bound
 
     def __contains__(self, value: float) -> bool:
         below = value < self.below or math.isinf(self.below)  # infinity itself may mean "no limit"
@@ -100,8 +97,7 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
     Range("be at least 1 and at most 65535", least=1, most=65_535): ("logger.prometheus_port",),
     SEED: ("rng.seed", "dataset.random_seed", "dataset.seed"),
 }
-_LARGEST = 2**53
-"""No size, count or seed is larger, and a float counts no further."""
+_LARGEST = 2**53  # no size, count or seed is larger, and a float counts no further
 ELEMENTWISE = ("train.iterations_to_skip",)
 """Lists of numbers; other lists are patterns, such as ``model.moe_layer_freq``."""
 RANGES: dict[str, Range] = {key: found for found, keys in _BY_RANGE.items() for key in keys}

@@ -14,8 +14,7 @@ from megatron.bridge.training.config.run_config import RunConfig
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _LAYOUT = "pipeline_model_parallel_layout"
-SPLIT = (*_ENDS, *_COUNTED, _LAYOUT)
-"""Settings of the model that say which stage has which layers."""
+SPLIT = (*_ENDS, *_COUNTED, _LAYOUT)  # settings of the model that say which stage has which layers
 
 
 def uneven_stages_need_a_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
