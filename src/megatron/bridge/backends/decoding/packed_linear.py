@@ -3,7 +3,8 @@
 
 A decoding step multiplies a few rows with every weight. PyTorch's own product of 8 rows in float32 took 37 ms for
 all layers of a model of 135M parameters, the one with packed weights 15 ms (bf16: 13 and 8), on one core.
-It gives a row the same bits for any number of rows that is a multiple of 8.
+It gives a row the same bits for any number of rows that is a multiple of 8, with AVX-512: with AVX2, oneDNN's kernel
+computes the last two of 8 or 32 rows in another order, and has no bf16.
 """
 
 from typing import Any
@@ -17,7 +18,9 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def can_pack(weight: Any) -> bool:
     """Whether this machine has packed products for ``weight``."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and weight.dtype in _DTYPES
-    return plain and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    same_bits = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    packs = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return plain and same_bits and packs
 
 
 class PackedWeight:
