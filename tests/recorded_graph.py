@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 READS_A_NUMBER = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
@@ -63,10 +63,10 @@ class RecordedGraph(TorchDispatchMode):
 
 
 def run(func, args, kwargs):
-    """The result of an operation; a collective is over then."""
+    """The result of an operation; a collective is over then, but who sends does not wait for who receives."""
     results = func(*args, **kwargs)
     for leaf in tree_leaves(results):
-        if isinstance(leaf, torch.ScriptObject):
+        if isinstance(leaf, torch.ScriptObject) and func is not torch.ops.c10d.send.default:
             leaf.wait()
     return results
 
@@ -85,16 +85,16 @@ def install(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(dist.Work, "wait", unrecorded(dist.Work.wait))
+    monkeypatch.setattr(dist.Work, "wait", unless_captured(dist.Work.wait))
     return RecordedGraph.captured
 
 
-def unrecorded(wait):
-    """Gloo computes with tensors of its own while a collective is waited for, which NCCL does not."""
+def unless_captured(wait):
+    """In a capture, a collective is over; gloo would wait for another message, or compute what NCCL does not."""
 
     def call(work, *timeout):
-        with _disable_current_modes():
-            return wait(work, *timeout)
+        capturing = any(isinstance(mode, RecordedGraph) for mode in _get_current_dispatch_mode_stack())
+        return capturing or wait(work, *timeout)
 
     return call
 

@@ -42,7 +42,11 @@ def test_packed_weights_give_the_same_texts_and_are_unpacked(family_case, name):
 
 @pytest.mark.parametrize("name", MIXED)
 def test_chunks_change_no_log_probability(family_case, name):
-    """Cached log-probabilities equal those of one full forward pass for every size of chunks."""
+    """Cached log-probabilities equal those of one full forward pass for every size of chunks.
+
+    The limit is 1e-5 of the deviation of the logits, as all limits on logits are: MKL multiplies rows of a chunk and
+    of the whole text in other orders on CPUs with AVX2, where both are 4e-6 to 1.5e-5 off the result in float64.
+    """
     case = family_case(name)
     model = decoding.decoder(case, "one")
     (ids,) = case.batch[0][:1].tolist()
@@ -56,7 +60,7 @@ def test_chunks_change_no_log_probability(family_case, name):
             (job,) = engine.submit(ids, Sampling(max_new_tokens=0, prompt_logprobs=0))
             list(engine.run())
         found = torch.tensor([one.logprob for one in job.completion.prompt_logprobs])
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found, expected, atol=1e-5 * logits.std().item(), rtol=0)
 
 
 def test_attention_of_megatron_core_decodes_like_ours(family_case):
