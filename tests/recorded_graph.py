@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+SEND = torch.ops.c10d.send.default
 READS_A_NUMBER = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
 
 
@@ -55,9 +56,13 @@ class RecordedGraph(TorchDispatchMode):
     @torch.no_grad()
     def replay(self):
         self.replays += 1
+        self.sent = []  # a message is lost if nothing holds the work of sending it
         for func, args, kwargs, results in self.calls:
             given = {place(tensor) for tensor in tensors((args, kwargs))}
-            for old, new in zip(tensors(results), tensors(run(func, args, kwargs)), strict=True):
+            found = run(func, args, kwargs)
+            if func is SEND:
+                self.sent.append(found)
+            for old, new in zip(tensors(results), tensors(found), strict=True):
                 if place(old) not in given:  # a view is where it was
                     old.copy_(new)
 
@@ -66,7 +71,7 @@ def run(func, args, kwargs):
     """The result of an operation; a collective is over then, but who sends does not wait for who receives."""
     results = func(*args, **kwargs)
     for leaf in tree_leaves(results):
-        if isinstance(leaf, torch.ScriptObject) and func is not torch.ops.c10d.send.default:
+        if isinstance(leaf, torch.ScriptObject) and func is not SEND:
             leaf.wait()
     return results
 

@@ -15,7 +15,9 @@ from tests import recorded_graph
 from tests.toy_run import SEQUENCE, run_toy, toy_config
 from tests.workers import leave
 
-LENGTHS = {"train": {"train_iters": 8}}
+LENGTHS = {"train": {"train_iters": 5}}
+CAPACITY = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall"}
 
 
 class CaptureAfter(Callback):
@@ -29,14 +31,23 @@ class CaptureAfter(Callback):
         context.config.model.cuda_graph_warmup_steps = self.steps
 
 
+def test_replayed_steps_of_experts_equal_usual_ones(monkeypatch):
+    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+    usual = run_toy(LENGTHS | {"model": {**EXPERTS, **CAPACITY, **balanced}})
+    recorded_graph.install(monkeypatch)
+    found = run_toy(LENGTHS | {"model": {**EXPERTS, **CAPACITY, **balanced}}, callbacks=[CaptureAfter(1)])
+    assert found.numbers == usual.numbers
+    assert len(set(found.further["load_balancing_loss"])) == 5
+
+
 def test_replayed_steps_equal_usual_steps(monkeypatch):
-    """Training is captured in step 3, and validation in its third call, the test; a second run captures anew."""
+    """Training is captured in step 2, and validation in its second call, the test; a second run captures anew."""
     usual = run_toy(LENGTHS)
     graphs = recorded_graph.install(monkeypatch)
     for run in range(1, 3):
-        found = run_toy(LENGTHS, callbacks=[CaptureAfter(2)])
+        found = run_toy(LENGTHS, callbacks=[CaptureAfter(1)])
         assert found.numbers == usual.numbers
-        assert [graph.replays for graph in graphs] == run * [6, 1]
+        assert [graph.replays for graph in graphs] == run * [4, 1]
     assert FullCudaGraphWrapper.cuda_graph == {"training": None, "validation": None}
 
 
@@ -45,7 +56,7 @@ def test_a_number_that_the_host_reads_cannot_be_captured(monkeypatch):
     check = {"ddp": DistributedDataParallelConfig(check_for_nan_in_grad=True)}
     try:
         with pytest.raises(RuntimeError, match="the host waits"):
-            run_toy(LENGTHS | check, callbacks=[CaptureAfter(2)])
+            run_toy(LENGTHS | check, callbacks=[CaptureAfter(1)])
     finally:
         leave()
 
@@ -87,8 +98,6 @@ def test_random_states_stay_in_the_generators_that_a_graph_holds(graph_safe_trac
     assert torch.equal(torch.rand(3, generator=generator), drawn)
 
 
-CAPACITY = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall"}
 REFUSED = {
     "growing batches": ("local", {"train": {"rampup_batch_size": [4, 4, 80]}}, "rampup_batch_size=null"),
     "teacher of tokens": ("local", {"model": {"mtp_num_layers": 1}}, "mtp_num_layers=null"),
