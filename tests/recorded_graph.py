@@ -6,11 +6,13 @@ nothing of its Python code: it reads the tensors that the capture read, where th
 where the capture wrote them. A number that is read on the host during the capture is an error.
 """
 
+import collections
 import contextlib
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import cuda_graphs
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -89,7 +91,13 @@ def install(monkeypatch):
     monkeypatch.setattr(RecordedGraph, "captured", [])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    for name in ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *place: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda *device: collections.defaultdict(int))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(cuda_graphs, "get_all_rng_states", dict)  # these of the CPU are not generators
     monkeypatch.setattr(dist.Work, "wait", unless_captured(dist.Work.wait))
     return RecordedGraph.captured
 

@@ -4,7 +4,9 @@
 import pytest
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.transformer import cuda_graphs as core_graphs
 
 from megatron.bridge.training.callbacks import Callback
@@ -12,7 +14,7 @@ from megatron.bridge.training.config import DistributedDataParallelConfig, Logge
 from megatron.bridge.training.initialize.rng import random_states, set_random_states
 from megatron.bridge.utils.errors import UserError
 from tests import recorded_graph
-from tests.toy_run import SEQUENCE, run_toy, toy_config
+from tests.toy_run import SEQUENCE, VOCABULARY, initialize_by_name, run_toy, toy_config
 from tests.workers import leave
 
 LENGTHS = {"train": {"train_iters": 5}}
@@ -69,22 +71,44 @@ def graph_safe_tracker():
     tracker.use_cudagraphable_rng = True
     yield tracker
     tracker.use_cudagraphable_rng = False
-    core_graphs._CudagraphGlobalRecord._disable_saved_tensors_observer()
-    core_graphs._CudagraphGlobalRecord.cudagraph_record.clear()
+    core_graphs.delete_cuda_graphs()
     leave()
 
 
-def test_layers_ask_to_be_captured_in_their_order(graph_safe_tracker, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    config = toy_config(model={"num_layers": 2}).model.resolved()
-    config.cuda_graph_impl = "local"
-    (chunk,) = config.build_chunks()
-    tokens = torch.arange(SEQUENCE)[None]
-    chunk(tokens, tokens, None).sum().backward()
-    record = core_graphs._CudagraphGlobalRecord.cudagraph_record
-    order = [(runner.base_module.layer_number, kind) for runner, kind, *_ in record]
-    assert order == [(1, "fwd"), (2, "fwd"), (2, "bwd"), (1, "bwd")]
+def local_losses(kind):
+    """Losses of eight microbatches in four steps, through Megatron-Core's schedule and plain gradient descent."""
+    config = toy_config(model={"num_layers": 2, "calculate_per_token_loss": False}).model.resolved()
+    config.cuda_graph_impl = kind
+    bare = config.build_chunks()
+    initialize_by_name(bare)
+    chunk = DistributedDataParallel(config=config, ddp_config=DistributedDataParallelConfig(), module=bare[0])
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(4):
+        chunk.zero_grad_buffer()
+        tokens = torch.randint(0, VOCABULARY, (2, 2, SEQUENCE), generator=generator)
+        sizes = {"num_microbatches": 2, "seq_length": SEQUENCE, "micro_batch_size": 2, "forward_only": False}
+        found += forward_backward_no_pipelining(
+            forward_step_func=next_token_losses, data_iterator=iter(tokens), model=[chunk], **sizes
+        )
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                parameter.sub_(0.1 * parameter.main_grad)
+    return found
+
+
+def next_token_losses(batches, model):
+    tokens = next(batches)
+    positions = torch.arange(SEQUENCE).expand_as(tokens)
+    losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))
+    return losses, lambda losses: (losses.mean(), losses.detach().mean().item())
+
+
+def test_layers_that_are_replayed_equal_layers_that_are_not(graph_safe_tracker, monkeypatch):
+    """Forward and backward of two layers are captured after the first step."""
+    usual = local_losses("none")
+    graphs = recorded_graph.install(monkeypatch)
+    assert local_losses("local") == usual
+    assert [graph.replays for graph in graphs] == [6, 6, 6, 6]
 
 
 def test_random_states_stay_in_the_generators_that_a_graph_holds(graph_safe_tracker, monkeypatch):
