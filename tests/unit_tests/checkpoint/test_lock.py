@@ -70,6 +70,16 @@ def test_taking_it_twice_is_one_lock(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_release_that_a_restart_interrupts_leaves_the_folder_free(tmp_path, monkeypatch):
+    lock.acquire(tmp_path)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(lock, "_remove", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            lock.release(tmp_path)
+    assert lock.holder(tmp_path) == Process.current()
+    assert lock.acquire(tmp_path), "the process still lives, and the lock is its own"
+
+
 def test_a_number_that_another_process_got_since_is_not_the_holder(tmp_path):
     _write(tmp_path, replace(Process.current(), started=1))
     assert lock.acquire(tmp_path)

@@ -153,6 +153,9 @@ def _read(record: Path) -> Process | None:
 
 def _remove_if_dead(record: Path, root: Path) -> None:
     other = _read(record)
+    if other == Process.current():  # a restart within the process interrupted a claim or a release
+        _remove(record, root)
+        return
     if _is_alive(other, record):
         raise _refusal(root, other)
     if _remove(record, root):
