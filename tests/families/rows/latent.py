@@ -45,6 +45,13 @@ _GLM = {
     "rms_norm_eps": 1e-2,  # the latents' norms have one of their own
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
+_SPARSE = {
+    **{key: value for key, value in _GLM.items() if key != "rms_norm_eps"},
+    "index_n_heads": 10,
+    "index_head_dim": 18,
+    "index_topk": 9,
+    "first_k_dense_replace": 1,
+}
 _LAYOUTS = ("tp2", "pp2", "vp2", "ep2", "etp2")
 
 ROWS = [
@@ -80,6 +87,24 @@ ROWS = [
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
         {**_GLM, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+        ("tp2", "pp2", "ep2"),
+    ),
+    Row(
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        {
+            **_SPARSE,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        ("tp2", "sp2", "pp2", "vp2", "ep2", "etp2"),
+        ("tp2pp2",),
+    ),
+    Row(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        {**_SPARSE, "indexer_types": ["full", "shared", "full", "shared"]},
         ("tp2", "pp2", "ep2"),
     ),
 ]

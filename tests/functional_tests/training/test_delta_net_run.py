@@ -91,3 +91,31 @@ def test_short_convolutions_go_on_under_another_layout(two_workers, tmp_path):
     train(tmp_path / "hf", {}, STEPS // 2, tmp_path / "run")
     for record in two_workers.run(train, tmp_path / "hf", LAYOUTS["tp2"], STEPS, tmp_path / "run"):
         assert record.losses == pytest.approx(whole.losses[STEPS // 2 :], rel=1e-5)
+
+
+SPARSE = {"dsa_indexer_loss_coeff": 0.3, "mtp_num_layers": None}
+SPARSE_LAYOUTS = {**LAYOUTS, "cp2": {**LAYOUTS["cp2"], "cp_comm_type": "all_gather"}}
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """A checkpoint, and a whole run of it on one process."""
+    directory = tmp_path_factory.mktemp("deepseek_v32") / "hf"
+    harness.save(harness.hf_model(ROWS["deepseek_v32"]), directory)
+    return directory, train(directory, SPARSE)
+
+
+@pytest.mark.parametrize("layout", SPARSE_LAYOUTS)
+def test_indexers_learn_the_same_under_another_layout(two_workers, sparse, layout):
+    directory, single = sparse
+    records = two_workers.run(train, directory, {**SPARSE, **SPARSE_LAYOUTS[layout]})
+    losses = single.further["indexer_loss"]
+    assert losses[-1] < losses[0]
+    for record in records:
+        assert record.losses == pytest.approx(single.losses, rel=1e-4)
+        assert record.further["indexer_loss"] == pytest.approx(losses, rel=1e-3)
+    expected, found = whole_weights([single]), whole_weights(records)
+    indexers = [name for name in expected if ".indexer." in name]
+    assert indexers
+    for name in indexers:  # the run moves them by a tenth
+        assert (found[name] - expected[name]).norm() < 1e-3 * expected[name].norm(), name

@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 KEY = "num_nextn_predict_layers"
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32"])
 def as_saved(request, tmp_path_factory):
     """What transformers makes of a model: the key, and none of the layers."""
     row = ROWS[request.param]

@@ -16,6 +16,7 @@ from tests.families.spelling import respelled
 FILES = {path.stem: path for path in sorted(Path(published.__path__[0]).glob("*.json"))}
 # trainable parameters, as the files on the hub add up
 COUNTS = {
+    "ai21labs--Jamba-v0.1": 51_570_323_328,
     "allenai--OLMo-2-0325-32B": 32_234_279_936,
     "allenai--OLMo-2-0425-1B": 1_484_916_736,
     "allenai--OLMo-2-1124-7B": 7_298_617_344,

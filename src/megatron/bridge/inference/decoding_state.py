@@ -19,6 +19,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron.bridge.backends.attention.sparse_attention import Indexer
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from megatron.bridge.backends.decoding.attention_cache import AttentionCache
 from megatron.bridge.backends.decoding.latent_cache import LatentCache
@@ -31,7 +32,9 @@ from megatron.bridge.backends.moe.grouped_experts import (
     RowParallelGroupedLinear,
 )
 from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
+from megatron.bridge.backends.recurrent.kimi_delta import KimiDeltaAttention
 from megatron.bridge.backends.recurrent.mamba import TorchMambaMixer
+from megatron.bridge.backends.recurrent.selective import SelectiveMixer
 from megatron.bridge.backends.recurrent.short_conv import ShortConv
 from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention
 from megatron.bridge.checkpoint.model_io import unwrap
@@ -39,7 +42,7 @@ from megatron.bridge.models.features.rope import ScaledRotaryEmbedding
 from megatron.bridge.utils.errors import UserError
 
 _PARALLEL_LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
-_RECURRENT = (TorchMambaMixer, DeltaNet, ShortConv)
+_RECURRENT = (TorchMambaMixer, DeltaNet, ShortConv, SelectiveMixer, KimiDeltaAttention)
 
 
 class DecodingState:
@@ -66,6 +69,10 @@ class DecodingState:
             cache = LatentCache(tokens, layer, layer.config.params_dtype, device)
             core: Any = layer.core_attention
             self._caches += [(layer, cache), (core, cache)]
+        for layer in _modules(self.bare, Indexer):
+            self._caches.append(
+                (layer, AttentionCache(tokens, *_index_shape(layer), layer.config.params_dtype, device))
+            )
         absorbed = {id(module) for module, _ in self._caches}
         for core, shape in _attention_layers(self.bare):
             if id(core) not in absorbed:
@@ -307,6 +314,10 @@ def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
     return layer.num_query_groups_per_partition, (width, width)
 
 
+def _index_shape(layer: Indexer) -> tuple[int, tuple[int, int]]:
+    return 1, (layer.linear_wk.out_features, 0)
+
+
 def check_layers(chunks: Sequence[Any]) -> None:
     config = chunks[0].config
     recurrent = any(True for _ in _modules(chunks, _RECURRENT))
@@ -356,6 +367,7 @@ def bytes_per_token(chunks: Sequence[nn.Module]) -> int:
         (it.config.kv_lora_rank + it.config.qk_pos_emb_head_dim) * it.config.params_dtype.itemsize for it in latent
     )
     foreign = [(layer, _shape(layer)) for layer in _foreign_layers(bare)]
+    foreign += [(layer, _index_shape(layer)) for layer in _modules(bare, Indexer)]
     return total + sum(
         AttentionCache.bytes_per_token(*shape, module.config.params_dtype)
         for module, shape in (*_attention_layers(bare), *foreign)

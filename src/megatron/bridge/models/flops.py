@@ -7,8 +7,12 @@ same for the share of tokens that choose it. Between the matrices, for each toke
 ====================  =================================================================================
 attention             2 x (head width of keys + of values) x keys seen; of a sequence's L tokens (L + 1) / 2 on
                       average, or as many as a window has
+sparse attention      that of attention to at most dsa_indexer_topk keys, and for the indexer, which scores all keys,
+                      2 x (head width + 1)
 Mamba-2               2 x tokens seen of a chunk x (state size x groups / heads + head width), and for the state
                       4 x head width x state size (see ``backends.ssd``)
+Mamba-1               6 x state size for each feature
+Kimi delta attention  that of a gated delta net within chunks of 16 tokens, and 2 x 16 x 2K for decays of each pair
 gated delta net       6 x K x V for the state of key width K and value width V, and within chunks of 64 tokens
                       64 x (3K + 2V): scores, outputs and a triangular system (see ``gated_delta_net``)
 ====================  =================================================================================
@@ -29,6 +33,9 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
+
+from megatron.bridge.backends.attention.sparse_attention import Indexer, is_sparse
+from megatron.bridge.backends.recurrent.split_mixer import SplitMixer
 
 _BY_THEMSELVES = ("word_embeddings", "position_embeddings", "output_layer")
 _TOWER = "vision."  # its work depends on images, not on tokens
@@ -93,10 +100,14 @@ def operations_between(module: nn.Module, length: int) -> float:
     """Forward operations of one token between the matrices of a layer, on this rank's heads."""
     if isinstance(module, Attention):
         return _of_attention(module, length)
+    if isinstance(module, Indexer):
+        return _of_indexer(module, length)
     if isinstance(module, MambaMixer):
         chunk, states = min(module.chunk_size, length), getattr(module, "state_size", module.d_state)
         within = module.ngroups_local_tp * module.d_state + module.nheads_local_tp * module.headdim
         return (chunk + 1) * within + 4 * module.nheads_local_tp * module.headdim * states
+    if isinstance(module, SplitMixer):
+        return module.operations
     if isinstance(module, GatedDeltaNet):
         net: Any = module
         keys, values = net.key_head_dim, net.value_head_dim
@@ -110,8 +121,16 @@ def _of_attention(module: Any, length: int) -> float:
     values: float = config.kv_channels
     if config.multi_latent_attention:
         keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-    heads = module.num_attention_heads_per_partition
-    return 2 * (keys + values) * heads * _keys_seen(config, module.layer_number, length)
+    heads, seen = module.num_attention_heads_per_partition, _keys_seen(config, module.layer_number, length)
+    if is_sparse(config):
+        seen = _average(min(length, config.dsa_indexer_topk), length)
+    return 2 * (keys + values) * heads * seen
+
+
+def _of_indexer(module: Indexer, length: int) -> float:
+    config: Any = module.config
+    width = config.dsa_indexer_n_heads * (config.dsa_indexer_head_dim + 1)
+    return 2 * width * _average(length, length) / config.tensor_model_parallel_size
 
 
 def _keys_seen(config: Any, layer: int, length: int) -> float:
@@ -121,4 +140,9 @@ def _keys_seen(config: Any, layer: int, length: int) -> float:
         seen = min(length, config.window_size[0] + 1)
         if getattr(config, "chunked_attention", False):
             return (seen + 1) / 2
-    return seen - seen * (seen - 1) / (2 * length)
+    return _average(seen, length)
+
+
+def _average(most: int, length: int) -> float:
+    """Of what tokens see that see all before them, but at most so many."""
+    return most - most * (most - 1) / (2 * length)

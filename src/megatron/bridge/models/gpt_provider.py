@@ -117,6 +117,11 @@ class GPTModelProvider(ModelProvider):
     tokens; None has none."""
     mamba_layers: list[int] | None = None
     """1 for each layer with a Mamba-2 mixer in the place of attention, whose heads are one group; None has none."""
+    kda_layers: list[int] | None = None
+    """1 for each layer with Kimi delta attention, sized by ``linear_...``, in the place of latent attention; None has
+    none."""
+    mamba_dt_rank: int | None = None
+    """The mixers of ``mamba_layers`` are Mamba-1, whose steps have this rank; None is Mamba-2."""
     make_query_groups_divisible_by: int = 1
     """Append groups of attention heads that are all zero until the number of groups divides by this, so that
     tensor parallelism fits a model whose heads do not split evenly. Such heads output zero and get zero gradients:
@@ -173,7 +178,7 @@ class GPTModelProvider(ModelProvider):
         positions.check(self)
         routing.check(self)
         # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
-        self.hetereogenous_dist_checkpoint |= (self.short_conv_layers or self.mamba_layers) is not None
+        self.hetereogenous_dist_checkpoint |= any(getattr(self, name) is not None for name in gated_delta_net.LAYERS)
         self._unpadded_heads = self.unpadded_heads
         if self.make_query_groups_divisible_by > 1:
             self.kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads

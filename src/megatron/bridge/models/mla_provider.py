@@ -8,13 +8,12 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron.bridge.models.features import group_routing, mla_rope
+from megatron.bridge.models.features import group_routing, mla_rope, sparse_attention
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
 
 # fields of other kinds of attention -> the value with which they change nothing
 _WITHOUT_EFFECT: dict[str, Any] = {
-    "position_embedding_type": "rope",
     "rope_scaling": False,
     "seq_len_interpolation_factor": None,
     "local_rope_parameters": None,
@@ -44,9 +43,11 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
     def derive(self) -> None:
         """Refuse what has no effect on latent attention, and fill in what Megatron-Core reads."""
         super().derive()
-        self._refuse_ineffective(_WITHOUT_EFFECT, "with multi-latent attention")
+        without = {} if self.position_embedding_type == "none" else {"position_embedding_type": "rope"}
+        self._refuse_ineffective({**_WITHOUT_EFFECT, **without}, "with multi-latent attention")
         self.kv_channels = self.v_head_dim  # what a head gives to the output projection
         group_routing.check(self)
+        sparse_attention.check(self)
         mla_rope.derive(self)
         self._check_layout()
 
@@ -65,6 +66,7 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
         super().finish(model)
         mla_rope.apply(model, self)
         group_routing.apply(model, self)
+        sparse_attention.apply(model, self)
         _set_latent_epsilon(model, self.latent_layernorm_epsilon)
 
 

@@ -237,7 +237,8 @@ def gradients_for_weights(model: list[Any]) -> None:
     with torch.no_grad():
         for chunk in map(unwrap, model):
             for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+                gradient = getattr(parameter, "main_grad", None)  # a frozen one has none
+                parameter.zero_() if gradient is None else parameter.copy_(gradient)
             for buffer in persistent_buffers(chunk):
                 buffer.zero_()
 

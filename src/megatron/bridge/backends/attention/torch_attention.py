@@ -60,9 +60,11 @@ class TorchAttention(MegatronModule):
 
     Attributes:
         cache: keys and values of earlier tokens while the model decodes, else None.
+        masks: of each span of a step of decoding, which keys its queries do not see beside later ones.
     """
 
     cache: AttentionCache | None = None
+    masks: list[torch.Tensor | None] | None = None
 
     def __init__(
         self,

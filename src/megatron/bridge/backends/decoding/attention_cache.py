@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.bridge.backends.attention.block_mask import AttentionWindow, QuerySpan
-from megatron.bridge.backends.decoding.step import Span, Step
+from megatron.bridge.backends.attention.block_mask import QuerySpan
+from megatron.bridge.backends.decoding.step import Step
 
 
 class AttentionCache:
@@ -63,18 +63,20 @@ class AttentionCache:
 
     def read(self, core: Any, query: Tensor) -> Tensor:
         """Attention [rows, 1, h * dv] of queries [rows, 1, h, d] whose keys are stored."""
-        window = core._mask_window(core.attn_mask_type)
         simple = core.softcap is None and core.softmax_offset is None
         out = query.new_zeros(query.size(0), query.size(2), self.values.size(2))
-        for span in self.step.spans:
+        masks = core.masks or [None] * len(self.step.spans)
+        for span, mask in zip(self.step.spans, masks, strict=True):
             rows = slice(span.row, span.row + span.count)
             low = core.first_key(span.start)
             seen = slice(span.extent + low, span.extent + span.start + span.count)
             keys, values = self.keys[seen], self.values[seen]
-            if span.count == 1 and simple and keys.size(2) == values.size(2):
+            if span.count == 1 and simple and mask is None and keys.size(2) == values.size(2):
                 out[span.row] = _attend_one(query[span.row, 0], keys, values, core.scale)
             else:
-                out[rows] = _attend_many(core, query[rows], keys, values, span, low, window)
+                out[rows] = _attend_many(
+                    core, query[rows], keys, values, mask, QuerySpan(0, span.count, span.start - low, 0, len(keys))
+                )
         return out.flatten(1).unsqueeze(1)
 
 
@@ -87,10 +89,8 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Te
 
 
 def _attend_many(
-    core: Any, query: Tensor, keys: Tensor, values: Tensor, span: Span, low: int, window: AttentionWindow
+    core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, span: QuerySpan
 ) -> Tensor:
     """[count, h, dv] of the last tokens of a text, by the code that trains."""
-    spans = [QuerySpan(0, span.count, span.start - low, 0, len(keys))]
-    sinks = core.softmax_offset
-    out = core._attend(query, keys.unsqueeze(1), values.unsqueeze(1), None, spans, window, sinks)
-    return out[:, 0]
+    window, sinks = core._mask_window(core.attn_mask_type), core.softmax_offset
+    return core._attend(query, keys.unsqueeze(1), values.unsqueeze(1), mask, [span], window, sinks)[:, 0]

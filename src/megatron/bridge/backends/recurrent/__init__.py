@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers in PyTorch: Mamba-2, gated delta nets and short convolutions."""
+"""Recurrent layers in PyTorch: Mamba-1 and 2, delta nets and short convolutions."""

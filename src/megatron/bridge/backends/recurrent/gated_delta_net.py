@@ -30,6 +30,7 @@ from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache, St
 from megatron.bridge.backends.kernels.eager import upcast
 
 CHUNK = 64  # tokens that are solved together; as in fla
+CHANNEL_CHUNK = 16  # where every key feature decays by itself, each pair of tokens has as many numbers
 _log = logging.getLogger(__name__)
 
 
@@ -102,7 +103,7 @@ def chunk_gated_delta_rule(
         q: [b, t, h, k].
         k: [b, t, h, k].
         v: [b, t, h, d].
-        g: Logarithm of the decay, at most 0; [b, t, h].
+        g: Logarithm of the decay, at most 0; [b, t, h], or [b, t, h, k] where key features decay by themselves.
         beta: [b, t, h].
         initial_state: State before the tokens [b, h, k, d], not with ``cu_seqlens``; zero when None.
         output_final_state: Also return the state after the tokens.
@@ -117,23 +118,35 @@ def chunk_gated_delta_rule(
     bounds = [0, q.shape[1]] if cu_seqlens is None else host_values(cu_seqlens)
     lengths = [stop - start for start, stop in pairwise(bounds)]
     scale, dtype = q.shape[-1] ** -0.5, q.dtype
-    size = CHUNK if initial_state is None else min(CHUNK, lengths[0])
+    size = CHUNK if g.dim() == 3 else CHANNEL_CHUNK
+    size = size if initial_state is None else min(size, lengths[0])
     q, k, v, g, beta = (_chunks(x, lengths, size) for x in (q, k, v, g, beta))
-    kept = g.cumsum(-1)
-    faded = kept.exp().unsqueeze(-1)
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    between = (kept.unsqueeze(-1) - kept.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
-    system = (k * beta.unsqueeze(-1)) @ k.mT * between
+    kept = (g if g.dim() > q.dim() - 1 else g.unsqueeze(-1)).cumsum(3)
+    faded = kept.exp()
+    recalled, within = _products(q, k, kept)
+    system = recalled * beta.unsqueeze(-1)
     fresh, seen = (
         torch.linalg.solve_triangular(system, right * beta.unsqueeze(-1), upper=False, unitriangular=True)
         for right in (v, k * faded)
     )
-    within = q @ k.mT * between * scale
-    to_end = k * (kept[..., -1:] - kept).exp().unsqueeze(-1)
-    parts = (fresh, seen, within, q * faded * scale, to_end, faded[..., -1:, :])
-    firsts = _first_chunks(lengths) if initial_state is None else set[int]()
+    to_end = k * (kept[..., -1:, :] - kept).exp()
+    parts = (fresh, seen, within * scale, q * faded * scale, to_end, faded[..., -1, :, None])
+    firsts = _first_chunks(lengths, size) if initial_state is None else set[int]()
     out, state = _scan(*parts, firsts, q.new_empty(0) if initial_state is None else initial_state)
     return _from_chunks(out, lengths, size).to(dtype), state if output_final_state else None
+
+
+def _products(q: Tensor, k: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Products of keys and of queries with the keys up to theirs, as far as these have not decayed."""
+    size, queries, keys = q.shape[-2], (k, q), k
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
+    between = (kept.unsqueeze(-2) - kept.unsqueeze(-3)).masked_fill(later, -torch.inf).exp()
+    if kept.shape[-1] == 1:
+        first, second = (rows @ keys.mT * between.squeeze(-1) for rows in queries)
+    else:
+        decayed = between * keys.unsqueeze(-3)
+        first, second = ((decayed @ rows.unsqueeze(-1)).squeeze(-1) for rows in queries)
+    return first, second
 
 
 def _scan(
@@ -174,11 +187,11 @@ def _from_chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
     return torch.cat([part[:, :length] for part, length in zip(parts, lengths, strict=True)], 1)
 
 
-def _first_chunks(lengths: list[int]) -> set[int]:
+def _first_chunks(lengths: list[int], size: int) -> set[int]:
     firsts, start = set[int](), 0
     for length in lengths:
         firsts.add(start)
-        start += -(-length // CHUNK)
+        start += -(-length // size)
     return firsts
 
 

@@ -153,7 +153,7 @@ class TorchMambaMixer(MambaMixer):
             width = self.cp.d_inner_local_tpcp
             return self.out_proj(self.norm(self.cache.run(projected, width, self._advance, torch.float32)))
         whole = self._gather(projected, packed_seq_params)
-        mixed = torch.cat([self._mix(part) for part in whole.split(_lengths(packed_seq_params, len(whole)))])
+        mixed = torch.cat([self._mix(part) for part in whole.split(lengths_of(packed_seq_params, len(whole)))])
         return self.out_proj(self.norm(self._scatter(mixed, packed_seq_params)))
 
     def _gather(self, local: Tensor, packed: Any) -> Tensor:
@@ -288,7 +288,7 @@ def _set(values: dict[str, Any]) -> None:
         setattr(mamba_mixer, name, value)
 
 
-def _lengths(packed: Any, total: int) -> list[int]:
+def lengths_of(packed: Any, total: int) -> list[int]:
     """Lengths of the packed sequences; tokens after the last one count as one more sequence."""
     if packed is None:
         return [total]

@@ -39,12 +39,15 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from megatron.bridge.backends.attention.sparse_attention import SparseAttention, is_sparse
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels import compiled, eager, mtp_loss
 from megatron.bridge.backends.moe import aux_loss_metrics
 from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
+from megatron.bridge.backends.recurrent.kimi_delta import KimiDeltaAttention
 from megatron.bridge.backends.recurrent.one_group_mamba import OneGroupMambaMixer
+from megatron.bridge.backends.recurrent.selective import SelectiveMixer
 from megatron.bridge.backends.recurrent.short_conv import ShortConv, ShortConvSubmodules
 from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.backends.specs.heterogeneous_specs import heterogeneous_layer
@@ -79,7 +82,7 @@ def decoder_block_spec(
     config: TransformerConfig, backend: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """The decoder layers of this pipeline rank and virtual stage ``vp_stage``, and the final norm."""
-    if config.num_moe_experts is not None:
+    if config.num_moe_experts is not None or is_sparse(config):
         aux_loss_metrics.install_growing_tracker()
     if backend == "transformer_engine":
         block = _transformer_engine_block(config, vp_stage)
@@ -127,10 +130,15 @@ def _with_mixers(
 ) -> list[ModuleSpec]:
     """Replace attention by gated short convolutions or Mamba-2 mixers in the layers that ``config`` selects."""
     pattern: list[int] | None = getattr(config, "short_conv_layers", None)
-    mixer, submodules = ShortConv, ShortConvSubmodules
+    mixer: type = ShortConv
+    submodules: Any = ShortConvSubmodules
+    if getattr(config, "kda_layers", None) is not None:
+        pattern, mixer = config.kda_layers, KimiDeltaAttention  # type: ignore[attr-defined]
     if pattern is None:
         pattern = getattr(config, "mamba_layers", None)
         mixer, submodules = OneGroupMambaMixer, MambaMixerSubmodules
+        if getattr(config, "mamba_dt_rank", None):
+            mixer = SelectiveMixer
     if pattern is None:
         return layers
     parts = submodules(in_proj=first, out_proj=provider.row_parallel_linear())
@@ -310,7 +318,7 @@ def _latent_attention(config: TransformerConfig, provider: BackendSpecProvider) 
             linear_q_up_proj=linear,
             linear_kv_down_proj=linear,
             linear_kv_up_proj=linear,
-            core_attention=provider.core_attention(),
+            core_attention=SparseAttention if is_sparse(config) else provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=norm if q_lora_rank is not None else IdentityOp,
             kv_layernorm=norm,

@@ -95,6 +95,9 @@ class TorchLatentAttention(MLASelfAttention):
         compressed, rotated = latents.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         norm: Any = self.kv_layernorm
         compressed = norm(compressed)
+        if self.config.q_lora_rank is not None:
+            norm = self.q_layernorm
+            queries = norm(queries)
         query = self._queries(queries)
         plain, turned = query.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         turned, rotated = self._rotate(turned), self._rotate(rotated.unsqueeze(2))
@@ -103,12 +106,9 @@ class TorchLatentAttention(MLASelfAttention):
         return torch.cat((plain, turned), dim=-1), key, compressed.unsqueeze(2), queries, compressed
 
     def _queries(self, compressed: Tensor) -> Tensor:
-        """[s, b, h, d] from their latent, or from hidden states in models without one."""
-        if self.config.q_lora_rank is None:
-            projected, _ = self.linear_q_proj(compressed)
-        else:
-            norm: Any = self.q_layernorm
-            projected, _ = self.linear_q_up_proj(norm(compressed))
+        """[s, b, h, d] from their normalized latent, or from hidden states in models without one."""
+        up: Any = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        projected, _ = up(compressed)
         return projected.unflatten(-1, (self.num_attention_heads_per_partition, self.q_head_dim))
 
     def _rotate(self, x: Tensor) -> Tensor:

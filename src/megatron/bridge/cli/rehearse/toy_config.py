@@ -20,7 +20,7 @@ _DIMENSIONS = ("tensor", "pipeline", "expert", "context", "data")
 _BLOCK_CONFIGS = "block_configs"
 _PER_LAYER = (
     *("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"),
-    *("short_conv_layers", "mamba_layers", _BLOCK_CONFIGS),
+    *("short_conv_layers", "mamba_layers", "kda_layers", _BLOCK_CONFIGS),
 )
 _HYBRID_PATTERN = "hybrid_override_pattern"
 _STAGE_SEPARATOR = "|"
@@ -197,6 +197,9 @@ def _mla_sizes(model: Any) -> dict[str, Any]:
         "qk_head_dim": HEAD_DIM,
         "qk_pos_emb_head_dim": 8,
         "v_head_dim": HEAD_DIM,
+        "dsa_indexer_n_heads": 8,
+        "dsa_indexer_head_dim": HEAD_DIM,
+        "dsa_indexer_topk": SEQ_LENGTH // 4,
     }
     return {name: size for name, size in sizes.items() if getattr(model, name)}
 
@@ -215,12 +218,14 @@ def _state_space_sizes(model: Any, dimensions: ParallelDimensions, width: int) -
             "mamba_chunk_size": 16,
         }
     if model.mamba_layers is not None:
-        return {"mamba_num_heads": 8, "mamba_head_dim": width // 4, "mamba_state_dim": 16}
-    if model.experimental_attention_variant is None:
+        sizes = {"mamba_num_heads": 8, "mamba_head_dim": width // 4, "mamba_state_dim": 16}
+        return sizes | ({"mamba_dt_rank": 8} if model.mamba_dt_rank else {})
+    kimi = model.kda_layers is not None
+    if model.experimental_attention_variant != "gated_delta_net" and not kimi:
         return {}
     return {
         "linear_num_key_heads": max(2, ranks),
-        "linear_num_value_heads": 2 * max(2, ranks),
+        "linear_num_value_heads": (1 if kimi else 2) * max(2, ranks),
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     }
@@ -246,9 +251,12 @@ def _shrink_layers(model: Any) -> None:
     stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
     pattern = getattr(model, _HYBRID_PATTERN, None)
     kinds = _layer_kinds(model)
-    count = stages * -(-max(2, len(set(kinds))) // stages)
+    # of kinds that come periodically, in the config of the architecture, too, none may be left out between others
+    periodic = getattr(model, "mamba_dt_rank", None) is not None
+    least = max(kinds.index(kind) + 1 for kind in set(kinds)) if periodic else len(set(kinds))
+    count = stages * -(-max(2, least) // stages)
     count += _uneven_layers(model, stages, count)
-    chosen = sample_layers(kinds, count)
+    chosen = [layer % len(kinds) for layer in range(count)] if periodic else sample_layers(kinds, count)
     for name in _PER_LAYER:
         value = getattr(model, name, None)
         if isinstance(value, list):

@@ -193,7 +193,11 @@ def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iter
         )
     if teacher is not None:
         yield "the predicted time leaves out the teacher's forward pass"
-    if any(getattr(config.model, "mamba_layers", None) or ()):
-        yield "activations of model.mamba_layers are computed in PyTorch, which stores several times what is counted"
+    for name in ("mamba_layers", "kda_layers"):
+        if any(getattr(config.model, name, None) or ()):
+            yield f"activations of model.{name} are computed in PyTorch, which stores several times what is counted"
+    best = config.model.dsa_indexer_topk
+    if config.model.experimental_attention_variant == "dsa" and best and config.model.seq_length > best:
+        yield "activations leave out the masks of sparse attention: seq_length² x 3 bytes for each layer and sample"
     if package:
         yield f"activations assume the kernels of {package}; without them PyTorch stores several times as much"

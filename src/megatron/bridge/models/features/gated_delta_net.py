@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.bridge.backends.specs.layer_specs import linear_pattern
 from megatron.bridge.utils.errors import UserError
 
-LAYERS = ("short_conv_layers", "mamba_layers")
+LAYERS = ("short_conv_layers", "mamba_layers", "kda_layers")
 """Fields that list layers with another mixer than attention."""
 
 # features of a layer that were made for attention alone -> the value with which they change nothing
@@ -34,7 +34,9 @@ def check(config: TransformerConfig) -> None:
 
 def _check_delta_nets(config: TransformerConfig) -> None:
     kind = config.experimental_attention_variant
-    if kind is None:
+    if kind == "dsa" and not config.multi_latent_attention:
+        raise UserError("experimental_attention_variant='dsa' is not supported without multi_latent_attention")
+    if kind in (None, "dsa"):
         if config.linear_attention_freq is not None:
             raise UserError(
                 "linear_attention_freq has no effect without experimental_attention_variant='gated_delta_net': "
@@ -42,7 +44,7 @@ def _check_delta_nets(config: TransformerConfig) -> None:
             )
         return
     if kind != "gated_delta_net":
-        raise UserError(f"experimental_attention_variant={kind!r} is not supported: 'gated_delta_net' is")
+        raise UserError(f"experimental_attention_variant={kind!r} is not supported: 'gated_delta_net' and 'dsa' are")
     if config.linear_attention_freq is None:
         raise UserError("linear_attention_freq is not set: say which layers have a gated delta net")
     pattern = linear_pattern(config)
@@ -69,7 +71,9 @@ def _check_layers(config: TransformerConfig, layers: str) -> None:
             "convolution sees tokens that another rank has"
         )
     is_mamba = layers == "mamba_layers"
-    for name in ("mamba_num_heads", "mamba_state_dim") if is_mamba else ("hidden_size",):
+    is_kimi = layers == "kda_layers"
+    cut = ("mamba_num_heads",) if getattr(config, "mamba_dt_rank", None) else ("mamba_num_heads", "mamba_state_dim")
+    for name in cut if is_mamba else ("linear_num_key_heads",) if is_kimi else ("hidden_size",):
         size, ranks = getattr(config, name), config.tensor_model_parallel_size
         if not size or size % ranks:
             raise UserError(f"tensor_model_parallel_size={ranks} does not divide {name}={size}, which {layers} needs")
@@ -79,6 +83,9 @@ def _check_layers(config: TransformerConfig, layers: str) -> None:
         "experimental_attention_variant": None,
         "mtp_num_layers": None,
     }
+    if is_kimi:
+        same = {"value_head_dim": config.linear_key_head_dim, "num_value_heads": config.linear_num_key_heads}
+        others |= {"multi_latent_attention": True, **{f"linear_{name}": value for name, value in same.items()}}
     for name, harmless in others.items():
         if getattr(config, name, harmless) != harmless:
             raise UserError(f"{name}={getattr(config, name)!r} is not supported with {layers}")

@@ -70,10 +70,15 @@ def derive(config: Any) -> None:
 
 def apply(model: Any, config: Any) -> None:
     """Give all attention layers of ``model`` the one embedding that ``config.rope_parameters`` asks for."""
+    layers = [module for module in model.modules() if isinstance(module, MultiLatentAttention)]
+    if config.position_embedding_type == "none":  # the same features, not rotated
+        for layer in layers:
+            layer.rotary_pos_emb.inv_freq.zero_()
     if (config.rope_parameters or {}).get("rope_type", "default") == "default":
         return
-    layers = [module for module in model.modules() if isinstance(module, MultiLatentAttention)]
     if layers:
         shared = LatentRotaryEmbedding(config, layers[0].pg_collection.cp)
         for layer in layers:
             layer.rotary_pos_emb = shared
+            if getattr(layer.core_attention, "indexer", None):
+                layer.core_attention.indexer.rotary_pos_emb = shared

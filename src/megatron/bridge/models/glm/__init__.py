@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM 4 to 4.7, dense and mixture-of-experts."""
+"""GLM 4 to 5, dense and mixture-of-experts."""

@@ -59,8 +59,10 @@ def router_losses(config: ConfigContainer, microbatches: int) -> LossReport:
 
 def _router_loss_ranks(model: Any) -> dict[str, int]:
     """For each router loss, over how many ranks Megatron-Core reports a mean; over the other ranks it is a sum."""
+    group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    indexers = {"indexer_loss": group.size()} if getattr(model, "dsa_indexer_loss_coeff", None) else {}
     if not model.num_moe_experts:
-        return {}
+        return indexers
     replicas = parallel_state.get_data_parallel_world_size()
     parts = {
         _BALANCING_NAMES[kind]: 1 if kind == "global_aux_loss" else replicas
@@ -68,9 +70,8 @@ def _router_loss_ranks(model: Any) -> dict[str, int]:
         if kind in _BALANCING_NAMES and coefficient
     }
     if model.moe_z_loss_coeff is not None:
-        group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         parts["z_loss"] = group.size()
-    return parts
+    return parts | indexers
 
 
 def _balancing_types(model: Any) -> list[tuple[str, float]]:

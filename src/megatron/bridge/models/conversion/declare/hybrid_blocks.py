@@ -5,6 +5,7 @@ from megatron.bridge.models.conversion.declare.blocks import Block, fused_norm
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
     ColumnParallelMapping,
+    ConcatenatedGatedMLPMapping,
     MambaConv1dMapping,
     MambaInProjMapping,
     ReplicatedMapping,
@@ -35,4 +36,24 @@ def mamba(layers: str, names: str = "mixer", norm: str = "norm", replaces_attent
             for name in ("A_log", "D", "dt_bias", "norm.weight")
         ),
         AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+    )
+
+
+def selective_mamba(layers: str = "model.layers.*", names: str = "mamba", norm: str = "input_layernorm") -> Block:
+    """A Mamba-1 mixer; the normalisation before it is named by ``attention`` where it is a module of its own.
+
+    Args:
+        layers: Hugging Face's name of a layer.
+        names: its name of the mixer in a layer.
+        norm: its name of the normalisation in a layer.
+    """
+    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
+    same = ("A_log", "D", "out_proj.weight")
+    pairs = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias", "x_proj": "x_proj.weight"}
+    pairs |= {"dt_proj": "dt_proj.weight", "dt_bias": "dt_proj.bias", **dict(zip(same, same, strict=True))}
+    return (
+        ConcatenatedGatedMLPMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
+        ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
+        *(AutoMapping(f"{ours}.{mine}", f"{theirs}.{hf}") for mine, hf in pairs.items()),
+        *(ReplicatedMapping(f"{ours}.norms.{n}.weight", f"{theirs}.{n}_layernorm.weight") for n in ("dt", "b", "c")),
     )

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of hybrid architectures: which layer does what, Mamba-2 mixers, experts in some models of a family."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from typing import Any
 
+from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
 from megatron.bridge.models.conversion.declare.fields import ABSENT, Field, constant, kind_indices, read_by_others
 from megatron.bridge.models.conversion.declare.gated_delta_net import SILU
@@ -116,6 +117,48 @@ def _smallest_step(limit: Sequence[float], _: Any) -> float:
     return limit[0]
 
 
+def _every(config: Mapping[str, Any], kind: str, period: int, offset: int) -> list[int]:
+    """1 for each layer of a kind that comes once in a period."""
+    period, offset = config.get(f"{kind}_layer_period", period), config.get(f"{kind}_layer_offset", offset)
+    return [int(layer % period == offset) for layer in range(config["num_hidden_layers"])]
+
+
+def _period(layers: Sequence[int]) -> tuple[int, int]:
+    """(period, offset) of the layers that are 1."""
+    for period in range(1, len(layers) + 2):
+        for offset in range(period):
+            if [int(layer % period == offset) for layer in range(len(layers))] == list(layers):
+                return period, offset
+    raise UserError(f"mamba_layers and moe_layer_freq must be periodic for this architecture, unlike {list(layers)}")
+
+
+def _between_attention(_: Any, config: Mapping[str, Any]) -> list[int]:
+    return [1 - attention for attention in _every(config, "attn", 8, 4)]
+
+
+def _attention_back(index: int) -> Callable[[list[int], Any], int]:
+    return lambda layers, _: _period([1 - mixer for mixer in layers])[index]
+
+
+def _sparse(_: Any, config: Mapping[str, Any]) -> list[int] | int:
+    return _every(config, "expert", 2, 1) if config["num_experts"] > 1 else 1
+
+
+def _sparse_back(index: int) -> Callable[[Any, Any], int]:
+    def back(_: Any, provider: Any) -> int:
+        return (_period(moe_pattern(provider)) if provider.num_moe_experts else (2, 1))[index]
+
+    return back
+
+
+def _step_rank(rank: int | str, config: Mapping[str, Any]) -> int:
+    return ceil(config["hidden_size"] / 16) if isinstance(rank, str) else rank
+
+
+def _features(expand: int, config: Mapping[str, Any]) -> tuple[int, int]:
+    return expand * config["hidden_size"], 1
+
+
 # ---- groups that families share ---------------------------------------------------------------------------------
 
 LAYER_KINDS: tuple[Field, ...] = (
@@ -175,6 +218,25 @@ ONE_GROUP_MAMBA: tuple[Field, ...] = (
     constant("mamba_proj_bias", False),
 )
 """Sizes of Mamba-2 mixers in the place of attention, all of whose heads are one group."""
+
+SELECTIVE_MAMBA: tuple[Field, ...] = (
+    SILU,
+    Field("attn_layer_period", "mamba_layers", 8, _between_attention, _attention_back(0)),
+    Field("attn_layer_offset", "mamba_layers", 4, _between_attention, _attention_back(1)),
+    Field("mamba_expand", ("mamba_num_heads", "mamba_head_dim"), 2, _features, lambda _, model: _expansion(model)),
+    Field("mamba_d_state", "mamba_state_dim", 16),
+    Field("mamba_dt_rank", "mamba_dt_rank", "auto", _step_rank),
+    constant("mamba_d_conv", 4),
+    constant("mamba_conv_bias", True),
+    constant("mamba_proj_bias", False),
+)
+"""Mamba-1 mixers but for one layer in a period, which has attention, and their sizes."""
+
+PERIODIC_EXPERTS: tuple[Field, ...] = (
+    Field("expert_layer_period", "moe_layer_freq", 2, _sparse, _sparse_back(0)),
+    Field("expert_layer_offset", "moe_layer_freq", 1, _sparse, _sparse_back(1)),
+)
+"""Experts in one layer of a period; none where there is but one."""
 
 ONE_GROUP: dict[str, Any] = {"mamba_num_groups": 1}
 

@@ -34,6 +34,25 @@ def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernor
     )
 
 
+def indexer(layers: str = "model.layers.*") -> Block:
+    """The indexer of sparse attention, which chooses the keys that a query sees.
+
+    Args:
+        layers: Hugging Face's name of a layer.
+    """
+    ours, theirs = "decoder.layers.*.self_attention.core_attention.indexer", f"{layers}.self_attn.indexer"
+    return tuple(
+        ReplicatedMapping(f"{ours}.{prefix}{name}", f"{theirs}.{name}")
+        for prefix, name in (
+            ("linear_", "wq_b.weight"),
+            ("linear_", "wk.weight"),
+            ("", "k_norm.weight"),
+            ("", "k_norm.bias"),
+            ("linear_", "weights_proj.weight"),
+        )
+    )
+
+
 @dataclass(frozen=True)
 class MTPNames:
     """Hugging Face's names of one layer of multi-token prediction: prefixes, without ``.weight``."""

@@ -4,10 +4,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.bridge.backends.attention.sparse_attention import takes_over
 from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field, kind_indices
-from megatron.bridge.models.conversion.declare.moe_fields import DROPLESS, check_groups
+from megatron.bridge.models.conversion.declare.fields import Field, kind_indices, read_by_others
+from megatron.bridge.models.conversion.declare.moe_fields import DENSE_BEFORE_SPARSE, DROPLESS, check_groups
 from megatron.bridge.utils.errors import UserError
 
 # ---- conversions of single values ------------------------------------------------------------------------------
@@ -95,6 +96,32 @@ def _sparse_back(_: Any, provider: Any) -> list[str]:
     return [_KINDS[sparse] for sparse in moe_pattern(provider)]
 
 
+def _of_indexers(kinds: list[str] | None, config: Mapping[str, Any]) -> tuple[int, int]:
+    """(layers from one indexer to the next, the first of these layers) with Megatron-Core's meaning."""
+    found = kind_indices("indexer_types", kinds or ["full"] * config["num_hidden_layers"], _INDEXERS, config)
+    layers = range(1, len(found) + 1)
+    for offset in layers:
+        for every in layers:
+            if found == [int(takes_over(layer, offset, every)) for layer in layers]:
+                return every, offset
+    raise UserError(f"indexer_types={kinds} is not supported: only 'full' layers at equal distances at the end are")
+
+
+def _indexers_back(values: tuple[int, int], provider: Any) -> list[str]:
+    layers = range(1, provider.num_layers + 1)
+    return [_INDEXERS[takes_over(layer, values[1], values[0])] for layer in layers]
+
+
+_INDEXERS = ("full", "shared")
+
+
+def _all_sparse(kinds: list[str] | None, config: Mapping[str, Any]) -> tuple[()]:
+    kind_indices("layer_types", kinds or [_INDEXED] * config["num_hidden_layers"], (_INDEXED,), config)
+    return ()
+
+
+_INDEXED = "indexed_attention"
+
 # ---- groups that families share ---------------------------------------------------------------------------------
 
 _OWN = ("num_key_value_heads", "head_dim")  # of DENSE; they mean something else here
@@ -109,6 +136,13 @@ LATENT: tuple[Field, ...] = (
     Field("v_head_dim", "v_head_dim"),
 )
 """Everything about a decoder with latent attention but its experts."""
+
+NOT_ROTATED = Field(
+    "qk_rope_head_dim",
+    "qk_pos_emb_head_dim",
+    to=lambda width, config: _rotated(width, {**config, "head_dim": width}),
+)
+"""The width that others rotate, in architectures without positions, where ``head_dim`` means nothing."""
 
 BEST_GROUPS: tuple[Field, ...] = (
     Field("topk_method", "moe_router_num_groups", default="greedy", to=_number_of_groups, back=_method_back),
@@ -126,10 +160,33 @@ BALANCING: tuple[Field, ...] = (
 SPARSE_LAYERS = Field("mlp_layer_types", "moe_layer_freq", to=_sparse, back=_sparse_back)
 """Which layers have experts, by name."""
 
+SPARSE_AFTER_DENSE: tuple[Field, ...] = (
+    SPARSE_LAYERS,
+    read_by_others("first_k_dense_replace", None, DENSE_BEFORE_SPARSE.write),
+)
+"""The same beside the number of dense layers, which transformers has a default for."""
+
 NEXT_TOKENS = Field(
     "num_nextn_predict_layers", "mtp_num_layers", default=0, to=lambda count, _: count or None, back=_depths_back
 )
 """Layers of multi-token prediction, after those of the decoder."""
+
+INDEXER: tuple[Field, ...] = (
+    Field("index_n_heads", "dsa_indexer_n_heads"),
+    Field("index_head_dim", "dsa_indexer_head_dim"),
+    Field("index_topk", "dsa_indexer_topk"),
+    Field("layer_types", (), default=None, to=_all_sparse, back=lambda _, model: [_INDEXED] * model.num_layers),
+)
+"""Sizes of the indexer of sparse attention, which all layers have."""
+
+INDEXERS = Field(
+    "indexer_types",
+    ("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
+    default=None,
+    to=_of_indexers,
+    back=_indexers_back,
+)
+"""Which layers have an indexer; the others attend to what the one before them has chosen."""
 
 LATENT_LIKE: dict[str, Any] = {
     **LLAMA_LIKE,
@@ -140,6 +197,15 @@ LATENT_LIKE: dict[str, Any] = {
     "latent_layernorm_epsilon": 1e-6,
 }
 """What these architectures imply and do not spell."""
+
+SPARSE_LIKE: dict[str, Any] = {
+    **LATENT_LIKE,
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_k_norm_epsilon": 1e-6,
+    # a rotation of queries and keys alike, which makes them easier to quantize and changes no score
+    "dsa_indexer_rotate_activation": False,
+}
+"""What architectures with sparse attention imply."""
 
 PLAIN_SOFTMAX_ROUTING: dict[str, Any] = {
     **DROPLESS,

@@ -383,6 +383,12 @@ class OneRowMapping(ReplicatedMapping):
         return {hf: (1, *shape) for hf, shape in self.hf_slice_shapes(shard).items()}
 
 
+class HeadRatesMapping(OneRowMapping):
+    """A number for each head, [1, heads / size, 1], that Hugging Face stores as [1, 1, heads, 1]."""
+
+    kind = "row"
+
+
 class ColumnParallelMapping(MegatronParamMapping):
     """Cut along the output dimension: weight [out / size, in], bias [out / size]."""
 

@@ -54,6 +54,7 @@ NEEDS = {
 _EXPERTS = "model.num_moe_experts or model.hybrid_override_pattern or model.mamba_layers"
 _RECOMPUTE, _OFFLOAD = "model.recompute_granularity", "model.fine_grained_activation_offloading"
 _VARIANT, _FLEX = "model.experimental_attention_variant", "model.moe_token_dispatcher_type=flex"
+_DELTA = f"{_VARIANT}=gated_delta_net or model.kda_layers"
 _FP16, _CPU_OPTIMIZER = "optimizer.fp16", "optimizer.optimizer_cpu_offload"
 _PRECISE = "optimizer.use_precision_aware_optimizer"
 
@@ -69,8 +70,8 @@ NEEDS_BY_PREFIX = {
     "model.moe_paged_stash_": "model.moe_paged_stash",
     "model.mtp_": "model.mtp_num_layers",
     "model.dsa_": f"{_VARIANT}=dsa",
-    "model.linear_": f"{_VARIANT}=gated_delta_net",
-    "model.linear_conv_kernel_dim": f"{_VARIANT}=gated_delta_net or model.short_conv_layers",
+    "model.linear_": _DELTA,
+    "model.linear_conv_kernel_dim": f"{_DELTA} or model.short_conv_layers",
     "model.mamba_": "model.hybrid_override_pattern or model.mamba_layers",
     "model.mup_": "model.use_mup",
     "model.qk_clip_": "model.qk_clip",

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi delta attention (KDA) in plain PyTorch: a gated delta net whose decay is one number for each key feature.
+
+Decay and output gate come from narrow projections that all heads share (Kimi Team, "Kimi Linear", 2025,
+arXiv:2510.26692). Tensor-parallel ranks split the heads; the gradients of what they share are added up.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import mappings
+from torch import Tensor
+
+from megatron.bridge.backends.attention.block_mask import padded_cu_seqlens
+from megatron.bridge.backends.decoding.recurrent_cache import StateShape, with_history
+from megatron.bridge.backends.recurrent.gated_delta_net import (
+    CHANNEL_CHUNK,
+    causal_convolution,
+    chunk_gated_delta_rule,
+    l2norm,
+)
+from megatron.bridge.backends.recurrent.split_mixer import SplitMixer
+
+_QKV = ("q", "k", "v")
+
+
+class KimiDeltaAttention(SplitMixer):
+    """The layer; packed sequences are independent."""
+
+    b_proj: Tensor
+    dt_bias: Tensor
+    A_log: Tensor
+    q_conv1d: Tensor
+
+    cut: ClassVar[dict[str, int]] = {
+        **dict.fromkeys([f"{name}_proj" for name in (*_QKV, "b", "f_b", "g_b")], 0),
+        **dict.fromkeys([f"{name}_conv1d" for name in _QKV], 0),
+        "dt_bias": 0,
+        "A_log": 1,
+    }
+
+    def prepare(self, submodules: Any) -> int:
+        config: Any = self.config
+        self.width, heads = config.linear_key_head_dim, config.linear_num_key_heads
+        self.heads = heads // self.tp_group.size()
+        inner, hidden, taps = self.heads * self.width, config.hidden_size, config.linear_conv_kernel_dim
+        shapes: dict[str, tuple[int, ...]] = {}
+        shapes |= {f"{name}_proj": (inner, hidden) for name in _QKV} | {f"{n}_conv1d": (inner, 1, taps) for n in _QKV}
+        shapes |= {"b_proj": (self.heads, hidden), "dt_bias": (inner,), "A_log": (1, self.heads, 1)}
+        for name in ("f", "g"):
+            shapes |= {f"{name}_a_proj": (self.width, hidden), f"{name}_b_proj": (inner, self.width)}
+        self.make_parameters(shapes | {"o_norm": (self.width,)})
+        if config.perform_initialization:
+            with torch.no_grad():
+                spread = torch.linspace(1, 16, heads, **self.like).log()
+                self.A_log.copy_(spread.chunk(self.tp_group.size())[self.tp_group.rank()].view_as(self.A_log))
+        return heads * self.width
+
+    @property
+    def operations(self) -> float:
+        """Of a token: 6 K V for the state, and within a chunk products, the system, and decays of each pair."""
+        return self.heads * self.width * (6.0 * self.width + CHANNEL_CHUNK * (3 + 2 + 4))
+
+    def forward(self, hidden_states: Tensor, packed_seq_params: Any = None, **_: Any) -> tuple[Tensor, Tensor | None]:
+        """[s, b, hidden] to the same, and no bias."""
+        if self.config.sequence_parallel:
+            x = mappings.gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
+        else:
+            x = mappings.copy_to_tensor_model_parallel_region(hidden_states, self.tp_group)
+        projected = self._project(x)
+        if self.cache is not None:
+            return self.out_proj(self.cache.run(projected, self.heads * self.width, self._advance))
+        bounds = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
+        mixed = self._mix(projected.transpose(0, 1), bounds=bounds)[0]
+        return self.out_proj(mixed.transpose(0, 1).contiguous())
+
+    def _whole(self, name: str) -> Tensor:
+        """A parameter that all ranks have, whose gradient is that of this rank's heads."""
+        return mappings.copy_to_tensor_model_parallel_region(getattr(self, name), self.tp_group)
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Queries, keys, values, inputs of decays and of gates, and of beta, in one tensor."""
+        parts = [F.linear(x, getattr(self, f"{name}_proj")) for name in _QKV]
+        for name in ("f", "g"):
+            parts.append(F.linear(F.linear(x, self._whole(f"{name}_a_proj")), getattr(self, f"{name}_b_proj")))
+        return torch.cat((*parts, F.linear(x, self.b_proj)), -1)
+
+    def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Outputs [b, s, features] of texts that go on, and their new states."""
+        out, history, state = self._mix(projected, history, state)
+        return out, (history, state)
+
+    def _mix(
+        self,
+        projected: Tensor,
+        history: Tensor | None = None,
+        state: Tensor | None = None,
+        bounds: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Outputs [b, s, features], and what the next token must know."""
+        inner, seen = self.heads * self.width, 0 if history is None else history.size(1)
+        qkv, decay, gate, beta = projected.split([3 * inner, inner, inner, self.heads], -1)
+        whole, history = with_history(qkv, qkv[:, :0] if history is None else history)
+        taps = torch.cat([getattr(self, f"{name}_conv1d") for name in _QKV]).squeeze(1)
+        mixed = F.silu(causal_convolution(whole, taps, None, bounds)[:, seen:])
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).float() for part in mixed.chunk(3, -1))
+        g = (
+            F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.heads, -1))
+            * -self.A_log.float().exp()
+        )
+        options: Any = {"initial_state": state, "output_final_state": state is not None, "cu_seqlens": bounds}
+        out, state = chunk_gated_delta_rule(l2norm(q), l2norm(k), v, g, beta.sigmoid(), **options)
+        out = out * (out.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon).rsqrt()
+        out = (out * self._whole("o_norm").float()).flatten(-2) * gate.float().sigmoid()
+        return out.to(projected.dtype), history, state
+
+    def state_shapes(self) -> list[StateShape]:
+        """Of the states of one text: last inputs of the convolutions, and the state of each head."""
+        taps, inner = self.q_conv1d.shape[-1], self.heads * self.width
+        history = StateShape((taps - 1, 3 * inner), self.config.params_dtype)
+        return [history, StateShape((self.heads, self.width, self.width), torch.float32)]

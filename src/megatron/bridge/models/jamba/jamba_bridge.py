@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jamba: Mamba-1 mixers in the place of attention in most layers, no positions, experts in every other layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
+from megatron.bridge.models.conversion.declare.fields import Field, override
+from megatron.bridge.models.conversion.declare.hybrid_blocks import selective_mamba
+from megatron.bridge.models.conversion.declare.hybrid_fields import ONE_GROUP, PERIODIC_EXPERTS, SELECTIVE_MAMBA
+from megatron.bridge.models.conversion.declare.moe_blocks import experts, router
+from megatron.bridge.models.conversion.declare.moe_fields import AUX_LOSS, SOFTMAX_ROUTING
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+def _widths(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
+    return width, width if config["num_experts"] > 1 else None
+
+
+_SIZES = (
+    *SELECTIVE_MAMBA,
+    *PERIODIC_EXPERTS,
+    Field("intermediate_size", ("ffn_hidden_size", "moe_ffn_hidden_size"), to=_widths),
+    Field("num_experts", "num_moe_experts", to=lambda n, _: n if n > 1 else None, back=lambda n, _: n or 1),
+    Field("num_experts_per_tok", "moe_router_topk"),
+    AUX_LOSS,
+)
+
+
+@register_bridge("JambaForCausalLM", model_type="jamba")
+class JambaBridge(DecoderBridge):
+    """Hugging Face's ``JambaForCausalLM`` and Megatron's ``GPTModel``."""
+
+    fields = tuple(field for field in override(DENSE, *_SIZES) if field.hf != "rope_parameters")
+    fixed = {
+        **LLAMA_LIKE,
+        **SOFTMAX_ROUTING,
+        **ONE_GROUP,
+        "position_embedding_type": "none",
+        "add_bias_linear": False,
+        "moe_router_pre_softmax": True,
+    }
+    irrelevant = dict.fromkeys(("use_mamba_kernels", "use_mambapy", "use_associative_scan", "num_logits_to_keep"))
+    irrelevant |= {"output_router_logits": None, "sliding_window": (None,)}
+    weights = (
+        ends(norm="model.final_layernorm"),
+        attention(),
+        selective_mamba(),
+        mlp(norm="pre_ff_layernorm", names="feed_forward"),
+        router("feed_forward.router"),
+        experts("feed_forward.experts.*"),
+    )
