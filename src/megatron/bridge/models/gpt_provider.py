@@ -57,6 +57,8 @@ class GPTModelProvider(ModelProvider):
     local_rope_parameters: dict[str, Any] | None = None
     """The same, ``rope_theta`` included, for the layers with an attention window; None is the one of the other
     layers."""
+    rotary_reversed: bool = False
+    """Pairs of dimensions turn the other way (NanoChat)."""
     query_scaling_beta: float | None = None
     """How much queries grow beyond the original_max_position_embeddings of ``rope_parameters``; None leaves them
     as they are."""
@@ -82,6 +84,8 @@ class GPTModelProvider(ModelProvider):
     """Norm queries and keys by a LayerNorm with a gain, and no bias, for each head."""
     qk_norm_after_rope: bool = False
     """Apply the norms of ``qk_layernorm`` after the rotary embedding."""
+    norm_gain: bool = True
+    """Norms have a trained gain; False leaves it out (``backend='torch'`` only)."""
     layernorm_bias: bool = True
     """LayerNorms have a bias; False leaves it out (``backend='torch'`` only)."""
     parallel_residual: ParallelResidual | None = None
@@ -89,6 +93,8 @@ class GPTModelProvider(ModelProvider):
     own (``own_norms``). None lets the MLP read what attention has added to the input."""
     embedding_dropout: float | None = None
     """Dropout of the embeddings; None is ``hidden_dropout``."""
+    embedding_norm: bool = False
+    """Embeddings pass an RMSNorm without a gain before the first layer."""
     output_bias: bool = False
     """The output layer has a bias."""
     embedding_multiplier: float | Literal["sqrt_hidden_size"] = 1.0

@@ -36,7 +36,11 @@ class _Norm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-        self.weight = _replicated(config, hidden_size)
+        gain = _replicated(config, hidden_size)
+        if getattr(config, "norm_gain", True):
+            self.weight = gain
+        else:
+            self.register_buffer("weight", gain.data, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -73,7 +73,7 @@ def _check(config: TransformerConfig, provider: BackendSpecProvider) -> None:
     if placement not in get_args(NormPlacement):
         raise UserError(f"norm_placement={placement!r}: choose one of {', '.join(get_args(NormPlacement))}")
     _check_parallel_residual(config, placement)
-    _check_bias_free(config, provider)
+    _check_norms(config, provider)
     across, by_head, late = (getattr(config, f"qk_norm_{name}", False) for name in _QK_NORMS)
     if by_head and (across or late or config.qk_layernorm):
         raise UserError("qk_norm_by_head=True excludes the other norms of queries and keys: set only one")
@@ -106,12 +106,15 @@ def _check_parallel_residual(config: TransformerConfig, placement: str) -> None:
         )
 
 
-def _check_bias_free(config: TransformerConfig, provider: BackendSpecProvider) -> None:
-    if not getattr(config, "layernorm_bias", True) and not isinstance(provider, TorchSpecProvider):
-        raise UserError(
-            "layernorm_bias=False does not work with backend='transformer_engine', whose LayerNorm has a bias: "
-            "set model.backend='torch'"
-        )
+def _check_norms(config: TransformerConfig, provider: BackendSpecProvider) -> None:
+    if isinstance(provider, TorchSpecProvider):
+        return
+    for name, part in (("layernorm_bias", "LayerNorm has a bias"), ("norm_gain", "norms have a gain")):
+        if not getattr(config, name, True):
+            raise UserError(
+                f"{name}=False does not work with backend='transformer_engine', whose {part}: "
+                "set model.backend='torch'"
+            )
 
 
 def _with_features(spec: ModuleSpec, config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled embeddings, scaled and soft-capped logits.
+"""Scaled and normed embeddings, scaled and soft-capped logits.
 
 They are applied where the embedding and the output layer return, so everything that calls one of the two sees
 them, once: losses, multi-token prediction, tied weights, a caller that asks for logits.
@@ -20,6 +20,8 @@ def apply_multipliers(model: nn.Module, config: Any) -> None:
         model.get_submodule("embedding").embedding_dropout = nn.Dropout(config.embedding_dropout)
     if config.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
         model.get_submodule("embedding.word_embeddings").register_forward_hook(_scale_embeddings(config))
+    if config.embedding_norm and hasattr(model, "embedding"):
+        model.get_submodule("embedding.word_embeddings").register_forward_hook(_norm_embeddings(config))
     changes = (config.logits_scaling, config.final_logit_softcapping) != (1.0, None)
     if changes and hasattr(model, "output_layer"):
         model.get_submodule("output_layer").register_forward_hook(_change_logits(config))
@@ -35,6 +37,13 @@ def _scale_embeddings(config: Any) -> Any:
         return embeddings * torch.tensor(math.sqrt(config.hidden_size), dtype=embeddings.dtype)
 
     return scale
+
+
+def _norm_embeddings(config: Any) -> Any:
+    def norm(_module: nn.Module, _inputs: Any, embeddings: Tensor) -> Tensor:
+        return nn.functional.rms_norm(embeddings, embeddings.shape[-1:], eps=config.layernorm_epsilon)
+
+    return norm
 
 
 def _change_logits(config: Any) -> Any:

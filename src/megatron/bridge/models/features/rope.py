@@ -169,6 +169,8 @@ def _ntk_alpha(parameters: dict[str, Any], width: int) -> torch.Tensor:
 def apply_rope(model: Any, config: Any) -> None:
     """Give ``model`` (a ``GPTModel``) the scaled, or layerwise, rotary embedding that ``config`` asks for."""
     parameters, local = config.rope_parameters or {}, config.local_rope_parameters
+    if config.rotary_reversed:
+        _reverse(model, parameters)
     if config.multi_latent_attention or (_is_plain(parameters) and not local):
         return  # latent attention has an embedding in each layer: models/features/mla_rope.py
     if config.position_embedding_type != "rope" or config.rope_scaling:
@@ -192,6 +194,15 @@ def apply_rope(model: Any, config: Any) -> None:
         layer.self_attention.register_forward_pre_hook(_take(int(is_local)), with_kwargs=True)
         own = model.rotary_pos_emb.local if is_local else everywhere
         _set_attention_factor([layer], config, own)
+
+
+def _reverse(model: Any, parameters: dict[str, Any]) -> None:
+    if not _is_plain(parameters):
+        raise UserError(
+            f"rope_parameters.rope_type={parameters['rope_type']!r} does not work with rotary_reversed=True: set "
+            "rope_type='default'"
+        )
+    model.rotary_pos_emb.inv_freq = -model.rotary_pos_emb.inv_freq
 
 
 def _take(index: int) -> Any:
