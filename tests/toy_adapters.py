@@ -32,7 +32,12 @@ EPSILON = 1e-8
 
 def make(kind, directory=None):
     """A tiny Hugging Face model; the same numbers every time."""
-    others = {"llama": lambda: make_llama(**DECODER), "nemotron_h": _with_mamba, "bamba": _with_one_group}
+    others = {
+        "llama": lambda: make_llama(**DECODER),
+        "nemotron_h": _with_mamba,
+        "bamba": _with_one_group,
+        "gemma4": _with_shared_keys,
+    }
     model = others[kind]() if kind in others else _with_experts(kind)
     if directory is not None:
         model.save_pretrained(directory)
@@ -71,6 +76,22 @@ def _with_one_group():
     torch.manual_seed(0)
     model = BambaForCausalLM(BambaConfig(**model, **sizes))
     randomise(model)
+    return model.eval()
+
+
+def _with_shared_keys():
+    """Layers that project queries, keys and values; queries and keys; queries."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    sizes = {"global_head_dim": 24, "pad_token_id": None, "sliding_window": 9}
+    sizes |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": DECODER["vocab_size"]}
+    kinds = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    shared = {"attention_k_eq_v": True, "num_kv_shared_layers": 1, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**{**DECODER, **sizes, **kinds, **shared}))
+    randomise(model)
+    for layer in model.model.layers:  # scores have no other scale; large ones make rounding errors grow
+        layer.self_attn.q_norm.weight.data /= 8
     return model.eval()
 
 

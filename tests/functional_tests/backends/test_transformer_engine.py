@@ -41,6 +41,7 @@ REFUSED = {
     "attention_output_bias": ("seed_oss_split_biases", "granitemoe_biases", "dots1_biases"),
     "backend": ("deepseek_v32", "glm_moe_dsa"),
     "norm_gain": ("nanochat", "nanochat_biases"),
+    "value_norm": ("gemma4", "gemma4_keys_are_values", "gemma4_experts", "gemma4_biases", "gemma4_one_key"),
     "layernorm_bias": ("cohere", "cohere_head_norms", "cohere2"),
     "mlp_bias": (
         *("gemma_biases", "gemma2_biases", "gemma3_old_style", "llama_attention_bias", "olmo3_tied"),

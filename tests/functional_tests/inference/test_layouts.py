@@ -14,6 +14,7 @@ IN_CI = {
     ("llama_tied", "tp2"),
     ("gemma2", "tp2"),
     ("gemma3", "pp2"),
+    ("gemma4", "tp2"),
     ("mistral_window", "tp2"),
     ("gpt_oss", "ep2"),
     ("olmoe", "tp2"),

@@ -12,7 +12,7 @@ from megatron.bridge.peft.lora import LoRA
 from tests.families import decoding
 from tests.families.rows import ROWS
 
-MIXED = ("llama_tied", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h_experts", "lfm2")
+MIXED = ("llama_tied", "gemma2", "gemma4", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h_experts", "lfm2")
 
 
 SOME = ("gpt2", "opt", "cohere2", "hunyuan_moe", "granitemoehybrid")

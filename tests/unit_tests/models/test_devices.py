@@ -27,7 +27,18 @@ from tests.families.vision.samples import positions_of
 from tests.workers import leave
 
 IN_CI = {
-    *("afmoe", "cohere2", "deci", "deepseek_v3", "gemma2", "gemma3", "glm4_moe_next_tokens", "gpt2", "gpt_oss"),
+    *(
+        "afmoe",
+        "cohere2",
+        "deci",
+        "deepseek_v3",
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "glm4_moe_next_tokens",
+        "gpt2",
+        "gpt_oss",
+    ),
     *("granitemoe", "lfm2_moe", "llama_biases", "ministral3", "nemotron_h_experts", "olmo2", "phi"),
     *("phi3_long_rope_over_part_of_a_head", "qwen2_tied_windows", "qwen3_5_moe", "qwen3_next", "vaultgemma"),
 }

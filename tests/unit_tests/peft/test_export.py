@@ -44,6 +44,8 @@ CASES = {
         "nemotron_h",
         LoRA(target_modules=["in_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], dim=4, alpha=8),
     ),
+    "shared keys": ("gemma4", LoRA(dim=4, alpha=8)),
+    "parts of shared keys": ("gemma4", CanonicalLoRA(dim=4, alpha=8)),
     "mixers among attention": ("bamba", LoRA(target_modules=["in_proj", "out_proj", "linear_qkv"], dim=4, alpha=8)),
 }
 

@@ -25,6 +25,8 @@ ALLOWED = {
     "backends/recurrent/mamba.py _initialize torch.empty": "first values",
     "models/features/multipliers.py _scale_embeddings torch.tensor": "a number of no dimension goes along as one",
     "models/features/multipliers.py scale torch.tensor": "the same function",
+    "models/features/per_layer_inputs.py __init__ .item()": "when the model is built",
+    "models/features/per_layer_inputs.py __init__ torch.tensor": "the same",
     "models/features/rope.py _ntk_alpha torch.arange": "when the model is built",
     "models/vision/tower.py _patches torch.ones": "an image in the place of none, for ranks without images",
     "models/vision/tower.py _patches torch.tensor": "the same",

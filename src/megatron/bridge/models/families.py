@@ -9,6 +9,7 @@ from megatron.bridge.models.conversion.declare.decoder_fields import *
 from megatron.bridge.models.conversion.declare.falcon_fields import *
 from megatron.bridge.models.conversion.declare.fields import *
 from megatron.bridge.models.conversion.declare.gated_delta_net import *
+from megatron.bridge.models.conversion.declare.gemma4_fields import *
 from megatron.bridge.models.conversion.declare.heterogeneous_fields import *
 from megatron.bridge.models.conversion.declare.hybrid_blocks import *
 from megatron.bridge.models.conversion.declare.hybrid_fields import *

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The provider of Megatron-Core's decoder-only ``GPTModel``."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -12,6 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.bridge.backends.kernels import mtp_loss
 from megatron.bridge.backends.specs import layer_features, layer_specs
+from megatron.bridge.backends.specs.kv_sharing import connect_shared_kv, has_window
 from megatron.bridge.backends.specs.layer_features import NormPlacement, ParallelResidual
 from megatron.bridge.models.features import (
     biases,
@@ -19,6 +21,7 @@ from megatron.bridge.models.features import (
     heads,
     multipliers,
     padding,
+    per_layer_inputs,
     positions,
     query_scaling,
     rope,
@@ -86,6 +89,27 @@ class GPTModelProvider(ModelProvider):
     """Apply the norms of ``qk_layernorm`` after the rotary embedding."""
     norm_gain: bool = True
     """Norms have a trained gain; False leaves it out (``backend='torch'`` only)."""
+    value_norm: bool = False
+    """Values pass an RMSNorm without a gain (``backend='torch'`` only, like all that depends on it here)."""
+    attention_k_eq_v: bool = False
+    """Under ``value_norm``, values are the projected keys in layers without a window."""
+    shared_kv_layers: list[int] | None = None
+    """KV sharing, under ``value_norm``: 1 for each layer that attends to the keys and values of the last layer of its
+    kind (with a window, or without one) that projects its own; None has no such layer."""
+    shared_kv_wide_mlp: bool = False
+    """Layers without keys and values of their own have feed-forward layers of twice the width."""
+    global_kv_channels: int | None = None
+    """Width of the heads of layers without a window; None is ``kv_channels``."""
+    global_query_groups: int | None = None
+    """Key and value heads of layers without a window; None is ``num_query_groups``."""
+    hidden_size_per_layer_input: int | None = None
+    """Width of per-layer embeddings (PLE), a further embedding of each token for each layer; None has none."""
+    vocab_size_per_layer_input: int | None = None
+    """Tokens that have per-layer embeddings."""
+    layer_scales: bool = False
+    """The output of each layer is multiplied by a number that is not trained."""
+    experts_beside_mlp: bool = False
+    """Layers with experts have a dense feed-forward layer as well, and norms before and after both."""
     layernorm_bias: bool = True
     """LayerNorms have a bias; False leaves it out (``backend='torch'`` only)."""
     parallel_residual: ParallelResidual | None = None
@@ -178,10 +202,12 @@ class GPTModelProvider(ModelProvider):
         rope.check_parameters(self.rope_parameters or {})
         rope.check_parameters(self.local_rope_parameters or {})
         self._check_layer_lists()
+        self._check_unlike_layers()
         self._check_expert_biases()
         heads.derive(self)
         gated_delta_net.check(self)
         positions.check(self)
+        per_layer_inputs.check(self)
         routing.check(self)
         # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
         self.hetereogenous_dist_checkpoint |= any(getattr(self, name) is not None for name in gated_delta_net.LAYERS)
@@ -189,6 +215,17 @@ class GPTModelProvider(ModelProvider):
         if self.make_query_groups_divisible_by > 1:
             self.kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
             self.num_attention_heads, self.num_query_groups = self.padded_heads
+
+    def get_config_for_layer(self, layer_number: int) -> Self:
+        """The config that layer ``layer_number``, counted from one, is built with."""
+        config = copy.copy(self)
+        if not has_window(self, layer_number):
+            config.kv_channels = self.global_kv_channels or self.kv_channels
+            config.num_query_groups = self.global_query_groups or self.num_query_groups
+            config._unpadded_heads = (self.num_attention_heads, config.num_query_groups or self.num_attention_heads)
+        if self.shared_kv_wide_mlp and self.shared_kv_layers and self.shared_kv_layers[layer_number - 1]:
+            config.ffn_hidden_size = 2 * (self.ffn_hidden_size or 0)
+        return config
 
     def provide(
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
@@ -276,6 +313,8 @@ class GPTModelProvider(ModelProvider):
         biases.apply_output_bias(model, self)
         routing.apply_routing(model, self)
         multipliers.apply_multipliers(model, self)
+        per_layer_inputs.apply_layer_ends(model, self)
+        connect_shared_kv(model, self)
         padding.apply_padding(model, self)
         heads.apply_head(model, self)
 
@@ -292,6 +331,27 @@ class GPTModelProvider(ModelProvider):
                 raise UserError(
                     f"{name} has {len(value)} layers, num_layers={self.num_layers}: give a number for each layer"
                 )
+
+    def _check_unlike_layers(self) -> None:
+        """Mark layers that differ; query groups of padding, and fewer groups than ranks, are for equal ones."""
+        groups, ranks = self.global_query_groups, self.tensor_model_parallel_size
+        unlike = (self.global_kv_channels, groups, self.shared_kv_layers, self.value_norm and self.attention_k_eq_v)
+        self.heterogeneous_block_specs |= any(unlike)
+        if self.value_norm and self.backend == "transformer_engine":
+            raise UserError(
+                "value_norm=True does not work with backend='transformer_engine', whose attention projects queries, "
+                "keys and values alike in every layer: set model.backend='torch'"
+            )
+        if self.value_norm and self.make_query_groups_divisible_by > 1:
+            raise UserError(
+                "value_norm=True does not work with padded heads: set model.make_query_groups_divisible_by=1"
+            )
+        groups = groups or self.num_query_groups or self.num_attention_heads
+        if self.value_norm and groups % ranks and (self.attention_k_eq_v or ranks % groups):
+            raise UserError(
+                f"tensor_model_parallel_size={ranks} does not divide the {groups} key heads of layers without a "
+                "window: choose a size that does"
+            )
 
     def _check_expert_biases(self) -> None:
         if self._has_expert_biases and self.expert_tensor_ranks > 1:

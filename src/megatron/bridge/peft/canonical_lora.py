@@ -22,7 +22,7 @@ def parts_of(site: Site) -> dict[str, str]:
     """Role -> the name by which targets call a part of a fused layer; nothing for other layers."""
     before, _, leaf = site.name.rpartition(".")
     if leaf == "linear_qkv":
-        return {role: f"{before}.{name}" for role, name in QKV.items()}
+        return {role: f"{before}.{QKV[role]}" for role in _roles(site)}
     if leaf == "linear_fc1" and site.halves == 2:
         return {role: f"{before}.{name}" for role, name in GATED.items()}
     return {}
@@ -34,9 +34,14 @@ def rows_of(site: Site) -> dict[str, int]:
     if site.halves == 2:
         return dict.fromkeys(GATED, rows // 2)
     config = site.config
-    groups = rows // ((_queries_per_group(config) + 2) * config.kv_channels)
-    width = groups * config.kv_channels
-    return {"q": width * _queries_per_group(config), "k": width, "v": width}
+    width = config.num_query_groups // site.group.size() * config.kv_channels
+    return {role: width * (_queries_per_group(config) if role == "q" else 1) for role in _roles(site)}
+
+
+def _roles(site: Site) -> str:
+    """What of ``qkv`` a layer projects: some have no keys or values of their own."""
+    config, rows = site.config, site.weights[0].shape[0] * site.group.size()
+    return "qkv"[: 1 + (rows // config.kv_channels - config.num_attention_heads) // config.num_query_groups]
 
 
 def _queries_per_group(config: Any) -> int:
@@ -91,7 +96,7 @@ class CanonicalAdapter(nn.ModuleDict):
         ]
         if self.head_width is None:
             return torch.cat(found, dim=-1)
-        groups = self.rows["k"] // self.head_width
+        groups = self.rows.get("k", self.head_width) // self.head_width
         by_group = [part.unflatten(-1, (groups, -1)) for part in found]
         return torch.cat(by_group, dim=-1).flatten(-2)
 

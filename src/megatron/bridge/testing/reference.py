@@ -132,7 +132,7 @@ def hf_model(row: Row) -> Any:
 
 
 def randomise(model: Any) -> None:
-    """Norms around one and the rest around zero, routers' buffers too, so that a dropped tensor shows."""
+    """Norms around one and the rest around zero, buffers around where they start, so that a dropped tensor shows."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # as wide as keeps the size of what a matrix is multiplied with
@@ -141,7 +141,7 @@ def randomise(model: Any) -> None:
             is_norm = "norm" in name and parameter.dim() == 1
             parameter.normal_(parameter.mean().item() if is_norm else 0.0, width)
         for buffer in persistent_buffers(model):
-            buffer.normal_(0.0, 0.2)
+            buffer.normal_(buffer.float().mean().item(), 0.2)
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
@@ -189,7 +189,7 @@ def settings(provider: Any, layout: Mapping[str, Any], changes: Mapping[str, Any
         wanted = {"sequence_parallel": True, "expert_tensor_parallel_size": 1, **wanted}
     groups = provider.num_query_groups or provider.num_attention_heads
     if groups % parallel:
-        wanted["make_query_groups_divisible_by"] = parallel
+        wanted.setdefault("make_query_groups_divisible_by", parallel)
     return wanted
 
 

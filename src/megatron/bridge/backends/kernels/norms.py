@@ -36,7 +36,7 @@ class _Norm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-        gain = _replicated(config, hidden_size)
+        gain = replicated(config, hidden_size)
         if getattr(config, "norm_gain", True):
             self.weight = gain
         else:
@@ -72,7 +72,7 @@ class LayerNorm(_Norm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps)
-        self.bias = _replicated(config, hidden_size) if getattr(config, "layernorm_bias", True) else None
+        self.bias = replicated(config, hidden_size) if getattr(config, "layernorm_bias", True) else None
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
@@ -167,12 +167,13 @@ def _cut_like_heads(norm: Any, prefix: str, sharded_offsets: tuple, metadata: di
     )
 
 
-def _replicated(config: TransformerConfig, size: int) -> torch.nn.Parameter:
-    parameter = _parameter(config, size)
+def replicated(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """A parameter, to be filled, that is whole on every tensor-parallel rank."""
+    parameter = _parameter(config, *shape)
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 
 
-def _parameter(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+def _parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    return torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
+    return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))

@@ -92,8 +92,8 @@ def decoder_block_spec(
     specs = {kind: layer_spec(config, provider, *kind) for kind in set(kinds)}
     layers = [specs[kinds[index]] for index in _layers_here(config, vp_stage)]
     layers = _with_mixers(layers, config, vp_stage, provider, provider.column_parallel_linear())
-    if config.heterogeneous_block_specs:
-        blocks = config.per_block_parameters  # type: ignore[attr-defined]
+    blocks = getattr(config, "per_block_parameters", None)
+    if blocks is not None:
         layers = [
             heterogeneous_layer(spec, blocks[index])
             for spec, index in zip(layers, _layers_here(config, vp_stage), strict=True)

@@ -20,7 +20,7 @@ _DIMENSIONS = ("tensor", "pipeline", "expert", "context", "data")
 _BLOCK_CONFIGS = "block_configs"
 _PER_LAYER = (
     *("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"),
-    *("short_conv_layers", "mamba_layers", "kda_layers", _BLOCK_CONFIGS),
+    *("short_conv_layers", "mamba_layers", "kda_layers", "shared_kv_layers", _BLOCK_CONFIGS),
 )
 _HYBRID_PATTERN = "hybrid_override_pattern"
 _STAGE_SEPARATOR = "|"
@@ -158,6 +158,10 @@ def _shrink_widths(model: Any, dimensions: ParallelDimensions) -> None:
         "num_attention_heads": heads,
         "num_query_groups": model.num_query_groups and (3 if padded else kept),
         "kv_channels": head,
+        "global_kv_channels": model.global_kv_channels and 2 * HEAD_DIM,
+        "global_query_groups": model.global_query_groups and kept,
+        "hidden_size_per_layer_input": model.hidden_size_per_layer_input and HEAD_DIM,
+        "vocab_size_per_layer_input": model.vocab_size_per_layer_input and VOCAB_SIZE,
         "make_query_groups_divisible_by": dimensions.tensor if padded else 1,
         "seq_length": SEQ_LENGTH,
     }

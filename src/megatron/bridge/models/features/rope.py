@@ -5,6 +5,7 @@ Megatron-Core knows two kinds of scaling and fixes some of their parameters. Her
 attention factor come from transformers' own functions, so a scaled model cannot drift from its reference.
 """
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,16 +136,13 @@ class LayerwiseRotaryEmbedding(nn.Module):
 
     def __init__(self, everywhere: RotaryEmbedding, local: RotaryEmbedding) -> None:
         super().__init__()
-        if everywhere.inv_freq.shape != local.inv_freq.shape:
-            raise UserError(
-                f"local_rope_parameters rotates {2 * len(local.inv_freq)} head dimensions, rope_parameters "
-                f"{2 * len(everywhere.inv_freq)}: make them agree"
-            )
         self.everywhere, self.local = everywhere, local
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Angles [2, s, 1, 1, rotated dimension]; the arguments are those of Megatron-Core's embedding."""
-        return torch.stack((self.everywhere(*args, **kwargs), self.local(*args, **kwargs)))
+        """Angles [2, s, 1, 1, most rotated dimensions]; the arguments are those of Megatron-Core's embedding."""
+        both = self.everywhere(*args, **kwargs), self.local(*args, **kwargs)
+        most = max(angles.size(-1) for angles in both)
+        return torch.stack([nn.functional.pad(angles, (0, most - angles.size(-1))) for angles in both])
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         """How many positions the angles must cover."""
@@ -182,7 +180,9 @@ def apply_rope(model: Any, config: Any) -> None:
             f"rope_scaling={config.rope_scaling}: use 'rope' and False, or remove {name}"
         )
     plain = model.rotary_pos_emb
-    everywhere = _embedding(plain, config, {**parameters, "rope_theta": config.rotary_base})
+    unwindowed = copy.copy(config)
+    unwindowed.kv_channels = config.global_kv_channels or config.kv_channels
+    everywhere = _embedding(plain, unwindowed, {**parameters, "rope_theta": config.rotary_base})
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     if not local:
         model.rotary_pos_emb = everywhere
@@ -191,8 +191,9 @@ def apply_rope(model: Any, config: Any) -> None:
     model.rotary_pos_emb = LayerwiseRotaryEmbedding(everywhere, _embedding(plain, config, local))
     for layer in layers:
         is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
-        layer.self_attention.register_forward_pre_hook(_take(int(is_local)), with_kwargs=True)
         own = model.rotary_pos_emb.local if is_local else everywhere
+        take = _take(int(is_local), 2 * len(own.inv_freq))
+        layer.self_attention.register_forward_pre_hook(take, with_kwargs=True)
         _set_attention_factor([layer], config, own)
 
 
@@ -205,11 +206,11 @@ def _reverse(model: Any, parameters: dict[str, Any]) -> None:
     model.rotary_pos_emb.inv_freq = -model.rotary_pos_emb.inv_freq
 
 
-def _take(index: int) -> Any:
+def _take(index: int, width: int) -> Any:
     """A hook that leaves a layer its own of the angles of ``LayerwiseRotaryEmbedding``."""
 
     def take(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"][index]}
+        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"][index, ..., :width]}
 
     return take
 

@@ -14,18 +14,19 @@ class QKVMapping(MegatronParamMapping):
     """Separate query, key and value projections, interleaved by key-value group in Megatron.
 
     Megatron's rows are, for each group: the queries of its heads, its key, its value; [heads per group + 2 rows
-    of ``kv_channels``] x groups. Weights and biases alike.
+    of ``kv_channels``] x groups. Weights and biases alike. A layer may lack the value, or key and value.
     """
 
     kind = "column"
 
-    def __init__(self, megatron_param: str, q: str, k: str, v: str) -> None:
-        super().__init__(megatron_param, {"q": q, "k": k, "v": v})
+    def __init__(self, megatron_param: str, q: str, k: str | None = None, v: str | None = None) -> None:
+        names = {"q": q, "k": k, "v": v}
+        super().__init__(megatron_param, {role: name for role, name in names.items() if name is not None})
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         names = cast(dict[str, str], self.hf_param)
-        starts = dict.fromkeys("qkv", 0)
-        for role, start, length in _grouped(AttentionHeads.of(shard.config), "qkv", starts):
+        roles = "".join(names)
+        for role, start, length in _grouped(AttentionHeads.of(shard.config), roles, dict.fromkeys(roles, 0)):
             yield HFRange(names[role], start, length)
 
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV sharing between layers, and keys that serve as values (Gemma 4).
+
+A provider declares it in these fields:
+
+* ``value_norm``: values pass an RMSNorm without a gain.
+* ``attention_k_eq_v``: in layers without a window, values are the keys as they were projected.
+* ``shared_kv_layers``: layers that attend to the keys and values of the last layer of their kind, with a window or
+  without one, that projects its own.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from megatron.bridge.utils.errors import UserError
+
+
+def has_window(config: Any, layer: int) -> bool:
+    """Whether ``layer``, counted from 1, has an attention window."""
+    return is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer)
+
+
+def projections(config: Any, layer: int) -> str:
+    """What ``linear_qkv`` of ``layer``, counted from 1, projects: ``q``, ``qk`` or ``qkv``."""
+    if config.shared_kv_layers and config.shared_kv_layers[layer - 1]:
+        return "q"
+    return "qk" if config.attention_k_eq_v and not has_window(config, layer) else "qkv"
+
+
+class SharedKVAttention(SelfAttention):
+    """Attention that projects what ``projections`` says.
+
+    Attributes:
+        kept: keys before the rotary embedding, and values, from this layer until the last one that attends to them.
+    """
+
+    kept: tuple[Tensor, Tensor] | None = None
+
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, layer_number: int, **others: Any
+    ) -> None:
+        roles = projections(config, layer_number)
+
+        def projection(inputs: int, outputs: int, **kwargs: Any) -> Any:
+            left_out = (3 - len(roles)) * self.kv_projection_size
+            return submodules.linear_qkv(inputs, outputs - left_out, **kwargs)
+
+        own = dataclasses.replace(submodules, linear_qkv=projection)
+        super().__init__(config, own, layer_number, **others)
+        self.source: list[SharedKVAttention] = []  # in a list, for it not to be a part of this layer
+        self.roles, self.is_source, self.is_last = roles, False, False
+        if roles == "q":
+            self.k_layernorm = None
+        elif roles == "qk":
+            self.get_submodule("linear_qkv").register_forward_hook(self._repeat_keys)
+
+    def _repeat_keys(self, _module: Any, _inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        grouped = outputs[0].unflatten(-1, (self.num_query_groups_per_partition, -1))
+        keys = grouped[..., -self.hidden_size_per_attention_head :]
+        return torch.cat((grouped, keys), dim=-1).flatten(-2), outputs[1]
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Queries, keys and values, each [s, b, heads, width], before the rotary embedding."""
+        if self.source:
+            projected, _ = self.linear_qkv(hidden_states)  # type: ignore[operator]
+            query = projected.unflatten(-1, (-1, self.hidden_size_per_attention_head))
+            norm: Any = self.q_layernorm
+            kept = self.source[0].kept
+            assert kept is not None, "the layer with the keys comes first"
+            if self.is_last:
+                self.source[0].kept = None
+            return (query if norm is None else norm(query)), *kept
+        found: Any = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        query, key, value = found
+        value = F.rms_norm(value, value.shape[-1:], eps=self.config.layernorm_epsilon)
+        if self.is_source:
+            self.kept = key, value
+        return query, key, value
+
+
+def connect_shared_kv(model: torch.nn.Module, config: Any) -> None:
+    """Tell each layer that shares keys and values whose they are.
+
+    Raises:
+        UserError: that layer is on another pipeline stage.
+    """
+    sources: dict[bool, SharedKVAttention] = {}
+    users: dict[SharedKVAttention, SharedKVAttention] = {}
+    for module in model.modules():
+        if not isinstance(module, SharedKVAttention):
+            continue
+        kind = has_window(config, module.layer_number)
+        if module.roles != "q":
+            sources[kind] = module
+        elif kind not in sources:
+            raise UserError(
+                f"shared_kv_layers: layer {module.layer_number} shares the keys and values of a layer on another "
+                "pipeline stage; they are not sent: set model.pipeline_model_parallel_size=1, or put both on one"
+            )
+        else:
+            module.source, sources[kind].is_source = [sources[kind]], True
+            users[sources[kind]] = module
+    for last in users.values():
+        last.is_last = True

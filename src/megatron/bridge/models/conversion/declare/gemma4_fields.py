@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields and blocks of Gemma 4: heads of two widths, KV sharing, per-layer embeddings, experts beside an MLP."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from megatron.bridge.backends.specs.kv_sharing import has_window, projections
+from megatron.bridge.models.conversion.declare.blocks import Block, attention
+from megatron.bridge.models.conversion.declare.decoder_fields import LAYER_ROPE
+from megatron.bridge.models.conversion.declare.fields import Field, read_by_others
+from megatron.bridge.models.conversion.declare.moe_blocks import stacked_experts
+from megatron.bridge.models.conversion.declare.moe_fields import DROPLESS
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GatedMLPMapping,
+    HFRange,
+    QKVMapping,
+    ReplicatedMapping,
+    ShardSpec,
+)
+from megatron.bridge.utils.errors import UserError
+
+_FULL = "full_attention"
+_WIDTHS = ("head_dim", "num_key_value_heads")
+
+
+def _ropes(parameters: Mapping[str, Any] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """As in Gemma 3; the rule ``proportional`` keeps whole heads and turns a share of them itself."""
+    assert LAYER_ROPE.to is not None
+    ropes = parameters or {}
+    scaling, base, share, local = LAYER_ROPE.to({kind: _whole(own) for kind, own in ropes.items()}, config)
+    return _own_share(scaling, ropes[_FULL]), base, share, _own_share(local, ropes["sliding_attention"])
+
+
+def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
+    turns = own.get("rope_type") == "proportional"
+    return {key: value for key, value in own.items() if not (turns and key == "partial_rotary_factor")}
+
+
+def _own_share(read: Any, own: Mapping[str, Any]) -> Any:
+    lost = {key: value for key, value in own.items() if key not in _whole(own)}
+    return {**read, **lost} if lost else read
+
+
+def _unlike(layers: Mapping[Any, Mapping[str, Any]] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """(head width, key heads) of all layers without a window."""
+    full = [index for index, kind in enumerate(config["layer_types"]) if kind == _FULL]
+    own = {int(layer): values for layer, values in (layers or {}).items()}
+    if own and sorted(own) != full:
+        raise UserError(f"per_layer_config={own} must describe those of layer_types without a window: {full}")
+    first = next(iter(own.values()), cast(Mapping[str, Any], {}))
+    if any(one != first or set(one) - set(_WIDTHS) for one in own.values()):
+        raise UserError(f"per_layer_config={own} must say the same {' and '.join(_WIDTHS)} of each layer")
+    return first.get(_WIDTHS[0]), first.get(_WIDTHS[1])
+
+
+def _unlike_back(values: tuple[Any, ...], provider: Any) -> dict[str, dict[str, Any]]:
+    own = {name: value for name, value in zip(_WIDTHS, values, strict=True) if value is not None}
+    full = [layer for layer in range(provider.num_layers) if own and not has_window(provider, layer + 1)]
+    return {str(layer).zfill(len(str(full[-1]))): own for layer in full}  # as transformers writes it
+
+
+def _shared(count: int, config: Mapping[str, Any]) -> list[int] | None:
+    layers, kinds = config["num_hidden_layers"], config["layer_types"]
+    if not 0 <= count < layers or set(kinds[: layers - count]) != set(kinds):
+        raise UserError(
+            f"num_kv_shared_layers={count} must leave layers of each of layer_types with keys of their own"
+        )
+    return [0] * (layers - count) + [1] * count if count else None
+
+
+def _own_vocabulary(size: int, config: Mapping[str, Any]) -> int | None:
+    return size if config.get("hidden_size_per_layer_input", 256) else None
+
+
+_EXPERTS = {
+    "num_experts": "num_moe_experts",
+    "top_k_experts": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+}
+# what dense models have, and those with experts: nothing balances them
+_DENSE: dict[str, Any] = {
+    "experts_beside_mlp": False,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_grouped_gemm": False,
+    "moe_token_dispatcher_type": "allgather",
+}
+_SPARSE = {**DROPLESS, "experts_beside_mlp": True, "moe_router_load_balancing_type": "none"}
+
+
+def _experts(has_some: bool, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    if not has_some:
+        return None, 2, None, *_DENSE.values()
+    found = [config.get(key) for key in _EXPERTS]
+    if None in found:
+        raise UserError(f"enable_moe_block=True needs {', '.join(_EXPERTS)}")
+    if not 1 < cast(int, found[1]) <= cast(int, found[0]):
+        raise UserError(f"top_k_experts={found[1]} must be from 2 to num_experts={found[0]}")
+    return *found, *(_SPARSE[name] for name in _DENSE)
+
+
+SHARED_KV: tuple[Field, ...] = (
+    replace(LAYER_ROPE, to=_ropes),
+    Field("per_layer_config", ("global_kv_channels", "global_query_groups"), None, _unlike, _unlike_back),
+    Field("attention_k_eq_v", "attention_k_eq_v", default=False),
+    Field("num_kv_shared_layers", "shared_kv_layers", default=0, to=_shared, back=lambda layers, _: sum(layers or ())),
+    Field("use_double_wide_mlp", "shared_kv_wide_mlp", default=False),
+)
+"""KV sharing, keys as values, and layers without a window with heads of another width."""
+
+PER_LAYER_INPUTS: tuple[Field, ...] = (
+    Field(
+        "hidden_size_per_layer_input",
+        "hidden_size_per_layer_input",
+        256,
+        lambda it, _: it or None,
+        lambda it, _: it or 0,
+    ),
+    Field(
+        "vocab_size_per_layer_input",
+        "vocab_size_per_layer_input",
+        262_144,
+        _own_vocabulary,
+        lambda it, _: it or 262_144,
+    ),
+)
+"""Per-layer embeddings (PLE): a further embedding of each token for each layer."""
+
+EXPERTS_BESIDE: tuple[Field, ...] = (
+    Field(
+        "enable_moe_block",
+        (*_EXPERTS.values(), *_DENSE),
+        default=False,
+        to=_experts,
+        back=lambda values, _: values[len(_EXPERTS)],
+    ),
+    *(
+        read_by_others(key, None, lambda it, name=name: getattr(it, name) if it.experts_beside_mlp else None)
+        for key, name in _EXPERTS.items()
+    ),
+)
+"""Experts beside the feed-forward layer, behind a switch."""
+
+
+class PerLayerVocabularyMapping(AutoMapping):
+    """The table of embeddings for all layers, without rows of padding."""
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        assert isinstance(self.hf_param, str)
+        yield HFRange(self.hf_param, 0, shard.config.vocab_size_per_layer_input)
+
+
+def shared_kv_attention(config: Any) -> Block:
+    """Attention whose layers may lack the projection of values, or of keys and values; and the norm before it."""
+    common = (it for it in attention(qk_norm=True) if ".linear_qkv.weight" not in it.megatron_param)
+    mappings = [it for it in common if ".linear_qkv.bias" not in it.megatron_param]
+    for layer in range(config.num_layers):
+        for name in ("weight", "bias"):
+            theirs = {
+                role: f"model.layers.{layer}.self_attn.{role}_proj.{name}" for role in projections(config, layer + 1)
+            }
+            ours = f"decoder.layers.{layer}.self_attention.linear_qkv.{name}"
+            mappings.append(QKVMapping(ours, **theirs))
+    return tuple(mappings)
+
+
+def layer_ends(layers: str = "model.layers.*") -> Block:
+    """Per-layer embeddings, and the numbers that outputs of layers are multiplied by."""
+    ours, gate, inputs = "decoder.layers.*", "decoder.layers.*.per_layer_gate", "per_layer_inputs"
+    names = {
+        f"{inputs}.projection.weight": "model.per_layer_model_projection.weight",
+        f"{inputs}.norm.weight": "model.per_layer_projection_norm.weight",
+        f"{gate}.gate.weight": f"{layers}.per_layer_input_gate.weight",
+        f"{gate}.projection.weight": f"{layers}.per_layer_projection.weight",
+        f"{gate}.norm.weight": f"{layers}.post_per_layer_input_norm.weight",
+        f"{ours}.layer_scale": f"{layers}.layer_scalar",
+    }
+    table = PerLayerVocabularyMapping(f"{inputs}.word_embeddings.weight", "model.embed_tokens_per_layer.weight")
+    return (table, *(ReplicatedMapping(*pair) for pair in names.items()))
+
+
+def experts_beside(layers: str = "model.layers.*") -> Block:
+    """Experts and the feed-forward layer beside them, the norms of both, and the router."""
+    ours = "decoder.layers.*.mlp"
+    names = {
+        "router.weight": "router.proj.weight",
+        "router.scale": "router.scale",
+        "router.expert_scale": "router.per_expert_scale",
+        "dense_norm.weight": "pre_feedforward_layernorm.weight",
+        "dense_output_norm.weight": "post_feedforward_layernorm_1.weight",
+        "expert_norm.weight": "pre_feedforward_layernorm_2.weight",
+        "expert_output_norm.weight": "post_feedforward_layernorm_2.weight",
+    }
+    dense = {role: f"{layers}.mlp.{role}_proj.weight" for role in ("gate", "up")}
+    return (
+        GatedMLPMapping(f"{ours}.dense.linear_fc1.weight", **dense),
+        AutoMapping(f"{ours}.dense.linear_fc2.weight", f"{layers}.mlp.down_proj.weight"),
+        *(ReplicatedMapping(f"{ours}.{one}", f"{layers}.{other}") for one, other in names.items()),
+        *stacked_experts("experts"),
+    )

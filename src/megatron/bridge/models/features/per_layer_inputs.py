@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-layer embeddings (PLE): inputs of each layer beside the residual stream (Gemma 4).
+
+The embedding and a projection of the token's usual embedding, normed, are added up for all layers at once. A layer
+gates its part by the residual stream after the feed-forward layer, and adds a projection of that. All of it is
+computed on each tensor-parallel rank's own tokens; only the table of embeddings is cut.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from megatron.bridge.backends.kernels.norms import TorchNorm, replicated
+from megatron.bridge.utils.errors import UserError
+
+
+class ReplicatedLinear(nn.Module):
+    """A linear layer without a bias that is whole on every rank."""
+
+    def __init__(self, config: Any, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = replicated(config, outputs, inputs)
+        if config.perform_initialization:
+            config.init_method(self.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class PerLayerInputs(MegatronModule):
+    """What all layers get: [s, b, layers, width] of token ids [b, s] and their embeddings [s, b, hidden]."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.width, ranks = config.hidden_size_per_layer_input, config.tensor_model_parallel_size
+        rows, outputs = -(-config.vocab_size_per_layer_input // ranks) * ranks, config.num_layers * self.width
+        by_rank = {"reduce_scatter_embeddings": config.sequence_parallel, "config": config}
+        self.word_embeddings = VocabParallelEmbedding(rows, outputs, init_method=config.init_method, **by_rank)
+        self.projection = ReplicatedLinear(config, config.hidden_size, outputs)
+        self.norm = TorchNorm(config, self.width, config.layernorm_epsilon)
+        with torch.device("cpu"):  # a number, in the precision of training, even while the model is on the meta device
+            self.scale = torch.tensor(self.width**0.5, dtype=config.params_dtype).item()
+
+    def forward(self, ids: Tensor, embeddings: Tensor) -> Tensor:
+        width = self.width
+        own = self.word_embeddings(ids)
+        own = own if self.config.sequence_parallel else own.transpose(0, 1)
+        own = own * self.scale
+        projected = self.projection(embeddings) * self.config.hidden_size**-0.5
+        return (self.norm(projected.unflatten(-1, (-1, width))) + own.unflatten(-1, (-1, width))) * 2**-0.5
+
+
+class PerLayerGate(nn.Module):
+    """What a layer adds to the residual stream, from the stream and the layer's part of the inputs."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.activation = config.activation_func
+        self.gate = ReplicatedLinear(config, config.hidden_size, config.hidden_size_per_layer_input)
+        self.projection = ReplicatedLinear(config, config.hidden_size_per_layer_input, config.hidden_size)
+        self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, stream: Tensor, own: Tensor) -> Tensor:
+        return self.norm(self.projection(self.activation(self.gate(stream)) * own))
+
+
+_GIVEN = ("hidden_size_per_layer_input", "shared_kv_layers")
+_AROUND = (*_GIVEN, "layer_scales", "experts_beside_mlp")
+_REFUSED = {
+    ("recompute_granularity", "full"): (_GIVEN, "layers computed again would lose gradients of it; use 'selective'"),
+    ("cuda_graph_impl", "local"): (_AROUND, "graphs of layers leave it out; use 'full_iteration'"),
+    ("overlap_moe_expert_parallel_comm", True): (_AROUND, "it runs parts of layers without it; switch it off"),
+    ("fused_single_qkv_rope", True): (("value_norm",), "values are normed before they are joined; switch it off"),
+}
+
+
+def check(config: Any) -> None:
+    """Refuse what runs a layer, or parts of one, without what other modules give it."""
+    for (setting, value), (features, why) in _REFUSED.items():
+        used = next((name for name in features if getattr(config, name)), None)
+        if used and getattr(config, setting) == value:
+            raise UserError(f"{setting}={value!r} does not work with {used}={getattr(config, used)}: {why}")
+    width, stages = config.hidden_size_per_layer_input, config.pipeline_model_parallel_size
+    if width and stages > 1:
+        raise UserError(
+            f"pipeline_model_parallel_size={stages} does not work with hidden_size_per_layer_input={width}: the "
+            f"first stage would have to send {config.num_layers * width} more numbers for each token; use 1"
+        )
+    if config.experts_beside_mlp and "moe" in (config.recompute_modules or ()):
+        raise UserError("recompute_modules=['moe'] does not work with experts_beside_mlp=True: remove 'moe'")
+
+
+def apply_layer_ends(model: nn.Module, config: Any) -> None:
+    """Give the layers of ``model`` (a ``GPTModel``) their further inputs and their scales."""
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    if config.layer_scales:
+        for layer in layers:
+            device = next(layer.parameters()).device
+            layer.register_buffer("layer_scale", torch.ones(1, dtype=config.params_dtype, device=device))
+    if config.hidden_size_per_layer_input:
+        _add_inputs(model, layers, config)
+    if config.layer_scales or config.hidden_size_per_layer_input:
+        for layer in layers:
+            layer.register_forward_hook(_end)
+
+
+def _add_inputs(model: Any, layers: list[TransformerLayer], config: Any) -> None:
+    model.per_layer_inputs = PerLayerInputs(config)
+
+    def compute(_: nn.Module, args: Any, kwargs: dict[str, Any], embeddings: Tensor) -> None:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        for layer, own in zip(layers, model.per_layer_inputs(ids, embeddings).unbind(-2), strict=True):
+            layer.own_input = own
+
+    for layer in layers:
+        layer.per_layer_gate = PerLayerGate(config)
+    model.embedding.register_forward_hook(compute, with_kwargs=True)
+
+
+def _end(layer: Any, _: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    stream, context = outputs
+    if hasattr(layer, "per_layer_gate"):
+        own, layer.own_input = layer.own_input, None
+        stream = stream + layer.per_layer_gate(stream, own)
+    return (stream * layer.layer_scale if hasattr(layer, "layer_scale") else stream), context
