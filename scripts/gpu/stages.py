@@ -67,7 +67,7 @@ def families(size: str, out: Path) -> None:
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     names = [name for name, row in ROWS.items() if row.rewrite is None]
-    names = names[:: {"tiny": len(names) // 2, "quick": 4, "whole": 1}[size]]
+    names = names[:: {"tiny": -(-len(names) // 2), "quick": 4, "whole": 1}[size]]
     problems: dict[str, str] = {}
     for number, name in enumerate(names, 1):
         try:

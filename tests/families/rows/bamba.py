@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bamba: Mamba-2 mixers, whose heads are one group, among attention that rotates half of a head."""
+"""Bamba: Mamba-2 mixers among attention that rotates half of a head. Falcon-H1: mixers beside attention."""
 
 from tests.families.row import Row
 
@@ -15,8 +15,31 @@ SIZES = {
     "mamba_d_state": 6,
     "mamba_chunk_size": 16,
 }
+H1 = {
+    **SIZES,
+    "intermediate_size": 60,
+    "mamba_d_ssm": 64,
+    "embedding_multiplier": 1.9,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 1.4,
+    "ssm_out_multiplier": 0.9,
+    "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+    "mlp_multipliers": [1.3, 0.6],
+    "pad_token_id": None,  # transformers gives its embedding no gradient
+}
 
 ROWS = [
+    Row("falcon_h1", "FalconH1ForCausalLM", H1, ("tp2", "sp2", "pp2"), ("tp2pp2",), slow=("vp2",)),
+    Row(
+        "falcon_h1_groups",
+        "FalconH1ForCausalLM",
+        {**H1, "mamba_n_groups": 2, "mamba_d_head": 8, "tie_word_embeddings": True},
+        slow=("tp2",),
+        brief=True,
+    ),
     Row(
         "bamba",
         "BambaForCausalLM",

@@ -19,6 +19,12 @@ SIZE = {
 }
 SHORT, LONG = [1.0, 1.1, 1.3, 1.7, 2.2, 3.0], [1.2, 1.5, 2.5, 4.0, 7.0, 9.0]
 LONGROPE = {"rope_type": "longrope", "rope_theta": 70.0, "short_factor": SHORT, "long_factor": LONG}
+MOE = {
+    **{key: value for key, value in SIZE.items() if key != "original_max_position_embeddings"},
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_jitter_noise": 0.05,
+}
 
 ROWS = [
     Row("phi3", "Phi3ForCausalLM", {**SIZE, "sliding_window": 7}),
@@ -42,5 +48,31 @@ ROWS = [
             "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
         },
         layouts=("tp2",),
+    ),
+    Row(
+        "phimoe",
+        "PhimoeForCausalLM",
+        {**MOE, "attention_bias": True, "lm_head_bias": True},
+        ("tp2", "sp2", "pp2", "ep2", "etp2"),
+    ),
+    Row(
+        "phimoe_long_rope",
+        "PhimoeForCausalLM",
+        {
+            **MOE,
+            "router_jitter_noise": 0.2,
+            "sliding_window": 9,
+            "max_position_embeddings": 640,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                **LONGROPE,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.7, 2.2, 2.6, 3.0],
+                "long_factor": [1.2] * 8,
+                "short_mscale": 1.2,
+                "long_mscale": 1.2,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        slow=("tp2",),
     ),
 ]

@@ -68,7 +68,7 @@ def test_a_scan_that_goes_on():
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["jamba", "kimi_linear"])
+@pytest.mark.parametrize("name", ["jamba", "kimi_linear", "falcon_h1"])
 @torch.no_grad()
 def test_sequences_of_a_packed_row_do_not_see_each_other(name, tmp_path):
     case = harness.Case(name, tmp_path)
@@ -87,6 +87,9 @@ def test_sequences_of_a_packed_row_do_not_see_each_other(name, tmp_path):
     [
         ("jamba", {"context_parallel_size": 2}, "context_parallel_size=2 is not supported with mamba_layers"),
         ("jamba", {"tensor_model_parallel_size": 5}, "_size=5 does not divide mamba_num_heads=96"),
+        ("falcon_h1", {"context_parallel_size": 2}, "context_parallel_size=2 is not supported with mamba_beside_att"),
+        ("falcon_h1", {"tensor_model_parallel_size": 3}, "_size=3 does not divide mamba_num_heads=8"),
+        ("falcon_h1_groups", {"tensor_model_parallel_size": 4}, "_size=4 does not divide mamba_num_groups=2"),
         ("kimi_linear", {"context_parallel_size": 2}, "context_parallel_size=2 is not supported with kda_layers"),
         ("kimi_linear", {"tensor_model_parallel_size": 3}, "_size=3 does not divide linear_num_key_heads=4"),
         ("kimi_linear", {"linear_num_value_heads": 8}, "linear_num_value_heads=8 is not supported with kda_layers"),

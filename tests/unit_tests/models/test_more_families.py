@@ -20,6 +20,8 @@ from tests.families.own_models import model_class
 from tests.families.rows import ROWS
 from tests.families.rows.qwen3_5 import EXPERTS
 
+UNEQUAL = {**ROWS["phimoe_long_rope"].config["rope_parameters"], "long_mscale": 1.3}
+
 
 def provider_of(row, **changes):
     kind = model_class(ROWS[row].model)
@@ -64,6 +66,10 @@ def provider_of(row, **changes):
         ("afmoe", {"num_dense_layers": 4}, "num_dense_layers=4 leaves none of the 4 layers"),
         ("lfm2_moe", {"conv_bias": True}, "conv_bias=True is not supported"),
         ("exaone_moe", {"n_group": 4, "topk_group": 2}, "n_group=4 does not divide num_experts=6"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported: 2 are"),
+        ("phimoe_long_rope", {"rope_parameters": UNEQUAL}, "short_mscale=1.2 and long_mscale=1.3 must be equal"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_rms_norm=True is not supported"),
+        ("falcon_h1", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ],
 )
@@ -99,6 +105,12 @@ def test_a_scale_of_logits_is_written_as_it_was_read():
         ("hunyuan_dense", {"qk_layernorm": False}, "qk_norm_after_rope=True has no norms"),
         ("cohere_head_norms", {"qk_layernorm": True}, "qk_norm_by_head=True excludes"),
         ("ernie45_moe", {"moe_enable_routing_replay": True}, "does not work with moe_enable_routing_replay=True"),
+        (
+            "phimoe",
+            {"moe_router_fusion": True},
+            "moe_router_sparsemixer_eps=0.05 does not work with moe_router_fusion",
+        ),
+        ("falcon_h1", {"mamba_beside_attention": {"ssm_multiplier": 1}}, "no multiplier ssm_multiplier"),
         ("granitemoe", {"moe_router_norm_topk": False}, "is for moe_router_score_function='sigmoid'"),
     ],
 )
@@ -108,6 +120,30 @@ def test_settings_that_contradict_each_other_are_refused(row, changes, message):
         setattr(provider, name, value)
     with pytest.raises(UserError, match=message):
         provider.meta_model()
+
+
+def test_long_texts_of_phimoe_have_the_long_factors_of_the_published_code():
+    (chunk,) = provider_of("phimoe_long_rope").meta_model()
+    rope, width = chunk.rotary_pos_emb, 16
+    for length, factor in ((64, ROWS["phimoe_long_rope"].config["rope_parameters"]["short_factor"]), (65, [1.2] * 8)):
+        powers = torch.arange(0, width, 2).float() / width
+        expected = torch.arange(length).float()[:, None] / (torch.tensor(factor) * 70.0**powers)
+        torch.testing.assert_close(rope.get_freqs_non_repeated(length), expected, rtol=1e-5, atol=1e-5)
+    assert rope.attention_factor == 1.2
+
+
+def test_sparse_mixers_keep_the_auxiliary_loss():
+    grads, weights, ids = [], {}, torch.arange(24).view(1, -1)
+    for eps in (None, 0.05):
+        provider = provider_of("phimoe", num_hidden_layers=1)
+        provider.moe_router_sparsemixer_eps, provider.moe_aux_loss_coeff = eps, 0.5
+        (chunk,) = provider.provide_distributed_model(wrap_with_ddp=False)
+        weights = weights or chunk.state_dict()
+        chunk.load_state_dict(weights)
+        (0 * chunk.train()(input_ids=ids, position_ids=ids, attention_mask=None)).sum().backward()
+        grads.append(chunk.decoder.layers[0].mlp.router.weight.grad)
+    assert grads[0].norm() > 0
+    torch.testing.assert_close(*grads)
 
 
 def test_a_table_of_positions_is_as_long_as_the_checkpoint_says_on_shorter_sequences():

@@ -19,6 +19,7 @@ from megatron.bridge.models.features import (
     biases,
     gated_delta_net,
     heads,
+    mamba_beside_attention,
     multipliers,
     padding,
     per_layer_inputs,
@@ -142,6 +143,9 @@ class GPTModelProvider(ModelProvider):
     moe_router_norm_min: float | None = None
     """Scores are a softmax over all experts; a correction, trained without gradients, helps to choose, and what is
     chosen is divided by its sum, or by this number where the sum is smaller. None has no such correction."""
+    moe_router_sparsemixer_eps: float | None = None
+    """Each chosen expert is weighed by a softmax over those left whose scores are within twice this share of its own
+    (SparseMixer); None is a softmax over the chosen ones."""
     short_conv_layers: list[int] | None = None
     """1 for each layer with a gated short convolution in the place of attention, over ``linear_conv_kernel_dim``
     tokens; None has none."""
@@ -152,6 +156,9 @@ class GPTModelProvider(ModelProvider):
     none."""
     mamba_dt_rank: int | None = None
     """The mixers of ``mamba_layers`` are Mamba-1, whose steps have this rank; None is Mamba-2."""
+    mamba_beside_attention: dict[str, Any] | None = None
+    """Each layer has a Mamba-2 mixer beside attention; both read the same input. The keys are transformers' names of
+    Falcon-H1's multipliers (``ssm_in_multiplier``, ...); those that are left out are 1. None has no such mixers."""
     make_query_groups_divisible_by: int = 1
     """Append groups of attention heads that are all zero until the number of groups divides by this, so that
     tensor parallelism fits a model whose heads do not split evenly. Such heads output zero and get zero gradients:
@@ -205,6 +212,7 @@ class GPTModelProvider(ModelProvider):
         self._check_unlike_layers()
         self._check_expert_biases()
         heads.derive(self)
+        mamba_beside_attention.derive(self)
         gated_delta_net.check(self)
         positions.check(self)
         per_layer_inputs.check(self)
@@ -313,6 +321,7 @@ class GPTModelProvider(ModelProvider):
         biases.apply_output_bias(model, self)
         routing.apply_routing(model, self)
         multipliers.apply_multipliers(model, self)
+        mamba_beside_attention.apply(model, self)
         per_layer_inputs.apply_layer_ends(model, self)
         connect_shared_kv(model, self)
         padding.apply_padding(model, self)

@@ -9,6 +9,7 @@ A provider declares them in these fields:
 * ``parallel_residual``: attention and MLP both read the input of the layer, and both outputs are added to it.
 * ``qk_norm_by_head``: a LayerNorm of queries and keys with a gain of its own for each head.
 * ``qk_norm_after_rope``: queries and keys are normalized after the rotary embedding.
+* ``mamba_beside_attention``: a Mamba-2 mixer reads the input of attention, and their outputs are added.
 * ``value_norm``, ``attention_k_eq_v`` and ``shared_kv_layers``: see ``kv_sharing``.
 * ``experts_beside_mlp``: layers with experts also have a dense feed-forward layer.
 * ``attn_logit_softcapping`` and ``chunked_attention``: Transformer Engine has neither, so its layers get the
@@ -25,6 +26,7 @@ from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -36,6 +38,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from megatron.bridge.backends.kernels.norms import AcrossHeadsNorm, ByHeadNorm
 from megatron.bridge.backends.moe.experts_beside_mlp import ExpertsBesideMLP
+from megatron.bridge.backends.recurrent.beside_attention import AttentionBesideMamba, BesideMambaSubmodules
 from megatron.bridge.backends.specs.kv_sharing import SharedKVAttention
 from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
@@ -53,6 +56,7 @@ OFF: dict[str, Any] = {
     "residual_multiplier": 1.0,
     "attn_logit_softcapping": None,
     "chunked_attention": False,
+    "mamba_beside_attention": None,
     "value_norm": False,
     "global_kv_channels": None,
     "global_query_groups": None,
@@ -138,6 +142,8 @@ def _with_features(spec: ModuleSpec, config: TransformerConfig, provider: Backen
     layer = spec.submodules
     assert isinstance(layer, TransformerLayerSubmodules), spec
     edits: dict[str, Any] = {"self_attention": _attention(layer.self_attention, config)}
+    if getattr(config, "mamba_beside_attention", None) is not None:
+        edits |= _with_mixer_beside(dataclasses.replace(layer, **edits), provider)
     parallel = getattr(config, "parallel_residual", None)
     if parallel == "shared_norm":
         edits |= _with_one_norm(dataclasses.replace(layer, **edits), provider)
@@ -170,6 +176,20 @@ def _attention(spec: Any, config: TransformerConfig) -> Any:
     if getattr(config, "qk_norm_after_rope", False):
         spec = dataclasses.replace(spec, module=LateNormAttention)
     return spec
+
+
+def _with_mixer_beside(layer: TransformerLayerSubmodules, provider: BackendSpecProvider) -> dict[str, Any]:
+    """Edits that put a mixer beside attention; the norm before both is a module of its own."""
+    column, row, attention = provider.column_parallel_linear(), provider.row_parallel_linear(), layer.self_attention
+    assert isinstance(attention, ModuleSpec)
+    parts = {**vars(attention.submodules), "linear_qkv": column}
+    both = BesideMambaSubmodules(**parts, mixer=MambaMixerSubmodules(in_proj=column, out_proj=row))
+    names = {name: own for name, own in layer.sharded_state_dict_keys_map.items() if name != "input_layernorm."}
+    return {
+        "input_layernorm": provider.layer_norm(),
+        "self_attention": dataclasses.replace(attention, module=AttentionBesideMamba, submodules=both),
+        "sharded_state_dict_keys_map": names,
+    }
 
 
 def _has_experts(layer: TransformerLayerSubmodules) -> bool:

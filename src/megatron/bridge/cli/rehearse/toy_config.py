@@ -221,9 +221,10 @@ def _state_space_sizes(model: Any, dimensions: ParallelDimensions, width: int) -
             "mamba_num_groups": groups,
             "mamba_chunk_size": 16,
         }
-    if model.mamba_layers is not None:
+    if model.mamba_layers is not None or model.mamba_beside_attention is not None:
         sizes = {"mamba_num_heads": 8, "mamba_head_dim": width // 4, "mamba_state_dim": 16}
-        return sizes | ({"mamba_dt_rank": 8} if model.mamba_dt_rank else {})
+        groups = max(2, ranks) if model.mamba_num_groups > 1 else 1
+        return sizes | {"mamba_num_groups": groups} | ({"mamba_dt_rank": 8} if model.mamba_dt_rank else {})
     kimi = model.kda_layers is not None
     if model.experimental_attention_variant != "gated_delta_net" and not kimi:
         return {}

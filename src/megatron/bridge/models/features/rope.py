@@ -21,6 +21,9 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 NTK_ALPHA = "ntk_alpha"
 """Hunyuan's kind, which its configs call dynamic."""
 
+MSCALES = ("short_mscale", "long_mscale")
+"""Attention factors that Phi-3.5-MoE gives by name, for texts as short as the original ones and for longer ones."""
+
 # rope_type -> (keys it needs, keys it may have)
 KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
@@ -38,7 +41,7 @@ KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     ),
     "longrope": (
         frozenset({"short_factor", "long_factor", "original_max_position_embeddings"}),
-        frozenset({"attention_factor", "factor"}),
+        frozenset({"attention_factor", "factor", *MSCALES}),
     ),
 }
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
@@ -69,6 +72,11 @@ def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
         value = parameters.get(key)
         if value is not None and (isinstance(value, bool) or value <= 0):
             raise UserError(f"rope_parameters.{key}={value} must be a number above 0")
+    short, long = (parameters.get(name) for name in MSCALES)
+    if short != long:
+        raise UserError(
+            f"rope_parameters.short_mscale={short} and long_mscale={long} must be equal: other are not supported"
+        )
     low, high = (parameters.get(f"{name}_freq_factor") for name in ("low", "high"))
     if low is not None and high is not None and low >= high:
         raise UserError(
@@ -91,7 +99,8 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         self._kind: str = parameters["rope_type"]
         self._reference = reference_config(config, parameters, config.kv_channels)
         device = self.inv_freq.device
-        frequencies, self.attention_factor = self._compute(None)
+        frequencies, factor = self._compute(None)
+        self.attention_factor = parameters.get("short_mscale", factor)
         for name in ("short_factor", "long_factor"):
             factors = parameters.get(name)
             if factors is not None and len(factors) != len(frequencies):

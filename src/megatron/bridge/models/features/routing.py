@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of routing that Megatron-Core's router lacks: weights that are not normalized, a corrected softmax.
+"""Rules of routing that Megatron-Core's router lacks: weights that are not normalized, corrected or in SparseMixer.
 
 ``moe_router_norm_topk=False`` leaves sigmoids as they are; Megatron-Core divides those of a token by their sum.
 ``moe_router_norm_min`` is ERNIE 4.5's rule: probabilities over all experts, chosen by probability plus correction.
+``moe_router_sparsemixer_eps`` is Phi-3.5-MoE's rule (Liu et al., "GRIN", 2024, arXiv:2409.12136) as the model is
+evaluated. Training follows the same choice; its authors drew the experts at random.
 """
 
 from collections.abc import Callable
@@ -40,6 +42,7 @@ class CorrectedSoftmax:
 def check(config: Any) -> None:
     """Refuse settings that take the routing away from these rules."""
     rules = {"moe_router_norm_topk": (True, "sigmoid"), "moe_router_norm_min": (None, "softmax")}
+    rules["moe_router_sparsemixer_eps"] = (None, "softmax")
     for name, (default, kind) in rules.items():
         value = getattr(config, name)
         if config.num_moe_experts is None or value == default:
@@ -56,7 +59,8 @@ def check(config: Any) -> None:
 
 def apply_routing(model: nn.Module, config: Any) -> None:
     """Give the routers of ``model`` the rules that ``config`` declares."""
-    if config.moe_router_norm_topk and config.moe_router_norm_min is None:
+    eps = config.moe_router_sparsemixer_eps
+    if config.moe_router_norm_topk and config.moe_router_norm_min is None and eps is None:
         return
     for module in model.modules():
         if not isinstance(module, TopKRouter):
@@ -64,6 +68,8 @@ def apply_routing(model: nn.Module, config: Any) -> None:
         router: Any = module
         if config.moe_router_norm_min is not None:
             _correct(router, config.moe_router_norm_min)
+        elif eps is not None:
+            router.routing = _sparse_mixer(router.routing, config, eps)
         elif config.moe_router_topk > 1:  # Megatron-Core does not normalize a single one
             router.routing = _unnormalized(router.routing, config.num_moe_experts)
     if config.moe_router_norm_min is not None:
@@ -84,5 +90,27 @@ def _unnormalized(normalized: Callable[..., Routing], experts: int) -> Callable[
         weights, chosen = normalized(logits, *args, **kwargs)
         total = (logits.view(-1, experts).float().sigmoid() * chosen).sum(-1, keepdim=True)
         return (weights * total).type_as(weights), chosen
+
+    return routing
+
+
+def sparse_mixer(scores: Tensor, topk: int, eps: float) -> Tensor:
+    """Weights [tokens, experts] of the ``topk`` best scores, all others zero."""
+    weights, left = torch.zeros_like(scores), scores
+    for _ in range(topk):
+        best, expert = left.max(-1, keepdim=True)
+        far = (best - scores) / torch.maximum(scores.abs(), best) > 2 * eps
+        shares = left.masked_fill(far, -torch.inf).softmax(-1)
+        weights = weights.scatter(-1, expert, shares.gather(-1, expert))
+        left = left.scatter(-1, expert, -torch.inf)
+    return weights
+
+
+def _sparse_mixer(usual: Callable[..., Routing], config: Any, eps: float) -> Callable[..., Routing]:
+    def routing(logits: Tensor, *args: Any, **kwargs: Any) -> Routing:
+        weights, chosen = usual(logits, *args, **kwargs)
+        mixed = sparse_mixer(logits.view(-1, config.num_moe_experts).float(), config.moe_router_topk, eps)
+        # Megatron-Core has attached the auxiliary losses to its weights, and they need no gradient of these
+        return mixed.type_as(weights) + 0 * weights, chosen
 
     return routing

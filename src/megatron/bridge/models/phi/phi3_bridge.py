@@ -14,14 +14,13 @@ def _trained_length(_: Any, provider: Any) -> int:
     return scaling.get("original_max_position_embeddings", provider.max_position_embeddings)
 
 
+TRAINED_LENGTH = Field("original_max_position_embeddings", (), default=None, back=_trained_length)
+"""A copy of what ``rope_parameters`` has, which transformers takes first."""
+
+
 @register_bridge("Phi3ForCausalLM", model_type="phi3")
 class Phi3Bridge(DecoderBridge):
-    fields = (
-        *override(DENSE, PARTIAL_ROPE),
-        WINDOW,
-        # a copy of what rope_parameters has, which transformers takes first
-        Field("original_max_position_embeddings", (), default=None, back=_trained_length),
-    )
+    fields = (*override(DENSE, PARTIAL_ROPE), WINDOW, TRAINED_LENGTH)
     fixed = {**LLAMA_LIKE, "add_bias_linear": False}
     irrelevant = {
         "resid_pdrop": (0.0,),

@@ -12,18 +12,21 @@ from megatron.bridge.models.conversion.param_mapping import (
 )
 
 
-def mamba(layers: str, names: str = "mixer", norm: str = "norm", replaces_attention: bool = False) -> Block:
+def mamba(
+    layers: str, names: str = "mixer", norm: str | None = "norm", replaces_attention: bool = False, ours: str = "mixer"
+) -> Block:
     """A Mamba-2 mixer, and the normalisation before it.
 
     Args:
         layers: Hugging Face's name of a layer.
         names: its name of the mixer in a layer.
-        norm: its name of the normalisation in a layer.
+        norm: its name of the normalisation in a layer; None where ``attention``, for the same layer, names it.
         replaces_attention: the layer is one of attention otherwise, and ``attention`` names its normalisation where
             that is a module.
+        ours: Megatron's name of the mixer in a layer that has it beside attention.
     """
-    ours, theirs = f"decoder.layers.*.{'self_attention' if replaces_attention else 'mixer'}", f"{layers}.{names}"
-    norms = fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}")
+    ours, theirs = f"decoder.layers.*.{'self_attention' if replaces_attention else ours}", f"{layers}.{names}"
+    norms = fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}") if norm else ()
     if replaces_attention:
         norms = (ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),)
     return (

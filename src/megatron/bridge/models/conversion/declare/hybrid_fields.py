@@ -10,6 +10,7 @@ from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
 from megatron.bridge.models.conversion.declare.fields import ABSENT, Field, constant, kind_indices, read_by_others
 from megatron.bridge.models.conversion.declare.gated_delta_net import SILU
+from megatron.bridge.models.features.mamba_beside_attention import MULTIPLIERS
 from megatron.bridge.models.mamba_provider import ATTENTION, EXPERTS, FEED_FORWARD, KINDS, MAMBA
 from megatron.bridge.utils.errors import UserError
 
@@ -99,12 +100,22 @@ def _mixers_back(layers: list[int], _: Any) -> list[str]:
 
 
 def _head_width(width: int | str, config: Mapping[str, Any]) -> int:
-    whole = config.get("mamba_expand", 2) * config["hidden_size"]
+    whole = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
     return whole // config.get("mamba_n_heads", 128) if isinstance(width, str) else width
 
 
 def _expansion(provider: Any) -> int:
     return provider.mamba_num_heads * provider.mamba_head_dim // provider.hidden_size
+
+
+def _heads(_: Any, config: Mapping[str, Any]) -> tuple[int, int]:
+    return config["mamba_n_heads"], _head_width(config.get("mamba_d_head", "auto"), config)
+
+
+def _groups(count: int, config: Mapping[str, Any]) -> int:
+    if config["mamba_n_heads"] % count:
+        raise UserError(f"mamba_n_groups={count} does not divide mamba_n_heads={config['mamba_n_heads']}")
+    return count
 
 
 def _only_mixers(count: int, _: Any) -> tuple[int, str]:
@@ -218,6 +229,26 @@ ONE_GROUP_MAMBA: tuple[Field, ...] = (
     constant("mamba_proj_bias", False),
 )
 """Sizes of Mamba-2 mixers in the place of attention, all of whose heads are one group."""
+
+_BESIDE = "mamba_beside_attention"
+
+
+def _multiplier(key: str) -> Field:
+    return Field(key, _BESIDE, MULTIPLIERS[key], _multipliers, lambda values, _: {**MULTIPLIERS, **values}[key])
+
+
+def _multipliers(_: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: config.get(key, default) for key, default in MULTIPLIERS.items()}
+
+
+MAMBA_BESIDE_ATTENTION: tuple[Field, ...] = (
+    *(field for field in ONE_GROUP_MAMBA if field.hf not in ("mamba_n_groups", "mamba_expand")),
+    Field("mamba_n_groups", "mamba_num_groups", default=1, to=_groups),
+    Field("mamba_d_ssm", ("mamba_num_heads", "mamba_head_dim"), None, _heads, lambda sizes, _: sizes[0] * sizes[1]),
+    constant("mamba_rms_norm", False),
+    *map(_multiplier, MULTIPLIERS),
+)
+"""Sizes of Mamba-2 mixers beside attention, and multipliers of all parts of a layer."""
 
 SELECTIVE_MAMBA: tuple[Field, ...] = (
     SILU,

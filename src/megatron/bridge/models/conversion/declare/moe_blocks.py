@@ -123,7 +123,9 @@ def router(
     )
     if norm is None:
         return block
-    return (*block, ReplicatedMapping("decoder.layers.*.pre_mlp_layernorm.weight", f"{layers}.{norm}.weight"))
+    ours = "decoder.layers.*.pre_mlp_layernorm"
+    norms = (ReplicatedMapping(f"{ours}.{kind}", f"{layers}.{norm}.{kind}") for kind in ("weight", "bias"))
+    return (*block, *norms)
 
 
 def shared_experts(

@@ -61,6 +61,7 @@ _BY_RANGE: dict[Range, tuple[str, ...]] = {
         *("model.layernorm_epsilon", "model.init_method_std", "model.embedding_init_method_std"),
         *("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff", "model.moe_input_jitter_eps"),
         *("model.moe_router_bias_update_rate", "model.moe_router_norm_min", "model.mtp_loss_scaling_factor"),
+        "model.moe_router_sparsemixer_eps",
         *("model.position_offset", "model.query_scaling_beta", "model.no_rope_freq"),
         *("model.cpu_offloading_num_layers", "model.min_offloaded_tensor_size", "model.cuda_graph_warmup_steps"),
         *("model.delta_offload_bytes_across_pp_ranks", "model.moe_paged_stash_buffer_size_factor_cpu"),

@@ -58,6 +58,7 @@ NEEDS = {
 
 # families of hybrid models have the same routing whether a model has experts or not
 _EXPERTS = "model.num_moe_experts or model.hybrid_override_pattern or model.mamba_layers"
+_MAMBA = "model.hybrid_override_pattern or model.mamba_layers or model.mamba_beside_attention"
 _RECOMPUTE, _OFFLOAD = "model.recompute_granularity", "model.fine_grained_activation_offloading"
 _VARIANT, _FLEX = "model.experimental_attention_variant", "model.moe_token_dispatcher_type=flex"
 _DELTA = f"{_VARIANT}=gated_delta_net or model.kda_layers"
@@ -78,7 +79,7 @@ NEEDS_BY_PREFIX = {
     "model.dsa_": f"{_VARIANT}=dsa",
     "model.linear_": _DELTA,
     "model.linear_conv_kernel_dim": f"{_DELTA} or model.short_conv_layers",
-    "model.mamba_": "model.hybrid_override_pattern or model.mamba_layers",
+    "model.mamba_": _MAMBA,
     "model.mup_": "model.use_mup",
     "model.qk_clip_": "model.qk_clip",
     "model.fp8_": "model.fp8",

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Falcon-H1: a Mamba-2 mixer beside attention in every layer, multipliers everywhere."""
+
+from dataclasses import replace
+from math import inf
+
+from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, LOGIT_SCALE
+from megatron.bridge.models.conversion.declare.fields import Field, constant
+from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
+from megatron.bridge.models.conversion.declare.hybrid_fields import MAMBA_BESIDE_ATTENTION
+from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+
+
+@register_bridge("FalconH1ForCausalLM", model_type="falcon_h1")
+class FalconH1Bridge(DecoderBridge):
+    fields = (
+        *(field for field in DENSE if field.hf != "hidden_act"),
+        *MAMBA_BESIDE_ATTENTION,
+        Field("embedding_multiplier", "embedding_multiplier", default=1.0),
+        replace(LOGIT_SCALE, hf="lm_head_multiplier"),
+        *(constant(key, False) for key in ("attention_bias", "mlp_bias", "projectors_bias")),
+    )
+    fixed = {**LLAMA_LIKE, "add_bias_linear": False}
+    irrelevant = dict.fromkeys(("mamba_expand", "mamba_chunk_size", "mamba_norm_before_gate", "num_logits_to_keep"))
+    irrelevant |= {"time_step_limit": ([0.0, inf], (0.0, inf))}
+    weights = (
+        ends(norm="model.final_layernorm"),
+        attention(),
+        mamba("model.layers.*", "mamba", None, ours="self_attention.mixer"),
+        mlp(norm="pre_ff_layernorm", names="feed_forward"),
+    )

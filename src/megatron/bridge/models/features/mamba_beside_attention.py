@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multipliers of layers with a Mamba-2 mixer beside attention (Falcon-H1), and what such layers exclude."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor, nn
+
+from megatron.bridge.backends.recurrent.beside_attention import AttentionBesideMamba
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+MULTIPLIERS: dict[str, Any] = {
+    "attention_in_multiplier": 1.0,
+    "key_multiplier": 1.0,
+    "attention_out_multiplier": 1.0,
+    "ssm_in_multiplier": 1.0,
+    "ssm_multipliers": [1.0] * 5,  # of the gate, x, B, C and dt
+    "ssm_out_multiplier": 1.0,
+    "mlp_multipliers": [1.0] * 2,  # of the gate and of the output
+}
+"""The keys of ``mamba_beside_attention``, which are transformers', with the values that change nothing."""
+
+_EXCLUDED: dict[str, Any] = {
+    "context_parallel_size": 1,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "num_moe_experts": None,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "parallel_residual": None,
+    "norm_placement": "pre",
+    "experimental_attention_variant": None,
+    "mamba_layers": None,
+    "short_conv_layers": None,
+    "kda_layers": None,
+}
+
+
+def derive(config: Any) -> None:
+    """Refuse what does not work beside a mixer; queries and keys are multiplied through the scale of attention."""
+    if config.mamba_beside_attention is None:
+        return
+    for name in config.mamba_beside_attention:
+        if name not in MULTIPLIERS:
+            raise UserError(f"mamba_beside_attention has no multiplier {name}{did_you_mean(name, MULTIPLIERS)}")
+    for name, harmless in _EXCLUDED.items():
+        if getattr(config, name) != harmless:
+            raise UserError(f"{name}={getattr(config, name)!r} is not supported with mamba_beside_attention")
+    _check_sizes(config)
+    factors = {**MULTIPLIERS, **config.mamba_beside_attention}
+    if config.softmax_scale is None:
+        width = config.kv_channels or config.hidden_size // config.num_attention_heads
+        config.softmax_scale = factors["attention_in_multiplier"] ** 2 * factors["key_multiplier"] * width**-0.5
+
+
+def _check_sizes(config: Any) -> None:
+    ranks, groups = config.tensor_model_parallel_size, config.mamba_num_groups
+    if (config.mamba_num_heads or 0) % groups:
+        raise UserError(f"mamba_num_groups={groups} does not divide mamba_num_heads={config.mamba_num_heads}")
+    for name in ("mamba_num_heads", "mamba_state_dim" if groups == 1 else "mamba_num_groups"):
+        if (getattr(config, name) or 0) % ranks or not getattr(config, name):
+            raise UserError(
+                f"tensor_model_parallel_size={ranks} does not divide {name}={getattr(config, name)}, which "
+                "mamba_beside_attention needs"
+            )
+
+
+def apply(model: nn.Module, config: Any) -> None:
+    """Give the layers of ``model`` (a ``GPTModel``) their multipliers."""
+    if config.mamba_beside_attention is None:
+        return
+    factors = {**MULTIPLIERS, **config.mamba_beside_attention}
+    gate, down = factors["mlp_multipliers"]
+    for module in model.modules():
+        if isinstance(module, AttentionBesideMamba):
+            attention = factors["attention_in_multiplier"] * factors["attention_out_multiplier"]
+            module.multipliers = (attention, factors["ssm_out_multiplier"])
+            mixer: Any = module.mixer
+            states = mixer.ngroups_local_tp * mixer.d_state
+            sizes = (mixer.d_inner_local_tp, mixer.d_inner_local_tp, states, states, mixer.nheads_local_tp)
+            each = [factors["ssm_in_multiplier"] * factor for factor in factors["ssm_multipliers"]]
+            mixer.in_proj.register_forward_hook(_multiply(each, sizes))
+        elif isinstance(module, MLP):
+            width = config.ffn_hidden_size // config.tensor_model_parallel_size
+            module.get_submodule("linear_fc1").register_forward_hook(_multiply((gate, 1.0), (width, width)))
+            module.get_submodule("linear_fc2").register_forward_hook(_multiply((down,), (config.hidden_size,)))
+
+
+def _multiply(factors: Sequence[float], sizes: Sequence[int]) -> Any:
+    """A hook that multiplies parts of a linear layer's outputs, which lie one after the other."""
+
+    def multiply(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        out, bias = outputs
+        parts = [out.new_full((size,), factor) for factor, size in zip(factors, sizes, strict=True)]
+        return out * torch.cat(parts), bias
+
+    return multiply
