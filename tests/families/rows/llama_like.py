@@ -54,6 +54,8 @@ ROWS = [
     row("seed_oss", "SeedOssForCausalLM", SEED),
     row("seed_oss_all_biases", "SeedOssForCausalLM", {**SEED, "attention_out_bias": True, "mlp_bias": True}),
     row("seed_oss_split_biases", "SeedOssForCausalLM", {**SEED, "mlp_bias": True, "tie_word_embeddings": True}),
+    row("apertus", "ApertusForCausalLM", {**WIDE, "rope_parameters": LLAMA3}, ("tp2",), ("sp2", "pp2", "vp2")),
+    row("apertus_biases", "ApertusForCausalLM", {**SIZE, "attention_bias": True, "tie_word_embeddings": True}),
     row("arcee", "ArceeForCausalLM", {**WIDE, "rope_parameters": LLAMA3}),
     row("arcee_biases", "ArceeForCausalLM", {**WIDE, "attention_bias": True, "mlp_bias": True}),
     row("cwm", "CwmForCausalLM", {**WIDE, **WINDOWS, "rope_parameters": LLAMA3}),

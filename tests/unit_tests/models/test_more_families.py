@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.activations import XIELUActivation
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 from megatron.bridge.models.conversion.model_bridge import bridge_for
-from megatron.bridge.models.features import routing
+from megatron.bridge.models.features import activations, routing
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
 from tests.families.own_models import model_class
@@ -111,6 +112,7 @@ def test_a_scale_of_logits_is_written_as_it_was_read():
             "moe_router_sparsemixer_eps=0.05 does not work with moe_router_fusion",
         ),
         ("falcon_h1", {"mamba_beside_attention": {"ssm_multiplier": 1}}, "no multiplier ssm_multiplier"),
+        ("apertus", {"gated_linear_unit": True}, "activation_func=xielu is for feed-forward layers without a gate"),
         ("granitemoe", {"moe_router_norm_topk": False}, "is for moe_router_score_function='sigmoid'"),
     ],
 )
@@ -130,6 +132,14 @@ def test_long_texts_of_phimoe_have_the_long_factors_of_the_published_code():
         expected = torch.arange(length).float()[:, None] / (torch.tensor(factor) * 70.0**powers)
         torch.testing.assert_close(rope.get_freqs_non_repeated(length), expected, rtol=1e-5, atol=1e-5)
     assert rope.attention_factor == 1.2
+
+
+def test_xielu_is_that_of_transformers_before_training():
+    expected = XIELUActivation(dtype=torch.float32)
+    config = SimpleNamespace(use_cpu_initialization=True, params_dtype=torch.float32)
+    x = torch.linspace(-4, 4, 101)
+    for found in (activations.XIELU(config, torch.distributed.group.WORLD), activations.xielu):
+        torch.testing.assert_close(found(x), expected(x))
 
 
 def test_sparse_mixers_keep_the_auxiliary_loss():

@@ -16,6 +16,7 @@ from megatron.bridge.backends.specs import layer_features, layer_specs
 from megatron.bridge.backends.specs.kv_sharing import connect_shared_kv, has_window
 from megatron.bridge.backends.specs.layer_features import NormPlacement, ParallelResidual
 from megatron.bridge.models.features import (
+    activations,
     biases,
     gated_delta_net,
     heads,
@@ -320,6 +321,7 @@ class GPTModelProvider(ModelProvider):
         biases.apply_biases(model, self)
         biases.apply_output_bias(model, self)
         routing.apply_routing(model, self)
+        activations.apply_xielu(model, self)
         multipliers.apply_multipliers(model, self)
         mamba_beside_attention.apply(model, self)
         per_layer_inputs.apply_layer_ends(model, self)
