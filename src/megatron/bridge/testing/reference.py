@@ -141,7 +141,8 @@ def randomise(model: Any) -> None:
             is_norm = "norm" in name and parameter.dim() == 1
             parameter.normal_(parameter.mean().item() if is_norm else 0.0, width)
         for buffer in persistent_buffers(model):
-            buffer.normal_(buffer.float().mean().item(), 0.2)
+            mean = buffer.float().mean().item()
+            buffer.normal_(mean, 0.2 if buffer.dim() else abs(0.2 * mean))  # a number alone may be a limit near zero
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:

@@ -30,7 +30,7 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
 
 
 def xielu(x: Tensor) -> Tensor:
-    """xIELU as it is before training; ``apply_xielu`` gives each layer parameters of its own."""
+    """The activation xIELU as it is before training; ``apply_xielu`` gives each layer parameters of its own."""
     return _xielu(x, _ALPHA, _ALPHA - _BETA, _BETA, x.clamp(max=_EPS))
 
 
