@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target sets up .venv first if it is missing or out of date. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup launch-setup demo check lint unit functional test docs models vocabulary recipes parity examples rules pictures bench lock clean
+.PHONY: help setup launch-setup demo check lint unit functional test docs models vocabulary recipes recipe-configs parity examples rules pictures bench lock clean
 
 BIN := .venv/bin
 # pyright runs from its wheel; without this it asks a server whether a newer one exists.
@@ -15,7 +15,7 @@ LOCK_DATE ?= $(shell date -u +%F)
 LOCK_TORCH := torch==2.11.0
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 setup:  ## make or update .venv from requirements.lock
 	@scripts/setup.sh
@@ -57,6 +57,9 @@ vocabulary: setup  ## write the tables of blocks, fields and settings into docs/
 recipes: setup  ## write memory and table of the recipes (ONLY="words": memory of these; ONLY=-: of none)
 	$(BIN)/python -m scripts.docs.recipes $(ONLY)
 	$(BIN)/python -m scripts.docs.family_pages
+
+recipe-configs: setup  ## write the models of recipes from the published configs in tests/families
+	$(BIN)/python -m scripts.docs.recipe_configs
 
 parity: setup  ## compare all layouts with one process and write docs/parity.md (ONLY="words": models with one of these)
 	$(BIN)/python -m scripts.docs.parity $(ONLY)

@@ -221,7 +221,7 @@ def experts(size: str, out: Path) -> None:
     if size == "tiny":
         small = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
         numbers |= {key: pretrain_gpu.TINY[key] for key in small}
-        numbers |= {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+        numbers |= {"moe_intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
     pretrain_gpu.SHAPES["experts"] = numbers
     args = pretrain_arguments(size)
     args.shape, args.micro_batch_size = "experts", 1

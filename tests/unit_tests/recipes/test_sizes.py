@@ -3,25 +3,26 @@
 
 import importlib
 import re
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.autotune.meta_model import parameter_count
 from megatron.bridge.models.conversion.declare import vision
+from megatron.bridge.models.conversion.declare.fields import IRRELEVANT
 from megatron.bridge.recipes.catalog import catalog
-from megatron.bridge.recipes.sizes import ProviderSize, Size, VisionSize, hf_config
-from tests.families import configs, published, published_vision
+from megatron.bridge.recipes.sizes import ProviderSize, Size, VisionSize, hf_config, published_size, size_of
+from scripts.docs import recipe_configs
+from tests.families import configs
 
-FILES = Path(published.__path__[0])
-# parts of a published config that are models of their own here
-TEXTS = {"google/gemma-3-4b-pt", "google/gemma-3-12b-pt", "google/gemma-3-27b-pt"}
-PARTS = {"text_config", "vision_config"}
-# said twice, or of the language model alone
-OF_PARTS = dict.fromkeys(("dtype", "image_token_id", "image_start_token_id", "image_end_token_id"))
-SHORT = {"sliding_window_pattern"}
+PARTS = ("text_config", "vision_config")
+# said twice, or of the language model alone, or not read by transformers
+IGNORED = {
+    **IRRELEVANT,
+    **vision._HARMLESS,
+    **vision._HARMLESS_IN_VISION,
+    **dict.fromkeys(("dtype", "image_token_id", "image_start_token_id", "image_end_token_id")),
+}
 VARIANT = "16k|64k|128k|fp8|fp8_blockwise|mxfp8|nvfp4|low_precision"
 STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune|distill|dpo)_config\w*$")
 
@@ -34,55 +35,42 @@ def sizes():
 
 
 SIZES = sizes()
-FROM_HUB = {name: size for name, size in SIZES.items() if size.published}
 
 
-def published_file(size):
+@pytest.mark.parametrize("source", recipe_configs.sources(), ids=lambda path: path.stem)
+def test_configs_are_the_published_ones(source):
+    """`make recipe-configs` writes them. A recipe trains what the downloaded file describes, there and back."""
+    bridge = recipe_configs.bridge_of(source)
+    file = recipe_configs.target(source)
+    assert file.read_text() == recipe_configs.text_of(bridge)
+    size = size_of(file.stem.replace("--", "/"))
+    assert isinstance(size, VisionSize) == (source.parent == recipe_configs.VISION)
+    reference, own = bridge.to_megatron_provider(load_weights=False), size.provider()
+    for name in ("bf16", "fp16", "params_dtype"):  # of the files; a run has its own
+        setattr(own, name, getattr(reference, name))
     if isinstance(size, VisionSize):
-        return Path(published_vision.__path__[0]) / f"{size.hub_id.replace('/', '--')}.json"
-    name = re.sub(r"^(mistralai/Ministral-3-\d+B)-Base-2512$", r"\1-text", size.hub_id)
-    return FILES / f"{name.replace('/', '--')}{'-text' if size.hub_id in TEXTS else ''}.json"
-
-
-@pytest.mark.parametrize("name", FROM_HUB)
-def test_numbers_are_the_published_ones(name, tmp_path):
-    """Key by key, but for those without meaning for the model; and nothing is written that it does not say."""
-    size = FROM_HUB[name]
-    (tmp_path / "config.json").write_text(published_file(size).read_text())
-    bridge = AutoBridge.from_hf_pretrained(tmp_path)
-    numbers = {**size.numbers, "dtype": bridge.hf_config.dtype}  # of the files; a run has its own
-    ignored = {**configs.harmless(bridge), "model_type": ("kimi_k2",)}
-    said, known = (trimmed(config.to_dict()) for config in (bridge.hf_config, hf_config(numbers)))
-    if isinstance(size, VisionSize):
-        ignored |= {**vision._HARMLESS, **vision._HARMLESS_IN_VISION, **OF_PARTS}
-    for part in PARTS & said.keys():
-        assert configs.different_keys(said.pop(part), known.pop(part), ignored) == []
-    assert configs.different_keys(said, known, ignored) == []
-    reference = bridge.to_megatron_provider(load_weights=False)
-    own = replace(size, numbers=numbers, training={}).provider()
-    if isinstance(size, VisionSize):
+        said, known = bridge.hf_config.to_dict(), hf_config(size.numbers).to_dict()
+        for part in PARTS:
+            assert configs.different_keys(said.pop(part), known.pop(part), IGNORED) == []
+        assert configs.different_keys(said, known, IGNORED) == []
         reference.vision = own.vision = None  # compared above
-        own.bf16, own.params_dtype = reference.bf16, reference.params_dtype  # of the files; a run has its own
     for provider in (reference, own):
         provider.__dict__.update(trimmed(vars(provider)))
     assert configs.different_providers(reference, own) == []
+    if not isinstance(size, VisionSize):
+        again = AutoBridge.from_hf_config(hf_config(AutoBridge.hf_config_of(size.provider())))
+        assert configs.different_providers(size.provider(), again.to_megatron_provider(load_weights=False)) == []
 
 
-@pytest.mark.parametrize("name", [name for name in SIZES if not isinstance(SIZES[name], ProviderSize)])
-def test_numbers_mean_what_they_mean_to_transformers(name):
-    """``recipes.hf_config_compat`` renames keys as transformers does, without importing it."""
-    numbers = SIZES[name].numbers
-    reference = AutoBridge.from_hf_config(hf_config(numbers)).to_megatron_provider(load_weights=False)
-    own = replace(SIZES[name], training={}).provider()
-    assert configs.different_providers(reference, own) == []
-    assert hf_config(AutoBridge.hf_config_of(own)).to_dict() == hf_config(said_by(reference)).to_dict()
-    again = AutoBridge.from_hf_config(hf_config(AutoBridge.hf_config_of(own)))
-    assert configs.different_providers(reference, again.to_megatron_provider(load_weights=False)) == []
+def test_there_is_a_source_for_every_config():
+    assert set(recipe_configs.CONFIGS.iterdir()) == set(map(recipe_configs.target, recipe_configs.sources()))
 
 
-def said_by(provider):
-    """Its config, without a key that transformers keeps beside the list it is the short form of."""
-    return {key: value for key, value in AutoBridge.hf_config_of(provider).items() if key not in SHORT}
+def test_a_size_that_was_never_published():
+    size = size_of("HuggingFaceTB/SmolLM2-135M", {"hidden_dropout": 0.1}, num_hidden_layers=6)
+    assert (size.published, size.provider().num_layers, size.provider().hidden_dropout) == (False, 6, 0.1)
+    assert published_size("HuggingFaceTB/SmolLM2-135M").provider().num_layers == 30
+    assert published_size("HuggingFaceTB/SmolLM2-136M") is None
 
 
 def trimmed(values):

@@ -1,29 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model sizes as rows of numbers."""
+"""Model sizes: the published configs in ``configs``, which ``make recipe-configs`` writes."""
 
-import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
-from megatron.bridge.recipes import hf_config_compat
-from megatron.bridge.recipes.catalog import catalog
 
-DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-"""The entries that differ between the sizes of most generations."""
-
-
-def llama3_128k(factor: float) -> dict[str, Any]:
-    """The entries of ``config.json`` that extend Llama 3 to 128k positions."""
-    scaling = {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    return {"max_position_embeddings": 131072, "rope_scaling": scaling}
+_CONFIGS = Path(__file__).with_name("configs")
+_OLD = {"rope_scaling", "rope_theta"}
+"""Keys that transformers translates. Importing it takes longer than everything else that a recipe does."""
 
 
 def hf_config(numbers: Mapping[str, Any]) -> Any:
@@ -62,21 +50,21 @@ class Size:
     def provider(self) -> GPTModelProvider:
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
-        config = HFConfigDict(hf_config_compat.current(self.numbers))
-        provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+        provider = AutoBridge.from_hf_config(self._config()).to_megatron_provider(load_weights=False)
         for name, value in self.training.items():
             setattr(provider, name, value)
         return provider
+
+    def _config(self) -> Any:
+        return hf_config(self.numbers) if _OLD & self.numbers.keys() else HFConfigDict(self.numbers)
 
 
 @dataclass(frozen=True)
 class VisionSize(Size):
     """A size of a vision-language model, whose numbers transformers' config class completes."""
 
-    def provider(self) -> GPTModelProvider:
-        from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-
-        return AutoBridge.from_hf_config(hf_config(self.numbers)).to_megatron_provider(load_weights=False)
+    def _config(self) -> Any:
+        return hf_config(self.numbers)
 
 
 @dataclass(frozen=True)
@@ -97,23 +85,26 @@ class CheckpointSize(Size):
         return AutoBridge.from_hf_pretrained(self.hub_id).to_megatron_provider(load_weights=False)
 
 
+def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: Any) -> Size:
+    """The size of the model ``hub_id``, whose config is in ``configs``.
+
+    Args:
+        hub_id: Owner and name on the hub.
+        training: ``Size.training``.
+        **changes: Entries of a size that was never published and uses the tokenizer of ``hub_id``.
+
+    Raises:
+        FileNotFoundError: ``configs`` has no such model.
+    """
+    numbers: dict[str, Any] = json.loads(_file(hub_id).read_text())
+    kind = VisionSize if "vision_config" in numbers else Size
+    return kind(hub_id, {**numbers, **changes}, training or {}, published=not changes)
+
+
 def published_size(hub_id: str) -> Size | None:
-    """The size of ``hub_id``, if there is a recipe for it."""
-    modules = [importlib.import_module(name) for name in sorted({recipe.module for recipe in catalog().values()})]
-    values: list[Any] = [value for module in modules for value in vars(module).values()]
-    found = (value for value in values if isinstance(value, Size) and value.published)
-    return next((size for size in found if size.hub_id == hub_id), None)
+    """The size of ``hub_id``, if its config is in ``configs``."""
+    return size_of(hub_id) if _file(hub_id).is_file() else None
 
 
-@dataclass(frozen=True)
-class Generation:
-    """What the sizes of one generation of models have in common."""
-
-    common: Mapping[str, Any]  # entries of ``config.json`` that all sizes share, unless a size overrides them
-    columns: tuple[str, ...] = DENSE  # entries that each size gives, in this order
-    training: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see ``Size``
-
-    def size(self, hub_id: str, *row: int, **others: Any) -> Size:
-        """The size with the numbers of ``row``; ``others`` override or extend the common entries."""
-        own = dict(zip(self.columns, row, strict=True))
-        return Size(hub_id, {**self.common, **own, **others}, self.training)
+def _file(hub_id: str) -> Path:
+    return _CONFIGS / f"{hub_id.replace('/', '--')}.json"

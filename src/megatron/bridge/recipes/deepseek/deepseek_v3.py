@@ -6,34 +6,10 @@ and the layer for multi-token prediction, the stage before it has one layer, and
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
-from megatron.bridge.recipes.deepseek.deepseek_v2 import DEEPSEEK_V2_GENERATION
 from megatron.bridge.recipes.options import FP8_BLOCKWISE, MXFP8, LayoutOptions, PretrainOptions, layout
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-DEEPSEEK_V3_GENERATION = Generation(
-    {
-        **DEEPSEEK_V2_GENERATION.common,
-        "model_type": "deepseek_v3",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "vocab_size": 129280,
-        "first_k_dense_replace": 3,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "n_group": 8,
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "q_lora_rank": 1536,
-        "num_nextn_predict_layers": 1,
-        "rope_scaling": {**DEEPSEEK_V2_GENERATION.common["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    },
-    columns=DEEPSEEK_V2_GENERATION.columns,
-)
-DEEPSEEK_V3 = DEEPSEEK_V3_GENERATION.size("deepseek-ai/DeepSeek-V3", 7168, 18432, 61, 128, 128, 2048, 256)
+DEEPSEEK_V3 = size_of("deepseek-ai/DeepSeek-V3")
 _STAGES: LayoutOptions = {"pipeline_layout": "Et|(tt|)*29t|tmL"}
 _RECOMPUTE: LayoutOptions = {"recompute": ["mla_up_proj", "layernorm", "moe_act"]}
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4096, "lr": 2.2e-4, "min_lr": 2.2e-5}

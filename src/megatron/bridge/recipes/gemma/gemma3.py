@@ -5,35 +5,13 @@ The config of those text models is ``text_config`` of the published one.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
-from megatron.bridge.recipes.gemma.gemma import GEMMA
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-GEMMA3 = Generation(
-    {
-        **GEMMA.common,
-        "model_type": "gemma3_text",
-        "architectures": ["Gemma3ForCausalLM"],
-        "vocab_size": 262208,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 1024,
-        "sliding_window_pattern": 6,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }
-)
-GEMMA3_1B = GEMMA3.size(
-    *("google/gemma-3-1b-pt", 1152, 6912, 26, 4, 1),
-    vocab_size=262144,
-    sliding_window=512,
-    max_position_embeddings=32768,
-    rope_scaling=None,
-)
-GEMMA3_4B = GEMMA3.size("google/gemma-3-4b-pt", 2560, 10240, 34, 8, 4)
-GEMMA3_12B = GEMMA3.size("google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8)
-GEMMA3_27B = GEMMA3.size("google/gemma-3-27b-pt", 5376, 21504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168)
+GEMMA3_1B = size_of("google/gemma-3-1b-pt")
+GEMMA3_4B = size_of("google/gemma-3-4b-pt")
+GEMMA3_12B = size_of("google/gemma-3-12b-pt")
+GEMMA3_27B = size_of("google/gemma-3-27b-pt")
 
 gemma3_1b_pretrain_config = pretrain_recipe(GEMMA3_1B, seq_length=8192, lr=5e-4)
 """Gemma 3 1B pretraining, 8 x H100 80GB: 38 GB each, no model parallelism."""

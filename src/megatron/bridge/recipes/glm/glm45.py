@@ -8,38 +8,10 @@ layer for multi-token prediction, the stage before it has two layers, and all ot
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import LayoutOptions, PretrainOptions, layout
-from megatron.bridge.recipes.sizes import DENSE, Generation
+from megatron.bridge.recipes.sizes import size_of
 
-GLM45 = Generation(
-    {
-        "model_type": "glm4_moe",
-        "architectures": ["Glm4MoeForCausalLM"],
-        "vocab_size": 151552,
-        "head_dim": 128,
-        "attention_bias": True,
-        "partial_rotary_factor": 0.5,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_nextn_predict_layers": 1,
-        "max_position_embeddings": 131072,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": False,
-        "eos_token_id": [151329, 151336, 151338],
-        "pad_token_id": 151329,
-    },
-    columns=(*DENSE, "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace"),
-)
-GLM45_AIR_106B = GLM45.size(
-    *("zai-org/GLM-4.5-Air", 4096, 10944, 46, 96, 8, 1408, 128, 1), use_qk_norm=False, routed_scaling_factor=1.0
-)
-GLM45_355B = GLM45.size(
-    *("zai-org/GLM-4.5", 5120, 12288, 92, 96, 8, 1536, 160, 3), use_qk_norm=True, routed_scaling_factor=2.5
-)
+GLM45_AIR_106B = size_of("zai-org/GLM-4.5-Air")
+GLM45_355B = size_of("zai-org/GLM-4.5")
 _AIR: LayoutOptions = {"pipeline_layout": "Et*3|(t*4|)*10t*3mL"}
 _STAGES: LayoutOptions = {"pipeline_layout": "Et*2|(t*3|)*29t*2|tmL"}
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "lr": 2.5e-4, "min_lr": 2.5e-5}

@@ -3,25 +3,11 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-LLAMA2 = Generation(
-    {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-)
-LLAMA2_7B = LLAMA2.size("meta-llama/Llama-2-7b-hf", 4096, 11008, 32, 32, 32)
-LLAMA2_13B = LLAMA2.size("meta-llama/Llama-2-13b-hf", 5120, 13824, 40, 40, 40)
-LLAMA2_70B = LLAMA2.size("meta-llama/Llama-2-70b-hf", 8192, 28672, 80, 64, 8)
+LLAMA2_7B = size_of("meta-llama/Llama-2-7b-hf")
+LLAMA2_13B = size_of("meta-llama/Llama-2-13b-hf")
+LLAMA2_70B = size_of("meta-llama/Llama-2-70b-hf")
 
 llama2_7b_pretrain_config = pretrain_recipe(LLAMA2_7B, seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5)
 """Llama 2 7B pretraining, 8 x H100 80GB: 71 GB each, no model parallelism."""

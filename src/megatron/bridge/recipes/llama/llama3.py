@@ -19,25 +19,11 @@ from megatron.bridge.recipes.options import (
     PretrainOptions,
     layout,
 )
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 from megatron.bridge.training.config import ConfigContainer
 
-LLAMA3 = Generation(
-    {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    }
-)
-LLAMA3_8B = LLAMA3.size("meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8)
-LLAMA3_70B = LLAMA3.size("meta-llama/Meta-Llama-3-70B", 8192, 28672, 80, 64, 8)
+LLAMA3_8B = size_of("meta-llama/Meta-Llama-3-8B")
+LLAMA3_70B = size_of("meta-llama/Meta-Llama-3-70B")
 _PRETRAIN_8B: PretrainOptions = {"seq_length": 8192, "lr": 3e-4}
 _PRETRAIN_70B: PretrainOptions = {"seq_length": 8192, "lr": 1.5e-4, "min_lr": 1.5e-6}
 

@@ -6,14 +6,12 @@ into stages; with the embedding and the loss they count as 128.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
-from megatron.bridge.recipes.llama.llama3 import LLAMA3
 from megatron.bridge.recipes.options import FP8, LENGTH_128K, MXFP8, NVFP4, PretrainOptions, layout
-from megatron.bridge.recipes.sizes import Generation, llama3_128k
+from megatron.bridge.recipes.sizes import size_of
 
-LLAMA31 = Generation({**LLAMA3.common, **llama3_128k(8.0)})
-LLAMA31_8B = LLAMA31.size("meta-llama/Llama-3.1-8B", 4096, 14336, 32, 32, 8)
-LLAMA31_70B = LLAMA31.size("meta-llama/Llama-3.1-70B", 8192, 28672, 80, 64, 8)
-LLAMA31_405B = LLAMA31.size("meta-llama/Llama-3.1-405B", 16384, 53248, 126, 128, 8)
+LLAMA31_8B = size_of("meta-llama/Llama-3.1-8B")
+LLAMA31_70B = size_of("meta-llama/Llama-3.1-70B")
+LLAMA31_405B = size_of("meta-llama/Llama-3.1-405B")
 _PRETRAIN_70B: PretrainOptions = {"seq_length": 8192, "lr": 1.5e-4, "min_lr": 1.5e-6}
 _PRETRAIN_405B: PretrainOptions = {
     "seq_length": 8192,

@@ -2,17 +2,12 @@
 """Llama 3.2 and Llama 3.3, a further-trained 3.1 70B. The learning rates of Llama 3.2 are our own."""
 
 from megatron.bridge.recipes.builders import dpo_recipe, finetune_recipe, pretrain_recipe
-from megatron.bridge.recipes.llama.llama3 import LLAMA3
-from megatron.bridge.recipes.llama.llama31 import LLAMA31
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import Generation, llama3_128k
+from megatron.bridge.recipes.sizes import size_of
 
-LLAMA32 = Generation({**LLAMA3.common, **llama3_128k(32.0), "tie_word_embeddings": True})
-LLAMA32_1B = LLAMA32.size("meta-llama/Llama-3.2-1B", 2048, 8192, 16, 32, 8, head_dim=64)
-LLAMA32_3B = LLAMA32.size("meta-llama/Llama-3.2-3B", 3072, 8192, 28, 24, 8, head_dim=128)
-LLAMA33_70B = LLAMA31.size(
-    "meta-llama/Llama-3.3-70B-Instruct", 8192, 28672, 80, 64, 8, eos_token_id=[128001, 128008, 128009]
-)
+LLAMA32_1B = size_of("meta-llama/Llama-3.2-1B")
+LLAMA32_3B = size_of("meta-llama/Llama-3.2-3B")
+LLAMA33_70B = size_of("meta-llama/Llama-3.3-70B-Instruct")
 
 llama32_1b_pretrain_config = pretrain_recipe(LLAMA32_1B, seq_length=8192, lr=5e-4, min_lr=5e-6)
 """Llama 3.2 1B pretraining, 8 x H100 80GB: 25 GB each, no model parallelism."""

@@ -3,31 +3,11 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-MISTRAL = Generation(
-    {
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        "vocab_size": 131072,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-)
-MISTRAL_7B = MISTRAL.size("mistralai/Mistral-7B-v0.3", 4096, 14336, 32, 32, 8, vocab_size=32768)
-MISTRAL_NEMO_12B = MISTRAL.size(
-    "mistralai/Mistral-Nemo-Base-2407", 5120, 14336, 40, 32, 8, max_position_embeddings=131072
-)
-MISTRAL_SMALL_24B = MISTRAL.size(
-    "mistralai/Mistral-Small-24B-Base-2501", 5120, 32768, 40, 32, 8, rope_theta=100000000.0
-)
+MISTRAL_7B = size_of("mistralai/Mistral-7B-v0.3")
+MISTRAL_NEMO_12B = size_of("mistralai/Mistral-Nemo-Base-2407")
+MISTRAL_SMALL_24B = size_of("mistralai/Mistral-Small-24B-Base-2501")
 
 mistral_7b_pretrain_config = pretrain_recipe(MISTRAL_7B, layout(tp=2), seq_length=8192, lr=3e-4)
 """Mistral 7B pretraining, 8 x H100 80GB: 53 GB each, TP2."""

@@ -3,30 +3,10 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-MIXTRAL = Generation(
-    {
-        "model_type": "mixtral",
-        "architectures": ["MixtralForCausalLM"],
-        "vocab_size": 32000,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
-        "max_position_embeddings": 65536,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-)
-MIXTRAL_8X7B = MIXTRAL.size(
-    *("mistralai/Mixtral-8x7B-v0.1", 4096, 14336, 32, 32, 8), max_position_embeddings=32768, router_aux_loss_coef=0.02
-)
-MIXTRAL_8X22B = MIXTRAL.size("mistralai/Mixtral-8x22B-v0.1", 6144, 16384, 56, 48, 8)
+MIXTRAL_8X7B = size_of("mistralai/Mixtral-8x7B-v0.1")
+MIXTRAL_8X22B = size_of("mistralai/Mixtral-8x22B-v0.1")
 
 mixtral_8x7b_pretrain_config = pretrain_recipe(
     MIXTRAL_8X7B, layout(tp=2, pp=4, vp=4, ep=4, etp=1), seq_length=4096, lr=3e-4

@@ -6,33 +6,10 @@ has only the loss. The published ``model_type``, ``kimi_k2``, is another name of
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
-from megatron.bridge.recipes.moonshot.moonlight import MOONLIGHT
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-KIMI = Generation(
-    {
-        **MOONLIGHT.common,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.827,
-        "q_lora_rank": 1536,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 1.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-        "eos_token_id": 163586,
-    },
-    columns=MOONLIGHT.columns,
-)
-KIMI_K2 = KIMI.size("moonshotai/Kimi-K2-Instruct", 7168, 18432, 61, 64, 64, 2048, 384)
+KIMI_K2 = size_of("moonshotai/Kimi-K2-Instruct")
 
 kimi_k2_pretrain_config = pretrain_recipe(
     KIMI_K2,

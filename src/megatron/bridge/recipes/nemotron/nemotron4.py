@@ -6,38 +6,14 @@ from "Nemotron-4 340B Technical Report" (2024), and the other rates are our own.
 are from the report, its tokenizer is that of the Minitron that was pruned from it.
 """
 
-from dataclasses import replace
-
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-NEMOTRON4 = Generation(
-    {
-        "model_type": "nemotron",
-        "architectures": ["NemotronForCausalLM"],
-        "vocab_size": 256000,
-        "hidden_act": "relu2",
-        "head_dim": 128,
-        "partial_rotary_factor": 0.5,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "max_position_embeddings": 4096,
-        "norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-    }
-)
-MINITRON_4B = NEMOTRON4.size("nvidia/Minitron-4B-Base", 3072, 9216, 32, 24, 8, initializer_range=0.0134)
-MINITRON_8B = NEMOTRON4.size("nvidia/Minitron-8B-Base", 4096, 16384, 32, 48, 8, initializer_range=0.01)
-NEMOTRON4_15B = replace(
-    NEMOTRON4.size("nvidia/Minitron-8B-Base", 6144, 24576, 32, 48, 8, initializer_range=0.01), published=False
-)
-NEMOTRON4_340B = NEMOTRON4.size(
-    "nvidia/Nemotron-4-340B-Base", 18432, 73728, 96, 96, 8, head_dim=None, initializer_range=0.0063
-)
+MINITRON_4B = size_of("nvidia/Minitron-4B-Base")
+MINITRON_8B = size_of("nvidia/Minitron-8B-Base")
+NEMOTRON4_15B = size_of("nvidia/Minitron-8B-Base", hidden_size=6144, intermediate_size=24576)
+NEMOTRON4_340B = size_of("nvidia/Nemotron-4-340B-Base")
 
 nemotron4_15b_pretrain_config = pretrain_recipe(
     NEMOTRON4_15B, layout(tp=2), seq_length=4096, global_batch_size=1152, lr=4.5e-4, min_lr=4.5e-7

@@ -6,50 +6,12 @@ our own.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
-from megatron.bridge.recipes.nemotron.nemotron_h import NEMOTRON_H_COMMON
 from megatron.bridge.recipes.options import PretrainOptions, layout
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-NANO2 = Generation(
-    {
-        **NEMOTRON_H_COMMON,
-        "head_dim": 128,
-        "mamba_head_dim": 80,
-        "mamba_num_heads": 128,
-        "max_position_embeddings": 131072,
-        "eos_token_id": 12,
-    }
-)
-NEMOTRON_NANO_9B_V2 = NANO2.size(
-    *("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 4480, 15680, 56, 40, 8),
-    hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
-)
-NEMOTRON_NANO_12B_V2 = NANO2.size(
-    *("nvidia/NVIDIA-Nemotron-Nano-12B-v2", 5120, 20480, 62, 40, 8),
-    hybrid_override_pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
-)
-NANO3 = Generation(
-    {
-        **NANO2.common,
-        "mamba_num_heads": 64,
-        "mamba_head_dim": 64,
-        "num_experts_per_tok": 6,
-        "n_routed_experts": 128,
-        "moe_intermediate_size": 1856,
-        "n_shared_experts": 1,
-        "moe_shared_expert_intermediate_size": 3712,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "max_position_embeddings": 262144,
-        "eos_token_id": 2,
-    }
-)
-NEMOTRON_3_NANO = NANO3.size(
-    *("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 2688, 1856, 52, 32, 2),
-    hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-)
+NEMOTRON_NANO_9B_V2 = size_of("nvidia/NVIDIA-Nemotron-Nano-9B-v2")
+NEMOTRON_NANO_12B_V2 = size_of("nvidia/NVIDIA-Nemotron-Nano-12B-v2")
+NEMOTRON_3_NANO = size_of("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
 _PRETRAIN: PretrainOptions = {"seq_length": 8192, "global_batch_size": 768, "lr": 4.5e-4, "min_lr": 4.5e-6}
 
 nemotron_nano_9b_v2_pretrain_config = pretrain_recipe(NEMOTRON_NANO_9B_V2, _PRETRAIN, layout(tp=2))

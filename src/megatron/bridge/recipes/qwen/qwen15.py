@@ -1,45 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen 1.5. Learning rates are our own: none are published."""
 
-from typing import Any
-
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-QWEN15 = Generation(
-    {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-    }
-)
-MOE: dict[str, Any] = {
-    "model_type": "qwen2_moe",
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": False,
-    "router_aux_loss_coef": 0.001,
-}
-QWEN15_500M = QWEN15.size("Qwen/Qwen1.5-0.5B", 1024, 2816, 24, 16, 16, tie_word_embeddings=True)
-QWEN15_1P8B = QWEN15.size("Qwen/Qwen1.5-1.8B", 2048, 5504, 24, 16, 16)
-QWEN15_4B = QWEN15.size("Qwen/Qwen1.5-4B", 2560, 6912, 40, 20, 20, rope_theta=5000000.0)
-QWEN15_7B = QWEN15.size("Qwen/Qwen1.5-7B", 4096, 11008, 32, 32, 32)
-QWEN15_14B = QWEN15.size("Qwen/Qwen1.5-14B", 5120, 13696, 40, 40, 40, vocab_size=152064)
-QWEN15_32B = QWEN15.size("Qwen/Qwen1.5-32B", 5120, 27392, 64, 40, 8, vocab_size=152064)
-QWEN15_72B = QWEN15.size("Qwen/Qwen1.5-72B", 8192, 24576, 80, 64, 64, vocab_size=152064)
-QWEN15_MOE_A2P7B = QWEN15.size("Qwen/Qwen1.5-MoE-A2.7B", 2048, 5632, 24, 16, 16, max_position_embeddings=8192, **MOE)
+QWEN15_500M = size_of("Qwen/Qwen1.5-0.5B")
+QWEN15_1P8B = size_of("Qwen/Qwen1.5-1.8B")
+QWEN15_4B = size_of("Qwen/Qwen1.5-4B")
+QWEN15_7B = size_of("Qwen/Qwen1.5-7B")
+QWEN15_14B = size_of("Qwen/Qwen1.5-14B")
+QWEN15_32B = size_of("Qwen/Qwen1.5-32B")
+QWEN15_72B = size_of("Qwen/Qwen1.5-72B")
+QWEN15_MOE_A2P7B = size_of("Qwen/Qwen1.5-MoE-A2.7B")
 
 qwen15_500m_pretrain_config = pretrain_recipe(QWEN15_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
 """Qwen 1.5 0.5B pretraining, 8 x H100 80GB: 16 GB each, no model parallelism."""

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen 2.5, whose config is that of Qwen 2. Learning rates are our own: none are published."""
 
-from typing import Any
-
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import LENGTH_16K, LENGTH_64K, LENGTH_128K, layout
-from megatron.bridge.recipes.qwen.qwen2 import QWEN2
+from megatron.bridge.recipes.sizes import size_of
 
-SMALL: dict[str, Any] = {"max_position_embeddings": 32768, "tie_word_embeddings": True}
-LARGE: dict[str, Any] = {"vocab_size": 152064, "rms_norm_eps": 1e-5}
-QWEN25_500M = QWEN2.size("Qwen/Qwen2.5-0.5B", 896, 4864, 24, 14, 2, **SMALL)
-QWEN25_1P5B = QWEN2.size("Qwen/Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, tie_word_embeddings=True)
-QWEN25_3B = QWEN2.size("Qwen/Qwen2.5-3B", 2048, 11008, 36, 16, 2, **SMALL)
-QWEN25_7B = QWEN2.size("Qwen/Qwen2.5-7B", 3584, 18944, 28, 28, 4, vocab_size=152064)
-QWEN25_14B = QWEN2.size("Qwen/Qwen2.5-14B", 5120, 13824, 48, 40, 8, **LARGE)
-QWEN25_32B = QWEN2.size("Qwen/Qwen2.5-32B", 5120, 27648, 64, 40, 8, **LARGE)
-QWEN25_72B = QWEN2.size("Qwen/Qwen2.5-72B", 8192, 29568, 80, 64, 8, **LARGE)
+QWEN25_500M = size_of("Qwen/Qwen2.5-0.5B")
+QWEN25_1P5B = size_of("Qwen/Qwen2.5-1.5B")
+QWEN25_3B = size_of("Qwen/Qwen2.5-3B")
+QWEN25_7B = size_of("Qwen/Qwen2.5-7B")
+QWEN25_14B = size_of("Qwen/Qwen2.5-14B")
+QWEN25_32B = size_of("Qwen/Qwen2.5-32B")
+QWEN25_72B = size_of("Qwen/Qwen2.5-72B")
 
 qwen25_500m_pretrain_config = pretrain_recipe(QWEN25_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
 """Qwen 2.5 0.5B pretraining, 8 x H100 80GB: 18 GB each, no model parallelism."""

@@ -3,26 +3,14 @@
 
 from megatron.bridge.recipes.builders import dpo_recipe, finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import FP8, MXFP8, layout
-from megatron.bridge.recipes.qwen.qwen2 import QWEN2
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-QWEN3 = Generation(
-    {
-        **QWEN2.common,
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "max_position_embeddings": 40960,
-        "eos_token_id": 151645,
-        "head_dim": 128,
-        "attention_bias": False,
-    }
-)
-QWEN3_600M = QWEN3.size("Qwen/Qwen3-0.6B", 1024, 3072, 28, 16, 8, tie_word_embeddings=True)
-QWEN3_1P7B = QWEN3.size("Qwen/Qwen3-1.7B", 2048, 6144, 28, 16, 8, tie_word_embeddings=True)
-QWEN3_4B = QWEN3.size("Qwen/Qwen3-4B", 2560, 9728, 36, 32, 8, tie_word_embeddings=True)
-QWEN3_8B = QWEN3.size("Qwen/Qwen3-8B", 4096, 12288, 36, 32, 8)
-QWEN3_14B = QWEN3.size("Qwen/Qwen3-14B", 5120, 17408, 40, 40, 8)
-QWEN3_32B = QWEN3.size("Qwen/Qwen3-32B", 5120, 25600, 64, 64, 8)
+QWEN3_600M = size_of("Qwen/Qwen3-0.6B")
+QWEN3_1P7B = size_of("Qwen/Qwen3-1.7B")
+QWEN3_4B = size_of("Qwen/Qwen3-4B")
+QWEN3_8B = size_of("Qwen/Qwen3-8B")
+QWEN3_14B = size_of("Qwen/Qwen3-14B")
+QWEN3_32B = size_of("Qwen/Qwen3-32B")
 
 qwen3_600m_pretrain_config = pretrain_recipe(QWEN3_600M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
 """Qwen 3 0.6B pretraining, 8 x H100 80GB: 21 GB each, no model parallelism."""

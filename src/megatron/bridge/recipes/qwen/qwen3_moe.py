@@ -6,24 +6,10 @@ The 94 layers of 235B-A22B do not divide evenly into stages; with the embedding 
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import FP8, MXFP8, PretrainOptions, layout
-from megatron.bridge.recipes.qwen.qwen3 import QWEN3
-from megatron.bridge.recipes.sizes import DENSE, Generation
+from megatron.bridge.recipes.sizes import size_of
 
-QWEN3_MOE = Generation(
-    {
-        **QWEN3.common,
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-        "router_aux_loss_coef": 0.001,
-    },
-    columns=(*DENSE, "moe_intermediate_size"),
-)
-QWEN3_30B_A3B = QWEN3_MOE.size("Qwen/Qwen3-30B-A3B", 2048, 6144, 48, 32, 4, 768)
-QWEN3_235B_A22B = QWEN3_MOE.size("Qwen/Qwen3-235B-A22B", 4096, 12288, 94, 64, 4, 1536)
+QWEN3_30B_A3B = size_of("Qwen/Qwen3-30B-A3B")
+QWEN3_235B_A22B = size_of("Qwen/Qwen3-235B-A22B")
 _PRETRAIN_235B: PretrainOptions = {
     "seq_length": 4096,
     "global_batch_size": 1024,

@@ -5,34 +5,15 @@ The learning rates for pretraining 360M and 1.7B are from "SmolLM2: When Smol Go
 own.
 """
 
-from dataclasses import replace
-
 from megatron.bridge.recipes.builders import distill_recipe, finetune_recipe, pretrain_recipe
-from megatron.bridge.recipes.sizes import Generation
+from megatron.bridge.recipes.sizes import size_of
 
-SMOLLM2 = Generation(
-    {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-)
-SMOLLM2_135M = SMOLLM2.size("HuggingFaceTB/SmolLM2-135M", 576, 1536, 30, 9, 3, initializer_range=0.041666666666666664)
-SMOLLM2_360M = SMOLLM2.size("HuggingFaceTB/SmolLM2-360M", 960, 2560, 32, 15, 5)
-SMOLLM2_1P7B = SMOLLM2.size("HuggingFaceTB/SmolLM2-1.7B", 2048, 8192, 24, 32, 32, rope_theta=130000.0)
+SMOLLM2_135M = size_of("HuggingFaceTB/SmolLM2-135M")
+SMOLLM2_360M = size_of("HuggingFaceTB/SmolLM2-360M")
+SMOLLM2_1P7B = size_of("HuggingFaceTB/SmolLM2-1.7B")
 
 # Ours: a fifth of the layers, for a student that is as wide as its teacher.
-SMOLLM2_50M = replace(
-    SMOLLM2.size("HuggingFaceTB/SmolLM2-135M", 576, 1536, 6, 9, 3, initializer_range=0.041666666666666664),
-    published=False,
-)
+SMOLLM2_50M = size_of("HuggingFaceTB/SmolLM2-135M", num_hidden_layers=6)
 
 smollm2_135m_pretrain_config = pretrain_recipe(
     SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4
