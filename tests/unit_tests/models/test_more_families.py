@@ -179,7 +179,7 @@ def test_norms_of_each_head_need_a_group_of_heads_on_every_rank():
 def test_a_layer_norm_of_transformer_engine_cannot_go_without_a_bias():
     provider = provider_of("cohere")
     with pytest.raises(UserError, match=r"layernorm_bias=False .*: set model.backend='torch'"):
-        layer_features._check_bias_free(provider, None)
+        layer_features._check_norms(provider, None)
 
 
 def test_a_correction_chooses_experts_and_is_in_no_weight():

@@ -30,7 +30,7 @@ def read_as_layers_do(bounds):
     for _ in range(3):
         queries, keys = block_mask.packed_segments(packed)
         assert [part.length for part in queries] == [part.length for part in keys] == [5, 7]
-        assert mamba._lengths(packed, 14) == [5, 7, 2]
+        assert mamba.lengths_of(packed, 14) == [5, 7, 2]
 
 
 def test_the_batch_brings_them(copies):

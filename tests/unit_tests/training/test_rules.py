@@ -654,7 +654,8 @@ def test_a_setting_needs_what_it_is_a_setting_of(key):
     assert not [*unused_settings.settings_have_effect(default, 1)]
     changed = blocks | {key: OTHER[type(value_of(default, key) or "")]}
     assert next(unused_settings.settings_have_effect(configured(changed), 1)).startswith(f"{key}=")
-    with_it = configured(changed | {"checkpoint.save": "run"} | {needed: value or True})
+    its_own, _, other = unused_settings.NEEDS.get(needed, "checkpoint.save=run").partition("=")
+    with_it = configured(changed | {"checkpoint.save": "run"} | {its_own: other or True} | {needed: value or True})
     assert not [*unused_settings.settings_have_effect(with_it, 1)]
 
 
