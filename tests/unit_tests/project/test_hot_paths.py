@@ -26,6 +26,7 @@ ALLOWED = {
     "backends/recurrent/mamba.py _initialize torch.empty": "first values",
     "backends/recurrent/selective.py prepare torch.arange": "first values",
     "backends/recurrent/split_mixer.py make_parameters torch.ones": "first values",
+    "models/features/activations.py __init__ torch.full": "first values",
     "models/features/multipliers.py _scale_embeddings torch.tensor": "a number of no dimension goes along as one",
     "models/features/multipliers.py scale torch.tensor": "the same function",
     "models/features/per_layer_inputs.py __init__ .item()": "when the model is built",
