@@ -55,12 +55,12 @@ class XIELU(nn.Module):
             self.register_buffer(name, torch.full((), value, **like))
 
     def forward(self, x: Tensor) -> Tensor:
-        alphas = (
+        positive, negative = (
             F.softplus(mappings.copy_to_tensor_model_parallel_region(alpha, self.tp_group))
             for alpha in (self.alpha_p, self.alpha_n)
         )
         beta, eps = self.get_buffer("beta"), self.get_buffer("eps")
-        return _xielu(x, *alphas, beta, torch.minimum(x, eps))
+        return _xielu(x, positive, negative, beta, torch.minimum(x, eps))
 
 
 def apply_xielu(model: nn.Module, config: Any) -> None:
