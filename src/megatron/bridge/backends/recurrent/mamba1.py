@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-1 mixers in plain PyTorch (Jamba), in the place of attention.
+
+Every feature has a state h of its own, and steps dt, B and C are computed from the inputs x (Gu and Dao, "Mamba",
+2023, arXiv:2312.00752), each normalized in Jamba:
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t        y_t = h_t C_t + D x_t
+
+Tensor-parallel ranks split the features; all of them share B, C and the narrow input of dt.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.bridge.backends.decoding.recurrent_cache import StateShape, with_history
+from megatron.bridge.backends.recurrent.gated_delta_net import causal_convolution
+from megatron.bridge.backends.recurrent.mamba import lengths_of
+from megatron.bridge.backends.recurrent.tensor_parallel_mixer import TensorParallelMixer
+
+CHUNK = 64  # tokens whose states are in memory at a time
+_TAPS = 4
+
+
+def selective_scan(
+    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """All outputs in fp32, and the state after them.
+
+    Args:
+        x: Inputs [batch, sequence, features].
+        dt: Steps [batch, sequence, features], positive.
+        rate: A, negative, [features, states].
+        b: [batch, sequence, states].
+        c: [batch, sequence, states].
+        state: Before the inputs, [batch, features, states]; zero when None.
+    """
+    x, dt, b, c = (part.float() for part in (x, dt, b, c))
+    state = x.new_zeros(len(x), *rate.shape) if state is None else state
+    outputs = []
+    for parts in zip(*(part.split(CHUNK, 1) for part in (x, dt, b, c)), strict=True):
+        # the states of a chunk are computed again in the backward pass
+        y, state = checkpoint(_scan_chunk, *parts, rate, state, use_reentrant=False)  # type: ignore[misc]
+        outputs.append(y)
+    assert state is not None
+    return torch.cat(outputs, 1), state
+
+
+def _scan_chunk(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """``selective_scan`` of one chunk, in log2(tokens) steps."""
+    kept = (dt.unsqueeze(-1) * rate).exp()
+    states = (dt * x).unsqueeze(-1) * b.unsqueeze(2)
+    states = torch.cat((states[:, :1] + kept[:, :1] * state.unsqueeze(1), states[:, 1:]), 1)
+    reach = 1  # each state sums up so many tokens
+    while reach < x.size(1):
+        states = torch.cat((states[:, :reach], states[:, reach:] + kept[:, reach:] * states[:, :-reach]), 1)
+        kept = torch.cat((kept[:, :reach], kept[:, reach:] * kept[:, :-reach]), 1)
+        reach *= 2
+    return (states @ c.unsqueeze(-1)).squeeze(-1), states[:, -1]
+
+
+class Mamba1Mixer(TensorParallelMixer):
+    """A Mamba-1 mixer; packed sequences are independent."""
+
+    conv1d_weight: Tensor
+    conv1d_bias: Tensor
+    x_proj: Tensor
+    dt_proj: Tensor
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+
+    cut: ClassVar[dict[str, int]] = {
+        **dict.fromkeys(("conv1d_weight", "conv1d_bias", "dt_proj", "dt_bias", "A_log", "D"), 0),
+        "x_proj": 1,
+    }
+
+    def prepare(self, submodules: MambaMixerSubmodules) -> int:
+        config: Any = self.config
+        inner = config.mamba_num_heads * config.mamba_head_dim
+        self.d_inner_local_tp = width = inner // self.tp_group.size()
+        self.states, self.rank = states, rank = config.mamba_state_dim, config.mamba_dt_rank
+        self.in_proj = build_module(submodules.in_proj, config.hidden_size, 2 * inner, **self.first_options)
+        self.shared = {"dt": rank, "b": states, "c": states}  # by all features, and how wide it is
+        self.norms = nn.ModuleDict(
+            {n: nn.RMSNorm(s, config.layernorm_epsilon, **self.like) for n, s in self.shared.items()}
+        )
+        shapes = {"conv1d_weight": (width, 1, _TAPS), "x_proj": (rank + 2 * states, width), "dt_proj": (width, rank)}
+        self.make_parameters(
+            {**shapes, "A_log": (width, states), **dict.fromkeys(("conv1d_bias", "dt_bias", "D"), (width,))}
+        )
+        if config.perform_initialization:
+            with torch.no_grad():
+                rates = torch.arange(1, states + 1, **self.like).log()
+                self.A_log.copy_(rates.expand_as(self.A_log))
+        return inner
+
+    @property
+    def operations(self) -> float:
+        """Forward operations of one token; the product with A counts as that of a matrix."""
+        return 4.0 * self.d_inner_local_tp * self.states
+
+    def forward(self, hidden_states: Tensor, packed_seq_params: Any = None, **_: Any) -> tuple[Tensor, Tensor | None]:
+        """[s, b, hidden] to the same, and no bias."""
+        projected = self.in_proj(hidden_states)[0]
+        if self.cache is not None:
+            return self.out_proj(self.cache.run(projected, self.d_inner_local_tp, self._advance))
+        parts = projected.transpose(0, 1).split(lengths_of(packed_seq_params, len(projected)), 1)
+        mixed = torch.cat([self._mix(part)[0] for part in parts], 1)
+        return self.out_proj(mixed.transpose(0, 1).contiguous())
+
+    def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Outputs [b, s, features] of texts that go on, and their new states."""
+        out, history, state = self._mix(projected, history, state)
+        return out, (history, state)
+
+    def _mix(
+        self, projected: Tensor, history: Tensor | None = None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs [b, s, features], and what the next token must know."""
+        x, gate = projected.chunk(2, -1)
+        seen = 0 if history is None else history.size(1)
+        whole, history = with_history(x, x[:, :0] if history is None else history)
+        x = F.silu(causal_convolution(whole, self.conv1d_weight.squeeze(1), self.conv1d_bias, None)[:, seen:])
+        shared = mappings.reduce_from_tensor_model_parallel_region(F.linear(x, self.x_proj), self.tp_group)
+        pieces = zip(self.norms.values(), shared.split(list(self.shared.values()), -1), strict=True)
+        narrow, b, c = (
+            mappings.copy_to_tensor_model_parallel_region(norm(piece), self.tp_group) for norm, piece in pieces
+        )
+        dt = F.softplus(F.linear(narrow, self.dt_proj).float() + self.dt_bias.float())
+        y, state = selective_scan(x, dt, -self.A_log.float().exp(), b, c, state)
+        y = (y + self.D.float() * x.float()) * F.silu(gate.float())
+        return y.to(projected.dtype), history, state
+
+    def state_shapes(self) -> list[StateShape]:
+        """Of the states of one text: last inputs of the convolution, and the state of the scan."""
+        width = self.d_inner_local_tp
+        history = StateShape((_TAPS - 1, width), self.config.params_dtype)
+        return [history, StateShape((width, self.states), torch.float32)]
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The parameters; inputs and gates are split over the ranks separately."""
+        state, weight = super().sharded_state_dict(prefix, *args, **kwargs), f"{prefix}in_proj.weight"
+        state[weight] = _split_tensor_factory(state[weight], [self.d_inner_local_tp] * 2, ["x", "gate"], 0)
+        return state

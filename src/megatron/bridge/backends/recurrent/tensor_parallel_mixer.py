@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of mixers that replace attention and split their features over tensor-parallel ranks."""
+
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+
+from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
+from megatron.bridge.backends.recurrent.gated_delta_net import init_conv_weight
+
+
+class TensorParallelMixer(MegatronModule):
+    """A mixer that is called like attention and ends with an output projection.
+
+    Attributes:
+        cache: states of the texts while the model decodes, else None.
+        cut: the dimension along which ranks split a parameter, by its name; they share those that are not named. A
+            module with a name here is one of PyTorch's.
+    """
+
+    cache: RecurrentCache | None = None
+    cut: ClassVar[dict[str, int]]
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        self.layer_number, self.tp_group = layer_number, groups.tp
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.like: Any = {"device": device, "dtype": config.params_dtype}
+        common = {"config": config, "bias": False, "is_expert": False, "tp_group": groups.tp}
+        first = {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
+        last = {"init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": True}
+        self.first_options: Any = {**common, **first, "tp_comm_buffer_name": "fc1"}
+        inner = self.prepare(submodules)
+        self.out_proj = build_module(
+            submodules.out_proj, inner, config.hidden_size, **common, **last, tp_comm_buffer_name="fc2"
+        )
+
+    @property
+    def operations(self) -> float:
+        """Forward operations of one token between the matrices, on this rank's features."""
+        raise TypeError(f"{type(self).__name__} is abstract")
+
+    def prepare(self, submodules: Any) -> int:
+        """Build all but the output projection; return how many features it reads over all ranks."""
+        raise TypeError(f"{type(self).__name__} is abstract: it has no parts of {submodules}")
+
+    def make_parameters(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Register parameters with these shapes on this rank: matrices and convolutions drawn, the others one."""
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape, **self.like)))
+            weight = getattr(self, name)
+            if name in self.cut:
+                set_tensor_model_parallel_attributes(weight, True, self.cut[name], 1)
+            if self.config.perform_initialization:
+                self._initialize(name, weight)
+
+    @torch.no_grad()
+    def _initialize(self, name: str, weight: Tensor) -> None:
+        """Draw a weight of all ranks and keep this rank's part: the same model under any layout."""
+        if name == "dt_bias":
+            weight.fill_(-4.6)  # softplus makes 0.01 of it
+        elif "conv1d" in name:
+            init_conv_weight(weight, self.tp_group)
+        elif name.endswith("proj"):
+            ranks, dim = self.tp_group.size() if name in self.cut else 1, self.cut.get(name, 0)
+            whole = torch.cat([torch.empty_like(weight)] * ranks, dim)
+            self.config.init_method(whole)  # type: ignore[misc]
+            weight.copy_(whole.chunk(ranks, dim)[self.tp_group.rank() if ranks > 1 else 0])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        own = {name: weight for name, weight in self.named_parameters() if "." not in name or name in self.cut}
+        state = make_sharded_tensors_for_checkpoint(own, prefix, self.cut, sharded_offsets, **groups)
+        for name, module in self.named_children():
+            if f"{name}.weight" in own:
+                continue
+            options: Any = (f"{prefix}{name}.", sharded_offsets, metadata)
+            state |= sharded_state_dict_default(module, *options, tp_group=self.tp_group)
+        return state
