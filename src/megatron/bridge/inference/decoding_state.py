@@ -34,7 +34,7 @@ from megatron.bridge.backends.moe.grouped_experts import (
 from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
 from megatron.bridge.backends.recurrent.kimi_delta import KimiDeltaAttention
 from megatron.bridge.backends.recurrent.mamba import TorchMambaMixer
-from megatron.bridge.backends.recurrent.selective import SelectiveMixer
+from megatron.bridge.backends.recurrent.mamba1 import Mamba1Mixer
 from megatron.bridge.backends.recurrent.short_conv import ShortConv
 from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention
 from megatron.bridge.checkpoint.model_io import unwrap
@@ -42,7 +42,7 @@ from megatron.bridge.models.features.rope import ScaledRotaryEmbedding
 from megatron.bridge.utils.errors import UserError
 
 _PARALLEL_LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
-_RECURRENT = (TorchMambaMixer, DeltaNet, ShortConv, SelectiveMixer, KimiDeltaAttention)
+_RECURRENT = (TorchMambaMixer, DeltaNet, ShortConv, Mamba1Mixer, KimiDeltaAttention)
 
 
 class DecodingState:

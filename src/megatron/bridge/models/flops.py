@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from megatron.bridge.backends.attention.sparse_attention import Indexer, is_sparse
-from megatron.bridge.backends.recurrent.split_mixer import SplitMixer
+from megatron.bridge.backends.recurrent.tensor_parallel_mixer import TensorParallelMixer
 
 _BY_THEMSELVES = ("word_embeddings", "position_embeddings", "output_layer")
 _TOWER = "vision."  # its work depends on images, not on tokens
@@ -106,7 +106,7 @@ def operations_between(module: nn.Module, length: int) -> float:
         chunk, states = min(module.chunk_size, length), getattr(module, "state_size", module.d_state)
         within = module.ngroups_local_tp * module.d_state + module.nheads_local_tp * module.headdim
         return (chunk + 1) * within + 4 * module.nheads_local_tp * module.headdim * states
-    if isinstance(module, SplitMixer):
+    if isinstance(module, TensorParallelMixer):
         return module.operations
     if isinstance(module, GatedDeltaNet):
         net: Any = module

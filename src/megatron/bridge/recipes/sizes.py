@@ -15,7 +15,7 @@ _OLD = {"rope_scaling", "rope_theta"}
 
 
 def hf_config(numbers: Mapping[str, Any]) -> Any:
-    """The transformers config with the entries ``numbers``. It runs no remote code."""
+    """Build the transformers config that has the entries ``numbers``, without remote code."""
     from transformers import AutoConfig
 
     from megatron.bridge.models.hf_pretrained.deci_config import DeciConfig

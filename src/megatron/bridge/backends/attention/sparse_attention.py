@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse attention of DeepSeek-V3.2 (DSA), in plain PyTorch.
 
-A small indexer scores all keys that a query may see, and attention sees the ``dsa_indexer_topk`` best of them. With
-a query of its own for each of its heads, and one key and a weight w for all:
+A small indexer scores all keys that a query may see, and attention sees the ``dsa_indexer_topk`` best of them. Each
+head h of the indexer has a query q and a weight w, and all heads share one key k:
 
     score(t, s) = sum_h w_t,h relu(q_t,h k_s)
 
@@ -47,12 +47,12 @@ def is_sparse(config: Any) -> bool:
 
 
 def takes_over(layer: int, offset: int, every: int) -> bool:
-    """Whether a layer, counted from 1, has no indexer: from ``offset`` on, ``every``-th layers have one."""
+    """Whether a layer, counted from 1, has no indexer; from layer ``offset`` on, every ``every``-th layer has one."""
     return is_dsa_skip_topk_layer(layer, offset, every)
 
 
 class Index(NamedTuple):
-    """What the indexer makes of tokens."""
+    """Queries, keys and weights that the indexer computes from tokens."""
 
     queries: Tensor
     """[s, b, h, d]."""
@@ -229,7 +229,7 @@ class SparseAttention(TorchAttention):
                 yield rows, keys, part, later.triu_(span.position + first + 1)
 
     def _masks(self, index: Index) -> list[Tensor | None]:
-        """What each span of a step of decoding does not see, its new keys stored."""
+        """Store the new keys of a decoding step, and return the mask of each span: true for keys it does not see."""
         assert self.indexer is not None
         cache = self.indexer.cache
         assert cache is not None
@@ -262,7 +262,7 @@ class SparseAttention(TorchAttention):
 
     @torch.no_grad()
     def _attention(self, query: Tensor, key: Tensor, unseen: Tensor) -> Tensor:
-        """What attention gives to each key [b, queries, keys], on average over all heads."""
+        """The attention probabilities [b, queries, keys], averaged over all heads."""
         given = query.new_zeros(unseen.shape, dtype=torch.float32)
         for head in range(query.size(2)):
             scores = torch.einsum("sbd,tbd->bst", query[:, :, head].float(), key[:, :, head].float()) * self.scale
@@ -277,7 +277,7 @@ class SparseAttention(TorchAttention):
 
 
 def link_shared(model: nn.Module) -> None:
-    """Give each attention without an indexer the last one before it that has one."""
+    """Connect each attention without an indexer to the last one before it that has one."""
     last: SparseAttention | None = None
     for module in model.modules():
         if isinstance(module, SparseAttention):

@@ -168,7 +168,7 @@ def _cut_like_heads(norm: Any, prefix: str, sharded_offsets: tuple, metadata: di
 
 
 def replicated(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """A parameter, to be filled, that is whole on every tensor-parallel rank."""
+    """An uninitialized parameter that every tensor-parallel rank has whole."""
     parameter = _parameter(config, *shape)
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter

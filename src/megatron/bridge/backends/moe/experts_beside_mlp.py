@@ -16,7 +16,7 @@ from megatron.bridge.backends.kernels.norms import TorchNorm, replicated
 
 
 class ExpertsBesideMLP(MoELayer):
-    """Megatron-Core's experts with ``dense``, built by the argument of this name, beside them."""
+    """Megatron-Core's experts and a dense feed-forward layer, which the argument ``dense`` builds."""
 
     def __init__(self, config: TransformerConfig, *args: Any, dense: Any, pg_collection: Any, **others: Any) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **others)
@@ -41,7 +41,7 @@ class ExpertsBesideMLP(MoELayer):
         return weights * router.expert_scale, chosen
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """The sum of both, from the residual stream [s, b, hidden]."""
+        """Return the sum of both outputs; ``hidden_states`` is the residual stream [s, b, hidden]."""
         self._stream = hidden_states
         norms: Any = self
         sparse, _ = super().forward(norms.expert_norm(hidden_states), *args, **kwargs)

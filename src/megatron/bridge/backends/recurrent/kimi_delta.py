@@ -20,12 +20,12 @@ from megatron.bridge.backends.recurrent.gated_delta_net import (
     chunk_gated_delta_rule,
     l2norm,
 )
-from megatron.bridge.backends.recurrent.split_mixer import SplitMixer
+from megatron.bridge.backends.recurrent.tensor_parallel_mixer import TensorParallelMixer
 
 _QKV = ("q", "k", "v")
 
 
-class KimiDeltaAttention(SplitMixer):
+class KimiDeltaAttention(TensorParallelMixer):
     """The layer; packed sequences are independent."""
 
     b_proj: Tensor

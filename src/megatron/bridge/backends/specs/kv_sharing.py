@@ -54,7 +54,7 @@ class SharedKVAttention(SelfAttention):
 
         own = dataclasses.replace(submodules, linear_qkv=projection)
         super().__init__(config, own, layer_number, **others)
-        self.source: list[SharedKVAttention] = []  # in a list, for it not to be a part of this layer
+        self.source: list[SharedKVAttention] = []  # in a list, or it would be a submodule of this layer
         self.roles, self.is_source, self.is_last = roles, False, False
         if roles == "q":
             self.k_layernorm = None
@@ -86,7 +86,7 @@ class SharedKVAttention(SelfAttention):
 
 
 def connect_shared_kv(model: torch.nn.Module, config: Any) -> None:
-    """Tell each layer that shares keys and values whose they are.
+    """Connect each layer that shares keys and values to the layer that computes them.
 
     Raises:
         UserError: that layer is on another pipeline stage.

@@ -46,15 +46,23 @@ from megatron.bridge.backends.kernels import compiled, eager, mtp_loss
 from megatron.bridge.backends.moe import aux_loss_metrics
 from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
 from megatron.bridge.backends.recurrent.kimi_delta import KimiDeltaAttention
+from megatron.bridge.backends.recurrent.mamba1 import Mamba1Mixer
 from megatron.bridge.backends.recurrent.one_group_mamba import OneGroupMambaMixer
-from megatron.bridge.backends.recurrent.selective import SelectiveMixer
-from megatron.bridge.backends.recurrent.short_conv import ShortConv, ShortConvSubmodules
+from megatron.bridge.backends.recurrent.short_conv import ShortConv
 from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.backends.specs.heterogeneous_specs import heterogeneous_layer
 from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention, TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
 
 BACKENDS = ("torch", "transformer_engine")
+
+
+MIXERS: dict[str, type] = {
+    "kda_layers": KimiDeltaAttention,
+    "short_conv_layers": ShortConv,
+    "mamba_layers": OneGroupMambaMixer,
+}
+"""Fields that list layers with a mixer in the place of attention -> the mixer; ``mamba_dt_rank`` makes it Mamba-1."""
 
 
 def has_transformer_engine() -> bool:
@@ -128,21 +136,13 @@ def _with_mixers(
     provider: BackendSpecProvider,
     first: Any,
 ) -> list[ModuleSpec]:
-    """Replace attention by gated short convolutions or Mamba-2 mixers in the layers that ``config`` selects."""
-    pattern: list[int] | None = getattr(config, "short_conv_layers", None)
-    mixer: type = ShortConv
-    submodules: Any = ShortConvSubmodules
-    if getattr(config, "kda_layers", None) is not None:
-        pattern, mixer = config.kda_layers, KimiDeltaAttention  # type: ignore[attr-defined]
-    if pattern is None:
-        pattern = getattr(config, "mamba_layers", None)
-        mixer, submodules = OneGroupMambaMixer, MambaMixerSubmodules
-        if getattr(config, "mamba_dt_rank", None):
-            mixer = SelectiveMixer
-    if pattern is None:
+    """Replace attention by the mixers of ``MIXERS`` in the layers that ``config`` selects."""
+    field = next((name for name in MIXERS if getattr(config, name, None) is not None), None)
+    if field is None:
         return layers
-    parts = submodules(in_proj=first, out_proj=provider.row_parallel_linear())
-    spec = ModuleSpec(module=mixer, submodules=parts)
+    mixer: type = Mamba1Mixer if getattr(config, "mamba_dt_rank", None) else MIXERS[field]
+    pattern: list[int] = getattr(config, field)
+    spec = ModuleSpec(module=mixer, submodules=MambaMixerSubmodules(first, provider.row_parallel_linear()))
     return [
         _with_mixer(layer, spec) if pattern[index] else layer
         for layer, index in zip(layers, _layers_here(config, vp_stage), strict=True)

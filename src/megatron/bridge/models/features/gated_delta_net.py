@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model with other layers than attention must fulfil, said before it is built."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bridge.backends.specs.layer_specs import linear_pattern
+from megatron.bridge.backends.specs.layer_specs import MIXERS, linear_pattern
 from megatron.bridge.utils.errors import UserError
 
-LAYERS = ("short_conv_layers", "mamba_layers", "kda_layers")
+LAYERS = tuple(MIXERS)
 """Fields that list layers with another mixer than attention."""
+
+# such a field -> the sizes that tensor-parallel ranks split
+_SPLIT = {
+    "kda_layers": ("linear_num_key_heads",),
+    "short_conv_layers": ("hidden_size",),
+    "mamba_layers": ("mamba_num_heads", "mamba_state_dim"),
+}
 
 # features of a layer that were made for attention alone -> the value with which they change nothing
 _OF_ATTENTION: dict[str, Any] = {
@@ -70,25 +78,36 @@ def _check_layers(config: TransformerConfig, layers: str) -> None:
             f"context_parallel_size={config.context_parallel_size} is not supported with {layers}: a "
             "convolution sees tokens that another rank has"
         )
-    is_mamba = layers == "mamba_layers"
-    is_kimi = layers == "kda_layers"
-    cut = ("mamba_num_heads",) if getattr(config, "mamba_dt_rank", None) else ("mamba_num_heads", "mamba_state_dim")
-    for name in cut if is_mamba else ("linear_num_key_heads",) if is_kimi else ("hidden_size",):
-        size, ranks = getattr(config, name), config.tensor_model_parallel_size
+    is_mamba_1 = bool(getattr(config, "mamba_dt_rank", None))
+    check_split(config, [name for name in _SPLIT[layers] if not (is_mamba_1 and name == "mamba_state_dim")], layers)
+    others: dict[str, Any] = {**_OF_ATTENTION, "experimental_attention_variant": None, "mtp_num_layers": None}
+    if layers == "mamba_layers":
+        others["mamba_num_groups"] = 1
+    else:
+        others["mamba_layers"] = None
+    if layers == "kda_layers":
+        others["multi_latent_attention"] = True
+        others["linear_value_head_dim"] = config.linear_key_head_dim
+        others["linear_num_value_heads"] = config.linear_num_key_heads
+    exclude(config, others, layers)
+
+
+def check_split(config: Any, names: Iterable[str], needed_by: str) -> None:
+    """Refuse sizes called ``names`` that tensor-parallel ranks cannot split."""
+    ranks = config.tensor_model_parallel_size
+    for name in names:
+        size = getattr(config, name)
         if not size or size % ranks:
-            raise UserError(f"tensor_model_parallel_size={ranks} does not divide {name}={size}, which {layers} needs")
-    others: dict[str, Any] = {
-        **_OF_ATTENTION,
-        **({"mamba_num_groups": 1} if is_mamba else {"mamba_layers": None}),
-        "experimental_attention_variant": None,
-        "mtp_num_layers": None,
-    }
-    if is_kimi:
-        same = {"value_head_dim": config.linear_key_head_dim, "num_value_heads": config.linear_num_key_heads}
-        others |= {"multi_latent_attention": True, **{f"linear_{name}": value for name, value in same.items()}}
-    for name, harmless in others.items():
-        if getattr(config, name, harmless) != harmless:
-            raise UserError(f"{name}={getattr(config, name)!r} is not supported with {layers}")
+            raise UserError(
+                f"tensor_model_parallel_size={ranks} does not divide {name}={size}, which {needed_by} needs"
+            )
+
+
+def exclude(config: Any, harmless: Mapping[str, Any], feature: str) -> None:
+    """Refuse settings that differ from the values with which they do nothing beside ``feature``."""
+    for name, value in harmless.items():
+        if getattr(config, name, value) != value:
+            raise UserError(f"{name}={getattr(config, name)!r} is not supported with {feature}")
 
 
 def _check_heads(config: TransformerConfig) -> None:

@@ -8,8 +8,11 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
-from megatron.bridge.backends.recurrent.beside_attention import AttentionBesideMamba
+from megatron.bridge.backends.recurrent.mamba_beside_attention import AttentionBesideMamba
+from megatron.bridge.models.features import gated_delta_net
 from megatron.bridge.utils.errors import UserError, did_you_mean
+
+_FIELD = "mamba_beside_attention"
 
 MULTIPLIERS: dict[str, Any] = {
     "attention_in_multiplier": 1.0,
@@ -32,9 +35,7 @@ _EXCLUDED: dict[str, Any] = {
     "parallel_residual": None,
     "norm_placement": "pre",
     "experimental_attention_variant": None,
-    "mamba_layers": None,
-    "short_conv_layers": None,
-    "kda_layers": None,
+    **dict.fromkeys(gated_delta_net.LAYERS),
 }
 
 
@@ -45,9 +46,7 @@ def derive(config: Any) -> None:
     for name in config.mamba_beside_attention:
         if name not in MULTIPLIERS:
             raise UserError(f"mamba_beside_attention has no multiplier {name}{did_you_mean(name, MULTIPLIERS)}")
-    for name, harmless in _EXCLUDED.items():
-        if getattr(config, name) != harmless:
-            raise UserError(f"{name}={getattr(config, name)!r} is not supported with mamba_beside_attention")
+    gated_delta_net.exclude(config, _EXCLUDED, _FIELD)
     _check_sizes(config)
     factors = {**MULTIPLIERS, **config.mamba_beside_attention}
     if config.softmax_scale is None:
@@ -56,15 +55,11 @@ def derive(config: Any) -> None:
 
 
 def _check_sizes(config: Any) -> None:
-    ranks, groups = config.tensor_model_parallel_size, config.mamba_num_groups
+    groups = config.mamba_num_groups
     if (config.mamba_num_heads or 0) % groups:
         raise UserError(f"mamba_num_groups={groups} does not divide mamba_num_heads={config.mamba_num_heads}")
-    for name in ("mamba_num_heads", "mamba_state_dim" if groups == 1 else "mamba_num_groups"):
-        if (getattr(config, name) or 0) % ranks or not getattr(config, name):
-            raise UserError(
-                f"tensor_model_parallel_size={ranks} does not divide {name}={getattr(config, name)}, which "
-                "mamba_beside_attention needs"
-            )
+    names = ("mamba_num_heads", "mamba_state_dim" if groups == 1 else "mamba_num_groups")
+    gated_delta_net.check_split(config, names, _FIELD)
 
 
 def apply(model: nn.Module, config: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled and normed embeddings, scaled and soft-capped logits.
+"""Scale and normalize embeddings; scale and soft-cap logits.
 
 They are applied where the embedding and the output layer return, so everything that calls one of the two sees
 them, once: losses, multi-token prediction, tied weights, a caller that asks for logits.

@@ -41,8 +41,11 @@ class CorrectedSoftmax:
 
 def check(config: Any) -> None:
     """Refuse settings that take the routing away from these rules."""
-    rules = {"moe_router_norm_topk": (True, "sigmoid"), "moe_router_norm_min": (None, "softmax")}
-    rules["moe_router_sparsemixer_eps"] = (None, "softmax")
+    rules = {
+        "moe_router_norm_topk": (True, "sigmoid"),
+        "moe_router_norm_min": (None, "softmax"),
+        "moe_router_sparsemixer_eps": (None, "softmax"),
+    }
     for name, (default, kind) in rules.items():
         value = getattr(config, name)
         if config.num_moe_experts is None or value == default:

@@ -30,8 +30,6 @@ _SIZES = (
 
 @register_bridge("JambaForCausalLM", model_type="jamba")
 class JambaBridge(DecoderBridge):
-    """Hugging Face's ``JambaForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = tuple(field for field in override(DENSE, *_SIZES) if field.hf != "rope_parameters")
     fixed = {
         **LLAMA_LIKE,

@@ -3,47 +3,33 @@
 
 from dataclasses import replace
 
+from megatron.bridge.models.conversion.declare import mla_fields as mla
+from megatron.bridge.models.conversion.declare import moe_fields as moe
 from megatron.bridge.models.conversion.declare.blocks import ends, mlp
 from megatron.bridge.models.conversion.declare.fields import constant, override
 from megatron.bridge.models.conversion.declare.kimi_delta import KIMI_DELTA, kimi_delta
 from megatron.bridge.models.conversion.declare.mla_blocks import latent_attention
-from megatron.bridge.models.conversion.declare.mla_fields import (
-    LATENT,
-    LATENT_LIKE,
-    NOT_ROTATED,
-    SPARSE_LAYERS,
-    UNSPOKEN,
-)
 from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.declare.moe_fields import (
-    NORM_SIGMOIDS,
-    SCALING,
-    SHARED_EXPERTS,
-    SIGMOID_ROUTING,
-    expert_sizes,
-)
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.mla_provider import MLAModelProvider
 
 _MOE = "block_sparse_moe"
-_LATENT = override(LATENT, *KIMI_DELTA, NOT_ROTATED)
+_LATENT = override(mla.LATENT, *KIMI_DELTA, mla.NOT_ROTATED)
 _RENAMED = {"max_position_embeddings": "model_max_length"}
 
 
 @register_bridge("KimiLinearForCausalLM", provider=MLAModelProvider, model_type="kimi_linear")
 class KimiLinearBridge(DecoderBridge):
-    """Hugging Face's ``KimiLinearForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (
         *(replace(field, hf=_RENAMED.get(field.hf, field.hf)) for field in _LATENT if field.hf != "rope_parameters"),
-        *expert_sizes("num_experts", chosen="num_experts_per_token"),
-        *(SPARSE_LAYERS, SCALING, replace(SHARED_EXPERTS, hf="num_shared_experts")),
-        replace(NORM_SIGMOIDS, hf="moe_renormalize"),
+        *moe.expert_sizes("num_experts", chosen="num_experts_per_token"),
+        *(mla.SPARSE_LAYERS, moe.SCALING, replace(moe.SHARED_EXPERTS, hf="num_shared_experts")),
+        replace(moe.NORM_SIGMOIDS, hf="moe_renormalize"),
         *(constant("num_expert_group", 1), constant("topk_group", 1)),
     )
-    fixed = {**LATENT_LIKE, **SIGMOID_ROUTING, "position_embedding_type": "none"}
+    fixed = {**mla.LATENT_LIKE, **moe.SIGMOID_ROUTING, "position_embedding_type": "none"}
     irrelevant = {
-        **UNSPOKEN,
+        **mla.UNSPOKEN,
         # transformers makes layer_types, mlp_layer_types and linear_... of them
         **dict.fromkeys(("linear_attn_config", "first_k_dense_replace")),
         **dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters")),  # nothing is rotated

@@ -9,8 +9,6 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("NanoChatForCausalLM", model_type="nanochat")
 class NanoChatBridge(DecoderBridge):
-    """Hugging Face's ``NanoChatForCausalLM`` and Megatron's ``GPTModel``."""
-
     fields = (*DENSE, ATTENTION_BIAS, Field("final_logit_softcapping", "final_logit_softcapping", default=15.0))
     fixed = {
         **LLAMA_LIKE,
