@@ -145,6 +145,13 @@ def test_saved_like_sequential_experts(bias, gated):
         assert torch.equal(data, theirs[place][1])
 
 
+def test_a_model_on_the_meta_device_hides_no_metrics_of_the_next():
+    tracker = aux_loss_metrics.GrowingMoEMetricsTracker()
+    for device in ("meta", "cpu"):
+        tracker.record("load_balancing_loss", torch.ones((), device=device), 2, 3)
+    assert tracker.metrics["load_balancing_loss"].values.tolist() == [0, 1, 0]
+
+
 def test_deeper_models_may_record_metrics():
     """Megatron-Core's tracker is sized by the first model of the process."""
     moe_logging.destroy_moe_metrics_tracker()
