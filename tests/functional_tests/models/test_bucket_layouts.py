@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
+from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.models.conversion.engine.exchange import Pending
 from tests.families import harness
-from tests.live_tensors import LiveBytes
 
 BUCKET = 90_000  # a third of a model, and more than its largest parameter needs
 

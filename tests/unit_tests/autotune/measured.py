@@ -8,8 +8,8 @@ from megatron.core import tensor_parallel
 from megatron.core.models.common.language_module import language_module
 
 from megatron.bridge.autotune import meta_model
+from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.models.model_provider import silenced
-from tests.live_tensors import LiveBytes
 from tests.one_stage import run_stage
 
 

@@ -70,6 +70,20 @@ def test_packed_rows_restart_positions_at_each_sample(folder, tokenizer):
         assert found["position_ids"][:, 0, start].tolist() == [0, 0, 0]
 
 
+def test_packed_rows_have_no_more_images_than_fit(folder, tokenizer):
+    specs = PackedSequenceSpecs(packed_sequence_size=128)
+    token = tokenizer.hf.convert_tokens_to_ids("<|image_pad|>")
+
+    def most(limit):
+        dataset = finetuning(folder, packed_sequence_specs=specs, max_image_tokens=limit)
+        rows = build_finetuning_datasets(dataset, DatasetRequest((4, 0, 0), tokenizer)).train.rows
+        return len(rows), max(int((rows[index]["tokens"] == token).sum()) for index in range(len(rows)))
+
+    (few, free), (many, limited) = most(None), most(16)
+    assert limited <= 16 < free
+    assert many > few
+
+
 def test_later_stages_get_no_pixels(folder, tokenizer):
     found = batch(finetuning(folder), tokenizer, decodes_images=False)
     assert "media" not in found

@@ -72,6 +72,20 @@ def test_a_frozen_tower_keeps_no_activations(vision_case):
     assert ran == [False]
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl", "mistral3"])
+def test_recomputed_layers_give_the_same_gradients(vision_case, name):
+    def gradients(recompute):
+        bridge, provider = provider_of(vision_case(name), recompute_vision_model=recompute)
+        model = provider.provide_distributed_model()
+        layers = [part for part in model[0].modules() if getattr(part, "gradient_checkpointing", False)]
+        harness.forward_backward(model, vision_case(name).samples(bridge.hf_config), vision_case(name).row)
+        return len(layers), {key: value.main_grad for key, value in model[0].named_parameters() if value.requires_grad}
+
+    (none, expected), (some, found) = gradients(False), gradients(True)
+    assert none == 0 < some
+    assert all(value.equal(expected[key]) for key, value in found.items())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -53,7 +53,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 
 from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, pipeline_of, short_pipeline
+from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_counts
 from megatron.bridge.models.model_provider import ModelProvider
+from megatron.bridge.models.vision.tower import dummy_media
 from megatron.bridge.training.config import ConfigContainer
 
 _INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
@@ -66,6 +68,7 @@ class Sizes:
     """The symbols of the formulas above, and what decides which of them apply."""
 
     tokens: int
+    images: int  # tokens of images that a rank encodes
     between: int
     number: int
     tensor: int
@@ -95,10 +98,11 @@ class LayerCounts:
 
 @dataclass(frozen=True)
 class ChunkCounts:
-    """The layers of a chunk, and whether the loss follows them."""
+    """The layers of a chunk, whether the loss follows them, and the vision tower in front of them."""
 
     layers: list[LayerCounts]
     has_loss: bool
+    tower: TowerCounts = NO_TOWER
 
 
 def activation_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
@@ -189,6 +193,7 @@ def sizes_of(config: ConfigContainer) -> Sizes:
     number = 2 if model.bf16 or model.fp16 else _FP32
     return Sizes(
         tokens=tokens,
+        images=_image_tokens(config),
         between=between,
         number=number,
         tensor=tensor,
@@ -206,6 +211,16 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         gathered=model.context_parallel_size if gathers else 1,
         recomputed=tuple(model.recompute_modules or ("core_attn",)) if selective else (),
     )
+
+
+def _image_tokens(config: ConfigContainer) -> int:
+    """As many as samples may have, shared out evenly over the ranks that share images."""
+    model: Any = config.model
+    if getattr(model, "vision", None) is None:
+        return 0
+    most = getattr(config.dataset, "max_image_tokens", None) or config.dataset.seq_length
+    ranks = model.tensor_model_parallel_size * model.context_parallel_size if model.share_images else 1
+    return -(-config.train.micro_batch_size * most // ranks)
 
 
 def _is_fused(model: ModelProvider) -> bool:
@@ -246,7 +261,14 @@ def _of_activation(model: ModelProvider) -> int:
 
 
 def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
-    return ChunkCounts([counts_of_layer(layer, sizes) for layer in _layers(chunk)], bool(chunk.post_process))
+    layers = [counts_of_layer(layer, sizes) for layer in _layers(chunk)]
+    return ChunkCounts(layers, bool(chunk.post_process), counts_of_tower(chunk, sizes.images))
+
+
+def counts_of_tower(chunk: Any, tokens: int) -> TowerCounts:
+    """What the vision tower of ``chunk``, on the meta device, keeps and holds for ``tokens`` tokens of images."""
+    tower = getattr(chunk, "vision", None)
+    return NO_TOWER if tower is None else tower_counts(tower, dummy_media(tower), tokens)
 
 
 def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
@@ -268,18 +290,20 @@ class _LayerBytes:
 
 def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> _LayerBytes:
     full, kept = [layer.full for layer in chunk.layers], [layer.kept for layer in chunk.layers]
-    ends = _head(sizes) * chunk.has_loss + _output(model, sizes)
+    ends = _head(sizes) * chunk.has_loss + _output(model, sizes) + chunk.tower.kept
     gradients = max((layer.working for layer in chunk.layers), default=0)
     again = max((before - after for before, after in zip(full, kept, strict=True)), default=0)
     entry = sizes.between * sizes.hidden * sizes.number
     count = model.recompute_num_layers or 1
     if model.recompute_granularity != "full":
-        return _LayerBytes(ends + sum(kept), gradients + again)
-    if model.recompute_method == "block":  # the first layers of a chunk
-        held = len(full[:count]) * entry + sum(full[count:])
-        return _LayerBytes(ends + held, gradients + max(full[:count], default=0))
-    pieces = [full[start : start + count] for start in range(0, len(full), count)]
-    return _LayerBytes(ends + len(pieces) * entry, gradients + max(map(sum, pieces), default=0))
+        held = sum(kept)
+    elif model.recompute_method == "block":  # the first layers of a chunk
+        held, again = len(full[:count]) * entry + sum(full[count:]), max(full[:count], default=0)
+    else:
+        pieces = [full[start : start + count] for start in range(0, len(full), count)]
+        held, again = len(pieces) * entry, max(map(sum, pieces), default=0)
+    # the tower runs backward when the layers have
+    return _LayerBytes(ends + held, max(gradients + again, chunk.tower.working - held))
 
 
 def _layers(chunk: Any) -> Iterator[nn.Module]:

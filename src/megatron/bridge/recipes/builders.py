@@ -321,7 +321,10 @@ def _model(size: Size, chosen: dict[str, Any]) -> GPTModelProvider:
     return model
 
 
-def _recompute(model: GPTModelProvider, what: Recompute | None) -> None:
+def _recompute(model: Any, what: Recompute | None) -> None:
+    if isinstance(what, list) and "vision_model" in what:
+        model.recompute_vision_model = True
+        what = [module for module in what if module != "vision_model"] or None
     if what == "full":
         model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
     elif what is not None:

@@ -14,7 +14,7 @@ LowPrecision = Literal[
 ]
 Precision = Literal["bf16_mixed", "fp16_mixed", "fp32"] | LowPrecision
 Adapter = Literal["lora", "dora"]
-Module = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+Module = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts", "vision_model"]
 Recompute = Literal["selective", "full"] | list[Module]
 
 
@@ -44,7 +44,7 @@ class LayoutOptions(TypedDict, total=False):
     """
     recompute: Recompute | None
     """What the backward pass computes again to save memory: attention (``selective``), whole layers (``full``), or
-    the listed modules."""
+    the listed modules; ``vision_model`` stands for the layers of a vision tower."""
 
 
 class ScheduleOptions(TypedDict, total=False):

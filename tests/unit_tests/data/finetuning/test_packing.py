@@ -37,6 +37,22 @@ def test_every_sample_is_in_one_row_that_holds_it(lengths, capacity):
     assert len(rows) == naive(lengths, capacity)
 
 
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), max_size=60), st.integers(20, 40))
+def test_no_row_has_more_images_than_fit(samples, limit):
+    lengths, images = [length for length, _ in samples], [tokens for _, tokens in samples]
+    rows = pack(lengths, 90, images, limit)
+    assert sorted(sample for row in rows for sample in row.tolist()) == list(range(len(samples)))
+    assert all(sum(lengths[sample] for sample in row) <= 90 for row in rows)
+    assert all(sum(images[sample] for sample in row) <= limit for row in rows)
+
+
+def test_a_limit_that_no_row_reaches_changes_nothing():
+    random = np.random.default_rng(0)
+    lengths, images = random.integers(1, 50, 500), random.integers(0, 20, 500)
+    free, limited = pack(lengths, 90), pack(lengths, 90, images, 10_000)
+    assert [row.tolist() for row in free] == [row.tolist() for row in limited]
+
+
 @pytest.mark.parametrize("capacity", [4096, 131072])
 def test_realistic_lengths_fill_the_rows(capacity):
     random = np.random.default_rng(0)

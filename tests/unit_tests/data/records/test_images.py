@@ -10,7 +10,7 @@ import pytest
 
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.references import decode
-from megatron.bridge.data.records.encoding import NO_IMAGE, TOO_LONG, RecordEncoder
+from megatron.bridge.data.records.encoding import NO_IMAGE, TOO_LONG, TOO_MANY_IMAGES, RecordEncoder
 from megatron.bridge.data.records.preparation import prepare
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.sources import FileSource
@@ -242,6 +242,18 @@ def test_a_sample_with_images_is_never_cut(tokenizer, rules):
     refuses(lambda: cut([("file:3", record)]), "file:3", "dataset.truncation", "dataset.max_pixels")
     dropped = RecordEncoder(tokenizer, replace(rules, max_tokens=20, truncation="drop"))([("x", record)])
     assert dropped.report.dropped[TOO_LONG] == 1
+
+
+def test_a_limit_of_image_tokens_refuses_or_drops_samples(tokenizer, rules):
+    record = chat(image("a.png"), image("b.png"), TEXT)
+    tokens = RecordEncoder(tokenizer, rules)([("x", record)]).report.image_tokens
+    kept = RecordEncoder(tokenizer, replace(rules, max_image_tokens=tokens))([("x", record)])
+    assert kept.report.samples == 1
+    less = replace(rules, max_image_tokens=tokens - 1)
+    refusing = RecordEncoder(tokenizer, replace(less, truncation="right"))
+    refuses(lambda: refusing([("file:3", record)]), "file:3", f"dataset.max_image_tokens={tokens - 1}", str(tokens))
+    dropping = RecordEncoder(tokenizer, replace(less, truncation="drop"))
+    assert dropping([("file:3", record)]).report.dropped == {TOO_MANY_IMAGES: 1}
 
 
 def test_a_model_without_images_refuses_them(tokenizer):

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from megatron.bridge.autotune import meta_model
-from megatron.bridge.autotune.activations import ChunkCounts, LayerCounts, counts_of_layer, sizes_of, stage_moments
+from megatron.bridge.autotune.activations import (
+    ChunkCounts,
+    LayerCounts,
+    counts_of_layer,
+    counts_of_tower,
+    sizes_of,
+    stage_moments,
+)
 from megatron.bridge.autotune.layers import layer_shape, layers_of
 from megatron.bridge.autotune.memory import optimizer_bytes, quantized_bytes
 from megatron.bridge.autotune.predict import roofline_of, setting_of
@@ -20,6 +27,7 @@ from megatron.bridge.autotune.time.schedule import Pipeline, pipeline_of
 from megatron.bridge.autotune.time.simulate import PassTimes, bound
 from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, predict_step, stage_weights
 from megatron.bridge.autotune.time.work import LayerShape
+from megatron.bridge.autotune.vision_tower import TowerCounts
 from megatron.bridge.models import model_provider
 from megatron.bridge.models.model_provider import silenced
 from megatron.bridge.training.config import ConfigContainer
@@ -61,6 +69,7 @@ class Pricer:
         self.config, self.world_size, self.card = config, world_size, card
         self._layers: dict[tuple[int, int], _Layers] = {}
         self._counted: dict[Any, LayerCounts] = {}
+        self._towers: dict[int, TowerCounts] = {}
         self._divided: dict[Candidate, list[int] | None] = {}
         self._shapes: dict[LayerShape, LayerShape] = {}
 
@@ -163,14 +172,28 @@ class Pricer:
         pipeline = pipeline_of(config, self.world_size)
         found = []
         for stage, chunks in enumerate(plan):
+            front = None if stage else self._with_tower
             counted = [
                 ChunkCounts([self._count(module, sizes) for module in inside], chunk.losses > 0)
                 for chunk, inside in zip(chunks, modules[stage], strict=True)
             ]
+            if front is not None:
+                counted[0] = replace(counted[0], tower=self._count_tower(sizes.images))
             most = max(moment.total for moment in stage_moments(config.model, counted, sizes, pipeline, stage))
             dense, experts = stage_weights(chunks, setting)
+            dense += sum(map(torch.numel, front.vision.parameters())) if front is not None else 0
             found.append(int(self._state_bytes(dense, experts, candidate, config) + most))
         return tuple(found)
+
+    @cached_property
+    def _with_tower(self) -> Any:
+        """The model on one rank, if it has a vision tower."""
+        return meta_model.whole_model(self.config.model) if getattr(self.config.model, "vision", None) else None
+
+    def _count_tower(self, tokens: int) -> TowerCounts:
+        if tokens not in self._towers:
+            self._towers[tokens] = counts_of_tower(self._with_tower, tokens)
+        return self._towers[tokens]
 
     def _count(self, module: Any, sizes: Any) -> LayerCounts:
         key = (id(module), sizes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.bridge.autotune import meta_model
+from megatron.bridge.autotune.activations import sizes_of
 from megatron.bridge.autotune.gpus import GPUS, fits, gpu_name
 from megatron.bridge.autotune.memory import RankMemory, fullest_stage, memory_per_rank
 from megatron.bridge.autotune.predict import predict
@@ -18,6 +19,7 @@ from megatron.bridge.autotune.report import page, time_lines
 from megatron.bridge.autotune.search.candidate import as_overrides
 from megatron.bridge.autotune.search.explain import nearest_fit
 from megatron.bridge.autotune.search.search import Search
+from megatron.bridge.autotune.vision_tower import READ_ON_THE_HOST
 from megatron.bridge.cli.support import rank_diagram
 from megatron.bridge.cli.support.summary import describe, warnings
 from megatron.bridge.cli.support.train_job import Job
@@ -111,9 +113,23 @@ def _differences(job: Job) -> Iterator[str]:
 
 def _memory(config: "ConfigContainer", memory: list[RankMemory]) -> Iterator[str]:
     yield "memory per rank: states counted on the sharded model, activations estimated"
-    if getattr(config.model, "vision", None) is not None:
-        yield "not counted: activations and compute of the vision tower, which depend on the images"
+    yield from _images(config)
     yield from rank_diagram.memory_table(memory, _stage_contents(config))
+
+
+def _images(config: "ConfigContainer") -> Iterator[str]:
+    """What the memory of the vision tower holds for, if there is a tower."""
+    vision = getattr(config.model, "vision", None)
+    if vision is None:
+        return
+    tokens = sizes_of(config).images
+    if vision["model_type"] in READ_ON_THE_HOST:
+        yield f"not counted: activations of the vision tower, because {vision['model_type']} reads its images"
+        return
+    yield (
+        f"each rank encodes up to {tokens:,} tokens of images at once: dataset.max_image_tokens limits them, and "
+        "model.recompute_vision_model=true keeps less of each"
+    )
 
 
 def _fits(memory: list[RankMemory], kind: str) -> bool:

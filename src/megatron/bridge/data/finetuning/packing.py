@@ -2,12 +2,21 @@
 """Packing: which samples share a row, and how a packed row is divided among context-parallel ranks."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
+TRIED_ROWS = 64
+"""Rows that a sample with images is tried in; trying all would make packing quadratic in the number of samples."""
 
-def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[np.ndarray]:
+
+def pack(
+    lengths: Sequence[int] | np.ndarray,
+    capacity: int,
+    images: Sequence[int] | np.ndarray | None = None,
+    image_capacity: int = 0,
+) -> list[np.ndarray]:
     """Distribute samples over rows by best-fit decreasing.
 
     The longest sample comes first, and each goes to the row where it leaves the least space.
@@ -15,6 +24,8 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[np.ndarray]
     Args:
         lengths: positive length of each sample, at most ``capacity``.
         capacity: length of a row.
+        images: tokens of images of each sample, at most ``image_capacity``; None does not limit them.
+        image_capacity: tokens of images that a row may have.
 
     Returns:
         The indices of the samples in each row, in ascending order. Rows are ordered by their first sample, and
@@ -26,27 +37,38 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[np.ndarray]
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     assert not len(sizes) or (sizes.min() > 0 and sizes.max() <= capacity), "a sample does not fit"
+    needed = np.zeros_like(sizes) if images is None else np.asarray(images, dtype=np.int64)
+    assert not len(needed) or needed.max() <= image_capacity, "the images of a sample do not fit"
     order = np.argsort(-sizes, kind="stable")
     row_of = np.empty(len(sizes), dtype=np.int64)
     count = 0
     rows_with: dict[int, list[int]] = {}  # rows by the space left in them
     spaces: list[int] = []  # the keys of rows_with, sorted
-    for sample, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        place = bisect_left(spaces, size)
-        if place < len(spaces):
-            space = spaces[place]
-            row = rows_with[space].pop()
+    image_space: list[int] = []  # of each row
+    for sample, size, wanted in zip(order.tolist(), sizes[order].tolist(), needed[order].tolist(), strict=True):
+        fitting = ((space, row) for space in _from(spaces, size) for row in reversed(rows_with[space]))
+        found = next((each for each in islice(fitting, TRIED_ROWS) if image_space[each[1]] >= wanted), None)
+        if found is not None:
+            space, row = found
+            rows_with[space].remove(row)
             if not rows_with[space]:
-                del rows_with[space], spaces[place]
+                del rows_with[space], spaces[bisect_left(spaces, space)]
         else:
             space, row = capacity, count
+            image_space.append(image_capacity)
             count += 1
         row_of[sample] = row
+        image_space[row] -= wanted
         if left := space - size:
             if left not in rows_with:
                 insort(spaces, left)
             rows_with.setdefault(left, []).append(row)
     return _members(row_of, count)
+
+
+def _from(ordered: list[int], least: int) -> Iterator[int]:
+    """The entries of a sorted list that are at least ``least``."""
+    return (ordered[place] for place in range(bisect_left(ordered, least), len(ordered)))
 
 
 def _members(row_of: np.ndarray, count: int) -> list[np.ndarray]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # reasons to drop a sample
 NO_TARGET = "without a token in the loss"
 TOO_LONG = "as too long"
+TOO_MANY_IMAGES = "because their images have more tokens than dataset.max_image_tokens"
 BY_FUNCTION = "by process_example_fn"
 # notes on samples that are kept
 INSIDE_A_TOKEN = "answers begin or end inside a token, all of which is in the loss"
@@ -211,6 +212,9 @@ class RecordEncoder:
             yield Sample(ids, trained, chat.images)
 
     def _keep(self, draft: Draft, report: EncodingReport) -> bool:
+        most = self.rules.max_image_tokens
+        if most is not None and self._image_tokens(draft.sample) > most:
+            return self._keep_images(draft, report)
         length, limit = len(draft.sample.tokens), self.rules.max_tokens
         if length <= limit:
             return True
@@ -223,6 +227,20 @@ class RecordEncoder:
             return True
         report.drop(TOO_LONG, draft.where)
         return False
+
+    def _keep_images(self, draft: Draft, report: EncodingReport) -> bool:
+        """Drop a sample with more images than fit, or refuse it."""
+        if self.rules.truncation == "drop":
+            report.drop(TOO_MANY_IMAGES, draft.where)
+            return False
+        raise UserError(
+            f"{draft.where}: the images of the sample have {self._image_tokens(draft.sample)} tokens, more than "
+            f"dataset.max_image_tokens={self.rules.max_image_tokens}: increase it, set dataset.max_pixels to a "
+            "smaller value, or dataset.truncation to drop"
+        )
+
+    def _image_tokens(self, sample: Sample) -> int:
+        return 0 if self.media is None else sum(map(self.media.tokens, sample.images))
 
     def _check_count(self, ids: np.ndarray, chat: RenderedChat) -> None:
         """Refuse a tokenizer that splits placeholders, or text that contains them."""
@@ -239,7 +257,7 @@ class RecordEncoder:
         if self.media is None:
             return
         for sample in samples:
-            tokens = sum(map(self.media.tokens, sample.images))
+            tokens = self._image_tokens(sample)
             report.images += len(sample.images)
             report.image_tokens += tokens
             report.notes[MOSTLY_IMAGES] += 2 * tokens > len(sample.tokens)

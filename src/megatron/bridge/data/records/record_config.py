@@ -28,6 +28,7 @@ class EncodingRules:
     process_example_fn: ProcessExample | None = None
     media: MediaRules | None = None
     """How images are processed; None refuses them."""
+    max_image_tokens: int | None = None
 
     def extended[Rules: EncodingRules](self, kind: type[Rules], **values: Any) -> Rules:
         """These rules as those of a subclass, with ``values`` of its own or in the place of ours."""
@@ -92,6 +93,9 @@ class RecordDatasetConfig(DatasetConfig):
     max_pixels: int | None = None
     """Shrink images with more pixels than this, so that they have fewer tokens. None leaves it to the image
     processor."""
+    max_image_tokens: int | None = None
+    """Tokens of images that a sample, or a packed row, has at most, which bounds the memory of the vision tower. A
+    sample with more is treated as one that is too long. None stands for ``seq_length``."""
 
     @property
     def masks_tokens(self) -> bool:
@@ -131,6 +135,7 @@ class RecordDatasetConfig(DatasetConfig):
             chat_template_options=self.chat_template_options,
             process_example_fn=self.process_example_fn,
             media=self.media_rules(),
+            max_image_tokens=self.max_image_tokens,
         )
 
     @property
@@ -149,7 +154,7 @@ class RecordDatasetConfig(DatasetConfig):
             *super().problems(),
             *unknown(self, "truncation", get_args(Truncation)),
             *unknown(self, "train_on", get_args(TrainOn)),
-            *too_small(self, "min_pixels", "max_pixels"),
+            *too_small(self, "min_pixels", "max_pixels", "max_image_tokens"),
         ]
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             found.append(

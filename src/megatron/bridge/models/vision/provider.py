@@ -2,10 +2,12 @@
 """The provider of a decoder with a vision tower."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.vision import tower as towers
@@ -36,6 +38,8 @@ class VisionGPTModelProvider(GPTModelProvider):
     """Leave what lies between tower and decoder as it is."""
     bidirectional_images: bool = False
     """The tokens of an image attend to each other both ways (Gemma 3)."""
+    recompute_vision_model: bool = False
+    """Keep only the input of each layer of the tower, and compute the rest again in the backward pass."""
     share_images: bool = True
     """Tensor- and context-parallel ranks each encode a part of the images; False lets each encode all."""
 
@@ -123,10 +127,12 @@ class VisionGPTModelProvider(GPTModelProvider):
                 f"num_layers_in_first_pipeline_stage={found} is less than the {self.deep_layers} layers that "
                 f"features of images are added behind: give the first stage at least {self.deep_layers} layers"
             )
-        tower = towers.build_tower(self.vision, self.params_dtype, bool(self.perform_initialization))
+        tower: Any = towers.build_tower(self.vision, self.params_dtype, bool(self.perform_initialization))
         for module in tower.modules():
             if isinstance(module, nn.Linear):
                 vars(module)["config"] = model.config  # for adapters
+        if self.recompute_vision_model:
+            tower._set_gradient_checkpointing(gradient_checkpointing_func=partial(checkpoint, use_reentrant=False))
         for name, parameter in tower.named_parameters():
             parameter.average_gradients_across_tp_domain = self.share_images  # type: ignore[attr-defined]
             parameter.requires_grad_(name not in unused_parameters(tower))

@@ -87,4 +87,5 @@ def attend(
     for (length, _count), *qkv in zip(runs, *parts, strict=True):
         q, k, v = (part.unflatten(1, (-1, length)).transpose(0, 1) for part in qkv)  # [sequences, h, length, d]
         done.append(scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling).transpose(1, 2))
-    return torch.cat([part.flatten(0, 1) for part in done])[None], None
+    rows = [part.flatten(0, 1) for part in done]
+    return (rows[0] if len(rows) == 1 else torch.cat(rows))[None], None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2.5-VL. Learning rates are our own.
 
-Layouts leave room for activations of the tower, which depend on the images and are not in the memory named here.
+The memory is that of samples that consist of images, which are shared out evenly over tensor-parallel ranks.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe
@@ -14,10 +14,10 @@ QWEN25_VL_32B = size_of("Qwen/Qwen2.5-VL-32B-Instruct")
 QWEN25_VL_72B = size_of("Qwen/Qwen2.5-VL-72B-Instruct")
 
 qwen25_vl_3b_finetune_config = finetune_recipe(QWEN25_VL_3B, layout(tp=2), lr=1e-5)
-"""Qwen2.5-VL 3B full fine-tuning, 8 x H100 80GB: 29 GB each, TP2."""
+"""Qwen2.5-VL 3B full fine-tuning, 8 x H100 80GB: 45 GB each, TP2."""
 qwen25_vl_7b_finetune_config = finetune_recipe(QWEN25_VL_7B, layout(tp=2))
-"""Qwen2.5-VL 7B full fine-tuning, 8 x H100 80GB: 52 GB each, TP2."""
+"""Qwen2.5-VL 7B full fine-tuning, 8 x H100 80GB: 68 GB each, TP2."""
 qwen25_vl_32b_finetune_config = finetune_recipe(QWEN25_VL_32B, layout(tp=8))
-"""Qwen2.5-VL 32B full fine-tuning, 32 x H100 80GB: 52 GB each, TP8."""
+"""Qwen2.5-VL 32B full fine-tuning, 32 x H100 80GB: 56 GB each, TP8."""
 qwen25_vl_72b_finetune_config = finetune_recipe(QWEN25_VL_72B, layout(tp=8, pp=4))
-"""Qwen2.5-VL 72B full fine-tuning, 64 x H100 80GB: 50 GB each, TP8 PP4."""
+"""Qwen2.5-VL 72B full fine-tuning, 64 x H100 80GB: 67 GB each, TP8 PP4."""

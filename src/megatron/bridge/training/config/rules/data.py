@@ -37,7 +37,7 @@ def images_need_a_vision_tower(config: RunConfig, world_size: int) -> Iterator[s
                 f"dataset.hf_processor_path={part.hf_processor_path}, but the model has no vision tower: train a "
                 "vision-language model, or leave it unset"
             )
-        for name in ("media_root", "min_pixels", "max_pixels"):
+        for name in ("media_root", "min_pixels", "max_pixels", "max_image_tokens"):
             if part.hf_processor_path is None and (value := getattr(part, name)) is not None:
                 yield (
                     f"dataset.{name}={value} has no effect, because no image processor is used: leave it unset, "

@@ -105,6 +105,7 @@ NEEDS_BY_PREFIX = {
     "model.activation_offload_": _OFFLOAD,
     "model.fine_grained_offloading_": _OFFLOAD,
     "model.recompute_": _RECOMPUTE,
+    "model.recompute_vision_model": "model.vision",
     "model.kitchen_": "model.use_kitchen",
     "model.num_labels": "model.head",
     "model.label_names": "model.head",

@@ -2,7 +2,10 @@
 """How many bytes of tensors are alive, counted storage by storage as they are made and freed."""
 
 import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -11,13 +14,15 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """While it is entered: bytes of the storages that this thread has made since and that are still there."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         given = {storage._cdata for storage in _storages((args, kwargs))}
-        found = function(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
         for storage in {storage._cdata: storage for storage in _storages(found)}.values():
             if storage._cdata not in given:  # views, and what is written in place, are there already
                 self.now += storage.nbytes()
@@ -25,9 +30,9 @@ class LiveBytes(TorchDispatchMode):
                 weakref.finalize(storage, self._freed, storage.nbytes())
         return found
 
-    def _freed(self, size):
+    def _freed(self, size: int) -> None:
         self.now -= size
 
 
-def _storages(tree):
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a vision tower for the images of a microbatch, counted on tensors without memory.
+
+A tower is transformers' own code, for which there are no formulas. Its forward and its backward pass run on the meta
+device, and the storages that are alive are counted. Attention keeps what fused kernels keep: no scores.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megatron.bridge.autotune.live_bytes import LiveBytes
+from megatron.bridge.models.vision.tower import encode
+
+_NAME = "megatron_bridge_counted"
+READ_ON_THE_HOST = ("idefics3", "smolvlm")
+"""Towers whose code reads numbers of the images, which the meta device does not have."""
+
+
+@dataclass(frozen=True)
+class TowerCounts:
+    """Bytes of a tower for one microbatch."""
+
+    kept: int  # from its forward to its backward pass
+    working: int  # held by the backward pass beside them
+
+
+NO_TOWER = TowerCounts(0, 0)
+
+
+def tower_counts(tower: Any, dummy: Mapping[str, Tensor], tokens: int) -> TowerCounts:
+    """Count what ``tokens`` tokens of images need.
+
+    Args:
+        tower: What ``build_tower`` made, on the meta device.
+        dummy: ``dummy_media`` of it.
+        tokens: Tokens of the decoder that features replace.
+    """
+    if tower.config.model_type in READ_ON_THE_HOST or not tokens:
+        return NO_TOWER
+    media = _images(tower, dummy, tokens)
+    with LiveBytes() as live, _HostSizes(), _fused_attention(tower), _dropped_gradients(tower):
+        found = encode(tower, media)
+        kept = live.now
+        if found.rows.requires_grad:
+            found.rows.backward(torch.empty_like(found.rows))
+    scale = tokens / sum(found.counts)
+    return TowerCounts(round(kept * scale), round((live.peak - kept) * scale))
+
+
+def _images(tower: Any, dummy: Mapping[str, Tensor], tokens: int) -> dict[str, Tensor]:
+    """One image of about ``tokens`` tokens; the smallest one where all images have the same size."""
+    dtype, height = next(tower.parameters()).dtype, math.isqrt(tokens)
+    width = -(-tokens // height)
+    media = {name: value.cpu() for name, value in dummy.items()}
+    if "image_grid_thw" in media:
+        media["image_grid_thw"] = media["image_grid_thw"] * torch.tensor([1, height, width])
+        media["pixel_values"] = media["pixel_values"][:1].expand(int(media["image_grid_thw"].prod()), -1)
+    elif tower.config.model_type == "mistral3":
+        side = media["image_sizes"][0, 0]
+        media["image_sizes"] = torch.stack((side * height, side * width))[None]
+        media["pixel_values"] = media["pixel_values"].new_empty(1, 3, *media["image_sizes"][0].tolist(), device="meta")
+    return {name: value.to("meta", dtype) if value.is_floating_point() else value for name, value in media.items()}
+
+
+@contextmanager
+def _dropped_gradients(tower: nn.Module) -> Iterator[None]:
+    """Gradients of parameters are freed as they come: their buffers are counted with the states."""
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        for parameter in tower.parameters()
+        if parameter.requires_grad
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def _fused_attention(tower: nn.Module) -> Iterator[None]:
+    """Let the tower's attention keep what a fused kernel keeps; those of the meta device keep scores."""
+    name = f"{_NAME}_flash" if hasattr(tower, "visual") else _NAME  # what has "flash" in its name gets no mask
+    transformers.AttentionInterface.register(name, _attend)  # type: ignore[arg-type]
+    found = [getattr(part, "config", None) for part in tower.modules()]
+    configs = {id(config): config for config in found if isinstance(config, transformers.PreTrainedConfig)}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+def _attend(
+    _: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    return _Attention.apply(query, key, value, attention_mask), None  # type: ignore[return-value]
+
+
+class _HostSizes(TorchFunctionMode):
+    """Sizes of images that transformers would send to the device, to read them there, stay on the host."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({} if getattr(func, "__name__", "") == "as_tensor" else kwargs))
+
+
+class _Attention(torch.autograd.Function):
+    """Attention [b, t, h, d] of [b, h, t, d]: keeps its inputs and output, and a sum of exponentials a row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
+        out = value.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2).contiguous()
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return *(torch.empty_like(saved) for saved in ctx.saved_tensors[:3]), None
