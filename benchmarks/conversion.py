@@ -2,18 +2,21 @@
 """Load and export of a random model against the cost of reading and writing the same bytes.
 
 ``python benchmarks/conversion.py`` makes the checkpoint in a temporary directory (about 2.2 GB for the default
-size, 1.4 GB in 1,611 tensors for ``--size moe64``) and prints a Markdown table: seconds, the ratio to the floor of
-the same run, CPU seconds, and anonymous memory above the model. ``torchrun --nproc-per-node 2
-benchmarks/conversion.py --checkpoint DIR --tp 2`` (or ``--ep 2``) does the same for each rank, and tells the share
-of the bytes that it reads. ``--planning CONFIG`` times the plan of a model without weights.
+size, 1.4 GB in 1,611 tensors for ``--size moe64``, 4.4 GB of a vision-language model for ``--size qwen2-vl-2b``) and
+prints a Markdown table: seconds, the ratio to the floor of the same run, CPU seconds, and anonymous memory above the
+model. ``torchrun --nproc-per-node 2 benchmarks/conversion.py --checkpoint DIR --tp 2`` (or ``--ep 2``) does the same
+for each rank, and tells the share of the bytes that it reads. ``--planning CONFIG`` times the plan of a model
+without weights.
 """
 
 import argparse
+import json
 import os
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from measure import Timing, fault_in, interleaved, median, table
 
@@ -72,6 +75,7 @@ SIZES = {
         "num_experts_per_tok": 2,
     },
 }
+VISION = {"qwen2-vl-2b": "Qwen--Qwen2-VL-2B-Instruct.json"}  # in the recipes' configs
 PARALLEL = ("tensor_model_parallel_size", "expert_model_parallel_size")
 
 
@@ -80,7 +84,13 @@ def make_checkpoint(size: str, directory: Path) -> None:
     import torch
     import transformers
 
-    config = dict(SIZES[size])
+    import megatron.bridge.recipes
+
+    if size in VISION:
+        config = json.loads((Path(megatron.bridge.recipes.__path__[0]) / "configs" / VISION[size]).read_text())
+        config["model"] = config["architectures"][0]
+    else:
+        config = dict(SIZES[size])
     model = getattr(transformers, config.pop("model"))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -131,11 +141,16 @@ def report(name: str, timing: Timing, floor: Timing, model_bytes: int) -> list[s
     ]
 
 
+def model_of_transformers(checkpoint: Path) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    return getattr(transformers, config.architectures[0]).from_pretrained(checkpoint)
+
+
 def load_with_transformers(checkpoint: Path) -> object:
     """The model of transformers, every page of its parameters read: it maps the files and returns at once."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = model_of_transformers(checkpoint)
     for parameter in model.parameters():
         parameter.data.view(-1)[::2048].sum()
     return model
@@ -143,13 +158,11 @@ def load_with_transformers(checkpoint: Path) -> object:
 
 def benchmark(checkpoint: Path, scratch: Path, rounds: int) -> str:
     """Time load and export in turn with their floors and with transformers."""
-    from transformers import AutoModelForCausalLM
-
     from megatron.bridge import AutoBridge
 
     size = weight_bytes(checkpoint)
     bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
-    reference = AutoModelForCausalLM.from_pretrained(checkpoint)
+    reference = model_of_transformers(checkpoint)
     out, reference_out = scratch / "export", scratch / "reference"
 
     def load() -> object:
@@ -259,7 +272,7 @@ def benchmark_planning(config: Path, rounds: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="1b", help="shape of the random model")
+    parser.add_argument("--size", choices=[*SIZES, *VISION], default="1b", help="shape of the random model")
     parser.add_argument("--checkpoint", type=Path, help="use this checkpoint instead of making one")
     parser.add_argument("--make", type=Path, help="only make the checkpoint, here")
     parser.add_argument("--rounds", type=int, default=3)
