@@ -2,7 +2,9 @@
 """Fine-tuning on images: parallel runs give the numbers of one process, however samples share rows."""
 
 import pytest
+from transformers import AutoImageProcessor
 
+from megatron.bridge import AutoBridge
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import gpt_step
 from megatron.bridge.training.config import CheckpointConfig
@@ -96,6 +98,16 @@ def test_a_resumed_run_goes_on_bitwise(folders, tmp_path):
     assert half.losses + rest.losses == whole.losses
     found, expected = whole_weights([rest]), whole_weights([whole])
     assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_an_export_has_the_limits_of_images_that_the_run_had(folders, tmp_path):
+    folder = folders("qwen2_5_vl")
+    checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), save=str(tmp_path / "run"))
+    limits = {"min_pixels": 100, "max_pixels": 640}
+    vision_run.run(folder, checkpoint=checkpoint, dataset=limits, train={"train_iters": 1})
+    AutoBridge.from_hf_pretrained(folder).export_ckpt(tmp_path / "run", tmp_path / "out", show_progress=False)
+    size = AutoImageProcessor.from_pretrained(tmp_path / "out").size
+    assert (size["shortest_edge"], size["longest_edge"]) == (100, 640)
 
 
 @pytest.mark.parametrize(

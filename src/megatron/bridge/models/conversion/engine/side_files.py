@@ -3,7 +3,7 @@
 
 import json
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,9 @@ _REPLACED = {
 }
 _LARGEST_WITH_A_TOKENIZER = 64 << 20
 _OF_RUN = ("report.md", "loss.png")
+# settings of a run's data -> the sizes of images in these files, which an older spelling calls as the settings
+_IMAGE_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def write(
@@ -62,6 +65,9 @@ def write(
     for name in source.side_files():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.directory / name, directory / name)
+    for path in (directory / name for name in _PROCESSORS):
+        if history.image_limits and path.is_file():
+            _write_limits(path, history.image_limits)
     _write_config(bridge, provider, source, directory, stored)
     _write_card(source, directory / model_card.NAME, title, history)
 
@@ -79,6 +85,16 @@ def _write_config(
             config.pop(old, None)
     if config != source.raw_config:
         (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _write_limits(path: Path, limits: Mapping[str, int]) -> None:
+    """The image processor's sizes, as the run had them."""
+    whole: dict[str, Any] = json.loads(path.read_text())
+    values = whole.get("image_processor", whole)
+    for name, limit in limits.items():
+        values["size"] = {**values.get("size", {}), _IMAGE_LIMITS[name]: limit}
+        values |= {name: limit} if name in values else {}
+    path.write_text(json.dumps(whole, indent=2) + "\n")
 
 
 def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: History) -> None:
@@ -109,13 +125,15 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
     directory = paths.resolve(path)
     steps = paths.iteration_of(directory) or 0
     described = model_io.has_run_config(directory)
-    begun: Any = (model_io.read_run_config(directory).get("checkpoint") if described else None) or {}
+    run = model_io.read_run_config(directory) if described else {}
+    begun, data = run.get("checkpoint") or {}, run.get("dataset") or {}
     from_scratch = described and bool(steps)
     from_scratch &= not any(begun.get(key) for key in ("pretrained_checkpoint", "load"))
     losses = model_card.last_losses(directory.parent, steps) if steps else {}
     own = (directory / paths.RUN_CONFIG, *(directory.parent / name for name in _OF_RUN))
     run_files = tuple(file for file in own if steps and file.is_file())
-    return History(steps, from_scratch, adapters, note, losses, run_files)
+    limits = {name: data[name] for name in _IMAGE_LIMITS if data.get(name)}
+    return History(steps, from_scratch, adapters, note, losses, run_files, limits)
 
 
 def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
