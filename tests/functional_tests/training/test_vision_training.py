@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning on images: parallel runs give the numbers of one process, however samples share rows."""
 
+import multiprocessing
+import time
+from random import Random
+
 import pytest
+import torch
 from transformers import AutoImageProcessor
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import gpt_step
 from megatron.bridge.training.config import CheckpointConfig
@@ -13,6 +19,7 @@ from tests.refusals import refused
 from tests.toy_run import whole_weights
 from tests.workers import leave
 
+LONG = 400  # steps of the run that is killed, more than it makes between 30 kills
 LAYOUTS = {
     "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "PP2": {"pipeline_model_parallel_size": 2},
@@ -97,6 +104,35 @@ def test_a_resumed_run_goes_on_bitwise(folders, tmp_path):
     rest = run("rest", load=str(tmp_path / "half"))
     assert half.losses + rest.losses == whole.losses
     found, expected = whole_weights([rest]), whole_weights([whole])
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def train_to_the_end(folder, root):
+    saved = {"save": str(root), "save_interval": 1, "most_recent_k": 2, "load": str(root)}
+    checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), **saved)
+    record = vision_run.run(folder, checkpoint=checkpoint, train={"train_iters": LONG}, kind="packed")
+    torch.save(whole_weights([record]), root.with_suffix(".pt"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_that_is_killed_thirty_times_ends_bitwise(folders, tmp_path):
+    folder, random = folders("qwen2_5_vl"), Random(0)
+    train_to_the_end(folder, tmp_path / "whole")
+    context, root = multiprocessing.get_context("spawn"), tmp_path / "killed"
+    kills = 0
+    while not root.with_suffix(".pt").is_file():
+        before = paths.latest_iteration(root) if root.is_dir() else None
+        job = context.Process(target=train_to_the_end, args=(folder, root))
+        job.start()
+        while job.is_alive() and kills < 30 and (not root.is_dir() or paths.latest_iteration(root) == before):
+            time.sleep(0.01)
+        job.join(random.uniform(0, 0.3) if kills < 30 else None)
+        kills += job.is_alive()
+        job.kill()
+        job.join()
+    assert kills == 30
+    found, expected = (torch.load(tmp_path / f"{name}.pt") for name in ("killed", "whole"))
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
