@@ -81,7 +81,7 @@ def test_a_later_model_may_look_further(reference):
 
 def test_groups_are_ranked_by_their_best_expert():
     scores = torch.tensor([[0.1, 0.9, 0.6, 0.7, 0.2, 0.3], [0.5, 0.5, 0.2, 0.8, 0.1, 0.0]])
-    weights, experts = BestExpertGroups().get_replay_topk(scores, 2, 3, 1, None)
+    weights, experts = BestExpertGroups(1).get_replay_topk(scores, 2, 3, 1, None)
     # by the sum of two, the second group would win for the first token
     assert experts.tolist() == [[1, 0], [3, 2]]
     assert weights.tolist() == [pytest.approx([0.9, 0.1]), pytest.approx([0.8, 0.2])]
@@ -123,8 +123,8 @@ def test_a_provider_survives_yaml():
         ({"rotary_percent": 0.5}, "rotary_percent=0.5 has no effect"),
         ({"attention_output_gate": True}, "Megatron-Core refuses the model's config"),
         (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "rope_type='dynamic' is not supported with multi-latent attention",
+            {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}},
+            "rope_type='proportional' is not supported with multi-latent attention",
         ),
     ],
 )
@@ -180,7 +180,6 @@ def test_kimi_k2_is_read_without_running_its_code(tmp_path, trust):
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not num_attention_heads=6"),
         ("deepseek_v3", {"qk_head_dim": 30}, "qk_head_dim=30 does not agree with"),
