@@ -95,6 +95,13 @@ def test_best_groups_need_the_routers_own_code(name):
         provider.finalize()
 
 
+def test_groups_are_ranked_by_their_two_best_experts():
+    scores = torch.tensor([[0.1, 0.9, 0.6, 0.7, 0.2, 0.3], [0.5, 0.6, 0.2, 0.7, 0.1, 0.0]])
+    _, experts = BestExpertGroups(2).get_replay_topk(scores, 1, 3, 1, None)
+    # by the best one, the first and the second group would win
+    assert experts.tolist() == [[3], [1]]
+
+
 # ---- the provider -----------------------------------------------------------------------------------------------
 
 
@@ -121,6 +128,7 @@ def test_a_provider_survives_yaml():
         ({"rope_scaling": True}, "rope_scaling=True has no effect with multi-latent attention"),
         ({"make_query_groups_divisible_by": 4}, "make_query_groups_divisible_by=4 has no effect"),
         ({"rotary_percent": 0.5}, "rotary_percent=0.5 has no effect"),
+        ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4 does not divide q_lora_rank=22"),
         ({"attention_output_gate": True}, "Megatron-Core refuses the model's config"),
         (
             {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}},

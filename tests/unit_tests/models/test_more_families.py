@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.activations import XIELUActivation
+from transformers.activations import ACT2FN, XIELUActivation
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.backends.specs import layer_features
@@ -76,6 +76,15 @@ def provider_of(row, **changes):
 def test_what_cannot_be_represented_is_refused(row, changes, message):
     with pytest.raises(UserError, match=message):
         provider_of(row, **changes)
+
+
+@pytest.mark.parametrize(
+    "name", ["gelu", "gelu_new", "quick_gelu", "relu", "relu2", "relu6", "silu", "mish", "tanh", "sigmoid"]
+)
+def test_activations_compute_what_those_of_transformers_do(name):
+    x = torch.linspace(-8, 8, 101)
+    found = provider_of("arcee", hidden_act=name).activation_func(x)
+    torch.testing.assert_close(found, ACT2FN[name](x))
 
 
 def test_positions_on_three_axes_change_nothing_in_a_text():

@@ -190,13 +190,9 @@ MAMBA_SIZES: tuple[Field, ...] = (
     Field("chunk_size", "mamba_chunk_size"),
 )
 
-STEP_LIMIT = Field(
-    "time_step_limit",
-    ("mamba_smallest_step", "mamba_largest_step"),
-    default=(0.0, inf),
-    to=_step_limit,
-    back=_step_limit_back,
-)
+_LIMITS = ("mamba_smallest_step", "mamba_largest_step")
+
+STEP_LIMIT = Field("time_step_limit", _LIMITS, (0.0, inf), _step_limit, _step_limit_back)
 """Bounds of the steps of a trained model."""
 
 ALL_MAMBA: tuple[Field, ...] = (
