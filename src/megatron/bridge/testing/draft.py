@@ -166,7 +166,7 @@ class Draft:
         if key in _EPSILON:
             return f"Field({key!r}, 'layernorm_epsilon')"
         groups, free = vocabulary.field_groups(), {*self.unclaimed}
-        for name in reversed(vocabulary.groups_with(key)):  # the largest first
+        for name in sorted(vocabulary.groups_with(key), key=lambda it: -len(groups[it])):  # the largest first
             sets = {attribute for f in groups[name] for attribute in f.names}
             if {f.hf for f in groups[name]} <= free and self._reads(groups[name]) and not sets & self.fixed.keys():
                 return f"*{name}" if isinstance(getattr(families, name), tuple) else name

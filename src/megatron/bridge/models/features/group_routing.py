@@ -17,16 +17,12 @@ _BEST = {"max": 1, "two": 2}
 
 
 class BestExpertGroups:
-    """Replaces a router's replay, the hook with which Megatron-Core allows another choice of experts.
-
-    Args:
-        best: how many scores of a group are added up to rank it.
-    """
+    """Replaces a router's replay, the hook with which Megatron-Core allows another choice of experts."""
 
     layer_number: int | None = None
 
     def __init__(self, best: int) -> None:
-        self._best = best
+        self._best = best  # scores of a group that are added up to rank it
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, _default: Any

@@ -80,9 +80,13 @@ def _or_one(count: int | None, _: Any) -> int:
 _KINDS = ("dense", "sparse")
 
 
-def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+def _listed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     """1 for each layer with experts, 0 for each without."""
-    pattern, dense = kind_indices("mlp_layer_types", kinds, _KINDS, config), config.get("first_k_dense_replace")
+    return kind_indices("mlp_layer_types", kinds, _KINDS, config)
+
+
+def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    pattern, dense = _listed(kinds, config), config.get("first_k_dense_replace")
     if dense is not None and pattern != [int(layer >= dense) for layer in range(len(pattern))]:
         raise UserError(f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one")
     return pattern
@@ -157,7 +161,7 @@ SPARSE_LAYERS = Field("mlp_layer_types", "moe_layer_freq", to=_sparse, back=_spa
 """Which layers have experts, by name."""
 
 SPARSE_AFTER_DENSE: tuple[Field, ...] = (
-    replace(SPARSE_LAYERS, to=lambda kinds, config: kind_indices("mlp_layer_types", kinds, _KINDS, config)),
+    replace(SPARSE_LAYERS, to=_listed),
     read_by_others("first_k_dense_replace", None, leading_dense),
 )
 """The same beside the number of dense layers, which transformers reads only where these names are missing."""

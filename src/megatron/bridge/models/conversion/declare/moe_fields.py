@@ -160,11 +160,7 @@ def expert_sizes(
     chosen: str = "num_experts_per_tok",
     normalised: str = "norm_topk_prob",
 ) -> tuple[Field, ...]:
-    """Number of experts, their width, and how many a token chooses, under the architecture's own keys.
-
-    Args:
-        normalised: its key for weights that are divided by their sum, which one expert alone cannot have.
-    """
+    """Number of experts, their width, and how many a token chooses, more than one under the switch ``normalised``."""
     return (
         Field(count, "num_moe_experts", to=_enough(count, chosen)),
         Field(chosen, "moe_router_topk", to=_top(chosen, normalised)),
