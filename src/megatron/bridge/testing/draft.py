@@ -43,6 +43,8 @@ def tiny_config(config: Mapping[str, Any], renamed: Mapping[str, str], **sizes: 
     for key, value in tiny.items():
         if key in small and (value is not None or "exp" in key):
             tiny[key] = small[key]
+        elif config.get("sliding_window") and value and key == "layer_types" and {*value} == {"full_attention"}:
+            tiny[key] = [*value[:1], "sliding_attention"] * 2  # what it can mean, said or not
         elif isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
             tiny[key] = [*(value * 4)[:4], *(kind for kind in dict.fromkeys(value) if kind not in value[:4])][-4:]
         elif key.endswith("dropout"):

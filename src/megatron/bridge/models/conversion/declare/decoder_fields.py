@@ -232,7 +232,7 @@ def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
 
 
 def _switched_window(_: Any, config: Mapping[str, Any]) -> tuple[int, int] | None:
-    return _window(config.get("sliding_window") if config.get("use_sliding_window") else None, config)
+    return _window(config.get("sliding_window") if config.get("use_sliding_window", True) else None, config)
 
 
 def _has_window(window: Any, _: Any) -> bool:
@@ -240,7 +240,7 @@ def _has_window(window: Any, _: Any) -> bool:
 
 
 def _switched_layers(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
-    if _LAYER_TYPES[1] in kinds and not config.get("use_sliding_window"):
+    if _LAYER_TYPES[1] in kinds and not config.get("use_sliding_window", True):
         raise UserError(f"use_sliding_window=False and layer_types has {_LAYER_TYPES[1]}: make them agree")
     return _windowed(kinds, config)
 

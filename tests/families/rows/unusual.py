@@ -13,8 +13,8 @@ STEPS = {"time_step_limit": [0.3, 0.9]}
 SCATTERED = ["sparse", "dense", "sparse", "dense"]
 
 
-def row(name, model, config, slow=("tp2", "pp2", "ep2")):
-    return Row(name, f"{model}ForCausalLM", config, (), slow=slow, brief=True)
+def row(name, model, config, slow=("tp2", "pp2", "ep2"), brief=True):
+    return Row(name, f"{model}ForCausalLM", config, (), slow=slow, brief=brief)
 
 
 ROWS = [
@@ -32,6 +32,7 @@ ROWS = [
         "kimi_linear_one_expert",
         "KimiLinear",
         {**kimi_linear.SIZES, "num_experts_per_token": 1, "moe_renormalize": False},
+        brief=False,  # which says that a family has no page of its own
     ),
     row(
         "llama4_yarn_normed_queries",
