@@ -83,6 +83,14 @@ def test_groups(experts, groups, chosen, megatron):
     assert {key: written[key] for key in sizes} == sizes
 
 
+@pytest.mark.parametrize("score", ["sum", "max"])
+def test_another_rank_of_groups_has_no_key(score):
+    provider = provider_of("Glm4MoeForCausalLM", num_experts_per_tok=8, n_group=8, topk_group=2)
+    provider.moe_router_group_score = score
+    with pytest.raises(UserError, match=f"moe_router_group_score='{score}' cannot be said here"):
+        bridge_for(config_of("Glm4MoeForCausalLM")).megatron_to_hf_config(provider)
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [

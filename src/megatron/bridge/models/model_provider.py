@@ -331,9 +331,8 @@ def _check_layout(config: Any) -> None:
     cuts |= {"num_moe_experts": "expert_model_parallel_size"}
     if experts:
         cuts |= {"moe_shared_expert_intermediate_size": tensor, "moe_ffn_hidden_size": "expert_tensor_parallel_size"}
-    if all(getattr(config, name) == value for name, value in EVEN_STAGES.items()) and not hasattr(
-        config, "has_own_stages"
-    ):
+    even = all(getattr(config, name) == value for name, value in EVEN_STAGES.items())
+    if even and not hasattr(config, "has_own_stages"):
         cuts |= {"num_layers": "pipeline_model_parallel_size"}
     for whole, part in cuts.items():
         size, parts = getattr(config, whole) or 0, (getattr(config, part) or 1) * (virtual if part[0] == "p" else 1)

@@ -91,11 +91,8 @@ class Mamba1Mixer(TensorParallelMixer):
         self.norms = nn.ModuleDict(
             {n: nn.RMSNorm(s, config.layernorm_epsilon, **self.like) for n, s in self.shared.items()}
         )
-        shapes = {
-            "conv1d_weight": (width, 1, config.mamba_conv_kernel),
-            "x_proj": (rank + 2 * states, width),
-            "dt_proj": (width, rank),
-        }
+        taps = config.mamba_conv_kernel
+        shapes = {"conv1d_weight": (width, 1, taps), "x_proj": (rank + 2 * states, width), "dt_proj": (width, rank)}
         self.make_parameters(
             {**shapes, "A_log": (width, states), **dict.fromkeys(("conv1d_bias", "dt_bias", "D"), (width,))}
         )

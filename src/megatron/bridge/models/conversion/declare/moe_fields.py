@@ -71,8 +71,13 @@ def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> N
         )
 
 
-def _groups_back(values: tuple[Any, ...], _: Any) -> int:
-    return values[0] or 1
+def _groups_back(values: tuple[Any, ...], provider: Any) -> int:
+    count, chosen, score = values
+    if count not in (None, chosen) and score != "two" and (score, provider.moe_router_topk // chosen) != ("sum", 2):
+        raise UserError(
+            f"moe_router_group_score={score!r} cannot be said here, where two experts rank a group: set 'two'"
+        )
+    return count or 1
 
 
 def _chosen(_: Any, config: Mapping[str, Any]) -> int | None:
