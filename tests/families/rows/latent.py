@@ -37,7 +37,7 @@ _YARN = {
 }
 _V2 = {**_LATENT, "n_group": 1, "topk_group": 1}
 _GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
-_V3 = {**_LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
+V3 = {**_LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 _GLM = {
     **{key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
     "n_group": 1,
@@ -45,7 +45,7 @@ _GLM = {
     "rms_norm_eps": 1e-2,  # the latents' norms have one of their own
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
-_SPARSE = {
+SPARSE = {
     **{key: value for key, value in _GLM.items() if key != "rms_norm_eps"},
     "index_n_heads": 10,
     "index_head_dim": 18,
@@ -66,21 +66,21 @@ ROWS = [
     Row(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        {**_V3, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {**V3, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
         _LAYOUTS,
         ("tp2pp2", "tp2ep2"),
     ),
     Row(
         "deepseek_v3_fp8",
         "DeepseekV3ForCausalLM",
-        {**_V3, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {**V3, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
         ("tp2", "ep2"),
         rewrite=store_in_fp8,
     ),
     Row(
         "moonlight",
         "DeepseekV3ForCausalLM",
-        {**_V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2},
+        {**V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2},
         ("tp2", "ep2"),
     ),
     Row(
@@ -93,7 +93,7 @@ ROWS = [
         "deepseek_v32",
         "DeepseekV32ForCausalLM",
         {
-            **_SPARSE,
+            **SPARSE,
             "n_group": 4,
             "topk_group": 2,
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
@@ -104,7 +104,7 @@ ROWS = [
     Row(
         "glm_moe_dsa",
         "GlmMoeDsaForCausalLM",
-        {**_SPARSE, "indexer_types": ["full", "shared", "full", "shared"]},
+        {**SPARSE, "indexer_types": ["full", "shared", "full", "shared"]},
         ("tp2", "pp2", "ep2"),
     ),
 ]

@@ -15,7 +15,19 @@ from megatron.bridge.models.conversion.model_bridge import declared_bridges
 from megatron.bridge.testing import check_family
 from megatron.bridge.testing.draft import tiny_config
 
-PASSING = ("Arcee", "Cwm", "SeedOss", "Starcoder2", "Olmo3", "Helium", "Ernie4_5", "Dots1", "SolarOpen")
+PASSING = (
+    "Arcee",
+    "Cwm",
+    "SeedOss",
+    "Starcoder2",
+    "Olmo3",
+    "Helium",
+    "Ernie4_5",
+    "Dots1",
+    "SolarOpen",
+    "Jais2",
+    "Youtu",
+)
 """Drafts that need no edit; their architectures are forgotten first, should they be built in."""
 DOTS = {"n_shared_experts": 2, "n_routed_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
@@ -74,6 +86,19 @@ def test_what_is_missing_is_told(ported):
     assert "the draft does not pass yet" in said
 
 
+def test_other_names_of_sizes_are_made_small_too(ported):
+    code, said, _ = ported("GPTJ")
+    assert code == 1
+    assert "GPTJForCausalLM is nearest to GPT2LMHeadModel" in said
+    assert "tensor transformer.h.*.attn.q_proj.weight: GPT2LMHeadModel does not name it" in said
+
+
+def test_a_model_that_stays_large_is_refused_before_it_is_built(ported):
+    code, said, _ = ported("XGLM", ffn_dim=200_000)
+    assert code == 1
+    assert re.search(r"a tiny XGLMForCausalLM still has \d{8} parameters: give a config of small sizes", said)
+
+
 def test_mistakes(ported, tmp_path, capsys):
     for name, architectures, said in (
         ("llama.json", ["LlamaForCausalLM"], "LlamaForCausalLM is supported"),
@@ -98,7 +123,7 @@ def test_mistakes(ported, tmp_path, capsys):
 def test_a_tiny_config_keeps_each_kind_of_layer():
     kinds = ["a", "a", "a", "a", "b", "c"]
     config = {"num_hidden_layers": 6, "layer_types": kinds, "embd_dropout": 0.1, "q_lora_rank": None}
-    tiny = tiny_config(config)
+    tiny = tiny_config(config, {})
     assert set(tiny["layer_types"]) == {"a", "b", "c"}
     assert len(tiny["layer_types"]) == tiny["num_hidden_layers"] == 4
     assert tiny["embd_dropout"] == 0.0

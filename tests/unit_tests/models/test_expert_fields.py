@@ -66,30 +66,38 @@ def test_dense_layers_behind_sparse_ones_have_no_key():
 
 @pytest.mark.parametrize(
     ("experts", "groups", "chosen", "megatron"),
-    [(8, 1, 1, (None, None)), (8, 8, 4, (8, 4)), (3, 4, 4, (4, 4))],
+    [
+        (8, 1, 1, (None, None, "sum")),
+        (8, 8, 4, (8, 4, "sum")),
+        (3, 4, 4, (4, 4, "sum")),
+        (8, 8, 2, (8, 2, "two")),
+        (3, 8, 2, (8, 2, "two")),
+    ],
 )
 def test_groups(experts, groups, chosen, megatron):
     sizes = {"num_experts_per_tok": experts, "n_group": groups, "topk_group": chosen}
     provider = provider_of("Glm4MoeForCausalLM", **sizes)
-    assert (provider.moe_router_num_groups, provider.moe_router_group_topk) == megatron
+    found = (provider.moe_router_num_groups, provider.moe_router_group_topk, provider.moe_router_group_score)
+    assert found == megatron
     written = bridge_for(config_of("Glm4MoeForCausalLM")).megatron_to_hf_config(provider)
     assert {key: written[key] for key in sizes} == sizes
+
+
+@pytest.mark.parametrize("score", ["sum", "max"])
+def test_another_rank_of_groups_has_no_key(score):
+    provider = provider_of("Glm4MoeForCausalLM", num_experts_per_tok=8, n_group=8, topk_group=2)
+    provider.moe_router_group_score = score
+    with pytest.raises(UserError, match=f"moe_router_group_score='{score}' cannot be said here"):
+        bridge_for(config_of("Glm4MoeForCausalLM")).megatron_to_hf_config(provider)
 
 
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ("Glm4MoeForCausalLM", {"n_group": 8, "topk_group": 2}, "topk_group=2 with num_experts_per_tok=8"),
-        ("Glm4MoeForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        ("Glm4MoeForCausalLM", {"n_group": 32, "topk_group": 1}, "are 4 experts, num_experts_per_tok=8 are more"),
         ("Glm4MoeForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=True"),
-        (
-            "Glm4MoeForCausalLM",
-            {"first_k_dense_replace": 6},
-            "first_k_dense_replace=6 leaves none of the 6 layers",
-        ),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [*range(6)]}, "leave no layer for experts"),
         ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 7}, "decoder_sparse_step=7 .* leave no layer for experts"),
-        ("Qwen3MoeForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be at least 1"),
         ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 129}, "=129 is more than num_local_experts=128"),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "is more than num_local_experts=0"),

@@ -136,6 +136,29 @@ def test_the_meta_model_takes_no_memory():
     assert {parameter.device.type for parameter in chunk.parameters()} == {"meta"}
 
 
+EXPERTS = {"num_moe_experts": 5, "moe_ffn_hidden_size": 7, "moe_shared_expert_intermediate_size": 11}
+TP, PP, EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({TP: 2, "ffn_hidden_size": 53}, f"{TP}=2 does not divide ffn_hidden_size=53"),
+        ({TP: 2, **EXPERTS}, f"{TP}=2 does not divide moe_shared_expert_intermediate_size=11"),
+        (
+            {TP: 2, **EXPERTS, "moe_shared_expert_intermediate_size": 12, "expert_tensor_parallel_size": 2},
+            "expert_tensor_parallel_size=2 does not divide moe_ffn_hidden_size=7",
+        ),
+        ({EP: 2, **EXPERTS}, f"{EP}=2 does not divide num_moe_experts=5"),
+        ({PP: 2, "num_layers": 5, "pipeline_dtype": torch.float32}, f"{PP}=2 does not divide num_layers=5"),
+    ],
+)
+def test_parallel_sizes_that_do_not_divide_are_refused_by_name(changes, message):
+    sequence = {"sequence_parallel": changes.get(TP, 1) > 1}
+    with pytest.raises(UserError, match=message):
+        toy(**{**changes, **sequence}).build_chunks()
+
+
 def test_padded_heads_do_not_change_the_function():
     """The padded model equals the declared one, and nothing of the padding ever gets a gradient."""
     plain = toy(num_attention_heads=6, num_query_groups=3, hidden_size=48, add_qkv_bias=True)

@@ -81,7 +81,7 @@ def test_a_later_model_may_look_further(reference):
 
 def test_groups_are_ranked_by_their_best_expert():
     scores = torch.tensor([[0.1, 0.9, 0.6, 0.7, 0.2, 0.3], [0.5, 0.5, 0.2, 0.8, 0.1, 0.0]])
-    weights, experts = BestExpertGroups().get_replay_topk(scores, 2, 3, 1, None)
+    weights, experts = BestExpertGroups(1).get_replay_topk(scores, 2, 3, 1, None)
     # by the sum of two, the second group would win for the first token
     assert experts.tolist() == [[1, 0], [3, 2]]
     assert weights.tolist() == [pytest.approx([0.9, 0.1]), pytest.approx([0.8, 0.2])]
@@ -93,6 +93,13 @@ def test_best_groups_need_the_routers_own_code(name):
     setattr(provider, name, True)
     with pytest.raises(UserError, match=f"moe_router_group_score='max' does not work with {name}=True"):
         provider.finalize()
+
+
+def test_groups_are_ranked_by_their_two_best_experts():
+    scores = torch.tensor([[0.1, 0.9, 0.6, 0.7, 0.2, 0.3], [0.5, 0.6, 0.2, 0.7, 0.1, 0.0]])
+    _, experts = BestExpertGroups(2).get_replay_topk(scores, 1, 3, 1, None)
+    # by the best one, the first and the second group would win
+    assert experts.tolist() == [[3], [1]]
 
 
 # ---- the provider -----------------------------------------------------------------------------------------------
@@ -121,10 +128,11 @@ def test_a_provider_survives_yaml():
         ({"rope_scaling": True}, "rope_scaling=True has no effect with multi-latent attention"),
         ({"make_query_groups_divisible_by": 4}, "make_query_groups_divisible_by=4 has no effect"),
         ({"rotary_percent": 0.5}, "rotary_percent=0.5 has no effect"),
+        ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4 does not divide q_lora_rank=22"),
         ({"attention_output_gate": True}, "Megatron-Core refuses the model's config"),
         (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "rope_type='dynamic' is not supported with multi-latent attention",
+            {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}},
+            "rope_type='proportional' is not supported with multi-latent attention",
         ),
     ],
 )
@@ -180,7 +188,6 @@ def test_kimi_k2_is_read_without_running_its_code(tmp_path, trust):
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not num_attention_heads=6"),
         ("deepseek_v3", {"qk_head_dim": 30}, "qk_head_dim=30 does not agree with"),

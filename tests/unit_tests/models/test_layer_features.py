@@ -202,7 +202,7 @@ def test_a_rotated_share_that_transformers_ignores_is_refused(model):
         ("Gemma2ForCausalLM", {"sliding_window": None}, "sliding_window is missing"),
         ("Gemma2ForCausalLM", {"sliding_window": 0}, "sliding_window"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
-        ("GemmaForCausalLM", {"hidden_act": "tanh"}, "hidden_act='tanh' is not supported"),
+        ("GemmaForCausalLM", {"hidden_act": "laplace"}, "hidden_act='laplace' is not supported"),
     ],
 )
 def test_what_cannot_be_represented_is_refused(model, changes, message):

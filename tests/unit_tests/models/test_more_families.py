@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.activations import XIELUActivation
+from transformers.activations import ACT2FN, XIELUActivation
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.backends.specs import layer_features
@@ -38,7 +38,7 @@ def provider_of(row, **changes):
             {"scale_attn_by_inverse_layer_idx": True},
             "scale_attn_by_inverse_layer_idx=True is not supported",
         ),
-        ("gpt2", {"activation_function": "tanh"}, "activation_function='tanh' is not supported"),
+        ("gpt2", {"activation_function": "laplace"}, "activation_function='laplace' is not supported"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
         ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12 must be hidden_size=24"),
         ("opt", {"layerdrop": 0.1}, "layerdrop=0.1 is not supported"),
@@ -64,7 +64,6 @@ def provider_of(row, **changes):
             {"moe_layer_start_index": 9},
             "moe_layer_start_index=9 and moe_layer_end_index=.* leave no",
         ),
-        ("afmoe", {"num_dense_layers": 4}, "num_dense_layers=4 leaves none of the 4 layers"),
         ("lfm2_moe", {"conv_bias": True}, "conv_bias=True is not supported"),
         ("exaone_moe", {"n_group": 4, "topk_group": 2}, "n_group=4 does not divide num_experts=6"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported: 2 are"),
@@ -77,6 +76,15 @@ def provider_of(row, **changes):
 def test_what_cannot_be_represented_is_refused(row, changes, message):
     with pytest.raises(UserError, match=message):
         provider_of(row, **changes)
+
+
+@pytest.mark.parametrize(
+    "name", ["gelu", "gelu_new", "quick_gelu", "relu", "relu2", "relu6", "silu", "mish", "tanh", "sigmoid"]
+)
+def test_activations_compute_what_those_of_transformers_do(name):
+    x = torch.linspace(-8, 8, 101)
+    found = provider_of("arcee", hidden_act=name).activation_func(x)
+    torch.testing.assert_close(found, ACT2FN[name](x))
 
 
 def test_positions_on_three_axes_change_nothing_in_a_text():

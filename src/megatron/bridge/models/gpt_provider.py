@@ -19,6 +19,7 @@ from megatron.bridge.models.features import (
     activations,
     biases,
     gated_delta_net,
+    group_routing,
     heads,
     mamba_beside_attention,
     multipliers,
@@ -139,6 +140,9 @@ class GPTModelProvider(ModelProvider):
     """The same for the output projection of attention alone; True adds its bias where no linear layer has one."""
     mlp_bias: bool | None = None
     """The same for the feed-forward layers."""
+    moe_router_group_score: Literal["sum", "two", "max"] = "sum"
+    """What ranks the groups of experts: the ``sum`` of the ``moe_router_topk / moe_router_group_topk`` best scores in
+    a group, of the ``two`` best ones, or the best score alone (``max``), as DeepSeek-V2 was trained."""
     moe_router_norm_topk: bool = True
     """The sigmoids of the chosen experts are divided by their sum; False leaves them as they are."""
     moe_router_norm_min: float | None = None
@@ -155,6 +159,12 @@ class GPTModelProvider(ModelProvider):
     kda_layers: list[int] | None = None
     """1 for each layer with Kimi delta attention, sized by ``linear_...``, in the place of latent attention; None has
     none."""
+    mamba_conv_kernel: int = 4
+    """Tokens that the convolution of a Mamba layer sees, its own included."""
+    mamba_smallest_step: float = 0.0
+    """Lower bound of the step by which a token moves the state of a Mamba-2 mixer."""
+    mamba_largest_step: float | None = None
+    """Upper bound of it; None is none."""
     mamba_dt_rank: int | None = None
     """The mixers of ``mamba_layers`` are Mamba-1, whose steps have this rank; None is Mamba-2."""
     mamba_beside_attention: dict[str, Any] | None = None
@@ -217,6 +227,7 @@ class GPTModelProvider(ModelProvider):
         gated_delta_net.check(self)
         positions.check(self)
         per_layer_inputs.check(self)
+        group_routing.check(self)
         routing.check(self)
         # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
         self.hetereogenous_dist_checkpoint |= any(getattr(self, name) is not None for name in gated_delta_net.LAYERS)
@@ -320,6 +331,7 @@ class GPTModelProvider(ModelProvider):
         query_scaling.apply_query_scaling(model, self)
         biases.apply_biases(model, self)
         biases.apply_output_bias(model, self)
+        group_routing.apply(model, self)
         routing.apply_routing(model, self)
         activations.apply_xielu(model, self)
         multipliers.apply_multipliers(model, self)

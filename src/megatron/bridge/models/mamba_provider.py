@@ -39,12 +39,8 @@ class MambaModelProvider(GPTModelProvider):
     """A symbol for each of ``num_layers``: ``M`` Mamba-2, ``*`` attention, ``-`` feed-forward, ``E`` experts.
     ``|`` between them cuts the stack into (virtual) pipeline stages, in order; without it, stages have equally
     many layers."""
-    mamba_conv_kernel: int = 4
-    """Tokens that the convolution of a Mamba layer sees, its own included."""
     mamba_chunk_size: int = 128
     """Tokens that are computed as one matrix; changes speed and memory, not numbers."""
-    mamba_smallest_step: float = 0.0
-    """Lower bound of the step by which a token moves a state."""
     mamba_first_step_min: float = 0.001
     """A new model's steps are spread from here, evenly in their logarithm."""
     mamba_first_step_max: float = 0.1

@@ -2,13 +2,13 @@
 """The provider of a ``GPTModel`` with multi-latent attention."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron.bridge.models.features import group_routing, mla_rope, sparse_attention
+from megatron.bridge.models.features import mla_rope, sparse_attention
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
 
@@ -36,9 +36,6 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
     """Rank of the queries' latent; None projects the hidden states to queries directly."""
     latent_layernorm_epsilon: float | None = None
     """Epsilon of the norms of both latents; None is ``layernorm_epsilon``."""
-    moe_router_group_score: Literal["sum", "max"] = "sum"
-    """What ranks the groups of experts: the ``sum`` of the best scores in a group, or its best score alone
-    (``max``), as DeepSeek-V2 was trained."""
 
     def derive(self) -> None:
         """Refuse what has no effect on latent attention, and fill in what Megatron-Core reads."""
@@ -46,7 +43,6 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
         without = {} if self.position_embedding_type == "none" else {"position_embedding_type": "rope"}
         self._refuse_ineffective({**_WITHOUT_EFFECT, **without}, "with multi-latent attention")
         self.kv_channels = self.v_head_dim  # what a head gives to the output projection
-        group_routing.check(self)
         sparse_attention.check(self)
         mla_rope.derive(self)
         self._check_layout()
@@ -60,12 +56,17 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
                 f"tensor_model_parallel_size={ranks} without sequence_parallel gives wrong gradients of latent "
                 "attention with backend='transformer_engine': set model.sequence_parallel=True"
             )
+        # the other backend cuts them
+        latents = {"q_lora_rank": self.q_lora_rank or 0}
+        latents["kv_lora_rank + qk_pos_emb_head_dim"] = self.kv_lora_rank + self.qk_pos_emb_head_dim
+        for name, width in latents.items():
+            if self.backend == "torch" and width % ranks:
+                raise UserError(f"tensor_model_parallel_size={ranks} does not divide {name}={width}: choose another")
 
     def finish(self, model: LanguageModule) -> None:
-        """Add the positions, the choice of groups and the epsilons of latent attention."""
+        """Add the positions and the epsilons of latent attention."""
         super().finish(model)
         mla_rope.apply(model, self)
-        group_routing.apply(model, self)
         sparse_attention.apply(model, self)
         _set_latent_epsilon(model, self.latent_layernorm_epsilon)
 

@@ -285,6 +285,7 @@ class ModelProvider(TransformerConfig):
     def build_chunks(self) -> list[MegatronModule]:
         """The bare chunks of this rank, sharing one resolved config."""
         config = self.resolved()
+        _check_layout(config)
         stages = config.virtual_pipeline_model_parallel_size
         chunks = [config.provide(vp_stage=stage) for stage in (range(stages) if stages else (None,))]
         for chunk in chunks:
@@ -320,6 +321,23 @@ def get_model(
     bare._pre_wrap_hooks, bare._post_wrap_hooks = [], []
     # another copy, because Megatron-Core writes the bucket size into the config
     return bare.provide_distributed_model(copy.copy(ddp_config), model_type=model_type, **options)
+
+
+def _check_layout(config: Any) -> None:
+    """Refuse parallel sizes that do not divide what they cut; Megatron-Core only asserts it, mostly without a name."""
+    experts, frequency = config.num_moe_experts, config.moe_layer_freq
+    tensor, virtual = "tensor_model_parallel_size", config.virtual_pipeline_model_parallel_size or 1
+    cuts = {} if experts and not (isinstance(frequency, list) and 0 in frequency) else {"ffn_hidden_size": tensor}
+    cuts |= {"num_moe_experts": "expert_model_parallel_size"}
+    if experts:
+        cuts |= {"moe_shared_expert_intermediate_size": tensor, "moe_ffn_hidden_size": "expert_tensor_parallel_size"}
+    even = all(getattr(config, name) == value for name, value in EVEN_STAGES.items())
+    if even and not hasattr(config, "has_own_stages"):
+        cuts |= {"num_layers": "pipeline_model_parallel_size"}
+    for whole, part in cuts.items():
+        size, parts = getattr(config, whole) or 0, (getattr(config, part) or 1) * (virtual if part[0] == "p" else 1)
+        if size % parts:
+            raise UserError(f"{part}={parts} does not divide {whole}={size}: choose a size that does")
 
 
 def _report(changes: list[layer_specs.DisabledSetting]) -> None:

@@ -9,6 +9,7 @@ from inspect import getfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from megatron.bridge import AutoBridge
@@ -26,19 +27,24 @@ _TINY |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embe
 _TINY |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_shared_experts": 1, "topk_group": 1}
 _TINY |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1}
 _TINY |= {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+_TINY |= {"rotary_dim": 4}
 _IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+_MOST = 20_000_000  # parameters of a tiny model: more take long, and a real one all of the memory
 _EPSILON = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 # what no name tells, tried until logits agree
 _GUESSES: tuple[dict[str, Any], ...] = ({}, {"rotary_interleaved": True}, {"rotary_interleaved": False})
 
 
-def tiny_config(config: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
-    """The arguments of a tiny model of the same kind: small sizes, four layers, no dropout."""
+def tiny_config(config: Mapping[str, Any], renamed: Mapping[str, str], **sizes: Any) -> dict[str, Any]:
+    """The arguments of a tiny model: small ``sizes``, also where usual keys are ``renamed``, and no dropout."""
     derived = ("qk_head_dim", "max_window_layers", "dtype", *IRRELEVANT)
     tiny = {key: value for key, value in config.items() if key not in derived}
+    small = _TINY | {own: _TINY[key] for key, own in renamed.items() if key in _TINY}
     for key, value in tiny.items():
-        if key in _TINY and (value is not None or "exp" in key):
-            tiny[key] = _TINY[key]
+        if key in small and (value is not None or "exp" in key):
+            tiny[key] = small[key]
+        elif config.get("sliding_window") and value and key == "layer_types" and {*value} == {"full_attention"}:
+            tiny[key] = [*value[:1], "sliding_attention"] * 2  # what it can mean, said or not
         elif isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
             tiny[key] = [*(value * 4)[:4], *(kind for kind in dict.fromkeys(value) if kind not in value[:4])][-4:]
         elif key.endswith("dropout"):
@@ -56,7 +62,7 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
     case = _reference(model, config, folder)
     tensors = {name: tuple(value.shape) for name, value in reference.read_weights(case.checkpoint).items()}
     full = transformers.AutoConfig.from_pretrained(case.checkpoint).to_dict()
-    bases = [base for base in model_bridge.declared_bridges() if base.endswith("ForCausalLM")]
+    bases = [base for base in model_bridge.declared_bridges() if not base.endswith("Generation")]
     text = "".join(path.read_text() for path in Path(getfile(model)).parent.glob("modular_*.py"))
     # transformers names parents: class CwmMLP(LlamaMLP)
     own = {base: len(re.findall(rf"\({base[:-11]}(?!\d|Moe)\w+\):", text)) for base in bases}
@@ -71,9 +77,15 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
 def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
     reason = ""
     for sizes in ({}, {"head_dim": 8}):  # some heads must be as wide as hidden size / number of heads
-        row = Row(config.model_type, model, tiny_config(config.to_dict(), **sizes))
+        row = Row(config.model_type, model, tiny_config(config.to_dict(), config.attribute_map, **sizes))
         try:
+            with torch.device("meta"):
+                count = sum(parameter.numel() for parameter in model(model.config_class(**row.config)).parameters())
+            if count > _MOST:
+                raise UserError(f"a tiny {model.__name__} still has {count} parameters: give a config of small sizes")
             return reference.make_reference(row, folder / f"reference{len(sizes)}")
+        except UserError:
+            raise
         except Exception as error:  # of transformers' own code, whatever it checks
             reason = f"{type(error).__name__}: {one_line(error)}"
     raise UserError(f"a tiny {model.__name__} does not run ({reason}): give a config in which all sizes are set")
@@ -115,7 +127,9 @@ class Draft:
     @property
     def kept(self) -> list[Field]:
         """Fields of the base, but for those whose key is not there or that names of tensors speak against."""
-        there = (f for f in self.parent.fields if f.hf in self.config or f.default is not families.REQUIRED)
+        there = [f for f in self.parent.fields if f.hf in self.config or f.default is not families.REQUIRED]
+        sparse = any("num_moe_experts" in f.names for f in there)
+        there = [f for f in there if sparse or not f.names or not all(name.startswith("moe_") for name in f.names)]
         return [f for f in there if self.fixed.keys().isdisjoint(f.names)]
 
     @property
@@ -143,7 +157,7 @@ class Draft:
 
     def complete(self) -> None:
         """Take from the names of tensors what the config does not say, then claim keys by the vocabulary."""
-        self._read_tensors({re.sub(r".*layers\.\d+\.", "", name): shape for name, shape in self.tensors.items()})
+        self._read_tensors({re.sub(r"^\D+\.\d+\.", "", name): shape for name, shape in self.tensors.items()})
         implied = {f.name: f.default for f in dataclasses.fields(families.GPTModelProvider)} | self.parent.fixed
         told = {name for f in self.parent.fields for name in f.names}
         self.fixed = {name: v for name, v in self.fixed.items() if name in told or implied[name] != v}
@@ -154,7 +168,7 @@ class Draft:
         if key in _EPSILON:
             return f"Field({key!r}, 'layernorm_epsilon')"
         groups, free = vocabulary.field_groups(), {*self.unclaimed}
-        for name in reversed(vocabulary.groups_with(key)):  # the largest first
+        for name in sorted(vocabulary.groups_with(key), key=lambda it: -len(groups[it])):  # the largest first
             sets = {attribute for f in groups[name] for attribute in f.names}
             if {f.hf for f in groups[name]} <= free and self._reads(groups[name]) and not sets & self.fixed.keys():
                 return f"*{name}" if isinstance(getattr(families, name), tuple) else name
@@ -176,7 +190,8 @@ class Draft:
         before, after = (f"{kind}_feedforward_layernorm.weight" in ends for kind in ("pre", "post"))
         placement = "both" if before and after else "post" if after else "pre"
         query, key = (ends.get(f"self_attn.{role}_norm.weight") for role in "qk")
-        plain = {"mlp.up_proj.weight", "mlp.c_fc.weight"} & ends.keys() and "mlp.gate_proj.weight" not in ends
+        matrices = [name for name, shape in ends.items() if name.startswith("mlp.") and len(shape) == 2]
+        plain = len(matrices) == 2 and not any("gate" in name for name in matrices)
         self.fixed |= {"norm_placement": placement, "gated_linear_unit": not plain}
         self.fixed |= {"qk_norm_across_heads": query != key, "qk_layernorm": query == key} if query else {}
         norms = (None, None) if placement == "post" else ("input_layernorm", "post_attention_layernorm")
@@ -186,8 +201,12 @@ class Draft:
             self.blocks.append(f"attention(norm={norms[0]!r}, qk_norm={bool(query)})")
             self.blocks += ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"] if after else []
         if plain or moved:
-            names = ("", "c_fc", "c_proj") if "mlp.c_fc.weight" in ends else ("gate_proj", "up_proj", "down_proj")
-            self.blocks.append(f"mlp(norm={norms[1]!r}, gated={not plain}, projections={names!r})")
+            names = ("gate_proj", "up_proj", "down_proj")
+            if plain:  # the narrow side of each is the width of the model
+                pair = sorted(matrices, key=lambda name: ends[name][0] < ends[name][1])
+                names = ("", *(name.split(".")[1] for name in pair))
+            layers = re.sub(r"\.\d+\..*", ".*", next(it for it in self.tensors if re.search(r"\.\d+\.", it)))
+            self.blocks.append(f"mlp({layers!r}, norm={norms[1]!r}, gated={not plain}, projections={names!r})")
 
     @property
     def source(self) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba-2 mixers: Megatron-Core's on the kernels of mamba-ssm, and the same in PyTorch without them.
 
-Megatron-Core's mixer hard-codes two values that differ between models: the epsilon of the gated norm, and no lower
-bound for the step size. Both mixers here read them from the config.
+Megatron-Core's mixer hard-codes two values that differ between models: the epsilon of the gated norm, and no
+bounds for the step size. Both mixers here read them from the config.
 """
 
 import functools
@@ -43,17 +43,23 @@ def mixer_class() -> type[MambaMixer]:
     return TorchMambaMixer
 
 
+def step_limit(config: Any) -> tuple[float, float]:
+    """The smallest and the largest step by which a token moves a state."""
+    largest = getattr(config, "mamba_largest_step", None)
+    return getattr(config, "mamba_smallest_step", 0.0), math.inf if largest is None else largest
+
+
 @functools.cache
 def _say_that_kernels_are_missing() -> None:
     _log.warning("mamba-ssm or causal-conv1d is not installed, so Mamba layers compute in PyTorch, chunk by chunk")
 
 
 class FusedMambaMixer(MambaMixer):
-    """Megatron-Core's mixer with the smallest step size and the epsilon of ``config``."""
+    """Megatron-Core's mixer with the step limits and the epsilon of ``config``."""
 
     def __init__(self, config: TransformerConfig, submodules: MambaMixerSubmodules, **kwargs: Any) -> None:
         super().__init__(config, submodules, **kwargs)
-        self.smallest_step: float = getattr(config, "mamba_smallest_step", 0.0)
+        self.step_limit = step_limit(config)
         self.norm.eps = config.layernorm_epsilon
 
     def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:  # noqa: N803 - Megatron-Core's name
@@ -69,7 +75,7 @@ class FusedMambaMixer(MambaMixer):
             D=cp.get_D(),
             chunk_size=self.chunk_size,
             seq_idx=None if packed_seq_params is None else _sequence_indices(packed_seq_params, zxBCdt),
-            dt_limit=(self.smallest_step, float("inf")),
+            dt_limit=self.step_limit,
             activation=self.activation,
             headdim=self.headdim,
             ngroups=cp.ngroups_local_tpcp,
@@ -101,7 +107,7 @@ class TorchMambaMixer(MambaMixer):
     ) -> None:
         with _without_mamba_ssm(), _MetaDeviceMode():
             super().__init__(config, submodules, **others)
-        self.smallest_step: float = getattr(config, "mamba_smallest_step", 0.0)
+        self.step_limit = step_limit(config)
         self.norm.eps = config.layernorm_epsilon
         if config.perform_initialization:
             self._initialize(dt_min, dt_max, dt_init_floor)
@@ -208,7 +214,7 @@ class TorchMambaMixer(MambaMixer):
         x, b, c = F.silu(convolved).split([inner, states, states], dim=-1)
         x = x.unflatten(-1, (-1, self.headdim))
         b, c = self._grouped(b), self._grouped(c)
-        dt = F.softplus(dt.float() + cp.get_dt_bias().float()).clamp(min=self.smallest_step)
+        dt = F.softplus(dt.float() + cp.get_dt_bias().float()).clamp(*self.step_limit)
         y, state = ssd.scan(x, dt, -cp.get_A_log().float().exp(), b, c, self.chunk_size, state)
         y = y + cp.get_D().float()[:, None] * x
         return y.flatten(-2) * F.silu(gate.float()), state

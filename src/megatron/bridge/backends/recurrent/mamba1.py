@@ -26,7 +26,6 @@ from megatron.bridge.backends.recurrent.mamba import lengths_of
 from megatron.bridge.backends.recurrent.tensor_parallel_mixer import TensorParallelMixer
 
 CHUNK = 64  # tokens whose states are in memory at a time
-_TAPS = 4
 
 
 def selective_scan(
@@ -92,7 +91,8 @@ class Mamba1Mixer(TensorParallelMixer):
         self.norms = nn.ModuleDict(
             {n: nn.RMSNorm(s, config.layernorm_epsilon, **self.like) for n, s in self.shared.items()}
         )
-        shapes = {"conv1d_weight": (width, 1, _TAPS), "x_proj": (rank + 2 * states, width), "dt_proj": (width, rank)}
+        taps = config.mamba_conv_kernel
+        shapes = {"conv1d_weight": (width, 1, taps), "x_proj": (rank + 2 * states, width), "dt_proj": (width, rank)}
         self.make_parameters(
             {**shapes, "A_log": (width, states), **dict.fromkeys(("conv1d_bias", "dt_bias", "D"), (width,))}
         )
@@ -142,7 +142,7 @@ class Mamba1Mixer(TensorParallelMixer):
     def state_shapes(self) -> list[StateShape]:
         """Of the states of one text: last inputs of the convolution, and the state of the scan."""
         width = self.d_inner_local_tp
-        history = StateShape((_TAPS - 1, width), self.config.params_dtype)
+        history = StateShape((self.conv1d_weight.size(-1) - 1, width), self.config.params_dtype)
         return [history, StateShape((width, self.states), torch.float32)]
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class AttentionBesideMamba(SelfAttention):
         if config.mamba_num_groups == 1:
             mixer: Any = OneGroupMambaMixer(config, submodules.mixer, **groups)
         else:
-            mixer = TorchMambaMixer(config, submodules.mixer, d_model=config.hidden_size, **groups)
+            sizes = {"d_model": config.hidden_size, "d_conv": config.mamba_conv_kernel}
+            mixer = TorchMambaMixer(config, submodules.mixer, **sizes, **groups)
         mixer.norm = _Cast(config.params_dtype)
         self.mixer = mixer
         self.multipliers = (1.0, 1.0)

@@ -34,7 +34,8 @@ class OneGroupMambaMixer(TorchMambaMixer):
         ranks, cut = groups.tp.size(), copy.copy(config)
         # the same rows of B and C in all, a part of them on each rank
         cut.mamba_num_groups, cut.mamba_state_dim = ranks, config.mamba_state_dim // ranks
-        super().__init__(cut, submodules, d_model=config.hidden_size, layer_number=layer_number, pg_collection=groups)
+        sizes: Any = {"d_model": config.hidden_size, "d_conv": getattr(config, "mamba_conv_kernel", 4)}
+        super().__init__(cut, submodules, layer_number=layer_number, pg_collection=groups, **sizes)
         self.state_size = config.mamba_state_dim
         norm = NormOverRanks(
             self.d_inner_local_tp,

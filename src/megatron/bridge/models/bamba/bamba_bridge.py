@@ -2,7 +2,6 @@
 """Bamba: Mamba-2 mixers, whose heads are one group, in the place of attention in most layers."""
 
 from collections.abc import Mapping
-from math import inf
 from typing import Any
 
 from megatron.bridge.models.conversion.declare import hybrid_fields as hybrid
@@ -29,7 +28,6 @@ class BambaBridge(DecoderBridge):
     )
     fixed = {**LLAMA_LIKE, **hybrid.ONE_GROUP}
     irrelevant = dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"))
-    irrelevant |= {"time_step_limit": ([0.0, inf], (0.0, inf))}
     weights = (
         ends(norm="model.final_layernorm"),
         attention(),

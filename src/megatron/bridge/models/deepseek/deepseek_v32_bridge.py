@@ -14,7 +14,10 @@ _LAYER = (latent_attention(), indexer(), *DENSE_OR_SPARSE)
 
 @register_bridge("DeepseekV32ForCausalLM", provider=MLAModelProvider, model_type="deepseek_v32")
 class DeepseekV32Bridge(DecoderBridge):
-    fields = (*mla.LATENT, *mla.INDEXER, *moe.ROUTED_AND_SHARED, *moe.GROUPS, *mla.SPARSE_AFTER_DENSE, mla.NEXT_TOKENS)
+    fields = (
+        *(*mla.LATENT, *mla.INDEXER, *moe.ROUTED_AND_SHARED, *moe.GROUPS, *mla.SPARSE_AFTER_DENSE),
+        *(moe.NORM_SIGMOIDS, mla.NEXT_TOKENS),
+    )
     fixed = {**mla.SPARSE_LIKE, **moe.SIGMOID_ROUTING}
     irrelevant = {**mla.UNSPOKEN, **mla.ONLY_SIGMOIDS}
     weights = (ends(), *_LAYER, mtp(*_LAYER))

@@ -18,6 +18,7 @@ class DeepseekV3Bridge(DecoderBridge):
         *mla.LATENT,
         *moe.ROUTED_AND_SHARED,
         *moe.GROUPS,
+        moe.NORM_SIGMOIDS,
         *mla.BALANCING,
         moe.DENSE_BEFORE_SPARSE,
         mla.NEXT_TOKENS,

@@ -2,7 +2,6 @@
 """Falcon-H1: a Mamba-2 mixer beside attention in every layer, multipliers everywhere."""
 
 from dataclasses import replace
-from math import inf
 
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, LOGIT_SCALE
@@ -23,7 +22,6 @@ class FalconH1Bridge(DecoderBridge):
     )
     fixed = {**LLAMA_LIKE, "add_bias_linear": False}
     irrelevant = dict.fromkeys(("mamba_expand", "mamba_chunk_size", "mamba_norm_before_gate", "num_logits_to_keep"))
-    irrelevant |= {"time_step_limit": ([0.0, inf], (0.0, inf))}
     weights = (
         ends(norm="model.final_layernorm"),
         attention(),

@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.bridge.models.features import rope
 from megatron.bridge.utils.errors import UserError
 
-_STATIC = ("linear", "llama3", "yarn")
+_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class LatentRotaryEmbedding(YarnRotaryEmbedding):
@@ -27,12 +27,10 @@ class LatentRotaryEmbedding(YarnRotaryEmbedding):
     """
 
     def __init__(self, config: Any, cp_group: Any) -> None:
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
         parameters = {**config.rope_parameters, "rope_theta": config.rotary_base}
-        reference: Any = rope.reference_config(config, parameters, config.qk_pos_emb_head_dim)
-        with torch.device("cpu"):  # numbers, even while the model is built on the meta device
-            self._frequencies, self._attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](reference, None)
+        self._reference = rope.reference_config(config, parameters, config.qk_pos_emb_head_dim)
+        self._frequencies, self._attention_factor = rope.frequencies_and_factor(self._reference)
+        rope.check_factors(parameters, len(self._frequencies))
         super().__init__(
             config.qk_pos_emb_head_dim,
             rotary_base=config.rotary_base,
@@ -43,9 +41,11 @@ class LatentRotaryEmbedding(YarnRotaryEmbedding):
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> tuple[torch.Tensor, float]:
         """Angles [position, 1, 1, qk_pos_emb_head_dim] from ``offset`` on, and the factor of sines and cosines."""
-        self._frequencies = self._frequencies.to(torch.cuda.current_device())
-        positions = torch.arange(offset, offset + max_seq_len, device=self._frequencies.device, dtype=torch.float32)
-        angles = torch.outer(positions, self._frequencies)
+        length, device = offset + max_seq_len, torch.cuda.current_device()
+        frequencies = self._frequencies = self._frequencies.to(device)
+        if rope.changes_with_length(self._reference, length):
+            frequencies = rope.frequencies_and_factor(self._reference, length)[0].to(device)
+        angles = torch.outer(torch.arange(offset, length, device=frequencies.device, dtype=torch.float32), frequencies)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :], self._attention_factor
 
 
@@ -55,10 +55,9 @@ def derive(config: Any) -> None:
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         return
-    if kind not in _STATIC:
+    if kind not in _KINDS:
         raise UserError(
-            f"rope_parameters.rope_type={kind!r} is not supported with multi-latent attention: "
-            f"{', '.join(_STATIC)} are"
+            f"rope_parameters.rope_type={kind!r} is not supported with multi-latent attention: {', '.join(_KINDS)} are"
         )
     config.rope_type = "yarn"  # the kind whose embedding has an attention factor
     # only sizes a first table of cosines: the least that can be shared out, as ``apply`` throws the layers' away

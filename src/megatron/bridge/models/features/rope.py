@@ -101,12 +101,8 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         device = self.inv_freq.device
         frequencies, factor = self._compute(None)
         self.attention_factor = parameters.get("short_mscale", factor)
-        for name in ("short_factor", "long_factor"):
-            factors = parameters.get(name)
-            if factors is not None and len(factors) != len(frequencies):
-                raise UserError(
-                    f"rope_parameters.{name} has {len(factors)} numbers, the heads have {len(frequencies)} pairs"
-                )
+        check_factors(parameters, len(frequencies))
+        self._direction = -1.0 if config.rotary_reversed else 1.0
         if frequencies.shape != self.inv_freq.shape:
             raise UserError(
                 f"rope_parameters rotates {2 * len(frequencies)} of {config.kv_channels} head dimensions but "
@@ -117,22 +113,17 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Angles [position, rotated dimension / 2] of ``max_seq_len`` positions from ``offset`` on."""
         positions = torch.arange(offset, offset + max_seq_len, device=self.inv_freq.device, dtype=torch.float32)
-        return torch.outer(positions, self._frequencies(max_seq_len + offset))
+        return torch.outer(positions, self._direction * self._frequencies(max_seq_len + offset))
 
     def _frequencies(self, length: int) -> torch.Tensor:
-        # transformers recomputes these two kinds from the length of the sequence at hand
-        if self._kind == "longrope" or (self._kind == "dynamic" and length > self._reference.max_position_embeddings):
+        if changes_with_length(self._reference, length):
             return self._compute(length)[0].to(self.inv_freq.device)
         return self.inv_freq
 
     def _compute(self, length: int | None) -> tuple[torch.Tensor, float]:
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        reference: Any = self._reference
         if self._kind == NTK_ALPHA:
-            return _ntk_alpha(reference.rope_parameters, reference.head_dim), 1.0
-        with torch.device("cpu"):  # numbers, even while the model is built on the meta device
-            return ROPE_INIT_FUNCTIONS[self._kind](reference, None, seq_len=length)
+            return _ntk_alpha(self._reference.rope_parameters, self._reference.head_dim), 1.0
+        return frequencies_and_factor(self._reference, length)
 
 
 class LayerwiseRotaryEmbedding(nn.Module):
@@ -173,11 +164,33 @@ def _ntk_alpha(parameters: dict[str, Any], width: int) -> torch.Tensor:
         return 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float) / width))
 
 
+def frequencies_and_factor(reference: Any, length: int | None = None) -> tuple[torch.Tensor, float]:
+    """What transformers computes for texts of this length from ``reference_config``."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    with torch.device("cpu"):  # numbers, even while the model is built on the meta device
+        return ROPE_INIT_FUNCTIONS[reference.rope_parameters["rope_type"]](reference, None, seq_len=length)
+
+
+def changes_with_length(reference: Any, length: int) -> bool:
+    """Whether transformers computes frequencies anew from the length of the sequence at hand."""
+    kind = reference.rope_parameters["rope_type"]
+    return kind == "longrope" or (kind == "dynamic" and length > reference.max_position_embeddings)
+
+
+def check_factors(parameters: dict[str, Any], pairs: int) -> None:
+    """Refuse lists that have not a number for each of the rotated pairs of a head."""
+    for name in ("short_factor", "long_factor"):
+        factors = parameters.get(name)
+        if factors is not None and len(factors) != pairs:
+            raise UserError(f"rope_parameters.{name} has {len(factors)} numbers, the heads have {pairs} pairs")
+
+
 def apply_rope(model: Any, config: Any) -> None:
     """Give ``model`` (a ``GPTModel``) the scaled, or layerwise, rotary embedding that ``config`` asks for."""
     parameters, local = config.rope_parameters or {}, config.local_rope_parameters
-    if config.rotary_reversed:
-        _reverse(model, parameters)
+    if config.rotary_reversed and _is_plain(parameters):
+        model.rotary_pos_emb.inv_freq = -model.rotary_pos_emb.inv_freq
     if config.multi_latent_attention or (_is_plain(parameters) and not local):
         return  # latent attention has an embedding in each layer: models/features/mla_rope.py
     if config.position_embedding_type != "rope" or config.rope_scaling:
@@ -204,15 +217,6 @@ def apply_rope(model: Any, config: Any) -> None:
         take = _take(int(is_local), 2 * len(own.inv_freq))
         layer.self_attention.register_forward_pre_hook(take, with_kwargs=True)
         _set_attention_factor([layer], config, own)
-
-
-def _reverse(model: Any, parameters: dict[str, Any]) -> None:
-    if not _is_plain(parameters):
-        raise UserError(
-            f"rope_parameters.rope_type={parameters['rope_type']!r} does not work with rotary_reversed=True: set "
-            "rope_type='default'"
-        )
-    model.rotary_pos_emb.inv_freq = -model.rotary_pos_emb.inv_freq
 
 
 def _take(index: int, width: int) -> Any:
@@ -257,8 +261,11 @@ def _set_attention_factor(layers: list[Any], config: TransformerConfig, embeddin
             f"apply_rope_fusion=True cannot scale by the attention factor {factor:.4g} of rope_parameters: "
             "set model.apply_rope_fusion=False"
         )
-    for layer in layers:
-        layer.self_attention._yarn_concentration_factor = factor
+    for attention in (layer.self_attention for layer in layers):
+        attention._yarn_concentration_factor = 1.0 if config.qk_l2_norm else factor
+        if config.qk_l2_norm:  # in transformers it comes after the rotation: all but its epsilon is free of the factor
+            for norm in filter(None, (attention.q_layernorm, attention.k_layernorm)):
+                norm.eps /= factor**2
 
 
 def reference_config(config: Any, parameters: dict[str, Any], width: int) -> SimpleNamespace:

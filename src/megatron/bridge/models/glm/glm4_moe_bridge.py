@@ -19,12 +19,13 @@ class Glm4MoeBridge(DecoderBridge):
         *override(DENSE, PARTIAL_ROPE),
         *moe.ROUTED_AND_SHARED,
         *moe.GROUPS,
+        moe.NORM_SIGMOIDS,
         moe.DENSE_BEFORE_SPARSE,
         mla.NEXT_TOKENS,
         Field("attention_bias", "add_qkv_bias", default=False),
         Field("use_qk_norm", "qk_layernorm", default=False),
     )
     fixed = {**LLAMA_LIKE, **moe.SIGMOID_ROUTING, "add_bias_linear": False}
-    irrelevant = {"norm_topk_prob": (True,), "output_router_logits": None}
+    irrelevant = {"output_router_logits": None}
     weights = (ends(), *_LAYER, mtp(*_LAYER))
     copies = mtp_copies()

@@ -14,7 +14,10 @@ _LAYER = (latent_attention(), *DENSE_OR_SPARSE)
 
 @register_bridge("Glm4MoeLiteForCausalLM", provider=MLAModelProvider, model_type="glm4_moe_lite")
 class Glm4MoeLiteBridge(DecoderBridge):
-    fields = (*mla.LATENT, *moe.ROUTED_AND_SHARED, *moe.GROUPS, mla.SPARSE_LAYERS, mla.NEXT_TOKENS)
+    fields = (
+        *(*mla.LATENT, *moe.ROUTED_AND_SHARED, *moe.GROUPS),
+        *(moe.NORM_SIGMOIDS, mla.SPARSE_LAYERS, mla.NEXT_TOKENS),
+    )
     fixed = {**mla.LATENT_LIKE, **moe.SIGMOID_ROUTING}
     irrelevant = {
         **mla.UNSPOKEN,

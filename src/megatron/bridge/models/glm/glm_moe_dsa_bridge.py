@@ -21,7 +21,7 @@ class GlmMoeDsaBridge(DecoderBridge):
         *moe.ROUTED_AND_SHARED,
         *moe.GROUPS,
         *mla.SPARSE_AFTER_DENSE,
-        mla.NEXT_TOKENS,
+        *(moe.NORM_SIGMOIDS, mla.NEXT_TOKENS),
     )
     fixed = {**mla.SPARSE_LIKE, **moe.SIGMOID_ROUTING, "dsa_indexer_rope_interleaved": True}
     irrelevant = {**mla.UNSPOKEN, **mla.ONLY_SIGMOIDS, "indexer_rope_interleave": (True,)}

@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from megatron.bridge.models.conversion.declare import hybrid_fields as hybrid
@@ -22,8 +21,8 @@ def _count(experts: int | None, config: Mapping[str, Any]) -> int | None:
     return _EXPERTS.to(experts, config) if experts and _EXPERTS.to else None
 
 
-def _chosen(experts: int, config: Mapping[str, Any]) -> int:
-    return experts if config[_EXPERTS.hf] else 2  # Megatron-Core's default
+def _chosen(_: int, config: Mapping[str, Any]) -> int:
+    return _CHOSEN.read(config)["moe_router_topk"] if config[_EXPERTS.hf] else 2  # Megatron-Core's default
 
 
 def _chosen_back(experts: int, provider: Any) -> int:
@@ -70,7 +69,6 @@ class GraniteMoeHybridBridge(GraniteMoeBridge):
         **GraniteMoeBridge.irrelevant,
         **dict.fromkeys(("mamba_chunk_size", "init_method")),
         "normalization_function": ("rmsnorm",),
-        "time_step_limit": ([0.0, inf], (0.0, inf)),
     }
     weights = (
         ends(),

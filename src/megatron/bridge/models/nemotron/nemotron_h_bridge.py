@@ -32,7 +32,7 @@ class NemotronHBridge(DecoderBridge):
         *hybrid.of_experts(
             *moe.expert_sizes("n_routed_experts"),
             *moe.GROUPS,
-            moe.SCALING,
+            *(moe.NORM_SIGMOIDS, moe.SCALING),
             Field("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
         ),
     )
@@ -54,7 +54,7 @@ class NemotronHBridge(DecoderBridge):
         "time_step_limit": ([0.0, inf], (0.0, inf)),
         **dict.fromkeys(("attention_bias", "use_bias", "mamba_proj_bias"), (False,)),
         **dict.fromkeys(("residual_in_fp32", "tie_word_embeddings"), (False,)),
-        **dict.fromkeys(("use_conv_bias", "norm_topk_prob"), (True,)),
+        "use_conv_bias": (True,),
         **dict.fromkeys(("sliding_window", "moe_latent_size"), (None,)),
         "mamba_hidden_act": ("silu",),
         "hidden_dropout": (0.0,),

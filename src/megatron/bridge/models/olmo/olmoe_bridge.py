@@ -10,9 +10,12 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 
 @register_bridge("OlmoeForCausalLM", model_type="olmoe")
 class OlmoeBridge(DecoderBridge):
-    fields = (*DENSE, *moe.expert_sizes(width="intermediate_size"), moe.NORM_TOPK, moe.AUX_LOSS)
+    fields = (
+        *(*DENSE, *moe.expert_sizes(width="intermediate_size"), moe.NORM_TOPK, moe.AUX_LOSS),
+        moe.ATTENTION_BIAS_OF_EXPERTS,
+    )
     fixed = {**LLAMA_LIKE, **moe.SOFTMAX_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
-    irrelevant = {"attention_bias": (False,), "clip_qkv": (None,), "output_router_logits": None}
+    irrelevant = {"clip_qkv": (None,), "output_router_logits": None}
     weights = (ends(), attention(qk_norm=True), router(norm="post_attention_layernorm"), experts())
 
 

@@ -16,7 +16,7 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 
 @register_bridge("Qwen3_5ForCausalLM", model_type="qwen3_5_text")
 class Qwen35Bridge(DecoderBridge):
-    fields = (*override(DENSE, PARTIAL_ROPE_OF_TEXT, SILU), *DELTA_NET)
+    fields = (*override(DENSE, PARTIAL_ROPE_OF_TEXT, SILU), *DELTA_NET, moe.ATTENTION_BIAS_OF_EXPERTS)
     fixed = {
         **LLAMA_LIKE,
         "add_bias_linear": False,
@@ -26,7 +26,6 @@ class Qwen35Bridge(DecoderBridge):
         "experimental_attention_variant": "gated_delta_net",
     }
     irrelevant = {
-        "attention_bias": (False,),
         "attn_output_gate": (True,),
         "full_attention_interval": None,  # it stands in for layer_types, which transformers always fills in
         # of the layer of multi-token prediction, which transformers leaves out, and of other software

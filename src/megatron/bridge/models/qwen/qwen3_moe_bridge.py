@@ -3,7 +3,7 @@
 
 from megatron.bridge.models.conversion.declare import moe_fields as moe
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOW
+from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, SWITCHED_WINDOWS
 from megatron.bridge.models.conversion.declare.moe_blocks import experts, router
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 
@@ -12,17 +12,16 @@ from megatron.bridge.models.conversion.model_bridge import DecoderBridge, regist
 class Qwen3MoeBridge(DecoderBridge):
     fields = (
         *DENSE,
-        WINDOW,
+        *SWITCHED_WINDOWS[:2],
         *moe.expert_sizes("num_local_experts"),
         *moe.DENSE_AMONG_SPARSE,
         moe.NORM_TOPK,
+        moe.ATTENTION_BIAS_OF_EXPERTS,
         moe.AUX_LOSS,
     )
     fixed = {**LLAMA_LIKE, **moe.SOFTMAX_ROUTING, "add_bias_linear": False, "qk_layernorm": True}
     irrelevant = {
-        "attention_bias": (False,),
         "output_router_logits": None,
-        "use_sliding_window": None,
         "max_window_layers": None,
     }
     weights = (ends(), attention(qk_norm=True), mlp(), router(), experts())

@@ -36,6 +36,7 @@ class Qwen3NextBridge(DecoderBridge):
         *moe.expert_sizes(),
         *moe.DENSE_AMONG_SPARSE,
         moe.NORM_TOPK,
+        moe.ATTENTION_BIAS_OF_EXPERTS,
         moe.AUX_LOSS,
         Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     )
@@ -50,7 +51,6 @@ class Qwen3NextBridge(DecoderBridge):
         "moe_shared_expert_gate": True,
     }
     irrelevant = {
-        "attention_bias": (False,),
         "full_attention_interval": None,  # it stands in for layer_types, which transformers always fills in
         "output_router_logits": None,
         "use_sliding_window": (False,),

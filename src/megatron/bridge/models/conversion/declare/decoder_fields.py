@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import utils as transformer_utils
 
 from megatron.bridge.models.conversion.declare.fields import Field
@@ -27,6 +27,11 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "gelu_fast": gelu_fast,
     "relu": F.relu,
     "relu2": squared_relu,
+    "relu6": F.relu6,
+    "quick_gelu": quick_gelu,
+    "mish": F.mish,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
 }
 
 
@@ -62,6 +67,8 @@ def _partial_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str,
         base = config.get("rope_theta") or 10000.0
     scaling = {key: value for key, value in parameters.items() if value is not None}
     share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    if share == 1.0:  # as good as not said
+        scaling.pop("partial_rotary_factor", None)
     plain = scaling.get("rope_type", "default") == "default"
     return None if plain else scaling, base, share
 
@@ -225,7 +232,7 @@ def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
 
 
 def _switched_window(_: Any, config: Mapping[str, Any]) -> tuple[int, int] | None:
-    return _window(config.get("sliding_window") if config.get("use_sliding_window") else None, config)
+    return _window(config.get("sliding_window") if config.get("use_sliding_window", True) else None, config)
 
 
 def _has_window(window: Any, _: Any) -> bool:
@@ -233,7 +240,7 @@ def _has_window(window: Any, _: Any) -> bool:
 
 
 def _switched_layers(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
-    if _LAYER_TYPES[1] in kinds and not config.get("use_sliding_window"):
+    if _LAYER_TYPES[1] in kinds and not config.get("use_sliding_window", True):
         raise UserError(f"use_sliding_window=False and layer_types has {_LAYER_TYPES[1]}: make them agree")
     return _windowed(kinds, config)
 

@@ -122,10 +122,12 @@ def _only_mixers(count: int, _: Any) -> tuple[int, str]:
     return count, MAMBA * count
 
 
-def _smallest_step(limit: Sequence[float], _: Any) -> float:
-    if limit[1] != inf:
-        raise UserError(f"time_step_limit={limit} is not supported: only steps without an upper limit are")
-    return limit[0]
+def _step_limit(limit: Sequence[float], _: Any) -> tuple[float, float | None]:
+    return limit[0], None if limit[1] == inf else limit[1]
+
+
+def _step_limit_back(limit: tuple[float, float | None], _: Any) -> list[float]:
+    return [limit[0], inf if limit[1] is None else limit[1]]
 
 
 def _every(config: Mapping[str, Any], kind: str, period: int, offset: int) -> list[int]:
@@ -188,6 +190,11 @@ MAMBA_SIZES: tuple[Field, ...] = (
     Field("chunk_size", "mamba_chunk_size"),
 )
 
+_LIMITS = ("mamba_smallest_step", "mamba_largest_step")
+
+STEP_LIMIT = Field("time_step_limit", _LIMITS, (0.0, inf), _step_limit, _step_limit_back)
+"""Bounds of the steps of a trained model."""
+
 ALL_MAMBA: tuple[Field, ...] = (
     Field("num_hidden_layers", ("num_layers", "hybrid_override_pattern"), to=_only_mixers),
     # Megatron-Core's config asks for heads of attention
@@ -200,7 +207,7 @@ ALL_MAMBA: tuple[Field, ...] = (
     Field("time_step_min", "mamba_first_step_min", default=0.001),
     Field("time_step_max", "mamba_first_step_max", default=0.1),
     Field("time_step_floor", "mamba_first_step_floor", default=1e-4),
-    Field("time_step_limit", "mamba_smallest_step", default=(0.0, inf), to=_smallest_step, back=lambda s, _: [s, inf]),
+    STEP_LIMIT,
     read_by_others("expand", 2, _expansion),
     constant("use_bias", False),
     constant("use_conv_bias", True),
@@ -224,7 +231,8 @@ ONE_GROUP_MAMBA: tuple[Field, ...] = (
     Field("mamba_d_state", "mamba_state_dim", default=256),
     read_by_others("mamba_expand", 2, _expansion),
     constant("mamba_n_groups", 1),
-    constant("mamba_d_conv", 4),
+    Field("mamba_d_conv", "mamba_conv_kernel", default=4),
+    STEP_LIMIT,
     constant("mamba_conv_bias", True),
     constant("mamba_proj_bias", False),
 )
@@ -257,7 +265,7 @@ SELECTIVE_MAMBA: tuple[Field, ...] = (
     Field("mamba_expand", ("mamba_num_heads", "mamba_head_dim"), 2, _features, lambda _, model: _expansion(model)),
     Field("mamba_d_state", "mamba_state_dim", 16),
     Field("mamba_dt_rank", "mamba_dt_rank", "auto", _step_rank),
-    constant("mamba_d_conv", 4),
+    Field("mamba_d_conv", "mamba_conv_kernel", default=4),
     constant("mamba_conv_bias", True),
     constant("mamba_proj_bias", False),
 )

@@ -2,13 +2,14 @@
 """Fields of architectures with multi-latent attention, and of multi-token prediction."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.bridge.backends.attention.sparse_attention import takes_over
 from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
 from megatron.bridge.models.conversion.declare.fields import Field, kind_indices, read_by_others
-from megatron.bridge.models.conversion.declare.moe_fields import DENSE_BEFORE_SPARSE, DROPLESS, check_groups
+from megatron.bridge.models.conversion.declare.moe_fields import DROPLESS, check_groups, leading_dense
 from megatron.bridge.utils.errors import UserError
 
 # ---- conversions of single values ------------------------------------------------------------------------------
@@ -61,11 +62,6 @@ def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     if not groups or not chosen:
         raise UserError(f"topk_method={method!r} needs n_group and topk_group, which are {groups} and {chosen}")
     check_groups(groups, chosen, config)
-    reach, wanted = chosen * config["n_routed_experts"] // groups, config["num_experts_per_tok"]
-    if reach < wanted:
-        raise UserError(
-            f"topk_group={chosen} of n_group={groups} are {reach} experts, num_experts_per_tok={wanted} are more"
-        )
     return groups, chosen
 
 
@@ -84,9 +80,13 @@ def _or_one(count: int | None, _: Any) -> int:
 _KINDS = ("dense", "sparse")
 
 
-def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+def _listed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     """1 for each layer with experts, 0 for each without."""
-    pattern, dense = kind_indices("mlp_layer_types", kinds, _KINDS, config), config.get("first_k_dense_replace")
+    return kind_indices("mlp_layer_types", kinds, _KINDS, config)
+
+
+def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    pattern, dense = _listed(kinds, config), config.get("first_k_dense_replace")
     if dense is not None and pattern != [int(layer >= dense) for layer in range(len(pattern))]:
         raise UserError(f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one")
     return pattern
@@ -161,10 +161,10 @@ SPARSE_LAYERS = Field("mlp_layer_types", "moe_layer_freq", to=_sparse, back=_spa
 """Which layers have experts, by name."""
 
 SPARSE_AFTER_DENSE: tuple[Field, ...] = (
-    SPARSE_LAYERS,
-    read_by_others("first_k_dense_replace", None, DENSE_BEFORE_SPARSE.write),
+    replace(SPARSE_LAYERS, to=_listed),
+    read_by_others("first_k_dense_replace", None, leading_dense),
 )
-"""The same beside the number of dense layers, which transformers has a default for."""
+"""The same beside the number of dense layers, which transformers reads only where these names are missing."""
 
 NEXT_TOKENS = Field(
     "num_nextn_predict_layers", "mtp_num_layers", default=0, to=lambda count, _: count or None, back=_depths_back
@@ -217,7 +217,6 @@ PLAIN_SOFTMAX_ROUTING: dict[str, Any] = {
 """Weights are a softmax over all experts, in fp32 from the logits on."""
 
 ONLY_SIGMOIDS: dict[str, tuple[Any, ...]] = {
-    "norm_topk_prob": (True,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }

@@ -15,13 +15,17 @@ from megatron.bridge.utils.errors import UserError
 # ---- conversions of single values ------------------------------------------------------------------------------
 
 
-def _top(count: Any, config: Mapping[str, Any]) -> int:
-    if count == 1 and config.get("norm_topk_prob", True):
-        raise UserError(
-            "num_experts_per_tok=1 with norm_topk_prob=True is not supported: one expert's normalised weight is "
-            "always 1, and the router would learn nothing"
-        )
-    return count
+def _top(key: str, normalised: str) -> Callable[[Any, Mapping[str, Any]], int]:
+    def check(count: Any, config: Mapping[str, Any]) -> int:
+        if count == 1 and config.get(normalised, True):
+            switch = f" with {normalised}=True" if normalised in config else ""
+            raise UserError(
+                f"{key}=1{switch} is not supported: one expert's normalised weight is always 1, and the router would "
+                "learn nothing"
+            )
+        return count
+
+    return check
 
 
 def _enough(key: str, chosen: str) -> Callable[[Any, Mapping[str, Any]], int]:
@@ -43,19 +47,14 @@ def _not(value: Any, _: Any) -> bool:
     return not value
 
 
-def _groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """(groups, groups that a token may choose from); one group, or all of them, is no restriction."""
+def _groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None, str]:
+    """(groups, groups that a token may choose from, what ranks them); one group is no restriction."""
     chosen, experts = config["topk_group"], config["num_experts_per_tok"]
     check_groups(count or 1, chosen, config)
     if count in (None, 1):
-        return None, None
-    if chosen != count and experts // chosen != 2:
-        raise UserError(
-            f"n_group={count} and topk_group={chosen} with num_experts_per_tok={experts} are not supported: "
-            f"Megatron-Core ranks groups by their best {experts // chosen} experts (the quotient), this "
-            "architecture by their best 2"
-        )
-    return count, chosen
+        return None, None, "sum"
+    # Megatron-Core ranks groups by as many experts as the quotient, these architectures by two
+    return count, chosen, "sum" if chosen == count or experts // chosen == 2 else "two"
 
 
 def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> None:
@@ -65,10 +64,20 @@ def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> N
         raise UserError(f"n_group={count} does not divide {key}={config[key]}")
     if chosen is not None and chosen > count:
         raise UserError(f"topk_group={chosen} is more than there are: n_group={count}")
+    reach, wanted = (chosen or 1) * config[key] // count, config["num_experts_per_tok"]
+    if reach < wanted:
+        raise UserError(
+            f"topk_group={chosen} of n_group={count} are {reach} experts, num_experts_per_tok={wanted} are more"
+        )
 
 
-def _groups_back(values: tuple[int | None, int | None], _: Any) -> int:
-    return values[0] or 1
+def _groups_back(values: tuple[Any, ...], provider: Any) -> int:
+    count, chosen, score = values
+    if count not in (None, chosen) and score != "two" and (score, provider.moe_router_topk // chosen) != ("sum", 2):
+        raise UserError(
+            f"moe_router_group_score={score!r} cannot be said here, where two experts rank a group: set 'two'"
+        )
+    return count or 1
 
 
 def _chosen(_: Any, config: Mapping[str, Any]) -> int | None:
@@ -88,18 +97,20 @@ def _as_frequency(pattern: list[int]) -> int | list[int]:
     return pattern if 0 in pattern else 1
 
 
+def leading_dense(provider: Any) -> int:
+    """Layers before the first one with experts."""
+    return [*moe_pattern(provider), 1].index(1)
+
+
 def dense_before_sparse(key: str) -> Field:
     """A field for the number of dense layers at the start."""
 
     def after(dense: Any, config: Mapping[str, Any]) -> int | list[int]:
         layers = config["num_hidden_layers"]
-        if not 0 <= dense < layers:
-            raise UserError(f"{key}={dense} leaves none of the {layers} layers for experts")
         return _as_frequency([int(layer >= dense) for layer in range(layers)])
 
     def before(_: Any, provider: Any) -> int:
-        pattern = moe_pattern(provider)
-        dense = pattern.index(1)
+        pattern, dense = moe_pattern(provider), leading_dense(provider)
         if 0 in pattern[dense:]:
             raise UserError(f"moe_layer_freq has dense layers after sparse ones: {key} cannot say so")
         return dense
@@ -149,12 +160,15 @@ def _exceptions(_: Any, provider: Any) -> list[int]:
 
 
 def expert_sizes(
-    count: str = "num_experts", width: str = "moe_intermediate_size", chosen: str = "num_experts_per_tok"
+    count: str = "num_experts",
+    width: str = "moe_intermediate_size",
+    chosen: str = "num_experts_per_tok",
+    normalised: str = "norm_topk_prob",
 ) -> tuple[Field, ...]:
-    """Number of experts, their width, and how many a token chooses, under the architecture's own keys."""
+    """Number of experts, their width, and how many a token chooses, more than one under the switch ``normalised``."""
     return (
         Field(count, "num_moe_experts", to=_enough(count, chosen)),
-        Field(chosen, "moe_router_topk", to=_top),
+        Field(chosen, "moe_router_topk", to=_top(chosen, normalised)),
         Field(width, "moe_ffn_hidden_size"),
     )
 
@@ -191,8 +205,10 @@ SHARED_EXPERTS = Field(
 )
 """Shared experts, each as wide as one of the others, together one feed-forward layer."""
 
+_GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score")
+
 GROUPS: tuple[Field, ...] = (
-    Field("n_group", ("moe_router_num_groups", "moe_router_group_topk"), to=_groups, back=_groups_back),
+    Field("n_group", _GROUPS, to=_groups, back=_groups_back),
     Field("topk_group", "moe_router_group_topk", to=_chosen, back=lambda count, _: count or 1),
 )
 """A token chooses among the experts of a few groups; groups are ranked by their two best experts."""
