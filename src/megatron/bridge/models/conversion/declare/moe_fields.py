@@ -15,7 +15,13 @@ from megatron.bridge.utils.errors import UserError
 # ---- conversions of single values ------------------------------------------------------------------------------
 
 
+def _of_all_layers(number: Any) -> Any:
+    """One number for a list that says the same for each layer."""
+    return number[0] if isinstance(number, list) and len({*number}) == 1 else number
+
+
 def _top(count: Any, config: Mapping[str, Any]) -> int:
+    count = _of_all_layers(count)
     if count == 1 and config.get("norm_topk_prob", True):
         raise UserError(
             "num_experts_per_tok=1 with norm_topk_prob=True is not supported: one expert's normalised weight is "
@@ -26,7 +32,7 @@ def _top(count: Any, config: Mapping[str, Any]) -> int:
 
 def _enough(key: str, chosen: str) -> Callable[[Any, Mapping[str, Any]], int]:
     def check(count: Any, config: Mapping[str, Any]) -> int:
-        top = config[chosen]
+        count, top = map(_of_all_layers, (count, config[chosen]))
         for name, value in ((key, count), (chosen, top)):
             if not isinstance(value, int):
                 raise UserError(f"{name}={value} must be one number for all layers")
