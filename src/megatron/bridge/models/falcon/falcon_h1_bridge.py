@@ -23,7 +23,6 @@ class FalconH1Bridge(DecoderBridge):
     )
     fixed = {**LLAMA_LIKE, "add_bias_linear": False}
     irrelevant = dict.fromkeys(("mamba_expand", "mamba_chunk_size", "mamba_norm_before_gate", "num_logits_to_keep"))
-    # published, and not read
     irrelevant |= {"attn_layer_indices": (None,), "mamba_use_mlp": (True,), "mlp_expansion_factor": None}
     irrelevant |= {"time_step_limit": ([0.0, inf], (0.0, inf))}
     weights = (

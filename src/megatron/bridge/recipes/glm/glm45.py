@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4.5, GLM-4.7-Flash and GLM-5; the learning rates of the last two are our own.
-
-The first and the last learning rate of 4.5 are from "GLM-4.5" (2025); the optimizer here is Adam.
+"""GLM-4.5 with the first and the last learning rate of "GLM-4.5" (2025), but Adam; 4.7-Flash and GLM-5 with our own.
 
 Air has 12 interleaved stages of four layers, counting the embedding and the layer for multi-token prediction. The
 large model has 32 stages for 92 layers: the first has two layers and the embedding, the last has one layer and the

@@ -15,9 +15,9 @@ from megatron.bridge.utils.errors import UserError
 # ---- conversions of single values ------------------------------------------------------------------------------
 
 
-def _of_all_layers(number: Any) -> Any:
+def _of_all_layers(number: int | list[int]) -> Any:
     """One number for a list that says the same for each layer."""
-    return number[0] if isinstance(number, list) and len({*number}) == 1 else number
+    return number[0] if isinstance(number, list) and len({*map(str, number)}) == 1 else number
 
 
 def _top(count: Any, config: Mapping[str, Any]) -> int:
