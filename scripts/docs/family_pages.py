@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the generated part of each examples/models/<family>/README.md: ``make examples``.
 
-It follows a line ``<!-- make examples: [RECIPE] MODEL -->`` and lists architectures, models on the hub, recipes,
+It follows a line ``<!-- make examples: RECIPE MODEL -->`` and lists architectures, models on the hub, recipes,
 and the commands for MODEL. The text above that line is written by hand.
 """
 
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts.docs.generated import ROOT, GeneratedPart
-from scripts.docs.supported_models import tested_layouts
+from scripts.docs.supported_models import tested_layouts, what_it_is
 
 if TYPE_CHECKING:
     from megatron.bridge.recipes.catalog import Recipe
 
 FOLDER = ROOT / "examples" / "models"
-START, END = re.compile(r"<!-- make examples: (?:(\w+) )?(\S+/\S+) -->\n"), "<!-- end of make examples -->\n"
+START, END = re.compile(r"<!-- make examples: (\w+) (\S+/\S+) -->\n"), "<!-- end of make examples -->\n"
 # owner on the hub -> family, where a family uses the architecture of another one
 OWNERS = {"HuggingFaceTB": "smollm", "nvidia": "nemotron"}
-# packages of recipes that belong to a family of another name
-RECIPES_OF = {"deepseek": ("deepseek", "moonshot")}
+# how names of a family's recipes in other packages start, where it is not the name of the family
+RECIPES_OF = {"deepseek": ("kimi_k2", "moonlight"), "kimi": ("kimi_linear",)}
 
 
 def pages() -> list[Path]:
@@ -34,7 +33,7 @@ def pages() -> list[Path]:
 def generated(page: Path) -> tuple[GeneratedPart, str]:
     """The generated part of ``page``, and what it should contain."""
     mark = START.search(page.read_text())
-    assert mark, f"{page} has no line <!-- make examples: [RECIPE] MODEL -->"
+    assert mark, f"{page} has no line <!-- make examples: RECIPE MODEL -->"
     family, (stem, model) = page.parent.name, mark.groups()
     sections = [
         _architectures(family),
@@ -57,8 +56,7 @@ def _architectures(family: str) -> list[str]:
     for name in AutoBridge.list_supported_models():
         module = _REGISTRY[name].bridge.__module__
         if module.split(".")[3] == family:
-            about = (sys.modules[module].__doc__ or "").strip().rstrip(".")
-            lines.append(f"| `{name}` | {about} | {' '.join(layouts.get(name, ()))} |")
+            lines.append(f"| `{name}` | {what_it_is(name)} | {' '.join(layouts.get(name, ()))} |")
     return [*lines, ""]
 
 
@@ -92,34 +90,24 @@ def _toys(family: str) -> list[str]:
     return [*lines, "```bash", *commands, "```", ""]
 
 
-def _commands(stem: str | None, model: str) -> list[str]:
+def _commands(stem: str, model: str) -> list[str]:
     """The commands that convert, train and export a published model."""
     from megatron.bridge.recipes.catalog import find
 
-    name = stem or model.rpartition("/")[2].lower()
-    stored, run = f"checkpoints/{name}", f"runs/{name}"
+    stored, run = f"checkpoints/{stem}", f"runs/{stem}"
+    pretrain, tune = find(f"{stem}_pretrain_config"), find(f"{stem}_finetune_config")
     lines = [
         f"megatron-bridge convert --hf-model {model} --megatron-path {stored}",
         f"python examples/conversion/compare_models.py --hf-model {model} --megatron-path {stored}",
+        f"{_start(pretrain)} --data corpus/text checkpoint.save={run}",
+        f"{_start(tune)} --mode lora --data chats checkpoint.pretrained_checkpoint={stored} "
+        f"checkpoint.save={run}-lora",
+        f"megatron-bridge adapter merge --hf-model {model} --adapter {run}-lora --hf-path {stem}-lora",
+        f"megatron-bridge export --hf-model {model} --megatron-path {run} --hf-path {stem}",
     ]
-    if stem:
-        pretrain, tune = find(f"{stem}_pretrain_config"), find(f"{stem}_finetune_config")
-        lines += [
-            f"{_start(pretrain)} --data corpus/text checkpoint.save={run}",
-            f"{_start(tune)} --mode lora --data chats checkpoint.pretrained_checkpoint={stored} "
-            f"checkpoint.save={run}-lora",
-            f"megatron-bridge adapter merge --hf-model {model} --adapter {run}-lora --hf-path {name}-lora",
-        ]
-    lines.append(f"megatron-bridge export --hf-model {model} --megatron-path {run} --hf-path {name}")
     title = f"## {model.rpartition('/')[2]}, from the hub and back"
-    about = _WITH_RECIPE if stem else _WITHOUT_RECIPE
+    about = "Convert it and compare the logits, pretrain, train and merge a LoRA adapter, export:"
     return [title, "", about, "", "```bash", *lines, "```", ""]
-
-
-_WITH_RECIPE = "Convert it and compare the logits, pretrain, train and merge a LoRA adapter, export:"
-_WITHOUT_RECIPE = """\
-There is no recipe for this family. The recipe of another family trains it, with `--hf-model` on the command line
-or `hf_model=` in Python, and a layout of your choice. Convert it and compare the logits, export:"""
 
 
 def _start(recipe: "Recipe") -> str:
@@ -133,10 +121,12 @@ def _start(recipe: "Recipe") -> str:
 def _recipes(family: str) -> list[str]:
     from megatron.bridge.recipes.catalog import catalog
 
-    packages = RECIPES_OF.get(family, (family,))
-    own = [recipe for recipe in catalog().values() if recipe.module.split(".")[3] in packages]
-    if not own:
-        return []
+    starts = RECIPES_OF.get(family, (family,))
+    own = [
+        recipe
+        for recipe in catalog().values()
+        if recipe.module.split(".")[3] == family or recipe.name.startswith(starts)
+    ]
     lines = ["## Recipes", "", "| recipe | training | GPUs | layout |", "|---|---|---|---|"]
     for recipe in own:
         gpus = f"{recipe.gpus} x {recipe.gpu_kind}"

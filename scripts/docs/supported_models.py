@@ -12,15 +12,21 @@ PART = table_of("models.md", "models")
 def table() -> str:
     """A Markdown table with each architecture, its models, and what is tested."""
     from megatron.bridge import AutoBridge
-    from megatron.bridge.models.conversion.model_bridge import _REGISTRY
 
     published, layouts = _published(), tested_layouts()
     lines = ["| architecture | models | layouts tested | published configs checked |", "|---|---|---|---|"]
     for name in AutoBridge.list_supported_models():
-        about = (sys.modules[_REGISTRY[name].bridge.__module__].__doc__ or "").strip().rstrip(".")
-        cells = (f"`{name}`", about, " ".join(layouts.get(name, ())), ", ".join(published.get(name, ())))
+        cells = (f"`{name}`", what_it_is(name), " ".join(layouts.get(name, ())), ", ".join(published.get(name, ())))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def what_it_is(architecture: str) -> str:
+    """The first paragraph of the docstring of its bridge, in one line: a cell of a table."""
+    from megatron.bridge.models.conversion.model_bridge import _REGISTRY
+
+    docstring = sys.modules[_REGISTRY[architecture].bridge.__module__].__doc__ or ""
+    return " ".join(docstring.strip().partition("\n\n")[0].split()).rstrip(".")
 
 
 def _published() -> dict[str, list[str]]:

@@ -45,6 +45,8 @@ def different_keys(wanted: Mapping[str, Any], found: Mapping[str, Any], ignored:
 
 def _means_the_same(key: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: HarmlessKeys) -> bool:
     value, now = wanted[key], found.get(key)
+    if isinstance(value, list) and value and all(one == now for one in value):
+        return True  # one number for all layers
     if key in ignored and ((values := ignored[key]) is None or value in values):
         return True
     if key == "rope_parameters" and "rope_type" in (value or ()):

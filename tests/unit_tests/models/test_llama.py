@@ -21,6 +21,7 @@ ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 700.0, "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 700.0, "factor": 2.5},
     "llama3": LLAMA3,
+    "llama3_without_a_blend": LLAMA3 | {"high_freq_factor": LLAMA3["low_freq_factor"]},
     "yarn": {
         "rope_type": "yarn",
         "rope_theta": 700.0,

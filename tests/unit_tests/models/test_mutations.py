@@ -133,9 +133,9 @@ MUTATIONS = {
         lambda hf: edit_config(hf, rope_parameters={"rope_type": "linear", "factor": 0, "rope_theta": 1e4}),
         "factor=0 must be a number above 0",
     ),
-    "equal factors": (
-        lambda hf: edit_config(hf, rope_parameters=LLAMA3 | {"low_freq_factor": 4.0}),
-        "rope_parameters.low_freq_factor=4.0 must be below high_freq_factor=4.0",
+    "factors the wrong way round": (
+        lambda hf: edit_config(hf, rope_parameters=LLAMA3 | {"low_freq_factor": 5.0}),
+        "rope_parameters.low_freq_factor=5.0 must not be above high_freq_factor=4.0",
     ),
     "a base that is true": (lambda hf: edit_config(hf, rope_theta=True), "rope_theta=True must be a number"),
     "a size that is true": (lambda hf: edit_config(hf, num_hidden_layers=True), "num_hidden_layers=True must be"),

@@ -99,6 +99,8 @@ COUNTS = {
     "allenai--OLMoE-1B-7B-0924": 6_919_161_856,
     "mistralai--Mixtral-8x7B-v0.1": 46_702_792_704,
     "mistralai--Mixtral-8x22B-v0.1": 140_620_634_112,
+    "mistralai--Mamba-Codestral-7B-v0.1": 7_285_403_648,
+    "nanochat-students--nanochat-d20": 560_988_160,
 }
 
 

@@ -11,6 +11,12 @@ def test_table_is_current():
     assert supported_models.PART.is_current(supported_models.table()), "run `make models` and commit docs/models.md"
 
 
+def test_each_row_is_one_line():
+    """Bridges whose docstring goes on after the first paragraph, too."""
+    lines = supported_models.table().splitlines()
+    assert [line for line in lines if (line[:1], line[-1:]) != ("|", "|")] == []
+
+
 def test_every_architecture_has_a_row_in_the_family_test():
     from megatron.bridge import AutoBridge
 

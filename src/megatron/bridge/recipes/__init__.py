@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron.bridge.recipes.moonshot import *
     from megatron.bridge.recipes.nemotron import *
     from megatron.bridge.recipes.olmo import *
+    from megatron.bridge.recipes.others import *
     from megatron.bridge.recipes.qwen import *
     from megatron.bridge.recipes.smollm import *
     from megatron.bridge.recipes.squad import default_squad_config as default_squad_config

@@ -24,6 +24,7 @@ class ApertusBridge(DecoderBridge):
         "qk_layernorm": True,
         "mlp_bias": False,
     }
+    irrelevant = {"mlp_bias": (False,), "post_norm": (False,), "qk_norm": (True,)}
     weights = (
         ends(),
         attention(norm="attention_layernorm", qk_norm=True),

@@ -28,6 +28,7 @@ class BambaBridge(DecoderBridge):
     )
     fixed = {**LLAMA_LIKE, **hybrid.ONE_GROUP}
     irrelevant = dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"))
+    irrelevant |= dict.fromkeys(("mamba_dt_rank", "use_mamba_kernels"))  # published, and not read
     weights = (
         ends(norm="model.final_layernorm"),
         attention(),

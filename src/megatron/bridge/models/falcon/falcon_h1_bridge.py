@@ -22,6 +22,7 @@ class FalconH1Bridge(DecoderBridge):
     )
     fixed = {**LLAMA_LIKE, "add_bias_linear": False}
     irrelevant = dict.fromkeys(("mamba_expand", "mamba_chunk_size", "mamba_norm_before_gate", "num_logits_to_keep"))
+    irrelevant |= {"attn_layer_indices": (None,), "mamba_use_mlp": (True,), "mlp_expansion_factor": None}
     weights = (
         ends(norm="model.final_layernorm"),
         attention(),

@@ -78,10 +78,10 @@ def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
             f"rope_parameters.short_mscale={short} and long_mscale={long} must be equal: other are not supported"
         )
     low, high = (parameters.get(f"{name}_freq_factor") for name in ("low", "high"))
-    if low is not None and high is not None and low >= high:
+    if low is not None and high is not None and low > high:  # Llama 4 has equal ones
         raise UserError(
-            f"rope_parameters.low_freq_factor={low} must be below high_freq_factor={high}: rope_type={kind!r} "
-            f"divides by their difference"
+            f"rope_parameters.low_freq_factor={low} must not be above high_freq_factor={high}: rope_type={kind!r} "
+            f"blends what is between them"
         )
 
 

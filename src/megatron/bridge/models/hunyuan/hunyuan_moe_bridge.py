@@ -27,7 +27,8 @@ class HunYuanMoEV1Bridge(DecoderBridge):
         "qk_layernorm": True,
         "qk_norm_after_rope": True,
     }
-    irrelevant = {**HunYuanDenseV1Bridge.irrelevant, "output_router_logits": None}
+    irrelevant = {**HunYuanDenseV1Bridge.irrelevant, "output_router_logits": None, "use_mixed_mlp_moe": (True,)}
+    irrelevant |= dict.fromkeys(("moe_intermediate_size", "num_shared_expert"))  # published, and not read
     weights = (
         ends(),
         attention(qk_norm=("query_layernorm", "key_layernorm")),

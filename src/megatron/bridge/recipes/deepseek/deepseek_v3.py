@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3. Learning rate and sequence length are from "DeepSeek-V3 Technical Report" (2024).
+"""DeepSeek-V3, with learning rate and sequence length of "DeepSeek-V3 Technical Report" (2024); V3.2 with the same.
 
 There are 32 interleaved stages for 61 layers: the first has one layer and the embedding, the last has one layer
 and the layer for multi-token prediction, the stage before it has one layer, and all others have two.
@@ -10,8 +10,10 @@ from megatron.bridge.recipes.options import FP8_BLOCKWISE, MXFP8, LayoutOptions,
 from megatron.bridge.recipes.sizes import size_of
 
 DEEPSEEK_V3 = size_of("deepseek-ai/DeepSeek-V3")
+DEEPSEEK_V32 = size_of("deepseek-ai/DeepSeek-V3.2-Exp")
 _STAGES: LayoutOptions = {"pipeline_layout": "Et|(tt|)*29t|tmL"}
 _RECOMPUTE: LayoutOptions = {"recompute": ["mla_up_proj", "layernorm", "moe_act"]}
+_V32: LayoutOptions = layout(tp=8, pp=16, vp=2, ep=16, etp=1)
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4096, "lr": 2.2e-4, "min_lr": 2.2e-5}
 
 deepseek_v3_pretrain_config = pretrain_recipe(
@@ -30,6 +32,10 @@ deepseek_v3_mxfp8_pretrain_config = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _PRETRAIN, MXFP8, layout(tp=4, pp=16, vp=2, ep=8, etp=1)
 )
 """DeepSeek-V3 671B pretraining in MXFP8, 256 x B200 180GB: 130 GB each, TP4 PP16 EP8."""
+deepseek_v32_pretrain_config = pretrain_recipe(DEEPSEEK_V32, _STAGES, _RECOMPUTE, _PRETRAIN, _V32)
+"""DeepSeek-V3.2 671B pretraining, 512 x H100 80GB: 62 GB each, TP8 PP16 EP16."""
 
 deepseek_v3_finetune_config = finetune_recipe(DEEPSEEK_V3, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1))
 """DeepSeek-V3 671B full fine-tuning, 256 x H100 80GB: 70 GB each, TP8 PP8 EP32."""
+deepseek_v32_finetune_config = finetune_recipe(DEEPSEEK_V32, _STAGES, _RECOMPUTE, _V32)
+"""DeepSeek-V3.2 671B full fine-tuning, 512 x H100 80GB: 62 GB each, TP8 PP16 EP16."""

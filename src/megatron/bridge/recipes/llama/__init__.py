@@ -4,6 +4,7 @@
 from megatron.bridge.recipes.catalog import name_functions
 from megatron.bridge.recipes.llama.llama2 import *
 from megatron.bridge.recipes.llama.llama3 import *
+from megatron.bridge.recipes.llama.llama4 import *
 from megatron.bridge.recipes.llama.llama31 import *
 from megatron.bridge.recipes.llama.llama32 import *
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi K2. The learning rate is from "Kimi K2: Open Agentic Intelligence" (2025); the optimizer here is Adam.
+"""Kimi K2, and Kimi-Linear with a learning rate of our own.
 
-There are 32 interleaved stages of two layers, except that the first has one layer and the embedding, and the last
-has only the loss. The published ``model_type``, ``kimi_k2``, is another name of DeepSeek-V3's.
+That of K2 is from "Kimi K2: Open Agentic Intelligence" (2025); the optimizer here is Adam. K2 has 32 interleaved
+stages of two layers, except that the first has one layer and the embedding, and the last has only the loss. Its
+published ``model_type``, ``kimi_k2``, is another name of DeepSeek-V3's.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
@@ -10,6 +11,7 @@ from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import size_of
 
 KIMI_K2 = size_of("moonshotai/Kimi-K2-Instruct")
+KIMI_LINEAR_48B = size_of("moonshotai/Kimi-Linear-48B-A3B-Instruct")
 
 kimi_k2_pretrain_config = pretrain_recipe(
     KIMI_K2,
@@ -21,8 +23,12 @@ kimi_k2_pretrain_config = pretrain_recipe(
     pipeline_layout="Et|(tt|)*30L",
 )
 """Kimi K2 1T-A32B pretraining, 1024 x H100 80GB: 59 GB each, TP8 PP16 EP16."""
+kimi_linear_48b_pretrain_config = pretrain_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
+"""Kimi-Linear 48B-A3B pretraining, 32 x H100 80GB: 69 GB each, TP2 EP8."""
 
 kimi_k2_finetune_config = finetune_recipe(
     KIMI_K2, layout(tp=8, pp=16, vp=2, ep=16, etp=1), pipeline_layout="Et|(tt|)*30L"
 )
 """Kimi K2 1T-A32B full fine-tuning, 512 x H100 80GB: 72 GB each, TP8 PP16 EP16."""
+kimi_linear_48b_finetune_config = finetune_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1))
+"""Kimi-Linear 48B-A3B full fine-tuning, 32 x H100 80GB: 69 GB each, TP2 EP8."""

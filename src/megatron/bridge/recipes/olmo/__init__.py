@@ -2,6 +2,6 @@
 """Recipes of the OLMo family."""
 
 from megatron.bridge.recipes.catalog import name_functions
-from megatron.bridge.recipes.olmo.olmoe import *
+from megatron.bridge.recipes.olmo.olmo import *
 
 name_functions(__name__)

@@ -15,8 +15,14 @@ from megatron.bridge.utils.errors import UserError
 # ---- conversions of single values ------------------------------------------------------------------------------
 
 
+def _of_all_layers(number: int | list[int]) -> Any:
+    """One number for a list that says the same for each layer."""
+    return number[0] if isinstance(number, list) and len({*map(str, number)}) == 1 else number
+
+
 def _top(key: str, normalised: str) -> Callable[[Any, Mapping[str, Any]], int]:
     def check(count: Any, config: Mapping[str, Any]) -> int:
+        count = _of_all_layers(count)
         if count == 1 and config.get(normalised, True):
             switch = f" with {normalised}=True" if normalised in config else ""
             raise UserError(
@@ -30,7 +36,7 @@ def _top(key: str, normalised: str) -> Callable[[Any, Mapping[str, Any]], int]:
 
 def _enough(key: str, chosen: str) -> Callable[[Any, Mapping[str, Any]], int]:
     def check(count: Any, config: Mapping[str, Any]) -> int:
-        top = config[chosen]
+        count, top = map(_of_all_layers, (count, config[chosen]))
         for name, value in ((key, count), (chosen, top)):
             if not isinstance(value, int):
                 raise UserError(f"{name}={value} must be one number for all layers")

@@ -17,7 +17,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "optimizer.clip_grad": (0.0, 100.0),
     "model.init_method_std": (1e-4, 0.2),
     "model.layernorm_epsilon": (1e-12, 1e-3),
-    "model.rotary_base": (1e2, 1e9),
+    "model.rotary_base": (1e2, 1e12),  # Falcon-H1 has 1e11
     "model.hidden_dropout": (0.0, 0.5),
     "model.attention_dropout": (0.0, 0.5),
     "model.moe_aux_loss_coeff": (0.0, 0.5),
