@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.bridge.models.vision.merge import look_ahead, prompt_look_ahead
 from tests.families.row import Row
-from tests.families.vision.samples import Maker, Sample, make_sample
+from tests.families.vision.samples import IMAGE_TOKEN, LENGTH, Maker, Sample, make_sample
 
 Media = dict[str, Tensor]
 
@@ -35,6 +36,20 @@ class VisionRow(Row):
     for_model: Callable[[Media], Media] = dict
     mixes: bool = True
     """A sample may have both an image and a video."""
+    prompt: int = 0
+    """Tokens at the beginning of a sample that see each other both ways."""
+
+    def types(self, sample: Sample) -> Tensor:
+        """What transformers is told about each token."""
+        if self.prompt:
+            return (torch.arange(LENGTH) >= self.prompt).long()[None]
+        return sample.types
+
+    def sight(self, sample: Sample) -> Tensor | None:
+        """How many tokens each token sees ahead; None where attention is causal."""
+        if self.prompt:
+            return prompt_look_ahead((torch.arange(LENGTH) >= self.prompt - 1).float()[None], [0, LENGTH])
+        return look_ahead(sample.ids, IMAGE_TOKEN) if self.types_as == "token_type_ids" else None
 
     def samples(self, config: Any) -> list[Sample]:
         """One image, two of different sizes, none, a video, and both."""

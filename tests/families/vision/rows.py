@@ -392,6 +392,42 @@ MORE = (
         types_as="token_type_ids",
         layouts=("tp2", "sp2", "pp2", "cp2"),
     ),
+    VisionRow(
+        "paligemma",
+        "PaliGemmaForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "gemma", "head_dim": 16, "num_key_value_heads": 1},
+            "vision_config": {**SIGLIP, "vision_use_head": False},
+            "projection_dim": 32,
+            "image_token_index": IMAGE_TOKEN,
+        },
+        image=whole_images(16),
+        types_as="token_type_ids",
+        prompt=37,
+        layouts=("tp2", "pp2", "cp2"),
+    ),
+    VisionRow(
+        "paligemma2",
+        "PaliGemmaForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma2",
+                "head_dim": 12,
+                "query_pre_attn_scalar": 20,
+                "sliding_window": 25,
+                "attn_logit_softcapping": 5.0,
+                "final_logit_softcapping": 7.0,
+            },
+            "vision_config": {**SIGLIP, "image_size": 12, "vision_use_head": False},
+            "projection_dim": 32,
+            "image_token_index": IMAGE_TOKEN,
+        },
+        image=whole_images(9),
+        types_as="token_type_ids",
+        prompt=23,
+        layouts=("tp2", "sp2", "pp2", "cp2"),
+    ),
 )
 
 ROWS = {row.name: row for row in (*FIRST, *MORE)}

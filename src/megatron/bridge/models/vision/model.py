@@ -51,7 +51,8 @@ class VisionGPTModel(GPTModel):
             position_ids: [b, s], or [3, b, s] for multimodal rotary embeddings
                 (``megatron.bridge.data.media.positions``).
             attention_mask: None for causal attention; of models with ``bidirectional_images``,
-                ``merge.look_ahead`` of the whole sequence, which context parallelism and packed rows need.
+                ``merge.look_ahead`` of the whole sequence, which context parallelism and packed rows need; of
+                models with ``bidirectional_prompt``, ``merge.prompt_look_ahead`` of it.
             decoder_input: embeddings to use; the tower does not run.
             *args: of ``GPTModel.forward``.
             media: tensors of the images under transformers' names: ``pixel_values``, ``image_grid_thw``,
@@ -69,6 +70,11 @@ class VisionGPTModel(GPTModel):
         config: Any = self.config
         if config.bidirectional_images and attention_mask is None:
             attention_mask = self._sight(input_ids)
+        if config.bidirectional_prompt and attention_mask is None and media:
+            raise UserError(
+                "attention_mask is missing: the model cannot know where a prompt ends, compute it from the whole "
+                "sequence with megatron.bridge.models.vision.merge.prompt_look_ahead"
+            )
         if self.vision is not None and decoder_input is None:
             decoder_input = self._embed(input_ids, position_ids, media, media_rows)
         given: list[Any] = [input_ids, position_ids, attention_mask, decoder_input, *args]

@@ -36,8 +36,15 @@ class VisionGPTModelProvider(GPTModelProvider):
     """Leave what lies between tower and decoder as it is."""
     bidirectional_images: bool = False
     """The tokens of an image attend to each other both ways (Gemma 3)."""
+    bidirectional_prompt: bool = False
+    """The tokens before the first one that is trained attend to each other both ways (PaliGemma)."""
     share_images: bool = True
     """Tensor- and context-parallel ranks each encode a part of the images; False lets each encode all."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether some tokens see others behind them."""
+        return self.bidirectional_images or self.bidirectional_prompt
 
     @property
     def image_token_id(self) -> int | None:
@@ -62,8 +69,8 @@ class VisionGPTModelProvider(GPTModelProvider):
         super().derive()
         if self.mrope_section is not None:
             self._check_mrope()
-        if self.bidirectional_images and self.backend == "transformer_engine":
-            raise UserError("backend='transformer_engine' cannot let images see ahead: set model.backend='torch'")
+        if self.looks_ahead and self.backend == "transformer_engine":
+            raise UserError("backend='transformer_engine' cannot let tokens see ahead: set model.backend='torch'")
         if self.deep_layers and self.recompute_granularity == "full":
             raise UserError(
                 "recompute_granularity='full' cannot recompute layers that features of images are added behind: "
