@@ -49,6 +49,13 @@ class Case(harness.Case):
     def samples(self, config: Any) -> list[Sample]:
         return self.row.samples(config)
 
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Of what is trained."""
+        carried = self.row.carried
+        found = super().gradients.items()
+        return {name: value for name, value in found if value.is_floating_point() and not name.startswith(carried)}
+
 
 def make_reference(row: VisionRow, directory: Path) -> Case:
     """Make the row's model and let transformers compute logits and gradients, sample by sample."""
@@ -80,7 +87,7 @@ def make_reference(row: VisionRow, directory: Path) -> Case:
 def hf_logits(model: Any, sample: Sample, row: VisionRow) -> Tensor:
     """Of one sample, [1, sequence, vocabulary]."""
     types = {row.types_as: row.types(sample)} if row.types_as else {}
-    media = row.for_transformers(sample.media)
+    media = row.encoded(model, sample.media) if row.encoded else row.for_transformers(sample.media)
     return model(input_ids=sample.ids, use_cache=False, **media, **types).logits
 
 

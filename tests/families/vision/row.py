@@ -26,6 +26,7 @@ class VisionRow(Row):
         types_as: the argument by which transformers is told what each token is; nothing if empty.
         for_transformers: a sample's tensors as transformers' forward takes them.
         for_model: the same as the bridged model takes them.
+        encoded: what transformers' forward is given, if its own way from tensors to features fails.
     """
 
     image: Maker = None  # type: ignore[assignment]
@@ -34,8 +35,11 @@ class VisionRow(Row):
     types_as: str = ""
     for_transformers: Callable[[Media], Media] = dict
     for_model: Callable[[Media], Media] = dict
+    encoded: Callable[[Any, Media], dict[str, Any]] | None = None
     mixes: bool = True
     """A sample may have both an image and a video."""
+    carried: tuple[str, ...] = ()
+    """How names of tensors begin that are carried along."""
     prompt: int = 0
     """Tokens at the beginning of a sample that see each other both ways."""
 

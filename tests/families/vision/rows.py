@@ -5,6 +5,9 @@ from tests.families.vision.row import VisionRow
 from tests.families.vision.samples import (
     IMAGE_TOKEN,
     VIDEO_TOKEN,
+    encoded_video,
+    frames,
+    packed_patches,
     patches,
     pixtral,
     tiles,
@@ -128,6 +131,37 @@ SIGLIP = {
     "num_attention_heads": 2,
     "image_size": 16,
     "patch_size": 4,
+}
+RADIO = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "max_img_size": 32,
+    "num_cls_tokens": 2,
+    "num_registers": 1,
+    "video_temporal_patch_size": 2,
+}
+NEMOTRON_H = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "max_position_embeddings": 128,
+}
+NEMOTRON_OMNI = {
+    "vision_config": RADIO,
+    "vision_hidden_size": 16,
+    "projector_hidden_size": 24,
+    "image_token_id": IMAGE_TOKEN,
 }
 CLIP = {**SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3, "projection_dim": 16}
 LLAMA = {**TEXT, "model_type": "llama", "head_dim": 8}
@@ -391,6 +425,50 @@ MORE = (
         image=whole_images(4),
         types_as="token_type_ids",
         layouts=("tp2", "sp2", "pp2", "cp2"),
+    ),
+    VisionRow(
+        "nemotron_h_omni",
+        "NemotronH_Omni_Reasoning_V3",
+        {"text_config": NEMOTRON_H, **NEMOTRON_OMNI},
+        image=packed_patches,
+        video=frames,
+        encoded=encoded_video,
+        mixes=False,
+        layouts=("tp2", "sp2", "pp2", "cp2"),
+    ),
+    VisionRow(
+        "nemotron_h_omni_experts",
+        "NemotronH_Omni_Reasoning_V3",
+        {
+            "text_config": {
+                **{key: value for key, value in NEMOTRON_H.items() if key != "intermediate_size"},
+                "layers_block_type": ["mamba", "moe", "attention", "moe"],
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+                "moe_shared_expert_intermediate_size": 28,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+            "audio_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 24,
+                "num_mel_bins": 16,
+                "subsampling_conv_channels": 8,
+                "projection_hidden_size": 24,
+                "projection_bias": False,
+            },
+            "audio_token_id": 97,
+            **NEMOTRON_OMNI,
+        },
+        carried=("sound_encoder.", "sound_projection."),
+        image=packed_patches,
+        video=frames,
+        encoded=encoded_video,
+        mixes=False,
+        layouts=("tp2", "ep2"),
     ),
     VisionRow(
         "paligemma",

@@ -4,12 +4,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.mamba_provider import MambaModelProvider
+from megatron.bridge.models.vision import radio
 from megatron.bridge.models.vision import tower as towers
-from megatron.bridge.models.vision.model import VisionGPTModel
+from megatron.bridge.models.vision.model import VisionGPTModel, VisionHybridModel, WithVision
 from megatron.bridge.models.vision.mrope import MultimodalRotary
 from megatron.bridge.models.vision.tower import dummy_media, unused_parameters
 from megatron.bridge.utils.errors import UserError
@@ -110,7 +111,7 @@ class VisionGPTModelProvider(GPTModelProvider):
                 "model.freeze_language_model, freeze_vision_model and freeze_vision_projection to False"
             )
 
-    def _model_class(self) -> type[GPTModel]:
+    def _model_class(self) -> type[Any]:
         return VisionGPTModel
 
     def finish(self, model: Any) -> None:
@@ -123,14 +124,14 @@ class VisionGPTModelProvider(GPTModelProvider):
             self._add_tower(model)
         self._freeze(model)
 
-    def _add_tower(self, model: VisionGPTModel) -> None:
+    def _add_tower(self, model: WithVision) -> None:
         assert self.vision is not None
         if (found := len(model.decoder.layers)) < self.deep_layers:
             raise UserError(
                 f"num_layers_in_first_pipeline_stage={found} is less than the {self.deep_layers} layers that "
                 f"features of images are added behind: give the first stage at least {self.deep_layers} layers"
             )
-        tower = towers.build_tower(self.vision, self.params_dtype, bool(self.perform_initialization))
+        tower = self._build_tower(self.vision)
         for module in tower.modules():
             if isinstance(module, nn.Linear):
                 vars(module)["config"] = model.config  # for adapters
@@ -139,11 +140,28 @@ class VisionGPTModelProvider(GPTModelProvider):
             parameter.requires_grad_(name not in unused_parameters(tower))
         model.add_tower(tower, dummy_media(tower), self.deep_layers)
 
+    def _build_tower(self, vision: dict[str, Any]) -> nn.Module:
+        return towers.build_tower(vision, self.params_dtype, bool(self.perform_initialization))
+
     def _freeze(self, model: Any) -> None:
         frozen = (self.freeze_language_model, self.freeze_vision_model, self.freeze_vision_projection)
         for name, parameter in model.named_parameters():
             if frozen[_part(name)]:
                 parameter.requires_grad_(False)
+
+
+@dataclass
+class VisionHybridModelProvider(VisionGPTModelProvider, MambaModelProvider):
+    """A ``MambaModelProvider`` whose first pipeline stage has RADIO in front, as transformers computes it."""
+
+    radio_layer_scales: bool = False
+    """RADIO's layers scale what they add, as in checkpoints that transformers wrote; published ones do not."""
+
+    def _model_class(self) -> type[Any]:
+        return VisionHybridModel
+
+    def _build_tower(self, vision: dict[str, Any]) -> nn.Module:
+        return radio.as_stored(super()._build_tower(vision), self.radio_layer_scales)
 
 
 def _part(name: str) -> int:

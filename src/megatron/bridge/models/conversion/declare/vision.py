@@ -24,6 +24,7 @@ from megatron.bridge.utils.errors import UserError
 
 _TEXT, _VISION, _TIED, _ROPE = "text_config", "vision_config", "tie_word_embeddings", "rope_parameters"
 _MROPE = ("mrope_section", "mrope_interleaved")
+_TWICE = ("video_temporal_patch_size",)  # transformers wants it to be the same in both parts
 _PARAMETERS = ("image_newline",)
 _OF_TEXT = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
 _OF_WHOLE = ("architectures", "dtype", "quantization_config", "transformers_version", "_name_or_path")
@@ -126,7 +127,7 @@ class VisionBridge(DecoderBridge):
         if provider.vision is None:
             return {}
         text = self._text_bridge(provider.vision).megatron_to_hf_config(provider)
-        tied, dtype = text.pop(_TIED), text.pop("dtype")
+        tied, dtype = text.pop(_TIED, False), text.pop("dtype")
         del text["architectures"]
         kept = provider.vision[_TEXT]
         text = self._written({**kept, **text, "model_type": kept["model_type"]}, provider)
@@ -247,8 +248,9 @@ def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
 
 def _unknown(whole: Mapping[str, Any]) -> list[str]:
     """A phrase for each key, of the whole and of the vision config, that transformers' own class does not have."""
-    kind = {key: value for key, value in whole[_VISION].items() if key == "model_type"}
-    known = hf_config({"model_type": whole["model_type"], _VISION: kind}).to_dict()
+    twice = {key: whole[key] for key in _TWICE if key in whole}
+    kind = {key: value for key, value in whole[_VISION].items() if key == "model_type" or key in twice}
+    known = hf_config({"model_type": whole["model_type"], **twice, _VISION: kind}).to_dict()
     own = {key: value for key, value in whole.items() if key not in known}
     vision = {key: value for key, value in whole[_VISION].items() if key not in known[_VISION]}
     problems = unknown_keys((), vision, {**IRRELEVANT, **_HARMLESS_IN_VISION})

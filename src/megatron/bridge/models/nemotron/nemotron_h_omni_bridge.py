@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron 3 Nano Omni: RADIO in front of Nemotron-H; its audio part is carried along."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.bridge.models.conversion.declare.vision import VisionBridge
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
+from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
+from megatron.bridge.models.vision.provider import VisionHybridModelProvider
+from megatron.bridge.utils.errors import UserError
+
+_RADIO = "vision_model.radio_model"
+_TENSORS = {  # of transformers' modules
+    "multi_modal_projector.layer_norm": "mlp1.0",
+    "multi_modal_projector.linear_1": "mlp1.1",
+    "multi_modal_projector.linear_2": "mlp1.3",
+    "vision_model.embeddings.patch_projection": f"{_RADIO}.model.patch_generator.embedder",
+    "vision_model.embeddings.video_patch_projection": f"{_RADIO}.model.patch_generator.video_embedder",
+    "vision_model.encoder.layer.*.attention.qkv": f"{_RADIO}.model.blocks.*.attn.qkv",
+    "vision_model.encoder.layer.*.attention.o_proj": f"{_RADIO}.model.blocks.*.attn.proj",
+    **{
+        f"vision_model.encoder.layer.*.{part}": f"{_RADIO}.model.blocks.*.{part}"
+        for part in ("norm1", "norm2", "mlp", "layer_scale1", "layer_scale2")
+    },
+}
+_PARAMETERS = {
+    "vision_model.embeddings.position_embedding": f"{_RADIO}.model.patch_generator.pos_embed",
+    "vision_model.embeddings.cls_register_token": f"{_RADIO}.model.patch_generator.cls_token.token",
+}
+_AUDIO = ("sound_encoder.**", "sound_projection.**")
+
+
+@register_bridge("NemotronH_Omni_Reasoning_V3", provider=VisionHybridModelProvider, model_type="nemotron_h_omni")
+class NemotronHOmniBridge(VisionBridge):
+    texts = {"nemotron_h": "NemotronHForCausalLM"}
+    tower = ()
+    names = {"backbone.": "language_model.backbone.", "lm_head.": "language_model.lm_head."}
+    buffers = (*VisionBridge.buffers, f"{_RADIO}.input_conditioner.**", f"{_RADIO}.summary_idxs")
+    extra_weights = (
+        *(ReplicatedMapping(f"vision.{ours}.**", f"{theirs}.**") for ours, theirs in _TENSORS.items()),
+        *(ReplicatedMapping(f"vision.{ours}", theirs) for ours, theirs in _PARAMETERS.items()),
+    )
+
+    def provider_bridge(self, hf_pretrained: Any) -> Any:
+        provider = super().provider_bridge(hf_pretrained)
+        stored = getattr(hf_pretrained, "stored_names", None) or ()
+        provider.radio_layer_scales = any(".layer_scale1." in name for name in stored)
+        return provider
+
+    def _check(self, whole: Mapping[str, Any]) -> None:
+        super()._check(whole)
+        if rate := whole.get("video_pruning_rate"):
+            raise UserError(f"config of {self._architecture}: video_pruning_rate={rate} is not supported: set it to 0")
+
+    def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+        """Audio, and the tower of a text model that is built without it."""
+        if config.vision is None:
+            audio = any(name.startswith("sound_") for name in entries)
+            return ("mlp1.**", "vision_model.**", *(_AUDIO if audio else ()))
+        return _AUDIO if config.vision.get("audio_config") else ()
+
+    def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
+        """Adapters have the names of the checkpoint."""
+        return registry
