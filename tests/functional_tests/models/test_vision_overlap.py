@@ -64,7 +64,7 @@ def alone(vision_case):
     return losses
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava", "nemotron_h_omni"])
 @pytest.mark.parametrize(("ddp", "fsdp2"), [(OVERLAPPED, False), (PLAIN, True)], ids=["overlapped", "fsdp2"])
 def test_the_losses_are_those_of_one_process(two_workers, run_in_process, vision_case, alone, name, ddp, fsdp2):
     found = two_workers.run(train, vision_case(name), ddp, fsdp2)

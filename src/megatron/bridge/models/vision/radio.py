@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.bridge.models.vision.sharing import Anchor
 from megatron.bridge.utils.errors import UserError
 
 
@@ -21,11 +22,19 @@ def as_stored(tower: Any, has_scales: bool) -> nn.Module:
             "to 1.0"
         )
     tower.vision_model.register_buffer("summary_idxs", tower.vision_model.summary_idxs, persistent=False)
+    tower.vision_model.embeddings.register_forward_hook(_with_both)
     for layer in tower.vision_model.encoder.layer:
         _fuse(layer.attention)
         if not has_scales:
             layer.layer_scale1 = layer.layer_scale2 = nn.Identity()
     return tower
+
+
+def _with_both(embeddings: Any, _: Any, output: Tensor) -> Any:
+    """``output`` of images or of a video, with a gradient, if only of zeros, for the matrices of both."""
+    for projection in (embeddings.patch_projection, embeddings.video_patch_projection):
+        output = Anchor.apply(output, projection.weight)  # type: ignore[assignment]
+    return output
 
 
 def _fuse(attention: Any) -> None:
