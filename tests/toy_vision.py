@@ -52,6 +52,7 @@ class Toy:
         images: class of the image processor, and its arguments.
         processor: class of the composite processor, and its arguments.
         videos: class of the video processor; none if empty.
+        audio: class of the feature extractor; none if empty.
         named: special tokens that the tokenizer has under a name.
     """
 
@@ -63,6 +64,7 @@ class Toy:
     videos: str = ""
     named: dict[str, str] = field(default_factory=dict)
     template: str = TEMPLATE
+    audio: str = ""
 
 
 def _qwen(row: str, processor: str) -> Toy:
@@ -118,6 +120,7 @@ TOYS: dict[str, Toy] = {
             ("NemotronH_Omni_Reasoning_V3ImageProcessor", {"patch_size": 4, "min_num_patches": 8, "max_num_patches": 40}),
             ("NemotronH_Omni_Reasoning_V3Processor", {}),
             "NemotronH_Omni_Reasoning_V3VideoProcessor",
+            audio="ParakeetFeatureExtractor",
         ),
         Toy(
             *("mistral3", "[IMG]", "[IMG]"),
@@ -270,6 +273,8 @@ def composite(name: str, folder: Path) -> Any:
     parts = {"image_processor": images, "tokenizer": tokenizer}
     if toy.videos:
         parts["video_processor"] = getattr(transformers, toy.videos)()
+    if toy.audio:
+        parts["feature_extractor"] = getattr(transformers, toy.audio)()
     module = importlib.import_module(getattr(transformers, toy.processor[0]).__module__)
     return getattr(module, toy.processor[0])(**parts, **toy.processor[1])
 
