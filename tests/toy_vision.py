@@ -117,7 +117,10 @@ TOYS: dict[str, Toy] = {
         ),
         Toy(
             *("nemotron_h_omni", "<image>", "<image>"),
-            ("NemotronH_Omni_Reasoning_V3ImageProcessor", {"patch_size": 4, "min_num_patches": 8, "max_num_patches": 40}),
+            (
+                "NemotronH_Omni_Reasoning_V3ImageProcessor",
+                {"patch_size": 4, "min_num_patches": 8, "max_num_patches": 40},
+            ),
             ("NemotronH_Omni_Reasoning_V3Processor", {}),
             "NemotronH_Omni_Reasoning_V3VideoProcessor",
             audio="ParakeetFeatureExtractor",

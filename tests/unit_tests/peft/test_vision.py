@@ -20,6 +20,11 @@ TARGETS = {
     "qwen2_5_vl": ["linear_qkv", "vision.visual.blocks.*.qkv", "vision.visual.merger.mlp.0"],
     "qwen3_vl": ["linear_proj", "vision.visual.blocks.*.mlp.linear_fc1"],
     "llava": ["linear_fc2", "vision.vision_tower.encoder.layers.0.*.q_proj", "vision.multi_modal_projector.*"],
+    "paligemma2": ["linear_qkv", "vision.vision_tower.encoder.layers.*.q_proj", "vision.multi_modal_projector.*"],
+    "nemotron_h_omni": [
+        *("linear_qkv", "linear_fc2", "vision.vision_model.encoder.layer.*.mlp.fc1"),
+        *("vision.vision_model.encoder.layer.*.qkv", "vision.multi_modal_projector.linear_1"),
+    ],
     "smolvlm": ["linear_proj", "vision.vision_model.*.fc1"],
 }
 

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nemotron 3 Nano Omni: RADIO in front of Nemotron-H; its audio part is carried along."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.bridge.models.conversion.declare.vision import VisionBridge
+from megatron.bridge.models.conversion.declare.vision import VisionBridge, renamed
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import register_bridge
-from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
+from megatron.bridge.models.conversion.param_mapping import HFRange, ReplicatedMapping, ShardSpec
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.models.vision.provider import VisionHybridModelProvider
 from megatron.bridge.utils.errors import UserError
 
 _RADIO = "vision_model.radio_model"
+_QKV = "vision_model.encoder.layer.*.attention.qkv"
 _TENSORS = {  # of transformers' modules
     "multi_modal_projector.layer_norm": "mlp1.0",
     "multi_modal_projector.linear_1": "mlp1.1",
     "multi_modal_projector.linear_2": "mlp1.3",
     "vision_model.embeddings.patch_projection": f"{_RADIO}.model.patch_generator.embedder",
     "vision_model.embeddings.video_patch_projection": f"{_RADIO}.model.patch_generator.video_embedder",
-    "vision_model.encoder.layer.*.attention.qkv": f"{_RADIO}.model.blocks.*.attn.qkv",
+    _QKV: f"{_RADIO}.model.blocks.*.attn.qkv",
     "vision_model.encoder.layer.*.attention.o_proj": f"{_RADIO}.model.blocks.*.attn.proj",
     **{
         f"vision_model.encoder.layer.*.{part}": f"{_RADIO}.model.blocks.*.{part}"
@@ -30,14 +31,25 @@ _PARAMETERS = {
     "vision_model.embeddings.position_embedding": f"{_RADIO}.model.patch_generator.pos_embed",
     "vision_model.embeddings.cls_register_token": f"{_RADIO}.model.patch_generator.cls_token.token",
 }
+_LANGUAGE = "language_model.backbone."
 _AUDIO = ("sound_encoder.**", "sound_projection.**")
+
+
+class _ThreeProjections(ReplicatedMapping):
+    """RADIO's matrix of queries, keys and values as transformers' modules have it."""
+
+    def __init__(self, megatron_param: str, q: str, k: str, v: str) -> None:
+        super().__init__(megatron_param, {"q": q, "k": k, "v": v})
+
+    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
+        yield from (HFRange(name, 0, shard.local // 3) for name in self.hf_names)
 
 
 @register_bridge("NemotronH_Omni_Reasoning_V3", provider=VisionHybridModelProvider, model_type="nemotron_h_omni")
 class NemotronHOmniBridge(VisionBridge):
     texts = {"nemotron_h": "NemotronHForCausalLM"}
     tower = ()
-    names = {"backbone.": "language_model.backbone.", "lm_head.": "language_model.lm_head."}
+    names = {"backbone.": _LANGUAGE, "lm_head.": "language_model.lm_head."}
     buffers = (*VisionBridge.buffers, f"{_RADIO}.input_conditioner.**", f"{_RADIO}.summary_idxs")
     extra_weights = (
         *(ReplicatedMapping(f"vision.{ours}.**", f"{theirs}.**") for ours, theirs in _TENSORS.items()),
@@ -63,5 +75,7 @@ class NemotronHOmniBridge(VisionBridge):
         return _AUDIO if config.vision.get("audio_config") else ()
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
-        """Adapters have the names of the checkpoint."""
-        return registry
+        modules = {**{theirs: ours for ours, theirs in _TENSORS.items()}, _LANGUAGE: "language_model.model."}
+        found = renamed(registry.get_all_mappings(), modules).get_all_mappings()
+        qkv = _ThreeProjections(f"vision.{_QKV}.**", *(f"{_QKV[:-3]}{name}_proj.**" for name in "qkv"))
+        return MegatronMappingRegistry(*(it for it in found if it.megatron_param != qkv.megatron_param), qkv)

@@ -148,6 +148,8 @@ def _whole(task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: 
     """A factor of each Hugging Face tensor, put together from all ranks: ``column`` runs along the outputs."""
     names = _names(task.mapping, part)
     shard = task.shard
+    if shard.kind == "replicated" and side == "column" and len(names) > 1:
+        return task.mapping.join(replace(shard, shape=tuple(factor.shape)), [factor])
     if shard.kind != side:  # whole on every rank, and the same for all tensors
         return dict.fromkeys(names, factor)
     shards = exchange.all_gather(factor, exchange.shard_group(task.global_param_name), shard.parts)

@@ -30,12 +30,13 @@ _OF_TEXT = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_h
 _OF_WHOLE = ("architectures", "dtype", "quantization_config", "transformers_version", "_name_or_path")
 
 _HARMLESS: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("ignore_index", "vision_token_id", "vocab_size", "use_reentrant_checkpointing")),
+    **dict.fromkeys(("ignore_index", "vision_token_id", "vocab_size", "_vocab_size", "use_reentrant_checkpointing")),
     "use_image_newline_parameter": (True,),
 }
 """Keys that published configs have and transformers does not read."""
 _HARMLESS_IN_VISION: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("spatial_patch_size", "initializer_factor", "max_image_size", "size", "vocab_size")),
+    **dict.fromkeys(("num_image_tokens", "num_positions", "projector_hidden_act")),
     "tie_word_embeddings": None,
     "in_chans": (3,),
     "dropout": (0.0,),
@@ -173,7 +174,7 @@ class VisionBridge(DecoderBridge):
         own = {mapping.megatron_param for mapping in self.extra_weights}
         mappings = [mapping for mapping in text.get_all_mappings() if mapping.megatron_param not in own]
         mappings += [*self.extra_weights, *_tower(self.tower)]
-        return _renamed(mappings, self.names)
+        return renamed(mappings, self.names)
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
         """The tower's tensors, of a text model that is built without it."""
@@ -190,13 +191,13 @@ class VisionBridge(DecoderBridge):
         other = self._names_of(entries)
         back = {theirs: other.get(ours, ours) for ours, theirs in self.names.items()}
         back |= {ours: theirs for ours, theirs in other.items() if ours not in self.names}
-        return _renamed(registry.get_all_mappings(), back) if other else registry
+        return renamed(registry.get_all_mappings(), back) if other else registry
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
         ours = {"model.": f"model.{self.language}.", "lm_head.": "lm_head."}
         ours |= {part: f"model.{part}" for part in self.tower}
         stored = {_begun(name, self.names): module for name, module in ours.items()}
-        return _renamed(registry.get_all_mappings(), stored)
+        return renamed(registry.get_all_mappings(), stored)
 
     def _names_of(self, entries: Mapping[str, TensorEntry]) -> Prefixes:
         """The other names that a checkpoint has; none if it has transformers'."""
@@ -226,7 +227,7 @@ def _tower(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
     return [*whole, *(ReplicatedMapping(f"vision.{part}", part) for part in parts)]
 
 
-def _renamed(mappings: Iterable[MegatronParamMapping], prefixes: Prefixes) -> MegatronMappingRegistry:
+def renamed(mappings: Iterable[MegatronParamMapping], prefixes: Prefixes) -> MegatronMappingRegistry:
     def hf(name: str) -> str:
         return _begun(name, prefixes)
 
