@@ -110,8 +110,8 @@ TOYS: dict[str, Toy] = {
             },
         ),
         Toy(
-            *("paligemma2", "<image>", "<image>"),
-            ("SiglipImageProcessor", {"size": _square(12), "image_seq_length": 9}),
+            *("paligemma", "<image>", "<image>"),
+            ("SiglipImageProcessor", {"size": _square(16), "image_seq_length": 16}),
             ("PaliGemmaProcessor", {}),
             template="",
         ),

@@ -77,7 +77,7 @@ def compare_gradients(bridge, model, reference):
     assert found.keys() == named.keys()
     for name, value in found.items():
         size = named[name].square().mean().sqrt().clamp(min=1e-6)
-        if ".language_model." in name or ".text_model." in name:
+        if re.search(r"\.language_model\.|\.text_model\.|\.attention\..*lora_A", name):
             continue  # projections that Megatron fuses share A: see tests/unit_tests/peft/test_parity.py
         assert (value - named[name]).abs().max() / size < 1e-3, name
 
