@@ -313,7 +313,7 @@ def spelled_as_before(config):
 
 def test_released_names_of_keys(vision_case, tmp_path):
     case = vision_case("nemotron_h_omni")
-    bridge, provider = provider_of(case)
+    _, provider = provider_of(case)
     again = omni_config(case, tmp_path, spelled_as_before).to_megatron_provider(load_weights=False)
     assert (again.vision, again.layer_kinds) == (provider.vision, provider.layer_kinds)
 
@@ -334,6 +334,13 @@ def test_what_omni_refuses(vision_case, tmp_path, change, message):
         omni_config(vision_case("nemotron_h_omni"), tmp_path, change).to_megatron_provider(
             load_weights=False
         ).meta_model()
+
+
+def test_pixels_are_cast_to_half_precision(vision_case):
+    case = vision_case("nemotron_h_omni")
+    _, provider = provider_of(case, bf16=True)
+    logits = run(case, provider.provide_distributed_model(wrap_with_ddp=False))
+    assert (logits.float() - case.logits[:1]).abs().max() / case.logits.std() < 0.2
 
 
 def test_towers_without_layer_scales(vision_case, tmp_path):

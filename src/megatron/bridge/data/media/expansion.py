@@ -120,9 +120,9 @@ class PaliGemma(Expansion):
         "{% if messages | length > 2 or messages[0]['role'] != 'user' %}"
         "{{ raise_exception('PaliGemma takes one question and one answer') }}{% endif %}"
         "{% set left = namespace(images=messages[0]['content'] | selectattr('type', 'eq', 'image') | list | length) %}"
-        "{{ '' if left.images else bos_token }}{% for part in messages[0]['content'] %}{% if part['type'] == 'image' %}"
-        "{% set left.images = left.images - 1 %}<image>{{ '' if left.images else bos_token }}"
-        "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\n' }}"
+        "{{ '' if left.images else bos_token }}{% for part in messages[0]['content'] %}"
+        "{% if part['type'] == 'image' %}{% set left.images = left.images - 1 %}<image>"
+        "{{ '' if left.images else bos_token }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\n' }}"
         "{% for message in messages[1:] %}{{ message['content'][0]['text'] }}{{ eos_token }}{% endfor %}"
     )
 

@@ -51,9 +51,11 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
     text = config.get_text_config()
     # the language model is built with no layers and one word, and then thrown away
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    bare = type(config) in transformers.MODEL_MAPPING
+    auto: Any = transformers.AutoModel if bare else transformers.AutoModelForImageTextToText
     try:
         with nullcontext() if initialize else no_init_weights():
-            tower = cast(Any, _auto_class(config)).from_config(config, dtype=torch.float32)
+            tower = auto.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(f"vision: transformers cannot build this tower: {error}") from error
     for name in (*_LANGUAGE, *_AUDIO):
@@ -66,14 +68,6 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
     if hasattr(tower, "visual"):
         use_varlen(tower.visual)
     return tower
-
-
-def _auto_class(config: Any) -> type:
-    """The bare model, or the one with an output layer where there is no other."""
-    import transformers
-
-    known = type(config) in transformers.MODEL_MAPPING
-    return transformers.AutoModel if known else transformers.AutoModelForImageTextToText
 
 
 def hf_config(vision: Mapping[str, Any]) -> Any:

@@ -3,7 +3,6 @@
 
 from megatron.bridge.recipes.catalog import name_functions
 from megatron.bridge.recipes.qwen.qwen2 import *
-from megatron.bridge.recipes.qwen.qwen2_vl import *
 from megatron.bridge.recipes.qwen.qwen3 import *
 from megatron.bridge.recipes.qwen.qwen3_moe import *
 from megatron.bridge.recipes.qwen.qwen3_next import *
