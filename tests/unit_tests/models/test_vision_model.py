@@ -302,20 +302,35 @@ def omni_config(case, folder, change):
     return AutoBridge.from_hf_pretrained(folder)
 
 
-def spelled_as_before(config):
+def spelled_as_released(config):
+    """With the names of keys, and some of the keys, that remote code has."""
     names = {
         "image_token_id": "img_context_token_id",
         "text_config": "llm_config",
         "vision_hidden_size": "vit_hidden_size",
     }
     config |= {new: config.pop(old) for old, new in names.items()}
+    config |= {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"]}
+    config |= {"ps_version": "v2", "img_context_token": "<image>", "template": "nemotron", "auto_map": {}}
+    del config["llm_config"]["time_step_limit"]  # transformers writes infinity in a way of its own
+    config["sound_config"] = {**config.pop("audio_config"), "model_type": "parakeet"}
+    config["vision_config"] |= {
+        "version": "radio_v2.5-h",
+        "args": {"register_multiple": 10},
+        "vitdet_window_size": None,
+    }
 
 
 def test_released_names_of_keys(vision_case, tmp_path):
-    case = vision_case("nemotron_h_omni")
+    case = vision_case("nemotron_h_omni_experts")
     _, provider = provider_of(case)
-    again = omni_config(case, tmp_path, spelled_as_before).to_megatron_provider(load_weights=False)
-    assert (again.vision, again.layer_kinds) == (provider.vision, provider.layer_kinds)
+    again = omni_config(case, tmp_path, spelled_as_released).to_megatron_provider(load_weights=False)
+    assert again.layer_kinds == provider.layer_kinds
+    assert again.vision["vision_config"].items() >= provider.vision["vision_config"].items()
+    for key in ("image_token_id", "vision_hidden_size", "audio_config"):
+        assert again.vision[key] == provider.vision[key]
+    (model,) = again.meta_model()
+    assert model.vision.config.vision_config.hidden_size == 16
 
 
 @pytest.mark.parametrize(
@@ -325,6 +340,7 @@ def test_released_names_of_keys(vision_case, tmp_path):
             lambda config: config.update(video_pruning_rate=0.7),
             r"video_pruning_rate=0.7 is not supported: set it to 0",
         ),
+        (lambda config: config["vision_config"].update(vitdet_window_size=4), "vitdet_window_size=4 is not supported"),
         (lambda config: config["vision_config"].update(layerscale_value=0.5), r"layerscale_value=0.5 .*set it to 1.0"),
         (lambda config: config["text_config"].update(num_nextn_predict_layers=1), "num_nextn_predict_layers=1"),
     ],

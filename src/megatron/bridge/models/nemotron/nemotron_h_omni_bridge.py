@@ -50,6 +50,17 @@ class NemotronHOmniBridge(VisionBridge):
     texts = {"nemotron_h": "NemotronHForCausalLM"}
     tower = ()
     names = {"backbone.": _LANGUAGE, "lm_head.": "language_model.lm_head."}
+    irrelevant = {
+        # of released configs: read by remote code, or by processors
+        **dict.fromkeys(("img_context_token", "img_start_token", "img_end_token", "video_context_token")),
+        **dict.fromkeys(("sound_context_token", "image_tag_type", "template", "norm_mean", "norm_std", "patch_size")),
+        **dict.fromkeys(("max_sequence_length", "use_thumbnail", "min_num_patches", "max_num_patches", "version")),
+        **dict.fromkeys(("args", "adaptor_configs", "max_resolution", "preferred_resolution")),
+        **dict.fromkeys(("adaptor_names", "feature_normalizer_config", "inter_feature_normalizer_config"), (None,)),
+        "ps_version": ("v2",),
+        "separate_video_embedder": (True,),
+        "vitdet_window_size": (None,),
+    }
     buffers = (*VisionBridge.buffers, f"{_RADIO}.input_conditioner.**", f"{_RADIO}.summary_idxs")
     extra_weights = (
         *(ReplicatedMapping(f"vision.{ours}.**", f"{theirs}.**") for ours, theirs in _TENSORS.items()),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 from megatron.bridge.models.conversion.declare.blocks import Block
-from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, unknown_keys
+from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, HarmlessKeys, unknown_keys
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, as_dict, bridge_for
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ReplicatedMapping
@@ -115,7 +115,7 @@ class VisionBridge(DecoderBridge):
 
     def _check(self, whole: Mapping[str, Any]) -> None:
         kind = whole[_TEXT].get("model_type")
-        problems = _unknown(whole)
+        problems = _unknown(whole, self.irrelevant)
         if kind not in self.texts:
             problems.append(f"{_TEXT}.model_type={kind!r} is not supported: {' and '.join(self.texts)} are")
         if problems:
@@ -247,12 +247,15 @@ def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _unknown(whole: Mapping[str, Any]) -> list[str]:
+def _unknown(whole: Mapping[str, Any], harmless: HarmlessKeys) -> list[str]:
     """A phrase for each key, of the whole and of the vision config, that transformers' own class does not have."""
     twice = {key: whole[key] for key in _TWICE if key in whole}
     kind = {key: value for key, value in whole[_VISION].items() if key == "model_type" or key in twice}
     known = hf_config({"model_type": whole["model_type"], **twice, _VISION: kind}).to_dict()
     own = {key: value for key, value in whole.items() if key not in known}
     vision = {key: value for key, value in whole[_VISION].items() if key not in known[_VISION]}
-    problems = unknown_keys((), vision, {**IRRELEVANT, **_HARMLESS_IN_VISION})
-    return [*unknown_keys((), own, {**IRRELEVANT, **_HARMLESS}), *(f"{_VISION}: {line}" for line in problems)]
+    problems = unknown_keys((), vision, {**IRRELEVANT, **_HARMLESS_IN_VISION, **harmless})
+    return [
+        *unknown_keys((), own, {**IRRELEVANT, **_HARMLESS, **harmless}),
+        *(f"{_VISION}: {line}" for line in problems),
+    ]
