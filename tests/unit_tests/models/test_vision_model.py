@@ -329,8 +329,13 @@ def test_released_names_of_keys(vision_case, tmp_path):
     assert again.vision["vision_config"].items() >= provider.vision["vision_config"].items()
     for key in ("image_token_id", "vision_hidden_size", "audio_config"):
         assert again.vision[key] == provider.vision[key]
-    (model,) = again.meta_model()
-    assert model.vision.config.vision_config.hidden_size == 16
+    save_file(read_weights(case.checkpoint), tmp_path / "model.safetensors", {"format": "pt"})
+    bridge = AutoBridge.from_hf_pretrained(tmp_path)
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    assert (run(case, model) - case.logits[:1]).abs().max() / case.logits.std() < 1e-4
+    bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+    source, written = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "out"))
+    assert source == written
 
 
 @pytest.mark.parametrize(
@@ -350,6 +355,13 @@ def test_what_omni_refuses(vision_case, tmp_path, change, message):
         omni_config(vision_case("nemotron_h_omni"), tmp_path, change).to_megatron_provider(
             load_weights=False
         ).meta_model()
+
+
+def test_audio_is_not_left_out_of_an_export(vision_case, tmp_path):
+    bridge, provider = provider_of(vision_case("nemotron_h_omni_experts"))
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    with pytest.raises(UserError, match=r"sound_encoder\.\*\*"):
+        AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(model, tmp_path / "out", show_progress=False)
 
 
 def test_pixels_are_cast_to_half_precision(vision_case):

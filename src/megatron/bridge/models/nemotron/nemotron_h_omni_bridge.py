@@ -1,71 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nemotron 3 Nano Omni: RADIO in front of Nemotron-H; its audio part is carried along."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megatron.bridge.models.conversion.declare.vision import VisionBridge, renamed
+from megatron.bridge.models.conversion.declare import radio
+from megatron.bridge.models.conversion.declare.vision import VisionBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import register_bridge
-from megatron.bridge.models.conversion.param_mapping import HFRange, ReplicatedMapping, ShardSpec
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.models.vision.provider import VisionHybridModelProvider
-from megatron.bridge.utils.errors import UserError
-
-_RADIO = "vision_model.radio_model"
-_QKV = "vision_model.encoder.layer.*.attention.qkv"
-_TENSORS = {  # of transformers' modules
-    "multi_modal_projector.layer_norm": "mlp1.0",
-    "multi_modal_projector.linear_1": "mlp1.1",
-    "multi_modal_projector.linear_2": "mlp1.3",
-    "vision_model.embeddings.patch_projection": f"{_RADIO}.model.patch_generator.embedder",
-    "vision_model.embeddings.video_patch_projection": f"{_RADIO}.model.patch_generator.video_embedder",
-    _QKV: f"{_RADIO}.model.blocks.*.attn.qkv",
-    "vision_model.encoder.layer.*.attention.o_proj": f"{_RADIO}.model.blocks.*.attn.proj",
-    **{
-        f"vision_model.encoder.layer.*.{part}": f"{_RADIO}.model.blocks.*.{part}"
-        for part in ("norm1", "norm2", "mlp", "layer_scale1", "layer_scale2")
-    },
-}
-_PARAMETERS = {
-    "vision_model.embeddings.position_embedding": f"{_RADIO}.model.patch_generator.pos_embed",
-    "vision_model.embeddings.cls_register_token": f"{_RADIO}.model.patch_generator.cls_token.token",
-}
-_LANGUAGE = "language_model.backbone."
-_AUDIO = ("sound_encoder.**", "sound_projection.**")
-
-
-class _ThreeProjections(ReplicatedMapping):
-    """RADIO's matrix of queries, keys and values as transformers' modules have it."""
-
-    def __init__(self, megatron_param: str, q: str, k: str, v: str) -> None:
-        super().__init__(megatron_param, {"q": q, "k": k, "v": v})
-
-    def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
-        yield from (HFRange(name, 0, shard.local // 3) for name in self.hf_names)
 
 
 @register_bridge("NemotronH_Omni_Reasoning_V3", provider=VisionHybridModelProvider, model_type="nemotron_h_omni")
 class NemotronHOmniBridge(VisionBridge):
     texts = {"nemotron_h": "NemotronHForCausalLM"}
     tower = ()
-    names = {"backbone.": _LANGUAGE, "lm_head.": "language_model.lm_head."}
-    irrelevant = {
-        # of released configs: read by remote code, or by processors
-        **dict.fromkeys(("img_context_token", "img_start_token", "img_end_token", "video_context_token")),
-        **dict.fromkeys(("sound_context_token", "image_tag_type", "template", "norm_mean", "norm_std", "patch_size")),
-        **dict.fromkeys(("max_sequence_length", "use_thumbnail", "min_num_patches", "max_num_patches", "version")),
-        **dict.fromkeys(("args", "adaptor_configs", "max_resolution", "preferred_resolution")),
-        **dict.fromkeys(("adaptor_names", "feature_normalizer_config", "inter_feature_normalizer_config"), (None,)),
-        "ps_version": ("v2",),
-        "separate_video_embedder": (True,),
-        "vitdet_window_size": (None,),
-    }
-    buffers = (*VisionBridge.buffers, f"{_RADIO}.input_conditioner.**", f"{_RADIO}.summary_idxs")
-    extra_weights = (
-        *(ReplicatedMapping(f"vision.{ours}.**", f"{theirs}.**") for ours, theirs in _TENSORS.items()),
-        *(ReplicatedMapping(f"vision.{ours}", theirs) for ours, theirs in _PARAMETERS.items()),
-    )
+    names = {"backbone.": radio.LANGUAGE, "lm_head.": "language_model.lm_head."}
+    irrelevant = radio.OF_REMOTE_CODE
+    buffers = (*VisionBridge.buffers, *radio.BUFFERS)
+    extra_weights = radio.WEIGHTS
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         provider = super().provider_bridge(hf_pretrained)
@@ -73,20 +27,12 @@ class NemotronHOmniBridge(VisionBridge):
         provider.radio_layer_scales = any(".layer_scale1." in name for name in stored)
         return provider
 
-    def _check(self, whole: Mapping[str, Any]) -> None:
-        super()._check(whole)
-        if rate := whole.get("video_pruning_rate"):
-            raise UserError(f"config of {self._architecture}: video_pruning_rate={rate} is not supported: set it to 0")
-
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
         """Audio, and the tower of a text model that is built without it."""
-        if config.vision is None:
-            audio = any(name.startswith("sound_") for name in entries)
-            return ("mlp1.**", "vision_model.**", *(_AUDIO if audio else ()))
-        return _AUDIO if config.vision.get("audio_config") else ()
+        if config.vision is not None:
+            return radio.AUDIO if config.vision.get("audio_config") else ()
+        audio = radio.AUDIO if any(name.startswith("sound_") for name in entries) else ()
+        return ("mlp1.**", "vision_model.**", *audio)
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
-        modules = {**{theirs: ours for ours, theirs in _TENSORS.items()}, _LANGUAGE: "language_model.model."}
-        found = renamed(registry.get_all_mappings(), modules).get_all_mappings()
-        qkv = _ThreeProjections(f"vision.{_QKV}.**", *(f"{_QKV[:-3]}{name}_proj.**" for name in "qkv"))
-        return MegatronMappingRegistry(*(it for it in found if it.megatron_param != qkv.megatron_param), qkv)
+        return radio.as_modules(registry)

@@ -16,6 +16,8 @@ def as_stored(tower: Any, has_scales: bool) -> nn.Module:
     config = tower.config.vision_config
     # transformers casts pixels to what its config says, which is how the tower was made and not how it is used
     config.dtype = next(tower.parameters()).dtype
+    if rate := tower.config.video_pruning_rate:
+        raise UserError(f"vision.video_pruning_rate={rate} is not supported: set it to 0")
     if not has_scales and config.layerscale_value != 1:
         raise UserError(
             f"vision_config.layerscale_value={config.layerscale_value} and the checkpoint has no LayerScales: set it "
