@@ -357,6 +357,15 @@ def test_what_omni_refuses(vision_case, tmp_path, change, message):
         ).meta_model()
 
 
+def test_no_layer_of_the_decoder_is_built_beside_the_tower(vision_case, monkeypatch):
+    """Transformers' defaults have four, with experts as wide as the published ones."""
+    from transformers.models.nemotron_h import modeling_nemotron_h
+
+    _, provider = provider_of(vision_case("nemotron_h_omni"))
+    monkeypatch.setattr(modeling_nemotron_h.NemotronHBlock, "__init__", lambda *_, **__: pytest.fail("a layer"))
+    assert provider.meta_model()[0].vision is not None
+
+
 def test_audio_is_not_left_out_of_an_export(vision_case, tmp_path):
     bridge, provider = provider_of(vision_case("nemotron_h_omni_experts"))
     model = provider.provide_distributed_model(wrap_with_ddp=False)

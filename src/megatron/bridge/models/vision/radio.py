@@ -24,12 +24,19 @@ def as_stored(tower: Any, has_scales: bool) -> nn.Module:
             "to 1.0"
         )
     tower.vision_model.register_buffer("summary_idxs", tower.vision_model.summary_idxs, persistent=False)
+    tower.vision_model.register_forward_pre_hook(_with_grid, with_kwargs=True)
     tower.vision_model.embeddings.register_forward_hook(_with_both)
     for layer in tower.vision_model.encoder.layer:
         _fuse(layer.attention)
         if not has_scales:
             layer.layer_scale1 = layer.layer_scale2 = nn.Identity()
     return tower
+
+
+def _with_grid(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The sizes of images where transformers computes with them: on the device of the pixels."""
+    grid = kwargs.get("image_grid_hw")
+    return args, kwargs if grid is None else {**kwargs, "image_grid_hw": grid.to(args[0].device)}
 
 
 def _with_both(embeddings: Any, _: Any, output: Tensor) -> Any:

@@ -51,6 +51,8 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
     text = config.get_text_config()
     # the language model is built with no layers and one word, and then thrown away
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    if hasattr(text, "layers_block_type"):
+        text.layers_block_type = []
     bare = type(config) in transformers.MODEL_MAPPING
     auto: Any = transformers.AutoModel if bare else transformers.AutoModelForImageTextToText
     try:
