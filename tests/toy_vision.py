@@ -23,7 +23,7 @@ SPECIAL = (
     ),
     *("<image_soft_token>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<image>", "<video>", "<img>", "</img>"),
     *("<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>", "<|video|>", "<|begin_of_video|>"),
-    *("<|end_of_video|>", "<end_of_utterance>"),
+    *("<|end_of_video|>", "<end_of_utterance>", "<bos>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
 )
 VOCABULARY = 320
@@ -52,6 +52,7 @@ class Toy:
         images: class of the image processor, and its arguments.
         processor: class of the composite processor, and its arguments.
         videos: class of the video processor; none if empty.
+        audio: class of the feature extractor; none if empty.
         named: special tokens that the tokenizer has under a name.
     """
 
@@ -63,6 +64,7 @@ class Toy:
     videos: str = ""
     named: dict[str, str] = field(default_factory=dict)
     template: str = TEMPLATE
+    audio: str = ""
 
 
 def _qwen(row: str, processor: str) -> Toy:
@@ -106,6 +108,22 @@ TOYS: dict[str, Toy] = {
                 "eoi_token": "<end_of_image>",
                 "image_token": "<image_soft_token>",
             },
+        ),
+        Toy(
+            *("paligemma", "<image>", "<image>"),
+            ("SiglipImageProcessor", {"size": _square(16), "image_seq_length": 16}),
+            ("PaliGemmaProcessor", {}),
+            template="",
+        ),
+        Toy(
+            *("nemotron_h_omni", "<image>", "<image>"),
+            (
+                "NemotronH_Omni_Reasoning_V3ImageProcessor",
+                {"patch_size": 4, "min_num_patches": 8, "max_num_patches": 40},
+            ),
+            ("NemotronH_Omni_Reasoning_V3Processor", {}),
+            "NemotronH_Omni_Reasoning_V3VideoProcessor",
+            audio="ParakeetFeatureExtractor",
         ),
         Toy(
             *("mistral3", "[IMG]", "[IMG]"),
@@ -192,7 +210,8 @@ def make_tokenizer(toy: Toy) -> Any:
         tokenizer_object=backend,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=toy.template.replace("MARK", toy.mark),
+        bos_token="<bos>",
+        chat_template=toy.template.replace("MARK", toy.mark) or None,
         **({"extra_special_tokens": toy.named} if toy.named else {}),
     )
 
@@ -254,11 +273,13 @@ def composite(name: str, folder: Path) -> Any:
     toy = TOYS[name]
     images = transformers.AutoImageProcessor.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    parts = [images, tokenizer]
+    parts = {"image_processor": images, "tokenizer": tokenizer}
     if toy.videos:
-        parts.append(getattr(transformers, toy.videos)())
+        parts["video_processor"] = getattr(transformers, toy.videos)()
+    if toy.audio:
+        parts["feature_extractor"] = getattr(transformers, toy.audio)()
     module = importlib.import_module(getattr(transformers, toy.processor[0]).__module__)
-    return getattr(module, toy.processor[0])(*parts, **toy.processor[1])
+    return getattr(module, toy.processor[0])(**parts, **toy.processor[1])
 
 
 def picture(folder: Path, name: str, width: int, height: int, seed: int = 0) -> str:

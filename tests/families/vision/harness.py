@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.data.finetuning.packing import cut_for_rank
-from megatron.bridge.models.vision.merge import look_ahead, media_rows
+from megatron.bridge.models.vision.merge import media_rows
 from tests.families import harness
 from tests.families.vision.row import VisionRow
 from tests.families.vision.rows import ROWS
@@ -48,6 +48,13 @@ class Case(harness.Case):
 
     def samples(self, config: Any) -> list[Sample]:
         return self.row.samples(config)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Of what is trained."""
+        carried = self.row.carried
+        found = super().gradients.items()
+        return {name: value for name, value in found if value.is_floating_point() and not name.startswith(carried)}
 
 
 def make_reference(row: VisionRow, directory: Path) -> Case:
@@ -79,8 +86,8 @@ def make_reference(row: VisionRow, directory: Path) -> Case:
 
 def hf_logits(model: Any, sample: Sample, row: VisionRow) -> Tensor:
     """Of one sample, [1, sequence, vocabulary]."""
-    types = {row.types_as: sample.types} if row.types_as else {}
-    media = row.for_transformers(sample.media)
+    types = {row.types_as: row.types(sample)} if row.types_as else {}
+    media = row.encoded(model, sample.media) if row.encoded else row.for_transformers(sample.media)
     return model(input_ids=sample.ids, use_cache=False, **media, **types).logits
 
 
@@ -150,11 +157,11 @@ def packed(samples: list[Sample], row: VisionRow) -> dict[str, Any]:
     for sample in samples:
         for name, value in row.for_model(sample.media).items():
             media.setdefault(name, []).append(value)
-    sight = look_ahead(ids, IMAGE_TOKEN)[:, mine] if row.types_as == "token_type_ids" else None
+    seen = [sight for sample in samples if (sight := row.sight(sample)) is not None]
     return {
         "input_ids": ids[:, mine],
         "position_ids": torch.cat([positions_of(sample, row.mrope) for sample in samples], dim=-1),
-        "attention_mask": sight,
+        "attention_mask": torch.cat(seen, dim=1)[:, mine] if seen else None,
         "media": {name: torch.cat(values) for name, values in media.items()},
         "media_rows": media_rows(ids, IMAGE_TOKEN, VIDEO_TOKEN)[:, mine],
         "packed_seq_params": PackedSeqParams(
@@ -189,8 +196,8 @@ def this_rank(sample: Sample, row: VisionRow) -> tuple[dict[str, Tensor], dict[s
         "rows": media_rows(sample.ids, IMAGE_TOKEN, VIDEO_TOKEN),
         "positions": positions.reshape(-1, positions.shape[-1]),
     }
-    if row.types_as == "token_type_ids":
-        batch["sight"] = look_ahead(sample.ids, IMAGE_TOKEN)
+    if (sight := row.sight(sample)) is not None:
+        batch["sight"] = sight
     batch = cut(batch)
     if row.mrope is not None:
         batch["positions"] = batch["positions"][:, None]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.bridge.models.vision.merge import look_ahead, prompt_look_ahead
 from tests.families.row import Row
-from tests.families.vision.samples import Maker, Sample, make_sample
+from tests.families.vision.samples import IMAGE_TOKEN, LENGTH, Maker, Sample, make_sample
 
 Media = dict[str, Tensor]
 
@@ -25,6 +26,7 @@ class VisionRow(Row):
         types_as: the argument by which transformers is told what each token is; nothing if empty.
         for_transformers: a sample's tensors as transformers' forward takes them.
         for_model: the same as the bridged model takes them.
+        encoded: what transformers' forward is given, if its own way from tensors to features fails.
     """
 
     image: Maker = None  # type: ignore[assignment]
@@ -33,8 +35,25 @@ class VisionRow(Row):
     types_as: str = ""
     for_transformers: Callable[[Media], Media] = dict
     for_model: Callable[[Media], Media] = dict
+    encoded: Callable[[Any, Media], dict[str, Any]] | None = None
     mixes: bool = True
     """A sample may have both an image and a video."""
+    carried: tuple[str, ...] = ()
+    """How names of tensors begin that are carried along."""
+    prompt: int = 0
+    """Tokens at the beginning of a sample that see each other both ways."""
+
+    def types(self, sample: Sample) -> Tensor:
+        """What transformers is told about each token."""
+        if self.prompt:
+            return (torch.arange(LENGTH) >= self.prompt).long()[None]
+        return sample.types
+
+    def sight(self, sample: Sample) -> Tensor | None:
+        """How many tokens each token sees ahead; None where attention is causal."""
+        if self.prompt:
+            return prompt_look_ahead((torch.arange(LENGTH) >= self.prompt - 1).float()[None], [0, LENGTH])
+        return look_ahead(sample.ids, IMAGE_TOKEN) if self.types_as == "token_type_ids" else None
 
     def samples(self, config: Any) -> list[Sample]:
         """One image, two of different sizes, none, a video, and both."""

@@ -121,6 +121,33 @@ def video_as_images(config: Any, which: int, generator: torch.Generator) -> Piec
     return video_by_frames(config, which, generator, IMAGE_TOKEN)
 
 
+def packed_patches(config: Any, which: int, generator: torch.Generator) -> Piece:
+    """An image as patches with a grid that has no frames."""
+    (height, width), vision = SIZES[which], config.vision_config
+    media = {
+        "pixel_values": torch.randn(height * width, vision.patch_dim, generator=generator),
+        "image_grid_hw": torch.tensor([[height, width]]),
+    }
+    return Piece(media, [IMAGE_TOKEN] * (height * width // 4))
+
+
+def frames(config: Any, which: int, generator: torch.Generator) -> Piece:
+    """The only video of a sample, as frames; an odd number of them, of which two are encoded together."""
+    height, width = SIZES[which + 1]
+    size = [side * config.vision_config.patch_size for side in (height, width)]
+    media = {"pixel_values_videos": torch.randn(3, 3, *size, generator=generator)}
+    return Piece(media, ([IMAGE_TOKEN] * (height * width // 4) + [START]) * 2)
+
+
+def encoded_video(model: Any, media: dict[str, Tensor]) -> dict[str, Any]:
+    """Features of a video, which transformers 5.23 computes and then joins as if they were a tuple."""
+    if "pixel_values_videos" not in media:
+        return media
+    found = model.get_video_features(**media, return_dict=True)
+    found.pooler_output = tuple(found.pooler_output)
+    return {"mm_encoder_outputs": {"video": found}}
+
+
 def whole_images(tokens: int) -> Maker:
     """Makes images of the tower's size, each ``tokens`` tokens."""
 

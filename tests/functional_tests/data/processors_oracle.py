@@ -36,6 +36,30 @@ def messages(images: list[str], mark: bool) -> list[dict[str, Any]]:
     ]
 
 
+def one_question(images: list[str]) -> list[dict[str, Any]]:
+    """A conversation of one turn, all that PaliGemma takes."""
+    question = [*({"type": "image", "image": name} for name in images), {"type": "text", "text": "What color?"}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": ANSWER}]
+
+
+def prompts(name: str, folder: Path) -> Iterator[str]:
+    """What differs for PaliGemma, whose processor has no template and says which tokens are the prompt."""
+    toy_vision.save(name, folder)
+    names = [toy_vision.picture(folder, f"{place}.png", *size, place) for place, size in enumerate(SIZES)]
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    encoder = RecordEncoder(tokenizer, EncodingRules(100_000, media=MediaRules(str(folder), str(folder))))
+    processor = toy_vision.composite(name, folder)
+    for images in (names[:1], names[1:]):
+        sample = encoder([("here", {"messages": one_question(images)})]).samples[0]
+        text = "<image>" * len(images) + "What color?"
+        pictures = [decode(image) for image in sample.images]
+        expected = processor(text=[text], images=[pictures], suffix=[ANSWER], return_tensors="pt")
+        for what in _differing(encoder, sample, expected):
+            yield f"{name} with {len(images)} images: {what}"
+        if sample.trained.tolist() != expected["token_type_ids"][0].bool().tolist():
+            yield f"{name} with {len(images)} images: the prompt has {sample.trained.argmax()} tokens"
+
+
 def differences(name: str, folder: Path) -> Iterator[str]:
     """What differs for the family ``name``, for one image, two and none."""
     toy_vision.save(name, folder)
@@ -99,7 +123,7 @@ def main() -> None:
     for name in sys.argv[1:] or toy_vision.TOYS:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                for line in differences(name, Path(folder)):
+                for line in (prompts if name.startswith("paligemma") else differences)(name, Path(folder)):
                     print(line)  # noqa: T201
             except Exception as error:
                 print(f"{name}: {type(error).__name__}: {error}")  # noqa: T201

@@ -171,7 +171,7 @@ def tokenizer_for_pieces(model_dir):
     test_any_text_comes_back_in_pieces.hf = AutoTokenizer.from_pretrained(model_dir)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3", "llava"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3", "llava", "nemotron_h_omni"])
 def test_the_text_model_of_a_vision_language_model(tmp_path, name):
     row = next(row for found, row in VISION_ROWS.items() if found.startswith(name))
     model = harness.hf_model(row)
@@ -188,6 +188,12 @@ def test_the_text_model_of_a_vision_language_model(tmp_path, name):
     image = [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]
     with pytest.raises(UserError, match="image"):
         parse_chat(image, "messages")
+
+
+def test_prompts_that_see_both_ways(tmp_path):
+    harness.hf_model(VISION_ROWS["paligemma"]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"bidirectional_prompt=True.*use transformers"):
+        LLM(str(tmp_path), kv_memory=1 << 22)
 
 
 # ---- commands ---------------------------------------------------------------------------------------------------

@@ -44,7 +44,13 @@ IN_CI = {
 }
 NAMES = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in ROWS]
 META = torch.device("meta")
-READ_BY_TRANSFORMERS = ("mistral3", "idefics3", "smolvlm")  # docs/gpu.md names them
+READ_BY_TRANSFORMERS = (
+    "mistral3",
+    "idefics3",
+    "smolvlm",
+    "nemotron_h_omni",
+    "nemotron_h_omni_experts",
+)  # docs/gpu.md names them
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ COUNTS = {
     "Qwen--Qwen2.5-VL-72B-Instruct": 73_410_777_344,
     "Qwen--Qwen3-VL-8B-Instruct": 8_767_123_696,
     "Qwen--Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
+    "google--paligemma-3b-pt-224": 2_923_466_480,
+    "google--paligemma2-3b-pt-224": 3_032_242_416,
     "google--gemma-3-4b-it": 4_300_079_472,
     "google--gemma-3-12b-it": 12_187_325_040,
     "google--gemma-3-27b-it": 27_432_406_640,

@@ -9,10 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint.model_io import unwrap
-from megatron.bridge.models.vision.merge import look_ahead, media_rows
+from megatron.bridge.models.vision.merge import look_ahead, media_rows, prompt_look_ahead
 from megatron.bridge.models.vision.sharing import share_out
 from megatron.bridge.utils.errors import UserError
 from tests.families.harness import read_weights
+from tests.families.own_models import model_class
 from tests.families.vision import harness
 from tests.families.vision.samples import IMAGE_TOKEN, VIDEO_TOKEN
 
@@ -36,7 +37,7 @@ def run(case, model, index=0, **changes):
     given = {
         "input_ids": batch["ids"],
         "position_ids": batch["positions"],
-        "attention_mask": None,
+        "attention_mask": case.row.sight(sample) if case.row.prompt else None,
         "media": media,
         **changes,
     }
@@ -119,6 +120,7 @@ def test_frequencies_stay_exact_in_half_precision(vision_case):
 RENAMED = {
     "qwen2_5_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
     "gemma3_vl": {"vision_tower.": "vision_tower.vision_model."},
+    "paligemma": {"vision_tower.": "vision_tower.vision_model."},
     "llava": {
         "language_model.model.": "model.language_model.",
         "language_model.lm_head.": "lm_head.",
@@ -153,7 +155,7 @@ def test_other_names(vision_case, tmp_path, name):
     assert all(torch.equal(value, written[key]) for key, value in source.items())
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llava_next", "smolvlm"])
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llava_next", "smolvlm", "nemotron_h_omni_experts"])
 def test_text_alone(vision_case, tmp_path, name):
     """Without a tower the text model is the same, and an export copies the tower from its source."""
     case = vision_case(name)
@@ -166,8 +168,9 @@ def test_text_alone(vision_case, tmp_path, name):
     assert harness.harness.different_files(case, tmp_path / "out") == []
 
 
-def test_a_config_is_written_without_a_source(vision_case, tmp_path):
-    case = vision_case("qwen3_vl")
+@pytest.mark.parametrize("name", ["qwen3_vl", "paligemma2", "nemotron_h_omni"])
+def test_a_config_is_written_without_a_source(vision_case, tmp_path, name):
+    case = vision_case(name)
     bridge, provider = provider_of(case)
     model = provider.provide_distributed_model(wrap_with_ddp=False)
     AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(model, tmp_path / "out", show_progress=False)
@@ -204,6 +207,17 @@ def test_a_config_is_written_without_a_source(vision_case, tmp_path):
             {"media": {"pixel_values": torch.zeros(1), "pixels": torch.zeros(1)}},
             "media has pixels, which Qwen2_5_VLModel does not take",
         ),
+        ("paligemma", {"attention_mask": None}, "attention_mask is missing: .*prompt_look_ahead"),
+        (
+            "paligemma2",
+            {"attention_mask": prompt_look_ahead(torch.ones(1, 40).cumsum(-1) - 29, [0, 40])},
+            "30 tokens see each other both ways, more than the attention window of 25: .*shorter prompts",
+        ),
+        (
+            "nemotron_h_omni",
+            {"media": {"input_features": torch.zeros(1)}},
+            "media has input_features: audio is not supported",
+        ),
     ],
 )
 def test_wrong_input(vision_case, name, changes, message):
@@ -228,6 +242,7 @@ def test_wrong_input(vision_case, name, changes, message):
             r"mrope_section=\[3, 1, 1\] must be three numbers that sum up to 4",
         ),
         ("gemma3_vl", {"backend": "transformer_engine"}, "set model.backend='torch'|transformer_engine"),
+        ("paligemma", {"backend": "transformer_engine"}, "set model.backend='torch'|transformer_engine"),
     ],
 )
 def test_wrong_settings(vision_case, name, changes, message):
@@ -265,13 +280,20 @@ def test_an_image_sees_itself():
     assert look_ahead(ids, IMAGE_TOKEN).tolist() == [[1, 0, 0, 2, 1, 0]]
 
 
+def test_a_prompt_sees_itself():
+    """Nothing sees ahead where nothing is trained, and a packed row has a prompt for each of its samples."""
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 0, 0, 0]])
+    assert prompt_look_ahead(mask, [0, 4, 8, 10]).tolist() == [[2, 1, 0, 0, 2, 1, 0, 0, 0, 0]]
+    assert prompt_look_ahead(mask, [0, 10]).tolist() == [[2, 1, 0, 0, 0, 0, 0, 0, 0, 0]]
+
+
 def test_images_are_shared_out_evenly():
     owners = share_out([4, 4, 2, 2, 2, 2], 2)
     assert sorted(owners) == [0, 0, 0, 1, 1, 1]
     assert share_out([], 3) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llava_next"])
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llava_next", "nemotron_h_omni"])
 def test_a_megatron_checkpoint(vision_case, tmp_path, name):
     """Through a Megatron checkpoint and back: the same logits and every byte."""
     case = vision_case(name)
@@ -281,3 +303,109 @@ def test_a_megatron_checkpoint(vision_case, tmp_path, name):
     assert harness.harness.different_files(case, tmp_path / "out") == []
     model = bridge.load_megatron_model(tmp_path / "megatron", wrap_with_ddp=False)
     assert (run(case, model) - case.logits[:1]).abs().max() / case.logits.std() < 1e-4
+
+
+# ---- Nemotron Omni ----------------------------------------------------------------------------------------------
+
+
+def omni_config(case, folder, change):
+    config = json.loads((case.checkpoint / "config.json").read_text())
+    change(config)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return AutoBridge.from_hf_pretrained(folder)
+
+
+def spelled_as_released(config):
+    """With the names of keys, and some of the keys, that remote code has."""
+    names = {
+        "image_token_id": "img_context_token_id",
+        "text_config": "llm_config",
+        "vision_hidden_size": "vit_hidden_size",
+    }
+    config |= {new: config.pop(old) for old, new in names.items()}
+    config |= {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"]}
+    config |= {"ps_version": "v2", "img_context_token": "<image>", "template": "nemotron", "auto_map": {}}
+    del config["llm_config"]["time_step_limit"]  # transformers writes infinity in a way of its own
+    config["sound_config"] = {**config.pop("audio_config"), "model_type": "parakeet"}
+    config["vision_config"] |= {
+        "version": "radio_v2.5-h",
+        "args": {"register_multiple": 10},
+        "vitdet_window_size": None,
+    }
+
+
+def test_released_names_of_keys(vision_case, tmp_path):
+    case = vision_case("nemotron_h_omni_experts")
+    _, provider = provider_of(case)
+    again = omni_config(case, tmp_path, spelled_as_released).to_megatron_provider(load_weights=False)
+    assert again.layer_kinds == provider.layer_kinds
+    assert again.vision["vision_config"].items() >= provider.vision["vision_config"].items()
+    for key in ("image_token_id", "vision_hidden_size", "audio_config"):
+        assert again.vision[key] == provider.vision[key]
+    save_file(read_weights(case.checkpoint), tmp_path / "model.safetensors", {"format": "pt"})
+    bridge = AutoBridge.from_hf_pretrained(tmp_path)
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    assert (run(case, model) - case.logits[:1]).abs().max() / case.logits.std() < 1e-4
+    bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+    source, written = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "out"))
+    assert source == written
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda config: config.update(video_pruning_rate=0.7),
+            r"video_pruning_rate=0.7 is not supported: set it to 0",
+        ),
+        (lambda config: config["vision_config"].update(vitdet_window_size=4), "vitdet_window_size=4 is not supported"),
+        (lambda config: config["vision_config"].update(layerscale_value=0.5), r"layerscale_value=0.5 .*set it to 1.0"),
+        (lambda config: config["text_config"].update(num_nextn_predict_layers=1), "num_nextn_predict_layers=1"),
+    ],
+)
+def test_what_omni_refuses(vision_case, tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        omni_config(vision_case("nemotron_h_omni"), tmp_path, change).to_megatron_provider(
+            load_weights=False
+        ).meta_model()
+
+
+def test_no_layer_of_the_decoder_is_built_beside_the_tower(vision_case, monkeypatch):
+    """Transformers' defaults have four, with experts as wide as the published ones."""
+    from transformers.models.nemotron_h import modeling_nemotron_h
+
+    _, provider = provider_of(vision_case("nemotron_h_omni"))
+    monkeypatch.setattr(modeling_nemotron_h.NemotronHBlock, "__init__", lambda *_, **__: pytest.fail("a layer"))
+    assert provider.meta_model()[0].vision is not None
+
+
+def test_audio_is_not_left_out_of_an_export(vision_case, tmp_path):
+    bridge, provider = provider_of(vision_case("nemotron_h_omni_experts"))
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    with pytest.raises(UserError, match=r"sound_encoder\.\*\*"):
+        AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+
+
+def test_pixels_are_cast_to_half_precision(vision_case):
+    case = vision_case("nemotron_h_omni")
+    _, provider = provider_of(case, bf16=True)
+    logits = run(case, provider.provide_distributed_model(wrap_with_ddp=False))
+    assert (logits.float() - case.logits[:1]).abs().max() / case.logits.std() < 0.2
+
+
+def test_towers_without_layer_scales(vision_case, tmp_path):
+    """As they are published; transformers fills in ones."""
+    case, folder = vision_case("nemotron_h_omni"), tmp_path / "hf"
+    omni_config(case, folder, lambda config: None)
+    weights = {name: value for name, value in read_weights(case.checkpoint).items() if "layer_scale" not in name}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    provider = bridge.to_megatron_provider()
+    assert not provider.radio_layer_scales
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    hf = model_class(case.row.model).from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    expected = harness.hf_logits(hf.eval(), case.samples(bridge.hf_config)[0], case.row)
+    assert (run(case, model) - expected).abs().max() / expected.std() < 1e-4
+    bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == weights.keys()

@@ -76,6 +76,8 @@ def load(
         raise UserError(
             f"{path} has head={provider.head} and generates no tokens: call the model of AutoBridge itself"
         )
+    if getattr(provider, "bidirectional_prompt", False):
+        raise UserError(f"{path} has bidirectional_prompt=True, and prompts see back only here: use transformers")
     _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=hook, **precision)

@@ -272,7 +272,7 @@ class GPTModelProvider(ModelProvider):
         config.finish(model)
         return model
 
-    def _model_class(self) -> type[GPTModel]:
+    def _model_class(self) -> type[Any]:
         return GPTModel
 
     def _model_arguments(

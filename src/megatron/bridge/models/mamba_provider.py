@@ -84,13 +84,16 @@ class MambaModelProvider(GPTModelProvider):
     ) -> HybridModel:
         """Build the ``HybridModel`` chunk of one pipeline stage; see ``GPTModelProvider.provide``."""
         config = self.resolved()
-        model = HybridModel(
+        model = config._model_class()(
             hybrid_stack_spec=config._stack_spec(),
             hybrid_layer_pattern=config.staged_pattern(),
             **config._model_arguments(pre_process, post_process, vp_stage),
         )
         config.finish(model)
         return model
+
+    def _model_class(self) -> type[Any]:
+        return HybridModel
 
     def _stack_spec(self) -> ModuleSpec:
         stack = hybrid_stack_spec(self, self.backend)

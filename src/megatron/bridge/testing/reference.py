@@ -140,7 +140,7 @@ def randomise(model: Any) -> None:
             # some norms are stored as their distance from one: all as they start; a gain of two makes noise grow
             is_norm = "norm" in name and parameter.dim() == 1
             parameter.normal_(parameter.mean().item() if is_norm else 0.0, width)
-        for buffer in persistent_buffers(model):
+        for buffer in filter(torch.is_floating_point, persistent_buffers(model)):
             mean = buffer.float().mean().item()
             buffer.normal_(mean, 0.2 if buffer.dim() else abs(0.2 * mean))  # a number alone may be a limit near zero
 

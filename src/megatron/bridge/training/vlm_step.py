@@ -12,7 +12,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.bridge.backends.attention.block_mask import remember_on_host
 from megatron.bridge.data.finetuning.packing import cut_for_rank
-from megatron.bridge.models.vision.merge import look_ahead, media_rows
+from megatron.bridge.models.vision.merge import look_ahead, media_rows, prompt_look_ahead
 from megatron.bridge.training.gpt_step import cut_sequences, masked_loss, on_device, packed_parameters
 from megatron.bridge.training.state import BatchIterator, LossFunction
 from megatron.bridge.utils.errors import UserError
@@ -69,8 +69,19 @@ def _cut(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values
-    bounds = batch["cu_seqlens"].numpy() if "cu_seqlens" in batch else np.array([0, values.shape[1]])
-    return values[:, cut_for_rank(bounds, group.rank(), group.size())]
+    return values[:, cut_for_rank(_bounds(batch), group.rank(), group.size())]
+
+
+def _bounds(batch: dict[str, Any]) -> np.ndarray:
+    """Where the sequences of each row begin and end."""
+    return batch["cu_seqlens"].numpy() if "cu_seqlens" in batch else np.array([0, batch["tokens"].shape[1]])
+
+
+def _sight(batch: dict[str, Any], config: Any) -> torch.Tensor:
+    """How many tokens each token of whole sequences sees ahead."""
+    if config.bidirectional_prompt:
+        return prompt_look_ahead(batch["loss_mask"], _bounds(batch).tolist())
+    return look_ahead(batch["tokens"], config.image_token_id)
 
 
 def _places(batch: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -82,8 +93,8 @@ def _places(batch: dict[str, Any], config: Any) -> dict[str, Any]:
     flat = {} if packed else {"position_ids": positions.flatten(0, -2)}
     cut = cut_sequences({key: value for key, value in batch.items() if key != "position_ids"} | flat)
     cut["position_ids"] = positions if packed else cut["position_ids"].unflatten(0, positions.shape[:-1])
-    if config.bidirectional_images:
-        sight = _cut(look_ahead(host["tokens"], config.image_token_id), host)
+    if config.looks_ahead:
+        sight = _cut(_sight(host, config), host)
         furthest = sight.flatten().tolist()  # each layer asks how far the furthest token sees
         cut["attention_mask"] = remember_on_host(sight.to(positions.device, non_blocking=True), furthest)
     return cut

@@ -359,6 +359,11 @@ def _looking_ahead(mask: torch.Tensor | None, window: AttentionWindow) -> tuple[
     if mask is None or mask.dtype == torch.bool:
         return mask, window
     reach = max(host_values(mask))
+    if window.left is not None and reach > window.left:  # the last of them would see all of them, windows or not
+        raise UserError(
+            f"{reach + 1} tokens see each other both ways, more than the attention window of {window.left + 1}: "
+            "use smaller images or shorter prompts"
+        )
     return (mask, AttentionWindow(window.left, reach)) if reach else (None, AttentionWindow(window.left, 0))
 
 

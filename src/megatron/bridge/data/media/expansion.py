@@ -28,6 +28,8 @@ class Expansion:
     """Arguments of the image processor, as transformers' processor of the family passes them."""
     images_in_sample: int | None = None
     """Images that a sample may have; None for any number."""
+    template: ClassVar[str | None] = None
+    """The chat template of checkpoints that have none."""
 
     def __init__(self, processor: Any, values: Values, hf: Any) -> None:
         self.processor, self.values, self.hf = processor, values, hf
@@ -109,6 +111,41 @@ class Gemma(Expansion):
     def text(self, height: int, width: int) -> str:
         end = self.named("eoi_token", "<end_of_image>")
         return f"\n\n{self.placeholder}{super().text(height, width)}{end}\n\n"
+
+
+class PaliGemma(Expansion):
+    """PaliGemma: each image has the same number of tokens; ``<bos>`` is behind the last one."""
+
+    template = (
+        "{% if messages | length > 2 or messages[0]['role'] != 'user' %}"
+        "{{ raise_exception('PaliGemma takes one question and one answer') }}{% endif %}"
+        "{% set left = namespace(images=messages[0]['content'] | selectattr('type', 'eq', 'image') | list | length) %}"
+        "{{ '' if left.images else bos_token }}{% for part in messages[0]['content'] %}"
+        "{% if part['type'] == 'image' %}{% set left.images = left.images - 1 %}<image>"
+        "{{ '' if left.images else bos_token }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\n' }}"
+        "{% for message in messages[1:] %}{{ message['content'][0]['text'] }}{{ eos_token }}{% endfor %}"
+    )
+
+    def count(self, height: int, width: int) -> int:
+        vision = self.values["vision_config"]
+        return (vision["image_size"] // vision["patch_size"]) ** 2
+
+
+class NemotronOmni(Expansion):
+    """Nemotron Omni: as many tokens as the resized image has groups of patches, between two tokens."""
+
+    def count(self, height: int, width: int) -> int:
+        from transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni import get_patch_grid_size
+
+        images, merge = self.processor, round(1 / self.processor.downsample_ratio)
+        most = (images.max_model_len - 4) * merge**2
+        most = max(min(most, images.max_num_patches or most), images.min_num_patches)
+        grid = get_patch_grid_size(height, width, images.patch_size, merge, images.min_num_patches, most)
+        return math.prod(grid) // merge**2
+
+    def text(self, height: int, width: int) -> str:
+        start, end = self.named("image_start_token", "<img>"), self.named("image_end_token", "</img>")
+        return f"{start}{super().text(height, width)}{end}"
 
 
 class Pixtral(Expansion):
@@ -279,6 +316,8 @@ EXPANSIONS: Mapping[str, type[Expansion]] = {
     **dict.fromkeys(("glm4v", "glm4v_moe"), GlmPatches),
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics),
     "gemma3": Gemma,
+    "paligemma": PaliGemma,
+    "nemotron_h_omni": NemotronOmni,
     "mistral3": Pixtral,
     "llava": Llava,
     "llava_next": LlavaNext,

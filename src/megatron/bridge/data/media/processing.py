@@ -25,7 +25,7 @@ from megatron.bridge.utils.errors import UserError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TENSORS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+_TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "pixel_attention_mask")
 
 
 class MediaProcessor:
@@ -52,7 +52,7 @@ class MediaProcessor:
         own = _json(path, "processor_config.json")
         values = {**config, **{key: value for key, value in own.items() if value is not None}}
         self.expansion = EXPANSIONS[kind](self.hf_processor, values, hf)
-        self.chat_template = _chat_template(path)
+        self.chat_template = _chat_template(path) or (None if hf.chat_template else self.expansion.template)
         self.kind = kind
 
     @property

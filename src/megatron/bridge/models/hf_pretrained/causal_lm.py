@@ -19,7 +19,8 @@ from megatron.bridge.utils import atomic, strict_json
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 # a model_type that transformers does not know -> the one whose architecture the models have
-_ALIASES = {"kimi_k2": "deepseek_v3"}
+_OMNI = "nemotron_h_omni"
+_ALIASES = {"kimi_k2": "deepseek_v3", "NemotronH_Nano_Omni_Reasoning_V3": _OMNI}
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 10_000),
     **dict.fromkeys(("hidden_size", "intermediate_size"), 10_000_000),
@@ -91,7 +92,8 @@ class PreTrainedCausalLM:
         from huggingface_hub.errors import StrictDataclassError
 
         auto, raw = cast(Any, transformers.AutoConfig), self.raw_config
-        alias = _ALIASES.get(raw.get("model_type", ""))
+        kind = raw.get("model_type", "")
+        alias = _OMNI if kind == _OMNI and raw.get("sound_config") else _ALIASES.get(kind)
         try:
             if raw.get("model_type") == "nemotron-nas":  # remote code on the hub that need not run
                 from megatron.bridge.models.hf_pretrained.deci_config import DeciConfig
@@ -102,7 +104,7 @@ class PreTrainedCausalLM:
                 config = auto.from_pretrained(self.directory, trust_remote_code=remote)
             else:
                 kinds = cast(Any, transformers.CONFIG_MAPPING)
-                config = kinds[alias].from_dict({**raw, "model_type": alias})
+                config = kinds[alias].from_dict(_renamed(raw, alias))
         except Exception as error:  # transformers computes with the numbers before it looks at them
             # the first line of a validation error names the validator, the last one the mistake
             reason = (str(error).strip().splitlines() or [type(error).__name__])[
@@ -183,6 +185,16 @@ class PreTrainedCausalLM:
             return None  # a config without weights; reading the weights says what is wrong with them
         found = {entry.dtype for entry in entries.values()}
         return found.pop() if len(found) == 1 else None
+
+
+def _renamed(raw: dict[str, Any], alias: str) -> dict[str, Any]:
+    """``raw`` as a model that transformers knows; the released ``sound_config`` is of a type that it does not."""
+    known = {**raw, "model_type": alias}
+    if alias == _OMNI:
+        known["architectures"] = ["NemotronH_Omni_Reasoning_V3"]
+        sound: dict[str, Any] = raw.get("sound_config") or {}
+        known["sound_config"] = {key: sound[key] for key in sound if key != "model_type"} or None
+    return known
 
 
 def _constant(name: str) -> float:

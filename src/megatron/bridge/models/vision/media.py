@@ -2,7 +2,8 @@
 """The tensors of a microbatch's images: which belong to which image, and what an image costs.
 
 Two layouts cover all families. *Patches*: ``pixel_values`` has the patches of all images one after another, and a
-grid (frames, height, width) for each says how many (Qwen, GLM). *Stacked*: every tensor has one entry per image.
+grid (frames, height, width, or without frames) for each says how many (Qwen, GLM, Nemotron). *Stacked*: every tensor
+has one entry per image; of a single video, one per frame (Nemotron).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatron.bridge.utils.errors import UserError
+
 Media = Mapping[str, Tensor]
 
 
 def split_kinds(media: Media | None) -> list[Media]:
     """Images and videos apart, images first; nothing of a kind that is not there."""
     media = media or {}
+    if sound := next((name for name in media if name.startswith("input_features")), None):
+        raise UserError(f"media has {sound}: audio is not supported, remove it")
     videos = {name: value for name, value in media.items() if "video" in name}
     images = {name: value for name, value in media.items() if name not in videos}
     return [part for part in (images, videos) if part]
@@ -49,8 +54,10 @@ def select(media: Media, chosen: Sequence[int]) -> dict[str, Tensor]:
 
 def can_share(media: Media) -> bool:
     """Whether every tensor says which image an entry is of."""
+    if any("video" in name and value.dim() == 4 for name, value in media.items()):
+        return False  # frames
     return _grids(media) is not None or len({len(value) for value in media.values()}) == 1
 
 
 def _grids(media: Media) -> Tensor | None:
-    return next((value for name, value in media.items() if name.endswith("grid_thw")), None)
+    return next((value for name, value in media.items() if name.endswith(("grid_thw", "grid_hw"))), None)

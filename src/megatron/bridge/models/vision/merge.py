@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features in the place of placeholders, and what deeper layers add to them."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +39,23 @@ def look_ahead(input_ids: Tensor, image_token: int | None) -> Tensor:
     inside = input_ids == image_token
     end = torch.where(inside, input_ids.shape[1], places).flip(-1).cummin(-1).values.flip(-1)
     return torch.where(inside, end - 1 - places, 0)
+
+
+def prompt_look_ahead(loss_mask: Tensor, bounds: Sequence[int]) -> Tensor:
+    """For each token [b, s], how many tokens of its own prompt are behind it.
+
+    A prompt ends before the first token that is trained; without one, no token sees ahead. To be called on whole
+    sequences, like ``look_ahead``.
+
+    Args:
+        loss_mask: [b, s], above zero where the next token is trained.
+        bounds: where the sequences of a packed row begin and end; ``[0, s]`` of any other.
+    """
+    ahead = torch.zeros_like(loss_mask, dtype=torch.long)
+    for start, stop in pairwise(bounds):
+        last = (loss_mask[:, start:stop] > 0).int().argmax(-1, keepdim=True)
+        ahead[:, start:stop] = last - torch.arange(stop - start, device=loss_mask.device)
+    return ahead.clamp(min=0)
 
 
 def check_rows(rows: Tensor, features: Tensor | None) -> None:

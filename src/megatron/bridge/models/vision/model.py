@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's ``GPTModel`` with a vision tower in front of it."""
+"""Megatron's ``GPTModel``, or hybrid model, with a vision tower in front of it."""
 
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
 from megatron.bridge.models.vision import merge, sharing
@@ -13,11 +15,13 @@ from megatron.bridge.models.vision.media import Media, split_kinds
 from megatron.bridge.utils.errors import UserError
 
 
-class VisionGPTModel(GPTModel):
+class WithVision(LanguageModule):
     """A decoder under its usual names; the tower is ``vision`` on the first pipeline stage, None on the others."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.embedding: Any
+        self.decoder: Any
         self.vision: nn.Module | None = None
         self._deepstack: merge.Deepstack | None = None
         self._dummy: Media = {}
@@ -29,7 +33,7 @@ class VisionGPTModel(GPTModel):
             self._deepstack = merge.Deepstack(list(self.decoder.layers[:deep_layers]))
 
     @property
-    def language_model(self) -> "VisionGPTModel":
+    def language_model(self) -> "WithVision":
         """The model itself, under the name that scripts written for a wrapper use."""
         return self
 
@@ -51,7 +55,8 @@ class VisionGPTModel(GPTModel):
             position_ids: [b, s], or [3, b, s] for multimodal rotary embeddings
                 (``megatron.bridge.data.media.positions``).
             attention_mask: None for causal attention; of models with ``bidirectional_images``,
-                ``merge.look_ahead`` of the whole sequence, which context parallelism and packed rows need.
+                ``merge.look_ahead`` of the whole sequence, which context parallelism and packed rows need; of
+                models with ``bidirectional_prompt``, ``merge.prompt_look_ahead`` of it.
             decoder_input: embeddings to use; the tower does not run.
             *args: of ``GPTModel.forward``.
             media: tensors of the images under transformers' names: ``pixel_values``, ``image_grid_thw``,
@@ -69,6 +74,11 @@ class VisionGPTModel(GPTModel):
         config: Any = self.config
         if config.bidirectional_images and attention_mask is None:
             attention_mask = self._sight(input_ids)
+        if config.bidirectional_prompt and attention_mask is None and media:
+            raise UserError(
+                "attention_mask is missing: the model cannot know where a prompt ends, compute it from the whole "
+                "sequence with megatron.bridge.models.vision.merge.prompt_look_ahead"
+            )
         if self.vision is not None and decoder_input is None:
             decoder_input = self._embed(input_ids, position_ids, media, media_rows)
         given: list[Any] = [input_ids, position_ids, attention_mask, decoder_input, *args]
@@ -128,3 +138,11 @@ class VisionGPTModel(GPTModel):
                 "the two"
             )
         return merge.media_rows(input_ids, image, video)
+
+
+class VisionGPTModel(WithVision, GPTModel):
+    """Attention in all layers, or something in its place."""
+
+
+class VisionHybridModel(WithVision, HybridModel):
+    """Layers with one job each."""

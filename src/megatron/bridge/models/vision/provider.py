@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.mamba_provider import MambaModelProvider
+from megatron.bridge.models.vision import radio
 from megatron.bridge.models.vision import tower as towers
-from megatron.bridge.models.vision.model import VisionGPTModel
+from megatron.bridge.models.vision.model import VisionGPTModel, VisionHybridModel, WithVision
 from megatron.bridge.models.vision.mrope import MultimodalRotary
 from megatron.bridge.models.vision.tower import dummy_media, unused_parameters
 from megatron.bridge.utils.errors import UserError
@@ -38,10 +39,17 @@ class VisionGPTModelProvider(GPTModelProvider):
     """Leave what lies between tower and decoder as it is."""
     bidirectional_images: bool = False
     """The tokens of an image attend to each other both ways (Gemma 3)."""
+    bidirectional_prompt: bool = False
+    """The tokens before the first one that is trained attend to each other both ways (PaliGemma)."""
     recompute_vision_model: bool = False
     """Keep only the input of each layer of the tower, and compute the rest again in the backward pass."""
     share_images: bool = True
     """Tensor- and context-parallel ranks each encode a part of the images; False lets each encode all."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether some tokens see others behind them."""
+        return self.bidirectional_images or self.bidirectional_prompt
 
     @property
     def image_token_id(self) -> int | None:
@@ -66,8 +74,8 @@ class VisionGPTModelProvider(GPTModelProvider):
         super().derive()
         if self.mrope_section is not None:
             self._check_mrope()
-        if self.bidirectional_images and self.backend == "transformer_engine":
-            raise UserError("backend='transformer_engine' cannot let images see ahead: set model.backend='torch'")
+        if self.looks_ahead and self.backend == "transformer_engine":
+            raise UserError("backend='transformer_engine' cannot let tokens see ahead: set model.backend='torch'")
         if self.deep_layers and self.recompute_granularity == "full":
             raise UserError(
                 "recompute_granularity='full' cannot recompute layers that features of images are added behind: "
@@ -107,7 +115,7 @@ class VisionGPTModelProvider(GPTModelProvider):
                 "model.freeze_language_model, freeze_vision_model and freeze_vision_projection to False"
             )
 
-    def _model_class(self) -> type[GPTModel]:
+    def _model_class(self) -> type[Any]:
         return VisionGPTModel
 
     def finish(self, model: Any) -> None:
@@ -120,14 +128,14 @@ class VisionGPTModelProvider(GPTModelProvider):
             self._add_tower(model)
         self._freeze(model)
 
-    def _add_tower(self, model: VisionGPTModel) -> None:
+    def _add_tower(self, model: WithVision) -> None:
         assert self.vision is not None
         if (found := len(model.decoder.layers)) < self.deep_layers:
             raise UserError(
                 f"num_layers_in_first_pipeline_stage={found} is less than the {self.deep_layers} layers that "
                 f"features of images are added behind: give the first stage at least {self.deep_layers} layers"
             )
-        tower: Any = towers.build_tower(self.vision, self.params_dtype, bool(self.perform_initialization))
+        tower: Any = self._build_tower(self.vision)
         for module in tower.modules():
             if isinstance(module, nn.Linear):
                 vars(module)["config"] = model.config  # for adapters
@@ -138,11 +146,28 @@ class VisionGPTModelProvider(GPTModelProvider):
             parameter.requires_grad_(name not in unused_parameters(tower))
         model.add_tower(tower, dummy_media(tower), self.deep_layers)
 
+    def _build_tower(self, vision: dict[str, Any]) -> nn.Module:
+        return towers.build_tower(vision, self.params_dtype, bool(self.perform_initialization))
+
     def _freeze(self, model: Any) -> None:
         frozen = (self.freeze_language_model, self.freeze_vision_model, self.freeze_vision_projection)
         for name, parameter in model.named_parameters():
             if frozen[_part(name)]:
                 parameter.requires_grad_(False)
+
+
+@dataclass
+class VisionHybridModelProvider(VisionGPTModelProvider, MambaModelProvider):
+    """A ``MambaModelProvider`` whose first pipeline stage has RADIO in front, as transformers computes it."""
+
+    radio_layer_scales: bool = False
+    """RADIO's layers scale what they add, as in checkpoints that transformers wrote; published ones do not."""
+
+    def _model_class(self) -> type[Any]:
+        return VisionHybridModel
+
+    def _build_tower(self, vision: dict[str, Any]) -> nn.Module:
+        return radio.as_stored(super()._build_tower(vision), self.radio_layer_scales)
 
 
 def _part(name: str) -> int:

@@ -21,6 +21,7 @@ from megatron.bridge.models.vision.varlen import use_varlen
 from megatron.bridge.utils.errors import UserError
 
 _LANGUAGE = ("language_model", "text_model", "lm_head")
+_AUDIO = ("audio_tower", "embed_audio")
 _LISTS_OF_IMAGES = ("idefics3", "smolvlm")  # they take a list of images for each sample
 _LAYER = re.compile(r"\.layers?\.(\d+)\.")
 _IMAGE, _VIDEO = "get_image_features", "get_video_features"
@@ -50,12 +51,16 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
     text = config.get_text_config()
     # the language model is built with no layers and one word, and then thrown away
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    if hasattr(text, "layers_block_type"):
+        text.layers_block_type = []
+    bare = type(config) in transformers.MODEL_MAPPING
+    auto: Any = transformers.AutoModel if bare else transformers.AutoModelForImageTextToText
     try:
         with nullcontext() if initialize else no_init_weights():
-            tower = cast(Any, transformers.AutoModel).from_config(config, dtype=torch.float32)
+            tower = auto.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(f"vision: transformers cannot build this tower: {error}") from error
-    for name in _LANGUAGE:
+    for name in (*_LANGUAGE, *_AUDIO):
         if hasattr(tower, name):
             delattr(tower, name)
     for parameter in tower.parameters():
@@ -146,6 +151,10 @@ def dummy_media(tower: Any) -> dict[str, Tensor]:
     config = tower.config
     if hasattr(tower, "visual"):
         return _patches(config.vision_config)
+    if config.model_type == "nemotron_h_omni":
+        side = round(1 / config.downsample_ratio)
+        patches = torch.ones(side**2, config.vision_config.patch_dim)
+        return {"pixel_values": patches, "image_grid_hw": torch.tensor([[side, side]])}
     size = _size(config)
     pixels = torch.ones(1, getattr(config.vision_config, "num_channels", 3), size, size)
     if config.model_type == "mistral3":  # transformers fails with a single token

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2.5-VL. Learning rates are our own.
+"""Qwen2-VL and Qwen2.5-VL. Learning rates are our own.
 
 The memory is that of samples that consist of images, which are shared out evenly over tensor-parallel ranks.
 """
@@ -8,11 +8,14 @@ from megatron.bridge.recipes.builders import finetune_recipe
 from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import size_of
 
+QWEN2_VL_2B = size_of("Qwen/Qwen2-VL-2B-Instruct")
 QWEN25_VL_3B = size_of("Qwen/Qwen2.5-VL-3B-Instruct")
 QWEN25_VL_7B = size_of("Qwen/Qwen2.5-VL-7B-Instruct")
 QWEN25_VL_32B = size_of("Qwen/Qwen2.5-VL-32B-Instruct")
 QWEN25_VL_72B = size_of("Qwen/Qwen2.5-VL-72B-Instruct")
 
+qwen2_vl_2b_finetune_config = finetune_recipe(QWEN2_VL_2B, lr=1e-5)
+"""Qwen2-VL 2B full fine-tuning, 8 x H100 80GB: 58 GB each, no model parallelism."""
 qwen25_vl_3b_finetune_config = finetune_recipe(QWEN25_VL_3B, layout(tp=2), lr=1e-5)
 """Qwen2.5-VL 3B full fine-tuning, 8 x H100 80GB: 45 GB each, TP2."""
 qwen25_vl_7b_finetune_config = finetune_recipe(QWEN25_VL_7B, layout(tp=2))

@@ -56,7 +56,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.heterogeneous_provider": ("HeterogeneousModelProvider",),
     "megatron.bridge.models.mamba_provider": ("MambaModelProvider",),
     "megatron.bridge.models.mla_provider": ("MLAModelProvider",),
-    "megatron.bridge.models.vision.provider": ("VisionGPTModelProvider",),
+    "megatron.bridge.models.vision.provider": ("VisionGPTModelProvider", "VisionHybridModelProvider"),
     "megatron.bridge.models.features.activations": ("gelu_fast", "gelu_new", "gelu_tanh", "xielu"),
     "megatron.bridge.backends.specs.layer_specs": ("decoder_block_spec", "layer_spec"),
     "megatron.bridge.peft.canonical_lora": ("CanonicalLoRA",),

@@ -148,13 +148,19 @@ def _whole(task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: 
     """A factor of each Hugging Face tensor, put together from all ranks: ``column`` runs along the outputs."""
     names = _names(task.mapping, part)
     shard = task.shard
-    if shard.kind != side:  # whole on every rank, and the same for all tensors
+    if not _is_split(shard, side):  # whole on every rank, and the same for all tensors
         return dict.fromkeys(names, factor)
-    shards = exchange.all_gather(factor, exchange.shard_group(task.global_param_name), shard.parts)
+    group = exchange.shard_group(task.global_param_name)
+    shards = exchange.all_gather(factor, group, shard.parts) if shard.parts > 1 else [factor]
     if part.role is None:
         return task.mapping.join(replace(shard, shape=tuple(factor.shape)), shards)
     (name,) = names
     return {name: torch.cat(shards)[: task.mapping.hf_shapes(shard)[name][0]]}
+
+
+def _is_split(shard: ShardSpec, side: ParallelKind) -> bool:
+    """Whether a factor is cut over ranks, or into the outputs of several tensors."""
+    return side == shard.kind or (side, shard.kind) == ("column", "replicated")
 
 
 def _names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
@@ -416,7 +422,7 @@ def _fill(task: WeightConversionTask, part: LowRankPart, tensors: Mapping[str, T
     names = _names(task.mapping, part)
     for factor, kind, side in sides:
         found = {name: tensors[_key(name, kind)] for name in names}
-        if task.shard.kind != side:
+        if not _is_split(task.shard, side):
             factor.copy_(found[names[0]])
         elif part.role is not None:
             _copy_rows(factor, found[names[0]], task.shard)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 from megatron.bridge.models.conversion.declare.blocks import Block
-from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, unknown_keys
+from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, HarmlessKeys, unknown_keys
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, as_dict, bridge_for
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ReplicatedMapping
@@ -24,17 +24,19 @@ from megatron.bridge.utils.errors import UserError
 
 _TEXT, _VISION, _TIED, _ROPE = "text_config", "vision_config", "tie_word_embeddings", "rope_parameters"
 _MROPE = ("mrope_section", "mrope_interleaved")
+_TWICE = ("video_temporal_patch_size",)  # transformers wants it to be the same in both parts
 _PARAMETERS = ("image_newline",)
 _OF_TEXT = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
 _OF_WHOLE = ("architectures", "dtype", "quantization_config", "transformers_version", "_name_or_path")
 
 _HARMLESS: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("ignore_index", "vision_token_id", "vocab_size", "use_reentrant_checkpointing")),
+    **dict.fromkeys(("ignore_index", "vision_token_id", "vocab_size", "_vocab_size", "use_reentrant_checkpointing")),
     "use_image_newline_parameter": (True,),
 }
 """Keys that published configs have and transformers does not read."""
 _HARMLESS_IN_VISION: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("spatial_patch_size", "initializer_factor", "max_image_size", "size", "vocab_size")),
+    **dict.fromkeys(("num_image_tokens", "num_positions", "projector_hidden_act")),
     "tie_word_embeddings": None,
     "in_chans": (3,),
     "dropout": (0.0,),
@@ -113,7 +115,7 @@ class VisionBridge(DecoderBridge):
 
     def _check(self, whole: Mapping[str, Any]) -> None:
         kind = whole[_TEXT].get("model_type")
-        problems = _unknown(whole)
+        problems = _unknown(whole, self.irrelevant)
         if kind not in self.texts:
             problems.append(f"{_TEXT}.model_type={kind!r} is not supported: {' and '.join(self.texts)} are")
         if problems:
@@ -126,7 +128,7 @@ class VisionBridge(DecoderBridge):
         if provider.vision is None:
             return {}
         text = self._text_bridge(provider.vision).megatron_to_hf_config(provider)
-        tied, dtype = text.pop(_TIED), text.pop("dtype")
+        tied, dtype = text.pop(_TIED, False), text.pop("dtype")
         del text["architectures"]
         kept = provider.vision[_TEXT]
         text = self._written({**kept, **text, "model_type": kept["model_type"]}, provider)
@@ -172,7 +174,7 @@ class VisionBridge(DecoderBridge):
         own = {mapping.megatron_param for mapping in self.extra_weights}
         mappings = [mapping for mapping in text.get_all_mappings() if mapping.megatron_param not in own]
         mappings += [*self.extra_weights, *_tower(self.tower)]
-        return _renamed(mappings, self.names)
+        return renamed(mappings, self.names)
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
         """The tower's tensors, of a text model that is built without it."""
@@ -189,13 +191,13 @@ class VisionBridge(DecoderBridge):
         other = self._names_of(entries)
         back = {theirs: other.get(ours, ours) for ours, theirs in self.names.items()}
         back |= {ours: theirs for ours, theirs in other.items() if ours not in self.names}
-        return _renamed(registry.get_all_mappings(), back) if other else registry
+        return renamed(registry.get_all_mappings(), back) if other else registry
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
         ours = {"model.": f"model.{self.language}.", "lm_head.": "lm_head."}
         ours |= {part: f"model.{part}" for part in self.tower}
         stored = {_begun(name, self.names): module for name, module in ours.items()}
-        return _renamed(registry.get_all_mappings(), stored)
+        return renamed(registry.get_all_mappings(), stored)
 
     def _names_of(self, entries: Mapping[str, TensorEntry]) -> Prefixes:
         """The other names that a checkpoint has; none if it has transformers'."""
@@ -225,7 +227,7 @@ def _tower(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
     return [*whole, *(ReplicatedMapping(f"vision.{part}", part) for part in parts)]
 
 
-def _renamed(mappings: Iterable[MegatronParamMapping], prefixes: Prefixes) -> MegatronMappingRegistry:
+def renamed(mappings: Iterable[MegatronParamMapping], prefixes: Prefixes) -> MegatronMappingRegistry:
     def hf(name: str) -> str:
         return _begun(name, prefixes)
 
@@ -245,11 +247,15 @@ def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _unknown(whole: Mapping[str, Any]) -> list[str]:
+def _unknown(whole: Mapping[str, Any], harmless: HarmlessKeys) -> list[str]:
     """A phrase for each key, of the whole and of the vision config, that transformers' own class does not have."""
-    kind = {key: value for key, value in whole[_VISION].items() if key == "model_type"}
-    known = hf_config({"model_type": whole["model_type"], _VISION: kind}).to_dict()
+    twice = {key: whole[key] for key in _TWICE if key in whole}
+    kind = {key: value for key, value in whole[_VISION].items() if key == "model_type" or key in twice}
+    known = hf_config({"model_type": whole["model_type"], **twice, _VISION: kind}).to_dict()
     own = {key: value for key, value in whole.items() if key not in known}
     vision = {key: value for key, value in whole[_VISION].items() if key not in known[_VISION]}
-    problems = unknown_keys((), vision, {**IRRELEVANT, **_HARMLESS_IN_VISION})
-    return [*unknown_keys((), own, {**IRRELEVANT, **_HARMLESS}), *(f"{_VISION}: {line}" for line in problems)]
+    problems = unknown_keys((), vision, {**IRRELEVANT, **_HARMLESS_IN_VISION, **harmless})
+    return [
+        *unknown_keys((), own, {**IRRELEVANT, **_HARMLESS, **harmless}),
+        *(f"{_VISION}: {line}" for line in problems),
+    ]

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron 3 Nano Omni: RADIO in front of Nemotron-H; its audio part is carried along."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.bridge.models.conversion.declare import radio
+from megatron.bridge.models.conversion.declare.vision import VisionBridge
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
+from megatron.bridge.models.vision.provider import VisionHybridModelProvider
+
+
+@register_bridge("NemotronH_Omni_Reasoning_V3", provider=VisionHybridModelProvider, model_type="nemotron_h_omni")
+class NemotronHOmniBridge(VisionBridge):
+    texts = {"nemotron_h": "NemotronHForCausalLM"}
+    tower = ()
+    names = {"backbone.": radio.LANGUAGE, "lm_head.": "language_model.lm_head."}
+    irrelevant = radio.OF_REMOTE_CODE
+    buffers = (*VisionBridge.buffers, *radio.BUFFERS)
+    extra_weights = radio.WEIGHTS
+
+    def provider_bridge(self, hf_pretrained: Any) -> Any:
+        provider = super().provider_bridge(hf_pretrained)
+        stored = getattr(hf_pretrained, "stored_names", None) or ()
+        provider.radio_layer_scales = any(".layer_scale1." in name for name in stored)
+        return provider
+
+    def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+        """Audio, and the tower of a text model that is built without it."""
+        if config.vision is not None:
+            return radio.AUDIO if config.vision.get("audio_config") else ()
+        audio = radio.AUDIO if any(name.startswith("sound_") for name in entries) else ()
+        return ("mlp1.**", "vision_model.**", *audio)
+
+    def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
+        return radio.as_modules(registry)

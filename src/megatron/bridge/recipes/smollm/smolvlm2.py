@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmolVLM2, small enough for a laptop. The learning rate is our own.
+
+Activations of the tower depend on the images and are not in the memory named here.
+"""
+
+from megatron.bridge.recipes.builders import finetune_recipe
+from megatron.bridge.recipes.sizes import size_of
+
+SMOLVLM2_256M = size_of("HuggingFaceTB/SmolVLM2-256M-Video-Instruct")
+
+smolvlm2_256m_finetune_config = finetune_recipe(SMOLVLM2_256M, lr=1e-4)
+"""SmolVLM2 256M full fine-tuning, 1 x H100 80GB: 8 GB, no model parallelism."""
