@@ -215,9 +215,9 @@ def experts(size: str, out: Path) -> None:
     import pretrain_gpu
 
     from megatron.bridge.backends.moe.grouped_experts import GroupedLinear, stack_weights
-    from megatron.bridge.recipes.qwen.qwen3_moe import QWEN3_30B_A3B
+    from megatron.bridge.recipes.sizes import size_of
 
-    numbers = {**QWEN3_30B_A3B.numbers, "num_hidden_layers": 4}
+    numbers = {**size_of("Qwen/Qwen3-30B-A3B").numbers, "num_hidden_layers": 4}
     if size == "tiny":
         small = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
         numbers |= {key: pretrain_gpu.TINY[key] for key in small}

@@ -2,6 +2,7 @@
 """The numbers of a size are the published ones, and its name, its place on the hub and its recipes agree."""
 
 import importlib
+import inspect
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from megatron.bridge.autotune.meta_model import parameter_count
 from megatron.bridge.models.conversion.declare import vision
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT
 from megatron.bridge.recipes.catalog import catalog
-from megatron.bridge.recipes.sizes import ProviderSize, Size, VisionSize, hf_config, published_size, size_of
+from megatron.bridge.recipes.sizes import ProviderSize, Size, VisionSize, hf_config, published_size, size_of, sized
 from scripts.docs import recipe_configs
 from tests.families import configs
 
@@ -27,14 +28,14 @@ VARIANT = "16k|64k|128k|fp8|fp8_blockwise|mxfp8|nvfp4|low_precision"
 STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune|distill|dpo)_config\w*$")
 
 
-def sizes():
-    """Every size, by the name of the constant."""
-    names = dict.fromkeys(recipe.module for recipe in catalog().values())
-    modules = [importlib.import_module(name) for name in names]
-    return {name: value for module in modules for name, value in vars(module).items() if isinstance(value, Size)}
+def size_of_recipe(recipe):
+    """What a recipe trains; one that is a function, and not made by a builder, names a constant."""
+    function = inspect.getclosurevars(getattr(importlib.import_module(recipe.module), recipe.name))
+    constants = (value for value in function.globals.values() if isinstance(value, Size | str))
+    return sized(function.nonlocals.get("size") or next(constants))
 
 
-SIZES = sizes()
+SIZES = {STAGE.sub("", recipe.name).upper(): size_of_recipe(recipe) for recipe in catalog().values()}
 
 
 @pytest.mark.parametrize("source", recipe_configs.sources(), ids=lambda path: path.stem)

@@ -31,7 +31,7 @@ from megatron.bridge.recipes.options import (
     ScheduleOptions,
     layout,
 )
-from megatron.bridge.recipes.sizes import CheckpointSize, Size, VisionSize
+from megatron.bridge.recipes.sizes import CheckpointSize, Size, VisionSize, sized
 from megatron.bridge.training.config import (
     CheckpointConfig,
     ConfigContainer,
@@ -102,7 +102,7 @@ DPO_ADAPTERS: FinetuneOptions = {"lr": 5e-6}
 
 
 def pretrain(
-    size: Size,
+    size: Size | str,
     options: PretrainOptions,
     *shared: LayoutOptions | PretrainOptions,
     **recommended: Unpack[PretrainOptions],
@@ -110,7 +110,7 @@ def pretrain(
     """The config that trains ``size`` from random weights.
 
     Args:
-        size: The model.
+        size: The model, or its hub id if its published config is in the package.
         options: What the caller asks for.
         *shared: Recommended values that several recipes share; later ones win.
         **recommended: Recommended values of this recipe; they win over the shared ones.
@@ -118,7 +118,7 @@ def pretrain(
     Raises:
         UserError: ``options`` has a key that is not in ``PretrainOptions``.
     """
-    chosen = _chosen(PretrainOptions, PRETRAIN, *shared, recommended, options)
+    size, chosen = sized(size), _chosen(PretrainOptions, PRETRAIN, *shared, recommended, options)
     data_paths = chosen["data_paths"]
     if data_paths is None:
         dataset = _mock_data(chosen)
@@ -133,7 +133,7 @@ def pretrain(
 
 
 def distill(
-    size: Size, teacher: Size, options: PretrainOptions, **recommended: Unpack[PretrainOptions]
+    size: Size | str, teacher: Size | str, options: PretrainOptions, **recommended: Unpack[PretrainOptions]
 ) -> ConfigContainer:
     """The config that trains ``size`` from random weights on the data and on the logits of ``teacher``.
 
@@ -141,12 +141,12 @@ def distill(
         UserError: ``options`` has a key that is not in ``PretrainOptions``.
     """
     config = pretrain(size, options, **recommended)
-    config.distill = DistillConfig(teacher=teacher.hub_id)
+    config.distill = DistillConfig(teacher=sized(teacher).hub_id)
     return config
 
 
 def sft(
-    size: Size,
+    size: Size | str,
     options: FinetuneOptions,
     *shared: LayoutOptions | FinetuneOptions,
     **recommended: Unpack[FinetuneOptions],
@@ -160,6 +160,7 @@ def sft(
     """
     adapters: FinetuneOptions = {} if options.get("peft") is None else ADAPTERS
     chosen = _chosen(FinetuneOptions, FINETUNE, *shared, recommended, adapters, options)
+    size = sized(size)
     with_images = isinstance(size, VisionSize)
     mock = chosen["dataset_root"] is None and not with_images  # images need the model's own tokenizer
     config = _assemble(size, chosen, _tuning_data(chosen, with_images), weight_decay=0.01, mock=mock)
@@ -170,7 +171,7 @@ def sft(
 
 
 def dpo(
-    size: Size,
+    size: Size | str,
     options: FinetuneOptions,
     *shared: LayoutOptions | FinetuneOptions,
     **recommended: Unpack[FinetuneOptions],
@@ -207,7 +208,7 @@ class FinetuneRecipe(Protocol):
 
 
 def pretrain_recipe(
-    size: Size, *shared: LayoutOptions | PretrainOptions, **recommended: Unpack[PretrainOptions]
+    size: Size | str, *shared: LayoutOptions | PretrainOptions, **recommended: Unpack[PretrainOptions]
 ) -> PretrainRecipe:
     """A recipe that returns ``pretrain(size, options, *shared, **recommended)`` for the options of its caller.
 
@@ -220,7 +221,7 @@ def pretrain_recipe(
     return recipe
 
 
-def distill_recipe(size: Size, teacher: Size, **recommended: Unpack[PretrainOptions]) -> PretrainRecipe:
+def distill_recipe(size: Size | str, teacher: Size | str, **recommended: Unpack[PretrainOptions]) -> PretrainRecipe:
     """A recipe that returns ``distill(size, teacher, options, **recommended)`` for the options of its caller."""
 
     def recipe(**options: Unpack[PretrainOptions]) -> ConfigContainer:
@@ -230,7 +231,7 @@ def distill_recipe(size: Size, teacher: Size, **recommended: Unpack[PretrainOpti
 
 
 def finetune_recipe(
-    size: Size, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
+    size: Size | str, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
 ) -> FinetuneRecipe:
     """A recipe that returns ``sft(size, options, *shared, **recommended)`` for the options of its caller."""
 
@@ -241,7 +242,7 @@ def finetune_recipe(
 
 
 def dpo_recipe(
-    size: Size, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
+    size: Size | str, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
 ) -> FinetuneRecipe:
     """A recipe that returns ``dpo(size, options, *shared, **recommended)`` for the options of its caller."""
 

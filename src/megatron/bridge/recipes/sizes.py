@@ -101,6 +101,11 @@ def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: A
     return kind(hub_id, {**numbers, **changes}, training or {}, published=not changes)
 
 
+def sized(model: Size | str) -> Size:
+    """``model``, or the published size with that hub id."""
+    return size_of(model) if isinstance(model, str) else model
+
+
 def published_size(hub_id: str) -> Size | None:
     """The size of ``hub_id``, if its config is in ``configs``."""
     return size_of(hub_id) if _file(hub_id).is_file() else None

@@ -7,10 +7,8 @@ and the layer for multi-token prediction, the stage before it has one layer, and
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import FP8_BLOCKWISE, MXFP8, LayoutOptions, PretrainOptions, layout
-from megatron.bridge.recipes.sizes import size_of
 
-DEEPSEEK_V3 = size_of("deepseek-ai/DeepSeek-V3")
-DEEPSEEK_V32 = size_of("deepseek-ai/DeepSeek-V3.2-Exp")
+DEEPSEEK_V3 = "deepseek-ai/DeepSeek-V3"
 _STAGES: LayoutOptions = {"pipeline_layout": "Et|(tt|)*29t|tmL"}
 _RECOMPUTE: LayoutOptions = {"recompute": ["mla_up_proj", "layernorm", "moe_act"]}
 _V32: LayoutOptions = layout(tp=8, pp=16, vp=2, ep=16, etp=1)
@@ -32,10 +30,10 @@ deepseek_v3_mxfp8_pretrain_config = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _PRETRAIN, MXFP8, layout(tp=4, pp=16, vp=2, ep=8, etp=1)
 )
 """DeepSeek-V3 671B pretraining in MXFP8, 256 x B200 180GB: 130 GB each, TP4 PP16 EP8."""
-deepseek_v32_pretrain_config = pretrain_recipe(DEEPSEEK_V32, _STAGES, _RECOMPUTE, _PRETRAIN, _V32)
+deepseek_v32_pretrain_config = pretrain_recipe("deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE, _PRETRAIN, _V32)
 """DeepSeek-V3.2 671B pretraining, 512 x H100 80GB: 62 GB each, TP8 PP16 EP16."""
 
 deepseek_v3_finetune_config = finetune_recipe(DEEPSEEK_V3, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1))
 """DeepSeek-V3 671B full fine-tuning, 256 x H100 80GB: 70 GB each, TP8 PP8 EP32."""
-deepseek_v32_finetune_config = finetune_recipe(DEEPSEEK_V32, _STAGES, _RECOMPUTE, _V32)
+deepseek_v32_finetune_config = finetune_recipe("deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE, _V32)
 """DeepSeek-V3.2 671B full fine-tuning, 512 x H100 80GB: 62 GB each, TP8 PP16 EP16."""

@@ -3,27 +3,21 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import size_of
 
-GEMMA2_2B = size_of("google/gemma-2-2b")
-GEMMA2_9B = size_of("google/gemma-2-9b")
-GEMMA2_27B = size_of("google/gemma-2-27b")
-VAULTGEMMA_1B = size_of("google/vaultgemma-1b")
-
-gemma2_2b_pretrain_config = pretrain_recipe(GEMMA2_2B, seq_length=8192, lr=3e-4)
+gemma2_2b_pretrain_config = pretrain_recipe("google/gemma-2-2b", seq_length=8192, lr=3e-4)
 """Gemma 2 2B pretraining, 8 x H100 80GB: 62 GB each, no model parallelism."""
-gemma2_9b_pretrain_config = pretrain_recipe(GEMMA2_9B, layout(tp=4), seq_length=8192, lr=3e-4)
+gemma2_9b_pretrain_config = pretrain_recipe("google/gemma-2-9b", layout(tp=4), seq_length=8192, lr=3e-4)
 """Gemma 2 9B pretraining, 16 x H100 80GB: 45 GB each, TP4."""
-gemma2_27b_pretrain_config = pretrain_recipe(GEMMA2_27B, layout(tp=8), seq_length=8192, lr=2e-4)
+gemma2_27b_pretrain_config = pretrain_recipe("google/gemma-2-27b", layout(tp=8), seq_length=8192, lr=2e-4)
 """Gemma 2 27B pretraining, 32 x H100 80GB: 56 GB each, TP8."""
-vaultgemma_1b_pretrain_config = pretrain_recipe(VAULTGEMMA_1B, seq_length=1024, micro_batch_size=4, lr=5e-4)
+vaultgemma_1b_pretrain_config = pretrain_recipe("google/vaultgemma-1b", seq_length=1024, micro_batch_size=4, lr=5e-4)
 """VaultGemma 1B pretraining, 8 x H100 80GB: 23 GB each, no model parallelism."""
 
-gemma2_2b_finetune_config = finetune_recipe(GEMMA2_2B, lr=1e-5)
+gemma2_2b_finetune_config = finetune_recipe("google/gemma-2-2b", lr=1e-5)
 """Gemma 2 2B full fine-tuning, 8 x H100 80GB: 41 GB each, no model parallelism."""
-gemma2_9b_finetune_config = finetune_recipe(GEMMA2_9B, layout(tp=2))
+gemma2_9b_finetune_config = finetune_recipe("google/gemma-2-9b", layout(tp=2))
 """Gemma 2 9B full fine-tuning, 8 x H100 80GB: 66 GB each, TP2."""
-gemma2_27b_finetune_config = finetune_recipe(GEMMA2_27B, layout(tp=8))
+gemma2_27b_finetune_config = finetune_recipe("google/gemma-2-27b", layout(tp=8))
 """Gemma 2 27B full fine-tuning, 16 x H100 80GB: 54 GB each, TP8."""
-vaultgemma_1b_finetune_config = finetune_recipe(VAULTGEMMA_1B, seq_length=1024, micro_batch_size=4, lr=1e-5)
+vaultgemma_1b_finetune_config = finetune_recipe("google/vaultgemma-1b", seq_length=1024, micro_batch_size=4, lr=1e-5)
 """VaultGemma 1B full fine-tuning, 8 x H100 80GB: 23 GB each, no model parallelism."""

@@ -6,32 +6,27 @@ The config of those text models is ``text_config`` of the published one.
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import size_of
 
-GEMMA3_1B = size_of("google/gemma-3-1b-pt")
-GEMMA3_4B = size_of("google/gemma-3-4b-pt")
-GEMMA3_12B = size_of("google/gemma-3-12b-pt")
-GEMMA3_27B = size_of("google/gemma-3-27b-pt")
-GEMMA4_26B_A4B = size_of("google/gemma-4-26B-A4B-it")
+GEMMA4_26B_A4B = "google/gemma-4-26B-A4B-it"
 
-gemma3_1b_pretrain_config = pretrain_recipe(GEMMA3_1B, seq_length=8192, lr=5e-4)
+gemma3_1b_pretrain_config = pretrain_recipe("google/gemma-3-1b-pt", seq_length=8192, lr=5e-4)
 """Gemma 3 1B pretraining, 8 x H100 80GB: 38 GB each, no model parallelism."""
-gemma3_4b_pretrain_config = pretrain_recipe(GEMMA3_4B, layout(tp=2), seq_length=8192, lr=3e-4)
+gemma3_4b_pretrain_config = pretrain_recipe("google/gemma-3-4b-pt", layout(tp=2), seq_length=8192, lr=3e-4)
 """Gemma 3 4B (text) pretraining, 8 x H100 80GB: 47 GB each, TP2."""
-gemma3_12b_pretrain_config = pretrain_recipe(GEMMA3_12B, layout(tp=4), seq_length=8192, lr=3e-4)
+gemma3_12b_pretrain_config = pretrain_recipe("google/gemma-3-12b-pt", layout(tp=4), seq_length=8192, lr=3e-4)
 """Gemma 3 12B (text) pretraining, 16 x H100 80GB: 56 GB each, TP4."""
-gemma3_27b_pretrain_config = pretrain_recipe(GEMMA3_27B, layout(tp=8), seq_length=8192, lr=2e-4)
+gemma3_27b_pretrain_config = pretrain_recipe("google/gemma-3-27b-pt", layout(tp=8), seq_length=8192, lr=2e-4)
 """Gemma 3 27B (text) pretraining, 32 x H100 80GB: 55 GB each, TP8."""
 gemma4_26b_a4b_pretrain_config = pretrain_recipe(GEMMA4_26B_A4B, layout(tp=2, ep=8, etp=1), seq_length=8192, lr=3e-4)
 """Gemma 4 26B-A4B (text) pretraining, 32 x H100 80GB: 68 GB each, TP2 EP8."""
 
-gemma3_1b_finetune_config = finetune_recipe(GEMMA3_1B, lr=1e-5)
+gemma3_1b_finetune_config = finetune_recipe("google/gemma-3-1b-pt", lr=1e-5)
 """Gemma 3 1B full fine-tuning, 1 x H100 80GB: 34 GB, no model parallelism."""
-gemma3_4b_finetune_config = finetune_recipe(GEMMA3_4B, lr=1e-5)
+gemma3_4b_finetune_config = finetune_recipe("google/gemma-3-4b-pt", lr=1e-5)
 """Gemma 3 4B (text) full fine-tuning, 8 x H100 80GB: 58 GB each, no model parallelism."""
-gemma3_12b_finetune_config = finetune_recipe(GEMMA3_12B, layout(tp=4))
+gemma3_12b_finetune_config = finetune_recipe("google/gemma-3-12b-pt", layout(tp=4))
 """Gemma 3 12B (text) full fine-tuning, 8 x H100 80GB: 50 GB each, TP4."""
-gemma3_27b_finetune_config = finetune_recipe(GEMMA3_27B, layout(tp=8))
+gemma3_27b_finetune_config = finetune_recipe("google/gemma-3-27b-pt", layout(tp=8))
 """Gemma 3 27B (text) full fine-tuning, 16 x H100 80GB: 53 GB each, TP8."""
 gemma4_26b_a4b_finetune_config = finetune_recipe(GEMMA4_26B_A4B, layout(tp=2, ep=8, etp=1))
 """Gemma 4 26B-A4B (text) full fine-tuning, 16 x H100 80GB: 61 GB each, TP2 EP8."""

@@ -9,39 +9,35 @@ layers: four in the first and in the last, and five in the others.
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import LayoutOptions, PretrainOptions, layout
-from megatron.bridge.recipes.sizes import size_of
 
-GLM45_AIR_106B = size_of("zai-org/GLM-4.5-Air")
-GLM45_355B = size_of("zai-org/GLM-4.5")
-GLM47_FLASH_30B = size_of("zai-org/GLM-4.7-Flash")
-GLM5_744B = size_of("zai-org/GLM-5")
+GLM47_FLASH_30B = "zai-org/GLM-4.7-Flash"
 _AIR: LayoutOptions = {"pipeline_layout": "Et*3|(t*4|)*10t*3mL"}
 _STAGES: LayoutOptions = {"pipeline_layout": "Et*2|(t*3|)*29t*2|tmL"}
 _GLM5: LayoutOptions = {"pipeline_layout": "Et*4|(t*5|)*14t*4mL", "recompute": ["mla_up_proj", "layernorm", "moe_act"]}
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "lr": 2.5e-4, "min_lr": 2.5e-5}
 
 glm45_air_106b_pretrain_config = pretrain_recipe(
-    GLM45_AIR_106B, _AIR, _PRETRAIN, layout(tp=4, pp=4, vp=3, ep=8, etp=1), global_batch_size=1024
+    "zai-org/GLM-4.5-Air", _AIR, _PRETRAIN, layout(tp=4, pp=4, vp=3, ep=8, etp=1), global_batch_size=1024
 )
 """GLM-4.5 Air 106B-A12B pretraining, 64 x H100 80GB: 58 GB each, TP4 PP4 EP8."""
 glm45_355b_pretrain_config = pretrain_recipe(
-    GLM45_355B, _STAGES, _PRETRAIN, layout(tp=8, pp=16, vp=2, ep=8, etp=1), global_batch_size=4096
+    "zai-org/GLM-4.5", _STAGES, _PRETRAIN, layout(tp=8, pp=16, vp=2, ep=8, etp=1), global_batch_size=4096
 )
 """GLM-4.5 355B-A32B pretraining, 256 x H100 80GB: 57 GB each, TP8 PP16 EP8."""
 glm47_flash_30b_pretrain_config = pretrain_recipe(GLM47_FLASH_30B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
 """GLM-4.7-Flash 30B-A3B pretraining, 32 x H100 80GB: 55 GB each, TP2 EP8."""
 glm5_744b_pretrain_config = pretrain_recipe(
-    GLM5_744B, _GLM5, layout(tp=8, pp=16, ep=16, etp=1), seq_length=4096, global_batch_size=4096, lr=2e-4
+    "zai-org/GLM-5", _GLM5, layout(tp=8, pp=16, ep=16, etp=1), seq_length=4096, global_batch_size=4096, lr=2e-4
 )
 """GLM-5 744B-A40B pretraining, 256 x H100 80GB: 72 GB each, TP8 PP16 EP16."""
 
-glm45_air_106b_finetune_config = finetune_recipe(GLM45_AIR_106B, _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
+glm45_air_106b_finetune_config = finetune_recipe("zai-org/GLM-4.5-Air", _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
 """GLM-4.5 Air 106B-A12B full fine-tuning, 64 x H100 80GB: 58 GB each, TP4 PP4 EP8."""
 glm45_355b_finetune_config = finetune_recipe(
-    GLM45_355B, _STAGES, layout(tp=8, pp=8, vp=4, ep=16, etp=1), recompute=["layernorm", "moe_act"]
+    "zai-org/GLM-4.5", _STAGES, layout(tp=8, pp=8, vp=4, ep=16, etp=1), recompute=["layernorm", "moe_act"]
 )
 """GLM-4.5 355B-A32B full fine-tuning, 128 x H100 80GB: 69 GB each, TP8 PP8 EP16."""
 glm47_flash_30b_finetune_config = finetune_recipe(GLM47_FLASH_30B, layout(tp=2, ep=8, etp=1))
 """GLM-4.7-Flash 30B-A3B full fine-tuning, 16 x H100 80GB: 66 GB each, TP2 EP8."""
-glm5_744b_finetune_config = finetune_recipe(GLM5_744B, _GLM5, layout(tp=8, pp=16, ep=16, etp=1))
+glm5_744b_finetune_config = finetune_recipe("zai-org/GLM-5", _GLM5, layout(tp=8, pp=16, ep=16, etp=1))
 """GLM-5 744B-A40B full fine-tuning, 256 x H100 80GB: 72 GB each, TP8 PP16 EP16."""

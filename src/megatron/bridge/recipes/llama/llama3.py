@@ -19,11 +19,10 @@ from megatron.bridge.recipes.options import (
     PretrainOptions,
     layout,
 )
-from megatron.bridge.recipes.sizes import size_of
 from megatron.bridge.training.config import ConfigContainer
 
-LLAMA3_8B = size_of("meta-llama/Meta-Llama-3-8B")
-LLAMA3_70B = size_of("meta-llama/Meta-Llama-3-70B")
+LLAMA3_8B = "meta-llama/Meta-Llama-3-8B"
+LLAMA3_70B = "meta-llama/Meta-Llama-3-70B"
 _PRETRAIN_8B: PretrainOptions = {"seq_length": 8192, "lr": 3e-4}
 _PRETRAIN_70B: PretrainOptions = {"seq_length": 8192, "lr": 1.5e-4, "min_lr": 1.5e-6}
 

@@ -7,11 +7,9 @@ into stages; with the embedding and the loss they count as 128.
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import FP8, LENGTH_128K, MXFP8, NVFP4, PretrainOptions, layout
-from megatron.bridge.recipes.sizes import size_of
 
-LLAMA31_8B = size_of("meta-llama/Llama-3.1-8B")
-LLAMA31_70B = size_of("meta-llama/Llama-3.1-70B")
-LLAMA31_405B = size_of("meta-llama/Llama-3.1-405B")
+LLAMA31_70B = "meta-llama/Llama-3.1-70B"
+LLAMA31_405B = "meta-llama/Llama-3.1-405B"
 _PRETRAIN_70B: PretrainOptions = {"seq_length": 8192, "lr": 1.5e-4, "min_lr": 1.5e-6}
 _PRETRAIN_405B: PretrainOptions = {
     "seq_length": 8192,
@@ -20,13 +18,13 @@ _PRETRAIN_405B: PretrainOptions = {
     "embedding_and_loss_are_layers": True,
 }
 
-llama31_8b_pretrain_config = pretrain_recipe(LLAMA31_8B, layout(tp=2), seq_length=8192, lr=3e-4)
+llama31_8b_pretrain_config = pretrain_recipe("meta-llama/Llama-3.1-8B", layout(tp=2), seq_length=8192, lr=3e-4)
 """Llama 3.1 8B pretraining, 8 x H100 80GB: 58 GB each, TP2."""
 llama31_70b_pretrain_config = pretrain_recipe(LLAMA31_70B, _PRETRAIN_70B, layout(tp=8, pp=2))
 """Llama 3.1 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
 llama31_405b_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405B, layout(tp=8, pp=8, vp=4, cp=4))
 """Llama 3.1 405B pretraining, 1024 x H100 80GB: 66 GB each, TP8 PP8 CP4."""
-llama31_8b_128k_pretrain_config = pretrain_recipe(LLAMA31_8B, LENGTH_128K, layout(tp=4, cp=4), lr=3e-4)
+llama31_8b_128k_pretrain_config = pretrain_recipe("meta-llama/Llama-3.1-8B", LENGTH_128K, layout(tp=4, cp=4), lr=3e-4)
 """Llama 3.1 8B pretraining on 128k tokens, 64 x H100 80GB: 61 GB each, TP4 CP4."""
 llama31_70b_128k_pretrain_config = pretrain_recipe(LLAMA31_70B, _PRETRAIN_70B, LENGTH_128K, layout(tp=8, pp=2, cp=16))
 """Llama 3.1 70B pretraining on 128k tokens, 512 x H100 80GB: 58 GB each, TP8 PP2 CP16."""
@@ -41,7 +39,7 @@ llama31_405b_mxfp8_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405
 llama31_405b_nvfp4_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405B, NVFP4, layout(tp=8, pp=8, vp=8))
 """Llama 3.1 405B pretraining in NVFP4, 512 x B200 180GB: 134 GB each, TP8 PP8."""
 
-llama31_8b_finetune_config = finetune_recipe(LLAMA31_8B, layout(tp=2))
+llama31_8b_finetune_config = finetune_recipe("meta-llama/Llama-3.1-8B", layout(tp=2))
 """Llama 3.1 8B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 llama31_70b_finetune_config = finetune_recipe(LLAMA31_70B, layout(tp=8, pp=2))
 """Llama 3.1 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""

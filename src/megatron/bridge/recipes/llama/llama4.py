@@ -3,9 +3,8 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import LayoutOptions, layout
-from megatron.bridge.recipes.sizes import size_of
 
-LLAMA4_SCOUT_109B = size_of("meta-llama/Llama-4-Scout-17B-16E-Instruct")
+LLAMA4_SCOUT_109B = "meta-llama/Llama-4-Scout-17B-16E-Instruct"
 _LAYOUT: LayoutOptions = layout(tp=2, pp=4, ep=8, etp=1)
 
 llama4_scout_109b_pretrain_config = pretrain_recipe(LLAMA4_SCOUT_109B, _LAYOUT, seq_length=4096, lr=2e-4)

@@ -8,13 +8,11 @@ published ``model_type``, ``kimi_k2``, is another name of DeepSeek-V3's.
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import size_of
 
-KIMI_K2 = size_of("moonshotai/Kimi-K2-Instruct")
-KIMI_LINEAR_48B = size_of("moonshotai/Kimi-Linear-48B-A3B-Instruct")
+KIMI_LINEAR_48B = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
 
 kimi_k2_pretrain_config = pretrain_recipe(
-    KIMI_K2,
+    "moonshotai/Kimi-K2-Instruct",
     layout(tp=8, pp=16, vp=2, ep=16, etp=1),
     seq_length=4096,
     global_batch_size=4096,
@@ -27,7 +25,7 @@ kimi_linear_48b_pretrain_config = pretrain_recipe(KIMI_LINEAR_48B, layout(tp=2, 
 """Kimi-Linear 48B-A3B pretraining, 32 x H100 80GB: 69 GB each, TP2 EP8."""
 
 kimi_k2_finetune_config = finetune_recipe(
-    KIMI_K2, layout(tp=8, pp=16, vp=2, ep=16, etp=1), pipeline_layout="Et|(tt|)*30L"
+    "moonshotai/Kimi-K2-Instruct", layout(tp=8, pp=16, vp=2, ep=16, etp=1), pipeline_layout="Et|(tt|)*30L"
 )
 """Kimi K2 1T-A32B full fine-tuning, 512 x H100 80GB: 72 GB each, TP8 PP16 EP16."""
 kimi_linear_48b_finetune_config = finetune_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1))

@@ -3,9 +3,8 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import size_of
 
-MOONLIGHT_16B = size_of("moonshotai/Moonlight-16B-A3B")
+MOONLIGHT_16B = "moonshotai/Moonlight-16B-A3B"
 
 moonlight_16b_pretrain_config = pretrain_recipe(MOONLIGHT_16B, layout(ep=4), seq_length=4096, lr=4.2e-4, min_lr=4.2e-5)
 """Moonlight 16B-A3B pretraining, 16 x H100 80GB: 62 GB each, EP4."""

@@ -3,15 +3,13 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import layout
-from megatron.bridge.recipes.sizes import size_of
 
 # fmt: off
 # fmt: on
 
-
-LLAMA_NEMOTRON_8B = size_of("nvidia/Llama-3.1-Nemotron-Nano-8B-v1")
-LLAMA_NEMOTRON_49B = size_of("nvidia/Llama-3_3-Nemotron-Super-49B-v1")
-LLAMA_NEMOTRON_253B = size_of("nvidia/Llama-3_1-Nemotron-Ultra-253B-v1")
+LLAMA_NEMOTRON_8B = "nvidia/Llama-3.1-Nemotron-Nano-8B-v1"
+LLAMA_NEMOTRON_49B = "nvidia/Llama-3_3-Nemotron-Super-49B-v1"
+LLAMA_NEMOTRON_253B = "nvidia/Llama-3_1-Nemotron-Ultra-253B-v1"
 
 llama_nemotron_8b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_8B, layout(tp=2), seq_length=8192, lr=3e-4)
 """Llama-Nemotron 8B pretraining, 8 x H100 80GB: 58 GB each, TP2."""

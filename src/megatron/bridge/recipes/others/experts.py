@@ -6,25 +6,20 @@ dots.llm1 and MiniMax-M2 have 62 layers: the first and the last stage have one l
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import LayoutOptions, PretrainOptions, layout
-from megatron.bridge.recipes.sizes import size_of
 
-DOTS_LLM1_142B = size_of("rednote-hilab/dots.llm1.base")
-ERNIE45_21B_A3B = size_of("baidu/ERNIE-4.5-21B-A3B-PT")
-GRANITE31_1B_A400M = size_of("ibm-granite/granite-3.1-1b-a400m-base")
-HUNYUAN_80B_A13B = size_of("tencent/Hunyuan-A13B-Instruct")
-K_EXAONE_236B = size_of("LGAI-EXAONE/K-EXAONE-236B-A23B")
-MINIMAX_M2_229B = size_of("MiniMaxAI/MiniMax-M2")
-SOLAR_OPEN_100B = size_of("upstage/Solar-Open-100B")
-TRINITY_MINI_26B = size_of("arcee-ai/Trinity-Mini")
+DOTS_LLM1_142B = "rednote-hilab/dots.llm1.base"
+HUNYUAN_80B_A13B = "tencent/Hunyuan-A13B-Instruct"
+K_EXAONE_236B = "LGAI-EXAONE/K-EXAONE-236B-A23B"
+MINIMAX_M2_229B = "MiniMaxAI/MiniMax-M2"
 _LARGE: PretrainOptions = {"seq_length": 4096, "global_batch_size": 1024, "lr": 2e-4}
 _4_STAGES: LayoutOptions = {"pipeline_layout": "Et*15|t*16|t*16|t*15L"}
 _8_STAGES: LayoutOptions = {"pipeline_layout": "Et*7|(t*8|)*6t*7L"}
 
 dots_llm1_142b_pretrain_config = pretrain_recipe(DOTS_LLM1_142B, _4_STAGES, _LARGE, layout(tp=4, pp=4, ep=8, etp=1))
 """dots.llm1 142B-A14B pretraining, 64 x H100 80GB: 68 GB each, TP4 PP4 EP8."""
-ernie45_21b_a3b_pretrain_config = pretrain_recipe(ERNIE45_21B_A3B, layout(ep=8), seq_length=4096, lr=3e-4)
+ernie45_21b_a3b_pretrain_config = pretrain_recipe("baidu/ERNIE-4.5-21B-A3B-PT", layout(ep=8), seq_length=4096, lr=3e-4)
 """ERNIE 4.5 21B-A3B pretraining, 16 x H100 80GB: 60 GB each, EP8."""
-granite31_1b_a400m_pretrain_config = pretrain_recipe(GRANITE31_1B_A400M, seq_length=4096, lr=5e-4)
+granite31_1b_a400m_pretrain_config = pretrain_recipe("ibm-granite/granite-3.1-1b-a400m-base", seq_length=4096, lr=5e-4)
 """Granite 3.1 1B-A400M pretraining, 8 x H100 80GB: 17 GB each, no model parallelism."""
 hunyuan_80b_a13b_pretrain_config = pretrain_recipe(HUNYUAN_80B_A13B, _LARGE, layout(tp=2, pp=2, ep=8, etp=1))
 """Hunyuan 80B-A13B pretraining, 64 x H100 80GB: 71 GB each, TP2 PP2 EP8."""
@@ -32,16 +27,16 @@ k_exaone_236b_pretrain_config = pretrain_recipe(K_EXAONE_236B, _LARGE, layout(tp
 """K-EXAONE 236B-A23B pretraining, 128 x H100 80GB: 63 GB each, TP4 PP4 EP16."""
 minimax_m2_229b_pretrain_config = pretrain_recipe(MINIMAX_M2_229B, _8_STAGES, _LARGE, layout(tp=2, pp=8, ep=8, etp=1))
 """MiniMax-M2 229B-A10B pretraining, 128 x H100 80GB: 69 GB each, TP2 PP8 EP8."""
-solar_open_100b_pretrain_config = pretrain_recipe(SOLAR_OPEN_100B, _LARGE, layout(tp=4, pp=2, ep=8, etp=1))
+solar_open_100b_pretrain_config = pretrain_recipe("upstage/Solar-Open-100B", _LARGE, layout(tp=4, pp=2, ep=8, etp=1))
 """Solar Open 100B pretraining, 64 x H100 80GB: 72 GB each, TP4 PP2 EP8."""
-trinity_mini_26b_pretrain_config = pretrain_recipe(TRINITY_MINI_26B, layout(ep=8), seq_length=4096, lr=3e-4)
+trinity_mini_26b_pretrain_config = pretrain_recipe("arcee-ai/Trinity-Mini", layout(ep=8), seq_length=4096, lr=3e-4)
 """Trinity Mini 26B-A3B pretraining, 32 x H100 80GB: 64 GB each, EP8."""
 
 dots_llm1_142b_finetune_config = finetune_recipe(DOTS_LLM1_142B, _4_STAGES, layout(tp=4, pp=4, ep=8, etp=1))
 """dots.llm1 142B-A14B full fine-tuning, 64 x H100 80GB: 68 GB each, TP4 PP4 EP8."""
-ernie45_21b_a3b_finetune_config = finetune_recipe(ERNIE45_21B_A3B, layout(ep=8))
+ernie45_21b_a3b_finetune_config = finetune_recipe("baidu/ERNIE-4.5-21B-A3B-PT", layout(ep=8))
 """ERNIE 4.5 21B-A3B full fine-tuning, 16 x H100 80GB: 60 GB each, EP8."""
-granite31_1b_a400m_finetune_config = finetune_recipe(GRANITE31_1B_A400M, lr=1e-5)
+granite31_1b_a400m_finetune_config = finetune_recipe("ibm-granite/granite-3.1-1b-a400m-base", lr=1e-5)
 """Granite 3.1 1B-A400M full fine-tuning, 8 x H100 80GB: 17 GB each, no model parallelism."""
 hunyuan_80b_a13b_finetune_config = finetune_recipe(HUNYUAN_80B_A13B, layout(tp=2, pp=2, ep=8, etp=1))
 """Hunyuan 80B-A13B full fine-tuning, 64 x H100 80GB: 71 GB each, TP2 PP2 EP8."""
@@ -49,7 +44,7 @@ k_exaone_236b_finetune_config = finetune_recipe(K_EXAONE_236B, layout(tp=4, pp=4
 """K-EXAONE 236B-A23B full fine-tuning, 128 x H100 80GB: 63 GB each, TP4 PP4 EP16."""
 minimax_m2_229b_finetune_config = finetune_recipe(MINIMAX_M2_229B, _8_STAGES, layout(tp=2, pp=8, ep=8, etp=1))
 """MiniMax-M2 229B-A10B full fine-tuning, 128 x H100 80GB: 69 GB each, TP2 PP8 EP8."""
-solar_open_100b_finetune_config = finetune_recipe(SOLAR_OPEN_100B, layout(tp=4, pp=2, ep=8, etp=1))
+solar_open_100b_finetune_config = finetune_recipe("upstage/Solar-Open-100B", layout(tp=4, pp=2, ep=8, etp=1))
 """Solar Open 100B full fine-tuning, 64 x H100 80GB: 72 GB each, TP4 PP2 EP8."""
-trinity_mini_26b_finetune_config = finetune_recipe(TRINITY_MINI_26B, layout(tp=2, ep=8, etp=1))
+trinity_mini_26b_finetune_config = finetune_recipe("arcee-ai/Trinity-Mini", layout(tp=2, ep=8, etp=1))
 """Trinity Mini 26B-A3B full fine-tuning, 16 x H100 80GB: 56 GB each, TP2 EP8."""

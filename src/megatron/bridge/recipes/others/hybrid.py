@@ -3,43 +3,35 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import PretrainOptions, layout
-from megatron.bridge.recipes.sizes import size_of
 
-BAMBA_9B = size_of("ibm-fms/Bamba-9B")
-CODESTRAL_MAMBA_7B = size_of("mistralai/Mamba-Codestral-7B-v0.1")
-FALCON_H1_500M = size_of("tiiuae/Falcon-H1-0.5B-Base")
-GRANITE4_H_TINY = size_of("ibm-granite/granite-4.0-h-tiny")
-JAMBA_52B = size_of("ai21labs/Jamba-v0.1")
-LFM2_1P2B = size_of("LiquidAI/LFM2-1.2B")
-LFM2_8B_A1B = size_of("LiquidAI/LFM2-8B-A1B")
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "lr": 3e-4}
 
-bamba_9b_pretrain_config = pretrain_recipe(BAMBA_9B, _PRETRAIN, layout(tp=2))
+bamba_9b_pretrain_config = pretrain_recipe("ibm-fms/Bamba-9B", _PRETRAIN, layout(tp=2))
 """Bamba 9B pretraining, 16 x H100 80GB: 52 GB each, TP2."""
-codestral_mamba_7b_pretrain_config = pretrain_recipe(CODESTRAL_MAMBA_7B, _PRETRAIN, layout(tp=2))
+codestral_mamba_7b_pretrain_config = pretrain_recipe("mistralai/Mamba-Codestral-7B-v0.1", _PRETRAIN, layout(tp=2))
 """Codestral Mamba 7B pretraining, 16 x H100 80GB: 43 GB each, TP2."""
-falcon_h1_500m_pretrain_config = pretrain_recipe(FALCON_H1_500M, _PRETRAIN, micro_batch_size=4)
+falcon_h1_500m_pretrain_config = pretrain_recipe("tiiuae/Falcon-H1-0.5B-Base", _PRETRAIN, micro_batch_size=4)
 """Falcon-H1 0.5B pretraining, 8 x H100 80GB: 30 GB each, no model parallelism."""
-granite4_h_tiny_pretrain_config = pretrain_recipe(GRANITE4_H_TINY, _PRETRAIN)
+granite4_h_tiny_pretrain_config = pretrain_recipe("ibm-granite/granite-4.0-h-tiny", _PRETRAIN)
 """Granite 4 H-Tiny 7B-A1B pretraining, 8 x H100 80GB: 69 GB each, no model parallelism."""
-jamba_52b_pretrain_config = pretrain_recipe(JAMBA_52B, _PRETRAIN, layout(tp=4, ep=8, etp=1))
+jamba_52b_pretrain_config = pretrain_recipe("ai21labs/Jamba-v0.1", _PRETRAIN, layout(tp=4, ep=8, etp=1))
 """Jamba 52B-A12B pretraining, 32 x H100 80GB: 72 GB each, TP4 EP8."""
-lfm2_1p2b_pretrain_config = pretrain_recipe(LFM2_1P2B, _PRETRAIN)
+lfm2_1p2b_pretrain_config = pretrain_recipe("LiquidAI/LFM2-1.2B", _PRETRAIN)
 """LFM2 1.2B pretraining, 8 x H100 80GB: 16 GB each, no model parallelism."""
-lfm2_8b_a1b_pretrain_config = pretrain_recipe(LFM2_8B_A1B, _PRETRAIN, layout(ep=2))
+lfm2_8b_a1b_pretrain_config = pretrain_recipe("LiquidAI/LFM2-8B-A1B", _PRETRAIN, layout(ep=2))
 """LFM2 8B-A1B pretraining, 8 x H100 80GB: 51 GB each, EP2."""
 
-bamba_9b_finetune_config = finetune_recipe(BAMBA_9B, layout(tp=2))
+bamba_9b_finetune_config = finetune_recipe("ibm-fms/Bamba-9B", layout(tp=2))
 """Bamba 9B full fine-tuning, 8 x H100 80GB: 59 GB each, TP2."""
-codestral_mamba_7b_finetune_config = finetune_recipe(CODESTRAL_MAMBA_7B, layout(tp=2))
+codestral_mamba_7b_finetune_config = finetune_recipe("mistralai/Mamba-Codestral-7B-v0.1", layout(tp=2))
 """Codestral Mamba 7B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
-falcon_h1_500m_finetune_config = finetune_recipe(FALCON_H1_500M, lr=3e-5)
+falcon_h1_500m_finetune_config = finetune_recipe("tiiuae/Falcon-H1-0.5B-Base", lr=3e-5)
 """Falcon-H1 0.5B full fine-tuning, 1 x H100 80GB: 16 GB, no model parallelism."""
-granite4_h_tiny_finetune_config = finetune_recipe(GRANITE4_H_TINY, lr=1e-5)
+granite4_h_tiny_finetune_config = finetune_recipe("ibm-granite/granite-4.0-h-tiny", lr=1e-5)
 """Granite 4 H-Tiny 7B-A1B full fine-tuning, 8 x H100 80GB: 69 GB each, no model parallelism."""
-jamba_52b_finetune_config = finetune_recipe(JAMBA_52B, layout(tp=4, ep=8, etp=1))
+jamba_52b_finetune_config = finetune_recipe("ai21labs/Jamba-v0.1", layout(tp=4, ep=8, etp=1))
 """Jamba 52B-A12B full fine-tuning, 32 x H100 80GB: 72 GB each, TP4 EP8."""
-lfm2_1p2b_finetune_config = finetune_recipe(LFM2_1P2B, lr=1e-5)
+lfm2_1p2b_finetune_config = finetune_recipe("LiquidAI/LFM2-1.2B", lr=1e-5)
 """LFM2 1.2B full fine-tuning, 8 x H100 80GB: 16 GB each, no model parallelism."""
-lfm2_8b_a1b_finetune_config = finetune_recipe(LFM2_8B_A1B, layout(ep=2))
+lfm2_8b_a1b_finetune_config = finetune_recipe("LiquidAI/LFM2-8B-A1B", layout(ep=2))
 """LFM2 8B-A1B full fine-tuning, 8 x H100 80GB: 51 GB each, EP2."""

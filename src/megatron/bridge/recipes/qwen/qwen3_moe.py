@@ -6,10 +6,9 @@ The 94 layers of 235B-A22B do not divide evenly into stages; with the embedding 
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.options import FP8, MXFP8, PretrainOptions, layout
-from megatron.bridge.recipes.sizes import size_of
 
-QWEN3_30B_A3B = size_of("Qwen/Qwen3-30B-A3B")
-QWEN3_235B_A22B = size_of("Qwen/Qwen3-235B-A22B")
+QWEN3_30B_A3B = "Qwen/Qwen3-30B-A3B"
+QWEN3_235B_A22B = "Qwen/Qwen3-235B-A22B"
 _PRETRAIN_235B: PretrainOptions = {
     "seq_length": 4096,
     "global_batch_size": 1024,

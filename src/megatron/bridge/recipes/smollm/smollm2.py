@@ -8,9 +8,9 @@ own.
 from megatron.bridge.recipes.builders import distill_recipe, finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.sizes import size_of
 
-SMOLLM2_135M = size_of("HuggingFaceTB/SmolLM2-135M")
-SMOLLM2_360M = size_of("HuggingFaceTB/SmolLM2-360M")
-SMOLLM2_1P7B = size_of("HuggingFaceTB/SmolLM2-1.7B")
+SMOLLM2_135M = "HuggingFaceTB/SmolLM2-135M"
+SMOLLM2_360M = "HuggingFaceTB/SmolLM2-360M"
+SMOLLM2_1P7B = "HuggingFaceTB/SmolLM2-1.7B"
 
 # Ours: a fifth of the layers, for a student that is as wide as its teacher.
 SMOLLM2_50M = size_of("HuggingFaceTB/SmolLM2-135M", num_hidden_layers=6)

@@ -5,9 +5,6 @@ Activations of the tower depend on the images and are not in the memory named he
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe
-from megatron.bridge.recipes.sizes import size_of
 
-SMOLVLM2_256M = size_of("HuggingFaceTB/SmolVLM2-256M-Video-Instruct")
-
-smolvlm2_256m_finetune_config = finetune_recipe(SMOLVLM2_256M, lr=1e-4)
+smolvlm2_256m_finetune_config = finetune_recipe("HuggingFaceTB/SmolVLM2-256M-Video-Instruct", lr=1e-4)
 """SmolVLM2 256M full fine-tuning, 1 x H100 80GB: 8 GB, no model parallelism."""
