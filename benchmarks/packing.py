@@ -275,9 +275,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--step", type=float, default=0.05, help="seconds of a step, for the stall")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--trl", type=Path, metavar="DIR", help="where `pip install --no-deps --target DIR trl` put it"
-    )
+    parser.add_argument("--trl", type=Path, metavar="DIR", help="where `pip install --no-deps --target DIR trl` put it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tokenising(Path(folder), args.samples, args.rounds, args.workers)

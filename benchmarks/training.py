@@ -90,9 +90,7 @@ def plain_loop(
     """The loop that one writes by hand over the Hugging Face model; ``compiler`` is a backend of torch.compile."""
     model.to(DEVICE).train()
     forward = torch.compile(model, backend=compiler) if compiler else model
-    optimizer = torch.optim.AdamW(
-        model.parameters(), LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     batches = hf_batches(dataset, args.micro_batch_size)
 
     def run(steps: int) -> Stamps:

@@ -100,8 +100,7 @@ def _commands(stem: str, model: str) -> list[str]:
         f"megatron-bridge convert --hf-model {model} --megatron-path {stored}",
         f"python examples/conversion/compare_models.py --hf-model {model} --megatron-path {stored}",
         f"{_start(pretrain)} --data corpus/text checkpoint.save={run}",
-        f"{_start(tune)} --mode lora --data chats checkpoint.pretrained_checkpoint={stored} "
-        f"checkpoint.save={run}-lora",
+        f"{_start(tune)} --mode lora --data chats checkpoint.pretrained_checkpoint={stored} checkpoint.save={run}-lora",
         f"megatron-bridge adapter merge --hf-model {model} --adapter {run}-lora --hf-path {stem}-lora",
         f"megatron-bridge export --hf-model {model} --megatron-path {run} --hf-path {stem}",
     ]

@@ -48,9 +48,7 @@ def recipes(precision: str) -> list[str]:
         return contextlib.nullcontext()
 
     te.fp8_autocast = autocast
-    config = (
-        toy_config(model={"backend": "transformer_engine"}, mixed_precision=precision).resolve(world_size=1).config
-    )
+    config = toy_config(model={"backend": "transformer_engine"}, mixed_precision=precision).resolve(world_size=1).config
     with one_rank(0, 1):
         try:
             setup.initialize(config)

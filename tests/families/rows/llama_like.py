@@ -33,9 +33,7 @@ NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 70.0, "alpha": 30.0, "factor"
 
 
 def row(name, model, config, layouts=(), slow=("tp2", "pp2", "vp2")):
-    return Row(
-        name, model, config, layouts, slow=tuple(layout for layout in slow if layout not in layouts), brief=True
-    )
+    return Row(name, model, config, layouts, slow=tuple(layout for layout in slow if layout not in layouts), brief=True)
 
 
 ROWS = [

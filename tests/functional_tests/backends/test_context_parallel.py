@@ -85,9 +85,7 @@ def compare(kind, window, softcap, sink, packed, hidden, chunked=False):
     (actual * zigzag(weight, rank, size, bounds)).sum().backward()
 
     pairs = [(actual, zigzag(expected, rank, size, bounds))]
-    pairs += [
-        (mine.grad, zigzag(other.grad, rank, size, bounds)) for mine, other in zip(local, reference, strict=True)
-    ]
+    pairs += [(mine.grad, zigzag(other.grad, rank, size, bounds)) for mine, other in zip(local, reference, strict=True)]
     if sinks is not None and sinks.requires_grad and sink == "learnable":
         dist.all_reduce(module.softmax_offset.grad)
         pairs.append((module.softmax_offset.grad, sinks.grad))

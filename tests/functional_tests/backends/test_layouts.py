@@ -63,9 +63,7 @@ def compare(sizes, settings):
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, VOCAB, (BATCH, TOKENS), generator=generator)
     positions = torch.arange(TOKENS).expand(BATCH, -1)
-    model_settings = {
-        key: value for key, value in settings.items() if key not in ("sequence_parallel", "cp_comm_type")
-    }
+    model_settings = {key: value for key, value in settings.items() if key not in ("sequence_parallel", "cp_comm_type")}
 
     parallel_state.initialize_model_parallel()
     reference = build(model_settings)

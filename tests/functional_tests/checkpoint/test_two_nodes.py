@@ -73,9 +73,7 @@ class Nodes:
     def kill(self, number):
         """End a node at once: its launcher and its rank, which has a session of its own."""
         self.launchers.pop(number).kill()
-        inside = subprocess.run(
-            ["ip", "netns", "pids", self.names[number]], capture_output=True, text=True, check=True
-        )
+        inside = subprocess.run(["ip", "netns", "pids", self.names[number]], capture_output=True, text=True, check=True)
         for pid in inside.stdout.split():
             os.kill(int(pid), signal.SIGKILL)
 

@@ -209,9 +209,7 @@ def test_a_disk_that_is_full_for_one_rank_stops_all(two_workers, tmp_path):
 
 def some_tasks(directory):
     bridge, model = build(directory, TP2)
-    tasks = [
-        task for task in bridge.get_conversion_tasks(model) if "layers.1.self_attention" in task.global_param_name
-    ]
+    tasks = [task for task in bridge.get_conversion_tasks(model) if "layers.1.self_attention" in task.global_param_name]
     return [name for name, _ in bridge.export_hf_weights(model, show_progress=False, conversion_tasks=tasks)]
 
 

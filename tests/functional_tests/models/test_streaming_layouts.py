@@ -80,9 +80,7 @@ def contents(directory):
         ("gemma2", "pp2", "tp2"),
     ],
 )
-def test_ranks_write_the_same_files_and_export_from_any_layout(
-    two_workers, family_case, tmp_path, name, first, second
-):
+def test_ranks_write_the_same_files_and_export_from_any_layout(two_workers, family_case, tmp_path, name, first, second):
     case = family_case(name)
     two_workers.run(import_both_ways, case, first, tmp_path)
     assert len(contents(tmp_path / "whole")) == 2

@@ -104,9 +104,7 @@ def compare(directory, tmp_path, pool, cases):
             assert found is None or found == pytest.approx(losses, abs=TOLERANCE), name
             assert theirs.keys() == tensors.keys(), name
             for key, tensor in tensors.items():
-                np.testing.assert_allclose(
-                    theirs[key], tensor, rtol=TOLERANCE, atol=TOLERANCE, err_msg=f"{name} {key}"
-                )
+                np.testing.assert_allclose(theirs[key], tensor, rtol=TOLERANCE, atol=TOLERANCE, err_msg=f"{name} {key}")
         assert any(rank[name][0] is not None for rank in ranks)
 
 

@@ -16,8 +16,7 @@ CASES = {
     "context": {"model": {"context_parallel_size": 2}},
     "pipeline": {"model": STAGES | {"batch_p2p_sync": False}},
     "virtual pipeline": {
-        "model": STAGES
-        | {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+        "model": STAGES | {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     },
 }
 

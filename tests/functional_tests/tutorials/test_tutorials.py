@@ -232,7 +232,5 @@ def test_preparation_goes_on(tmp_path):
 @pytest.mark.slow
 def test_tokenizer_is_what_its_script_makes(tmp_path):
     started(sys.executable, DATA / "make_tokenizer.py", "made", folder=tmp_path)
-    made, kept = (
-        json.loads((path / "tokenizer.json").read_text()) for path in (tmp_path / "made", DATA / "tokenizer")
-    )
+    made, kept = (json.loads((path / "tokenizer.json").read_text()) for path in (tmp_path / "made", DATA / "tokenizer"))
     assert made == kept

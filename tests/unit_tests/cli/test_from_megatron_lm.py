@@ -38,6 +38,7 @@ def test_public_command_lines_build_and_resolve(name):
     config.resolve(ranks)
 
 
+BIASES = "attention_output_bias"  # False says the same as None without biases of linear layers
 LATENT = {"rope_type", "rope_parameters", "latent_layernorm_epsilon", "moe_router_pre_softmax", "num_query_groups"}
 """Other spellings: YaRN's numbers are fields of Megatron-Core; the others change nothing with sigmoid scores and
 latent attention."""
@@ -64,12 +65,12 @@ GPT_OSS = {
         ("qwen3_4b", "qwen3_4b_pretrain_config", set()),
         ("qwen3_32b", "qwen3_32b_pretrain_config", set()),
         ("qwen3_8b", "qwen3_8b_pretrain_config", {"layernorm_epsilon"}),
-        ("qwen3_30b_a3b", "qwen3_30b_a3b_pretrain_config", {"layernorm_epsilon"}),
+        ("qwen3_30b_a3b", "qwen3_30b_a3b_pretrain_config", {"layernorm_epsilon", BIASES}),
         ("llama3.2_1b", "llama32_1b_pretrain_config", {"max_position_embeddings", "rope_parameters"}),
         ("deepseek_r1", "deepseek_v3_pretrain_config", {"layernorm_epsilon", *LATENT}),
         ("kimi_k2", "kimi_k2_pretrain_config", {"layernorm_epsilon", *LATENT}),
         ("qwen3_0.6b", "qwen3_600m_pretrain_config", {"layernorm_epsilon"}),
-        ("qwen3_235b_a22b", "qwen3_235b_a22b_pretrain_config", {"layernorm_epsilon"}),
+        ("qwen3_235b_a22b", "qwen3_235b_a22b_pretrain_config", {"layernorm_epsilon", BIASES}),
         ("qwen_2p5_3b", "qwen25_3b_pretrain_config", set()),
         ("qwen_2p5_32b", "qwen25_32b_pretrain_config", set()),
         ("qwen_2p5_math_7b", "qwen25_7b_pretrain_config", {"rotary_base", "max_position_embeddings"}),
@@ -139,9 +140,7 @@ def test_settings_of_a_command_line():
 
 
 def test_what_is_not_translated_is_named():
-    found = translate(
-        TINY + RUN + NULL + "--use-mcore-models --sequence-parallel --spec a b --split 9,1,0"
-    ).translation
+    found = translate(TINY + RUN + NULL + "--use-mcore-models --sequence-parallel --spec a b --split 9,1,0").translation
     assert set(found.missing) == {"--spec"}
     assert {"--use-mcore-models", "--sequence-parallel", "--split"} <= set(found.implied)
     assert not any(key.startswith("model.sequence") for key in found.settings)

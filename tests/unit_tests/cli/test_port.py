@@ -80,9 +80,7 @@ def test_what_is_written_proves_itself_and_is_not_overwritten(ported, tmp_path, 
 def test_what_is_missing_is_told(ported):
     code, said, _ = ported("MiniMaxM2")
     assert code == 1
-    assert (
-        "tensor model.layers.*.block_sparse_moe.e_score_correction_bias: MixtralForCausalLM does not name it" in said
-    )
+    assert "tensor model.layers.*.block_sparse_moe.e_score_correction_bias: MixtralForCausalLM does not name it" in said
     assert "the draft does not pass yet" in said
 
 

@@ -152,9 +152,7 @@ def test_mapping_of_the_same_class_keeps_the_other_members_and_of_another_replac
 
 def test_spelled_objects_are_read_at_any_depth():
     config = Config()
-    apply_overrides(
-        config, ["model.free=[{_path_: a}, {x: {_tuple_: [1]}}, {_target_: torch.float16, _call_: false}]"]
-    )
+    apply_overrides(config, ["model.free=[{_path_: a}, {x: {_tuple_: [1]}}, {_target_: torch.float16, _call_: false}]"])
     assert config.model.free == [Path("a"), {"x": (1,)}, torch.float16]
 
 

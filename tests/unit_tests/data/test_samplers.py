@@ -92,8 +92,7 @@ def test_a_run_goes_on_with_another_global_batch(layout, other_ranks, other_accu
     micro, ranks, accumulation, total, steps = layout
     consumed, batch = steps * micro * ranks * accumulation, micro * other_ranks * other_accumulation
     samplers = [
-        MegatronPretrainingBatchSampler(total, consumed, micro, batch, rank, other_ranks)
-        for rank in range(other_ranks)
+        MegatronPretrainingBatchSampler(total, consumed, micro, batch, rank, other_ranks) for rank in range(other_ranks)
     ]
     left = (total - consumed) // batch
     found = [sorted(drawn) for drawn in global_batches(samplers, other_accumulation, left)]

@@ -179,9 +179,7 @@ def test_the_text_model_of_a_vision_language_model(tmp_path, name):
     prompt = [5, 9, 30, 31, 12]
     ids = torch.tensor([prompt])
     model.generation_config.eos_token_id = None
-    found = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
-    )
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
     with LLM(str(tmp_path), kv_memory=1 << 22) as llm:
         completion = llm.generate(prompt, Sampling(max_new_tokens=12, ignore_eos=True))[0][0]
         assert completion.tokens == found[0, 5:].tolist()

@@ -42,9 +42,7 @@ def shards_by_pieces(mapping, whole, shape, kind, size, config):
 @pytest.mark.parametrize("columns", [(12,), ()], ids=["weight", "bias"])
 def test_qkv_is_cut_like_the_fused_tensor(size, queries, groups, columns):
     config = heads(queries, groups)
-    whole = {
-        name: torch.randn(rows * 4, *columns) for name, rows in zip("qkv", (queries, groups, groups), strict=True)
-    }
+    whole = {name: torch.randn(rows * 4, *columns) for name, rows in zip("qkv", (queries, groups, groups), strict=True)}
     fused = fused_by_hand(config, whole["q"], whole["k"], whole["v"])
     mapping = pm.QKVMapping("linear_qkv.weight", q="q", k="k", v="v")
     shape = (len(fused) // size, *columns)

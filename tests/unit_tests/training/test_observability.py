@@ -94,9 +94,7 @@ def test_console_shows_what_matters():
     numbers = {"lm loss": 2.5, "learning rate": 1e-3, "tokens per second": 10.0, "skipped steps": 0, "MFU": 0.413}
     numbers |= {"step time": 1.0, "data wait": 0.3, "memory GB": 1.0, "peak memory GB": 2.0, "mtp loss": 3.0}
     line = _train_line(numbers)
-    assert (
-        line == "lm loss 2.5000  mtp loss 3.0000  lr 1.00e-03  10 tokens/s  41.3% MFU  2.00 GB  30% waiting for data"
-    )
+    assert line == "lm loss 2.5000  mtp loss 3.0000  lr 1.00e-03  10 tokens/s  41.3% MFU  2.00 GB  30% waiting for data"
     times = {"optimizer": 0.01, "optimizer min": 0.004, "forward-backward": 0.5, "short": 1e-6}
     line = _times_line({f"{PREFIX}{name}": seconds for name, seconds in times.items()})
     assert line.strip() == "ms per step: forward-backward 500.0, optimizer 4.0 to 10.0"

@@ -2,7 +2,6 @@
 """How many bytes of tensors are alive, counted storage by storage as they are made and freed."""
 
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage._cdata for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))
         for storage in {storage._cdata: storage for storage in _storages(found)}.values():

@@ -52,9 +52,7 @@ class RankMemory:
         return max(self.states + self.activations + self.teacher, self.unsharded)
 
 
-def memory_per_rank(
-    config: ConfigContainer, world_size: int, teacher: ModelProvider | None = None
-) -> list[RankMemory]:
+def memory_per_rank(config: ConfigContainer, world_size: int, teacher: ModelProvider | None = None) -> list[RankMemory]:
     """Memory of a rank of each pipeline stage, first stage first; a ``teacher`` runs in the model's layout.
 
     ``config`` is validated for ``world_size``.

@@ -6,13 +6,12 @@ device, and the storages that are alive are counted. Attention keeps what fused 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -86,6 +85,8 @@ def _dropped_gradients(tower: nn.Module) -> Iterator[None]:
 @contextmanager
 def _fused_attention(tower: nn.Module) -> Iterator[None]:
     """Let the tower's attention keep what a fused kernel keeps; those of the meta device keep scores."""
+    import transformers
+
     name = f"{_NAME}_flash" if hasattr(tower, "visual") else _NAME  # what has "flash" in its name gets no mask
     transformers.AttentionInterface.register(name, _attend)  # type: ignore[arg-type]
     found = [getattr(part, "config", None) for part in tower.modules()]
@@ -109,11 +110,9 @@ def _attend(
 class _HostSizes(TorchFunctionMode):
     """Sizes of images that transformers would send to the device, to read them there, stay on the host."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **({} if getattr(func, "__name__", "") == "as_tensor" else kwargs))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stays = getattr(func, "__name__", "") == "as_tensor"
+        return func(*args, **({} if stays else kwargs or {}))
 
 
 class _Attention(torch.autograd.Function):

@@ -131,9 +131,7 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("jsonl", "text", "chat"),
         help="format of the input (default: by file name); chat: conversations, one per line of JSONL",
     )
-    parser.add_argument(
-        "--chat-template", metavar="FILE", help="template for --format chat (default: the tokenizer's)"
-    )
+    parser.add_argument("--chat-template", metavar="FILE", help="template for --format chat (default: the tokenizer's)")
     parser.add_argument(
         "--text-document",
         choices=("file", "line"),

@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANK",
         help="set up one rank of a large job in this process, without memory, print each part's cost, and exit",
     )
-    parser.add_argument(
-        "--world-size", type=count, metavar="N", help="processes to assume in a dry run or a rehearsal"
-    )
+    parser.add_argument("--world-size", type=count, metavar="N", help="processes to assume in a dry run or a rehearsal")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -73,9 +73,7 @@ def load(
         folder, hook = model_io.tokenizer_dir(path), stored_provider.load_hook(path)
         tokenizer = tokenizer or tokenizer_of(path)
     if getattr(provider, "head", None) is not None:
-        raise UserError(
-            f"{path} has head={provider.head} and generates no tokens: call the model of AutoBridge itself"
-        )
+        raise UserError(f"{path} has head={provider.head} and generates no tokens: call the model of AutoBridge itself")
     if getattr(provider, "bidirectional_prompt", False):
         raise UserError(f"{path} has bidirectional_prompt=True, and prompts see back only here: use transformers")
     _prepare(provider, sizes)

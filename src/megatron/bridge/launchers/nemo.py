@@ -113,9 +113,7 @@ def remote_shell(options: LaunchOptions) -> Shell:
     try:
         tunnel.connect()
     except (SystemExit, OSError) as error:
-        raise UserError(
-            f"--host {options.host} does not let {options.user} in: check --user and --identity"
-        ) from error
+        raise UserError(f"--host {options.host} does not let {options.user} in: check --user and --identity") from error
 
     def remote(command: str) -> ShellResult:
         done = tunnel.run(command, hide=True, warn=True)

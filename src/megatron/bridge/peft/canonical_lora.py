@@ -91,8 +91,7 @@ class CanonicalAdapter(nn.ModuleDict):
     def _fused(self, parts: dict[str, Tensor], like: Tensor) -> Tensor:
         """The parts in the order of the layer's outputs: by key-value group, or gates before values."""
         found = [
-            parts[role] if role in parts else like.new_zeros(*like.shape[:-1], rows)
-            for role, rows in self.rows.items()
+            parts[role] if role in parts else like.new_zeros(*like.shape[:-1], rows) for role, rows in self.rows.items()
         ]
         if self.head_width is None:
             return torch.cat(found, dim=-1)

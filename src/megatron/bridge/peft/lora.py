@@ -46,9 +46,7 @@ class LowRankPEFT(PEFT):
         dim_by_module, alpha_by_module: Pattern -> another value; the first that matches counts.
     """
 
-    target_modules: list[str] = field(
-        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-    )
+    target_modules: list[str] = field(default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
     """Layers to adapt: names (``linear_qkv``) or patterns of whole names (``*.layers.0.*.linear_qkv``). One that
     matches nothing is refused."""
     exclude_modules: list[str] = field(default_factory=list)

@@ -22,9 +22,7 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 Group = torch.distributed.ProcessGroup
 
 # Transformer Engine's layers are known by name: it need not be installed.
-_TE_LINEAR = frozenset(
-    {"TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"}
-)
+_TE_LINEAR = frozenset({"TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"})
 _TE_GROUPED = "TEGroupedLinear"
 TOWER = "vision."  # how names of a vision tower's layers begin: they are transformers', whole on every rank
 _TIED_OUTPUT = "output_layer"

@@ -6,7 +6,7 @@
 the values that the recipe recommends, and these win over the defaults in this file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Unpack
 
 import torch
@@ -133,7 +133,7 @@ def pretrain(
 
 
 def distill(
-    size: Size | str, teacher: Size | str, options: PretrainOptions, **recommended: Unpack[PretrainOptions]
+    size: Size | str, options: PretrainOptions, teacher: Size | str, **recommended: Unpack[PretrainOptions]
 ) -> ConfigContainer:
     """The config that trains ``size`` from random weights on the data and on the logits of ``teacher``.
 
@@ -214,40 +214,33 @@ def pretrain_recipe(
 
     In the modules of this package, the name and the docstring of a recipe are those of the assignment.
     """
-
-    def recipe(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-        return pretrain(size, options, *shared, **recommended)
-
-    return recipe
+    return _recipe(pretrain, size, shared, recommended)
 
 
 def distill_recipe(size: Size | str, teacher: Size | str, **recommended: Unpack[PretrainOptions]) -> PretrainRecipe:
-    """A recipe that returns ``distill(size, teacher, options, **recommended)`` for the options of its caller."""
-
-    def recipe(**options: Unpack[PretrainOptions]) -> ConfigContainer:
-        return distill(size, teacher, options, **recommended)
-
-    return recipe
+    """A recipe that returns ``distill(size, options, teacher, **recommended)`` for the options of its caller."""
+    return _recipe(distill, size, (teacher,), recommended)
 
 
 def finetune_recipe(
     size: Size | str, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
 ) -> FinetuneRecipe:
     """A recipe that returns ``sft(size, options, *shared, **recommended)`` for the options of its caller."""
-
-    def recipe(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-        return sft(size, options, *shared, **recommended)
-
-    return recipe
+    return _recipe(sft, size, shared, recommended)
 
 
 def dpo_recipe(
     size: Size | str, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
 ) -> FinetuneRecipe:
     """A recipe that returns ``dpo(size, options, *shared, **recommended)`` for the options of its caller."""
+    return _recipe(dpo, size, shared, recommended)
 
-    def recipe(**options: Unpack[FinetuneOptions]) -> ConfigContainer:
-        return dpo(size, options, *shared, **recommended)
+
+def _recipe(
+    build: Callable[..., ConfigContainer], size: Size | str, shared: tuple[Any, ...], recommended: Mapping[str, Any]
+) -> Any:
+    def recipe(**options: Any) -> ConfigContainer:
+        return build(size, options, *shared, **recommended)
 
     return recipe
 

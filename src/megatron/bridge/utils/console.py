@@ -14,9 +14,7 @@ _WIDTH = 80
 @cache
 def console() -> Console:
     """The shared console; ranks above 0 get one that prints nothing."""
-    return ensure_width(
-        Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True)
-    )
+    return ensure_width(Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True))
 
 
 def print_rank_0(text: str) -> None:

@@ -247,9 +247,11 @@ def test_a_sample_with_images_is_never_cut(tokenizer, rules):
 def test_a_limit_of_image_tokens_refuses_or_drops_samples(tokenizer, rules):
     record = chat(image("a.png"), image("b.png"), TEXT)
     tokens = RecordEncoder(tokenizer, rules)([("x", record)]).report.image_tokens
-    kept = RecordEncoder(tokenizer, replace(rules, max_image_tokens=tokens))([("x", record)])
+    kept = RecordEncoder(tokenizer, replace(rules, media=replace(rules.media, max_image_tokens=tokens)))(
+        [("x", record)]
+    )
     assert kept.report.samples == 1
-    less = replace(rules, max_image_tokens=tokens - 1)
+    less = replace(rules, media=replace(rules.media, max_image_tokens=tokens - 1))
     refusing = RecordEncoder(tokenizer, replace(less, truncation="right"))
     refuses(lambda: refusing([("file:3", record)]), "file:3", f"dataset.max_image_tokens={tokens - 1}", str(tokens))
     dropping = RecordEncoder(tokenizer, replace(less, truncation="drop"))

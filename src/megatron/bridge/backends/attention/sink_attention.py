@@ -43,9 +43,7 @@ class CpuFlashKernel:
     causal: bool
     scale: float
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
         )
@@ -70,9 +68,7 @@ class CudaFlashKernel:
     window: tuple[int, int]
     scale: float
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, log_sum, *_ = _aten._flash_attention_forward(
             query, key, value, *self.bounds, *self.longest, 0.0, self._causal(), False, **self._limits()
         )

@@ -262,9 +262,7 @@ class TorchAttention(MegatronModule):
             )
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
-        query, key, value = (
-            context_parallel.sequence_to_heads(tensor, parts, group) for tensor in (query, key, value)
-        )
+        query, key, value = (context_parallel.sequence_to_heads(tensor, parts, group) for tensor in (query, key, value))
         sinks = self.softmax_offset
         if sinks is not None:
             sinks = sinks.split(heads // size)[group.rank()]

@@ -43,9 +43,7 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
         module: The chunk, in half precision if the config says so, with equal weights on all ranks.
     """
 
-    def __init__(
-        self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module
-    ) -> None:
+    def __init__(self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
         if (stages := config.pipeline_model_parallel_size) > 1:
             raise UserError(f"ddp.use_megatron_fsdp=True: model.pipeline_model_parallel_size={stages} must be 1")
         group = _replica_group()

@@ -140,9 +140,7 @@ def gathered(part: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
 
 
 @contextmanager
-def _replaced(
-    part: nn.Module, make: Callable[[DTensor], nn.Parameter]
-) -> Iterator[list[tuple[DTensor, nn.Parameter]]]:
+def _replaced(part: nn.Module, make: Callable[[DTensor], nn.Parameter]) -> Iterator[list[tuple[DTensor, nn.Parameter]]]:
     """Replace each sharded parameter of ``part``; pairs of both."""
     held = [
         (module, name, parameter)
@@ -174,9 +172,7 @@ def keep_local_rows(state: dict[str, Any], parameters: dict[int, DTensor]) -> di
     Parameters without rows on this rank are left out, because Megatron-Core drops empty entries at loading.
     """
     entries = {name: _local_part(entry, parameters) for name, entry in state.items()}
-    return {
-        name: entry for name, entry in entries.items() if not isinstance(entry, ShardedRowsFactory) or entry.shards
-    }
+    return {name: entry for name, entry in entries.items() if not isinstance(entry, ShardedRowsFactory) or entry.shards}
 
 
 def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:

@@ -39,9 +39,7 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
             host memory: each unit is moved to the device when it is sharded.
     """
 
-    def __init__(
-        self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module
-    ) -> None:
+    def __init__(self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
         group = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))

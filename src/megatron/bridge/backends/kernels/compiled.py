@@ -189,9 +189,7 @@ def rotary(
     return _apply_rotary(t, freqs, None, float(mscale), rotary_interleaved, mla)
 
 
-def _apply_rotary(
-    t: torch.Tensor, angles: torch.Tensor, positions: torch.Tensor | None, *options: Any
-) -> torch.Tensor:
+def _apply_rotary(t: torch.Tensor, angles: torch.Tensor, positions: torch.Tensor | None, *options: Any) -> torch.Tensor:
     return _Rotary.apply(t, angles, positions, *options)  # pyright: ignore[reportReturnType]
 
 

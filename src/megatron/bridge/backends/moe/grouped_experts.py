@@ -262,9 +262,7 @@ class GroupedLinear(torch.nn.Module):
                 bias = biases[index] if biases else None
                 packed = None if self.packed is None else self.packed[index]
                 out = (
-                    torch.nn.functional.linear(padded, weights[index], bias)
-                    if packed is None
-                    else packed(padded, bias)
+                    torch.nn.functional.linear(padded, weights[index], bias) if packed is None else packed(padded, bias)
                 )
                 found.append(out[: counts[index]])
         return torch.cat(found) if found else x.new_empty(0, self.output_size)

@@ -105,10 +105,7 @@ class KimiDeltaAttention(TensorParallelMixer):
         taps = torch.cat([getattr(self, f"{name}_conv1d") for name in _QKV]).squeeze(1)
         mixed = F.silu(causal_convolution(whole, taps, None, bounds)[:, seen:])
         q, k, v = (part.unflatten(-1, (self.heads, -1)).float() for part in mixed.chunk(3, -1))
-        g = (
-            F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.heads, -1))
-            * -self.A_log.float().exp()
-        )
+        g = F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.heads, -1)) * -self.A_log.float().exp()
         options: Any = {"initial_state": state, "output_final_state": state is not None, "cu_seqlens": bounds}
         out, state = chunk_gated_delta_rule(l2norm(q), l2norm(k), v, g, beta.sigmoid(), **options)
         out = out * (out.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon).rsqrt()

@@ -133,8 +133,7 @@ def _check_norms(config: TransformerConfig, provider: BackendSpecProvider) -> No
     for name, part in (("layernorm_bias", "LayerNorm has a bias"), ("norm_gain", "norms have a gain")):
         if not getattr(config, name, True):
             raise UserError(
-                f"{name}=False does not work with backend='transformer_engine', whose {part}: "
-                "set model.backend='torch'"
+                f"{name}=False does not work with backend='transformer_engine', whose {part}: set model.backend='torch'"
             )
 
 
@@ -164,9 +163,7 @@ def _with_features(spec: ModuleSpec, config: TransformerConfig, provider: Backen
 
 def _attention(spec: Any, config: TransformerConfig) -> Any:
     if getattr(config, "attn_logit_softcapping", None) is not None or getattr(config, "chunked_attention", False):
-        spec = dataclasses.replace(
-            spec, submodules=dataclasses.replace(spec.submodules, core_attention=TorchAttention)
-        )
+        spec = dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, core_attention=TorchAttention))
     if getattr(config, "qk_norm_across_heads", False):
         spec = dataclasses.replace(spec, module=AcrossHeadsNormAttention)
     if getattr(config, "qk_norm_by_head", False):

@@ -240,9 +240,7 @@ def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
-def layer_spec(
-    config: TransformerConfig, provider: BackendSpecProvider, moe: bool, linear: bool = False
-) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bool, linear: bool = False) -> ModuleSpec:
     """One decoder layer with separate norms, attention, and an MLP or experts (``moe``).
 
     Attention is multi-head or multi-latent, as in ``config``, or a gated delta net (``linear``).

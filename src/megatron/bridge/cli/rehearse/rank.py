@@ -63,9 +63,7 @@ def rehearse_rank(job: Job, rank: int, asked: int | None) -> int:
     """Set up one rank of the job, of ``asked`` processes if given, and print what each part costs."""
     world_size = asked or job.world_size or 1
     if not 0 <= rank < world_size:
-        raise UserError(
-            f"--rehearse-rank {rank}, but the ranks of --world-size {world_size} are 0 to {world_size - 1}"
-        )
+        raise UserError(f"--rehearse-rank {rank}, but the ranks of --world-size {world_size} are 0 to {world_size - 1}")
     config = resolved_config(job, world_size)
     _say(f"rank {rank} of {world_size} of {job.source}: set-up without memory and without other processes")
     _say(f"{'part':<24}{'seconds':>9}{'cpu':>9}{'MB':>9}{'received':>10}")

@@ -8,7 +8,7 @@ terminal shows the summary last.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.activations import sizes_of
@@ -24,14 +24,12 @@ from megatron.bridge.cli.support import rank_diagram
 from megatron.bridge.cli.support.summary import describe, warnings
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.models.flops import local_flops_per_token
+from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.recipes.teachers import teacher_of
+from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.batch_size import BatchSize
 from megatron.bridge.training.inputs import count_rows_here, elsewhere, input_problems, with_vocabulary
 from megatron.bridge.utils.config.origins import DEFAULT, annotated_yaml, leaf_values
-
-if TYPE_CHECKING:
-    from megatron.bridge.models.model_provider import ModelProvider
-    from megatron.bridge.training.config import ConfigContainer
 
 
 @dataclass(frozen=True)

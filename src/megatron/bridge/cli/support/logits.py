@@ -34,9 +34,7 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     if ids.numel():  # without tokenizer files, transformers may make an empty tokenizer
         return ids, tokenizer
     if prompt is not None:
-        raise UserError(
-            f"--prompt needs a tokenizer and {bridge.hf_pretrained.directory} has none: leave --prompt out"
-        )
+        raise UserError(f"--prompt needs a tokenizer and {bridge.hf_pretrained.directory} has none: leave --prompt out")
     console().print(f"no tokenizer: running {RANDOM_TOKENS} random tokens")
     generator = torch.Generator().manual_seed(0)
     words = bridge.hf_config.get_text_config().vocab_size

@@ -2,12 +2,9 @@
 """A text diagram of the parallel layout: which ranks hold which part of the model."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron.bridge.autotune.memory import RankMemory
-
-if TYPE_CHECKING:
-    from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config import ConfigContainer
 
 NODE = 8  # GPUs per node
 

@@ -2,14 +2,11 @@
 """A summary of a config for people, computed from shapes without building a model."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron.bridge.autotune.meta_model import parameter_count
 from megatron.bridge.cli.support import rank_diagram, text_format
 from megatron.bridge.data.config import MockGPTDatasetConfig
-
-if TYPE_CHECKING:
-    from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config import ConfigContainer
 
 __all__ = ["describe", "parameter_count", "warnings"]
 

@@ -100,9 +100,7 @@ class TokenClassificationDatasetConfig(PreferenceDatasetConfig):
     def problems(self) -> list[str]:
         found = super().problems() + _unequal_names(self.label_names, self.num_labels)
         if self.truncation not in ("refuse", "drop", "right"):
-            found.append(
-                f"dataset.truncation={self.truncation}: words are cut at their end, use refuse, drop or right"
-            )
+            found.append(f"dataset.truncation={self.truncation}: words are cut at their end, use refuse, drop or right")
         return found
 
 

@@ -86,9 +86,7 @@ class GlmPatches(QwenPatches):
         from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
         frames, size = self.processor.temporal_patch_size, self.processor.size
-        return smart_resize(
-            *(frames, height, width, frames, self._factor), size["shortest_edge"], size["longest_edge"]
-        )
+        return smart_resize(*(frames, height, width, frames, self._factor), size["shortest_edge"], size["longest_edge"])
 
 
 class Gemma(Expansion):
@@ -100,8 +98,7 @@ class Gemma(Expansion):
         super().__init__(processor, values, hf)
         if values.get("do_pan_and_scan") or getattr(processor, "do_pan_and_scan", None):
             raise UserError(
-                "do_pan_and_scan=True of preprocessor_config.json crops images, which is not supported: set it to "
-                "false"
+                "do_pan_and_scan=True of preprocessor_config.json crops images, which is not supported: set it to false"
             )
         self.placeholder = self.named("boi_token", "<start_of_image>")
 

@@ -22,3 +22,4 @@ class MediaRules:
     root: str  # folder that the paths of images start from and stay in
     min_pixels: int | None = None  # images with fewer pixels are enlarged; None: as the checkpoint says
     max_pixels: int | None = None  # images with more pixels are shrunk; None: as the checkpoint says
+    max_image_tokens: int | None = None  # that a sample may have; None: any number

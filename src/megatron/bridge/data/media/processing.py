@@ -38,6 +38,7 @@ class MediaProcessor:
 
     def __init__(self, rules: MediaRules, hf: "PreTrainedTokenizerBase") -> None:
         self.root = Path(rules.root)
+        self.max_image_tokens = rules.max_image_tokens
         self.decodes = True
         """Whether batches have pixels; only the first pipeline stage needs them."""
         path = rules.processor_path
@@ -69,6 +70,7 @@ class MediaProcessor:
         """A hash of everything that the tokens of an image depend on."""
         values = [self.kind, type(self.hf_processor).__name__, self.hf_processor.to_dict(), str(self.root)]
         values += [self.expansion.values.get(name) for name in ("image_seq_length", "image_seq_len", "patch_size")]
+        values += [] if self.max_image_tokens is None else [self.max_image_tokens]
         text = json.dumps([*values, self.chat_template], sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 

@@ -129,8 +129,7 @@ def _measure(source: str, where: str) -> tuple[int, int]:
         raise _unreadable(source, where, error) from error
     if width * height > MAX_PIXELS:
         raise UserError(
-            f"{where}: the image {shown(source)} has {width}x{height} pixels, more than {MAX_PIXELS:,}: make it "
-            "smaller"
+            f"{where}: the image {shown(source)} has {width}x{height} pixels, more than {MAX_PIXELS:,}: make it smaller"
         )
     return (width, height) if turned else (height, width)
 

@@ -111,9 +111,7 @@ class DocumentEncoder:
         if self._key not in record:
             keys = ", ".join(record) or "none"
             hint = did_you_mean(self._key, record)
-            raise UserError(
-                f"{where}: the key {self._key!r} is missing; name one with --json-key (keys: {keys}){hint}"
-            )
+            raise UserError(f"{where}: the key {self._key!r} is missing; name one with --json-key (keys: {keys}){hint}")
         return expect(record[self._key], "a string", where, repr(self._key))
 
     def _plain_text(self, document: bytes, where: str) -> str:

@@ -49,8 +49,7 @@ def to_html(preview: Preview) -> str:
 def _with_pictures(split: SplitPreview) -> SplitPreview:
     """The split with a mark for the picture in front of each image."""
     samples = [
-        [replace(part, text=PICTURE + part.text) if part.image else part for part in sample]
-        for sample in split.samples
+        [replace(part, text=PICTURE + part.text) if part.image else part for part in sample] for sample in split.samples
     ]
     return replace(split, samples=samples)
 

@@ -212,9 +212,9 @@ class RecordEncoder:
             yield Sample(ids, trained, chat.images)
 
     def _keep(self, draft: Draft, report: EncodingReport) -> bool:
-        most = self.rules.max_image_tokens
+        most = self.media.max_image_tokens if self.media else None
         if most is not None and self._image_tokens(draft.sample) > most:
-            return self._keep_images(draft, report)
+            return self._keep_images(draft, report, most)
         length, limit = len(draft.sample.tokens), self.rules.max_tokens
         if length <= limit:
             return True
@@ -228,14 +228,14 @@ class RecordEncoder:
         report.drop(TOO_LONG, draft.where)
         return False
 
-    def _keep_images(self, draft: Draft, report: EncodingReport) -> bool:
+    def _keep_images(self, draft: Draft, report: EncodingReport, most: int) -> bool:
         """Drop a sample with more images than fit, or refuse it."""
         if self.rules.truncation == "drop":
             report.drop(TOO_MANY_IMAGES, draft.where)
             return False
         raise UserError(
             f"{draft.where}: the images of the sample have {self._image_tokens(draft.sample)} tokens, more than "
-            f"dataset.max_image_tokens={self.rules.max_image_tokens}: increase it, set dataset.max_pixels to a "
+            f"dataset.max_image_tokens={most}: increase it, set dataset.max_pixels to a "
             "smaller value, or dataset.truncation to drop"
         )
 
@@ -342,9 +342,7 @@ def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> Pr
     return lambda record: function(record, given)
 
 
-def expand(
-    rendered: RenderedChat, images: Sequence[ImageReference], media: MediaProcessor, where: str
-) -> RenderedChat:
+def expand(rendered: RenderedChat, images: Sequence[ImageReference], media: MediaProcessor, where: str) -> RenderedChat:
     """``rendered`` with the text of each image in the place of its placeholder; spans move along."""
     pieces = rendered.text.split(media.placeholder)
     if len(pieces) - 1 != len(images):

@@ -28,7 +28,6 @@ class EncodingRules:
     process_example_fn: ProcessExample | None = None
     media: MediaRules | None = None
     """How images are processed; None refuses them."""
-    max_image_tokens: int | None = None
 
     def extended[Rules: EncodingRules](self, kind: type[Rules], **values: Any) -> Rules:
         """These rules as those of a subclass, with ``values`` of its own or in the place of ours."""
@@ -135,7 +134,6 @@ class RecordDatasetConfig(DatasetConfig):
             chat_template_options=self.chat_template_options,
             process_example_fn=self.process_example_fn,
             media=self.media_rules(),
-            max_image_tokens=self.max_image_tokens,
         )
 
     @property
@@ -147,7 +145,8 @@ class RecordDatasetConfig(DatasetConfig):
         """How images are processed; None if there are none."""
         if self.hf_processor_path is None:
             return None
-        return MediaRules(self.hf_processor_path, self.media_folder, self.min_pixels, self.max_pixels)
+        limits = (self.min_pixels, self.max_pixels, self.max_image_tokens)
+        return MediaRules(self.hf_processor_path, self.media_folder, *limits)
 
     def problems(self) -> list[str]:
         found = [

@@ -28,9 +28,7 @@ from megatron.bridge.inference.server.schemas import ChatRequest, CompletionRequ
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 _PAGE = Path(__file__).parent / "page.html"
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-)
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 

@@ -53,9 +53,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
             raise UserError(f"{path} has no tokenizer, which a server needs: give --tokenizer")
         adapters = tuple(options.get("adapters") or ())
         if config.name in adapters:
-            raise UserError(
-                f"--adapters {config.name} is the name of the model itself: choose another, or give --name"
-            )
+            raise UserError(f"--adapters {config.name} is the name of the model itself: choose another, or give --name")
         facts = (hf, max_context, options.get("template"), config.request_seconds, int(time.time()), adapters)
         server = Server(config.name, *facts)
         _Run(server, workers, config, options.get("max_requests", 32)).run(sock)

@@ -386,9 +386,7 @@ class AutoBridge(AdapterCalls):
         plan = self._export_plan(chunks, source)
         yield from buckets.stream(self._bridge, plan, source, cpu=True, tasks=stored.filled(plan.tasks))
 
-    def save_megatron_model(
-        self, model: Chunks, path: str | Path, hf_tokenizer_path: str | Path | None = None
-    ) -> None:
+    def save_megatron_model(self, model: Chunks, path: str | Path, hf_tokenizer_path: str | Path | None = None) -> None:
         """Save the weights of all ranks as a Megatron checkpoint that loads under any parallel layout.
 
         Args:

@@ -76,8 +76,7 @@ class MegatronMappingRegistry:
         width = max((len(m.megatron_param) for m in self._mappings), default=0)
         kinds = max((len(type(m).__name__) for m in self._mappings), default=0)
         return "\n".join(
-            f"{m.megatron_param:<{width}}  {type(m).__name__:<{kinds}}  {', '.join(m.hf_names)}"
-            for m in self._mappings
+            f"{m.megatron_param:<{width}}  {type(m).__name__:<{kinds}}  {', '.join(m.hf_names)}" for m in self._mappings
         )
 
     def __len__(self) -> int:

@@ -53,9 +53,7 @@ def check_parameters(parameters: dict[str, Any]) -> None:
     if kind not in KINDS:
         raise UserError(f"rope_parameters.rope_type={kind!r} is not one of {', '.join(KINDS)}")
     if parameters.get("type", kind) != kind:
-        raise UserError(
-            f"rope_parameters has rope_type={kind!r} and type={parameters['type']!r}: remove the wrong one"
-        )
+        raise UserError(f"rope_parameters has rope_type={kind!r} and type={parameters['type']!r}: remove the wrong one")
     required, optional = KINDS[kind]
     known = required | optional | _COMMON
     for key in sorted(set(parameters) - known):

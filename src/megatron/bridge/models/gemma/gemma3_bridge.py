@@ -10,9 +10,7 @@ from megatron.bridge.models.gemma.gemma2_bridge import Gemma2Bridge
 
 @register_bridge("Gemma3ForCausalLM", model_type="gemma3_text")
 class Gemma3Bridge(Gemma2Bridge):
-    fields = tuple(
-        field for field in override(Gemma2Bridge.fields, LAYER_ROPE) if field.hf != "attn_logit_softcapping"
-    )
+    fields = tuple(field for field in override(Gemma2Bridge.fields, LAYER_ROPE) if field.hf != "attn_logit_softcapping")
     fixed = {**Gemma2Bridge.fixed, "qk_layernorm": True}
     # transformers reads the soft-capping of scores and applies none
     irrelevant = {

@@ -4,11 +4,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.bridge.models.conversion.declare import radio
 from megatron.bridge.models.conversion.declare.vision import VisionBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import register_bridge
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
+from megatron.bridge.models.nemotron import radio_names
 from megatron.bridge.models.vision.provider import VisionHybridModelProvider
 
 
@@ -16,10 +16,10 @@ from megatron.bridge.models.vision.provider import VisionHybridModelProvider
 class NemotronHOmniBridge(VisionBridge):
     texts = {"nemotron_h": "NemotronHForCausalLM"}
     tower = ()
-    names = {"backbone.": radio.LANGUAGE, "lm_head.": "language_model.lm_head."}
-    irrelevant = radio.OF_REMOTE_CODE
-    buffers = (*VisionBridge.buffers, *radio.BUFFERS)
-    extra_weights = radio.WEIGHTS
+    names = {"backbone.": radio_names.LANGUAGE, "lm_head.": "language_model.lm_head."}
+    irrelevant = radio_names.OF_REMOTE_CODE
+    buffers = (*VisionBridge.buffers, *radio_names.BUFFERS)
+    extra_weights = radio_names.WEIGHTS
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         provider = super().provider_bridge(hf_pretrained)
@@ -30,9 +30,9 @@ class NemotronHOmniBridge(VisionBridge):
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
         """Audio, and the tower of a text model that is built without it."""
         if config.vision is not None:
-            return radio.AUDIO if config.vision.get("audio_config") else ()
-        audio = radio.AUDIO if any(name.startswith("sound_") for name in entries) else ()
+            return radio_names.AUDIO if config.vision.get("audio_config") else ()
+        audio = radio_names.AUDIO if any(name.startswith("sound_") for name in entries) else ()
         return ("mlp1.**", "vision_model.**", *audio)
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
-        return radio.as_modules(registry)
+        return radio_names.as_modules(registry)

@@ -21,7 +21,7 @@ afm_4p5b_pretrain_config = pretrain_recipe("arcee-ai/AFM-4.5B-Base", _PRETRAIN)
 apertus_8b_pretrain_config = pretrain_recipe("swiss-ai/Apertus-8B-2509", _PRETRAIN, layout(tp=2))
 """Apertus 8B pretraining, 16 x H100 80GB: 42 GB each, TP2."""
 command_r7b_pretrain_config = pretrain_recipe(COMMAND_R7B, layout(tp=2), seq_length=8192, lr=3e-4)
-"""Command R7B pretraining, 16 x H100 80GB: 53 GB each, TP2."""
+"""Command R 7B pretraining, 16 x H100 80GB: 53 GB each, TP2."""
 command_r_35b_pretrain_config = pretrain_recipe(COMMAND_R_35B, layout(tp=8), seq_length=8192, lr=2e-4)
 """Command R 35B pretraining, 32 x H100 80GB: 53 GB each, TP8."""
 cwm_32b_pretrain_config = pretrain_recipe("facebook/cwm", layout(tp=8), seq_length=8192, lr=2e-4)
@@ -41,7 +41,7 @@ helium_2b_pretrain_config = pretrain_recipe("kyutai/helium-1-preview-2b", _PRETR
 hunyuan_7b_pretrain_config = pretrain_recipe("tencent/Hunyuan-7B-Instruct", _PRETRAIN, layout(tp=2))
 """Hunyuan 7B pretraining, 16 x H100 80GB: 40 GB each, TP2."""
 nanochat_d20_pretrain_config = pretrain_recipe(NANOCHAT_D20, seq_length=2048, micro_batch_size=8, lr=1e-3)
-"""NanoChat d20 (561M) pretraining, 8 x H100 80GB: 25 GB each, no model parallelism."""
+"""NanoChat d20 561M pretraining, 8 x H100 80GB: 25 GB each, no model parallelism."""
 opt_1p3b_pretrain_config = pretrain_recipe("facebook/opt-1.3b", seq_length=2048, micro_batch_size=4, lr=3e-4)
 """OPT 1.3B pretraining, 8 x H100 80GB: 26 GB each, no model parallelism."""
 phi2_2p7b_pretrain_config = pretrain_recipe("microsoft/phi-2", seq_length=2048, lr=3e-4)
@@ -64,7 +64,7 @@ afm_4p5b_finetune_config = finetune_recipe("arcee-ai/AFM-4.5B-Base", lr=1e-5)
 apertus_8b_finetune_config = finetune_recipe("swiss-ai/Apertus-8B-2509", layout(tp=2))
 """Apertus 8B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 command_r7b_finetune_config = finetune_recipe(COMMAND_R7B, layout(tp=2))
-"""Command R7B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
+"""Command R 7B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 command_r_35b_finetune_config = finetune_recipe(COMMAND_R_35B, layout(tp=8))
 """Command R 35B full fine-tuning, 16 x H100 80GB: 59 GB each, TP8."""
 cwm_32b_finetune_config = finetune_recipe("facebook/cwm", layout(tp=8))
@@ -84,7 +84,7 @@ helium_2b_finetune_config = finetune_recipe("kyutai/helium-1-preview-2b", lr=1e-
 hunyuan_7b_finetune_config = finetune_recipe("tencent/Hunyuan-7B-Instruct", layout(tp=2))
 """Hunyuan 7B full fine-tuning, 8 x H100 80GB: 46 GB each, TP2."""
 nanochat_d20_finetune_config = finetune_recipe(NANOCHAT_D20, seq_length=2048, micro_batch_size=4, lr=3e-5)
-"""NanoChat d20 (561M) full fine-tuning, 1 x H100 80GB: 21 GB, no model parallelism."""
+"""NanoChat d20 561M full fine-tuning, 1 x H100 80GB: 21 GB, no model parallelism."""
 opt_1p3b_finetune_config = finetune_recipe("facebook/opt-1.3b", seq_length=2048, micro_batch_size=4, lr=1e-5)
 """OPT 1.3B full fine-tuning, 8 x H100 80GB: 26 GB each, no model parallelism."""
 phi2_2p7b_finetune_config = finetune_recipe("microsoft/phi-2", seq_length=2048, lr=1e-5)

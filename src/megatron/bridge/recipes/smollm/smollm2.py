@@ -9,18 +9,15 @@ from megatron.bridge.recipes.builders import distill_recipe, finetune_recipe, pr
 from megatron.bridge.recipes.sizes import size_of
 
 SMOLLM2_135M = "HuggingFaceTB/SmolLM2-135M"
-SMOLLM2_360M = "HuggingFaceTB/SmolLM2-360M"
 SMOLLM2_1P7B = "HuggingFaceTB/SmolLM2-1.7B"
 
 # Ours: a fifth of the layers, for a student that is as wide as its teacher.
 SMOLLM2_50M = size_of("HuggingFaceTB/SmolLM2-135M", num_hidden_layers=6)
 
-smollm2_135m_pretrain_config = pretrain_recipe(
-    SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4
-)
+smollm2_135m_pretrain_config = pretrain_recipe(SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4)
 """SmolLM2 135M pretraining, 1 x H100 80GB: 28 GB, no model parallelism."""
 smollm2_360m_pretrain_config = pretrain_recipe(
-    SMOLLM2_360M, seq_length=2048, global_batch_size=1024, micro_batch_size=8, lr=3e-3, min_lr=3e-5
+    "HuggingFaceTB/SmolLM2-360M", seq_length=2048, global_batch_size=1024, micro_batch_size=8, lr=3e-3, min_lr=3e-5
 )
 """SmolLM2 360M pretraining, 8 x H100 80GB: 23 GB each, no model parallelism."""
 smollm2_1p7b_pretrain_config = pretrain_recipe(
@@ -37,7 +34,9 @@ The teacher needs 10 GB of these, mostly for its logits.
 
 smollm2_135m_finetune_config = finetune_recipe(SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-4)
 """SmolLM2 135M full fine-tuning, 1 x H100 80GB: 28 GB, no model parallelism."""
-smollm2_360m_finetune_config = finetune_recipe(SMOLLM2_360M, seq_length=2048, micro_batch_size=8, lr=3e-5)
+smollm2_360m_finetune_config = finetune_recipe(
+    "HuggingFaceTB/SmolLM2-360M", seq_length=2048, micro_batch_size=8, lr=3e-5
+)
 """SmolLM2 360M full fine-tuning, 1 x H100 80GB: 26 GB, no model parallelism."""
 smollm2_1p7b_finetune_config = finetune_recipe(SMOLLM2_1P7B, seq_length=2048, micro_batch_size=4, lr=1e-5)
 """SmolLM2 1.7B full fine-tuning, 8 x H100 80GB: 33 GB each, no model parallelism."""

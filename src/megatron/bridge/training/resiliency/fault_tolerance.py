@@ -37,9 +37,7 @@ def connect(config: ConfigContainer) -> "FaultTolerance | None":
         return None
     module = import_optional("nvidia_resiliency_ext.fault_tolerance", "ft", "resiliency")
     if not os.environ.get(SOCKET):
-        raise UserError(
-            "ft is set, but ft_launcher did not start this process: start it with ft_launcher, or unset ft"
-        )
+        raise UserError("ft is set, but ft_launcher did not start this process: start it with ft_launcher, or unset ft")
     return FaultTolerance(config.ft, module.RankMonitorClient(), config.checkpoint.save)
 
 

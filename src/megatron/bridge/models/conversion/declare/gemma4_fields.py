@@ -64,9 +64,7 @@ def _unlike_back(values: tuple[Any, ...], provider: Any) -> dict[str, dict[str, 
 def _shared(count: int, config: Mapping[str, Any]) -> list[int] | None:
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     if not 0 <= count < layers or set(kinds[: layers - count]) != set(kinds):
-        raise UserError(
-            f"num_kv_shared_layers={count} must leave layers of each of layer_types with keys of their own"
-        )
+        raise UserError(f"num_kv_shared_layers={count} must leave layers of each of layer_types with keys of their own")
     return [0] * (layers - count) + [1] * count if count else None
 
 

@@ -106,9 +106,7 @@ def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: His
 
 def history_of(model: nn.Module | Sequence[nn.Module], merge: bool) -> History:
     """What a model in memory tells of what was done to it: which adapters will be merged."""
-    method = next(
-        (found for chunk in model_io.as_chunks(model) if (found := chunk_info(chunk).peft) is not None), None
-    )
+    method = next((found for chunk in model_io.as_chunks(model) if (found := chunk_info(chunk).peft) is not None), None)
     if method is None or not merge:
         return History()
     rank = getattr(method, "dim", None)
@@ -126,7 +124,7 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
     steps = paths.iteration_of(directory) or 0
     described = model_io.has_run_config(directory)
     run = model_io.read_run_config(directory) if described else {}
-    begun, data = run.get("checkpoint") or {}, run.get("dataset") or {}
+    begun, data = (cast(dict[str, Any], run.get(name) or {}) for name in ("checkpoint", "dataset"))
     from_scratch = described and bool(steps)
     from_scratch &= not any(begun.get(key) for key in ("pretrained_checkpoint", "load"))
     losses = model_card.last_losses(directory.parent, steps) if steps else {}
@@ -139,9 +137,7 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
 def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
     """The source's small files beside its weights; a tokenizer's are among them, whatever they are called."""
     files = (source.directory / name for name in source.side_files() if len(name.parts) == 1)
-    return [
-        path for path in files if path.name != model_card.NAME and path.stat().st_size <= _LARGEST_WITH_A_TOKENIZER
-    ]
+    return [path for path in files if path.name != model_card.NAME and path.stat().st_size <= _LARGEST_WITH_A_TOKENIZER]
 
 
 @contextmanager

@@ -94,7 +94,6 @@ def _check_flex_dispatcher(config: RunConfig, findings: Findings) -> None:
     needed, flag = FLEX_BACKENDS[backend]
     if not getattr(fused_a2a, flag, False) or not findings.hardware.cuda:
         findings.lacking(
-            f"model.moe_token_dispatcher_type=flex with moe_flex_dispatcher_backend={backend} needs a GPU and "
-            f"{needed}",
+            f"model.moe_token_dispatcher_type=flex with moe_flex_dispatcher_backend={backend} needs a GPU and {needed}",
             "use alltoall, or such a machine",
         )

@@ -57,9 +57,7 @@ def _needs_of_layers(config: RunConfig) -> dict[str, bool]:
     partial = bool(modules) and "moe" not in modules
     return {
         "model.recompute_granularity=selective or null": config.model.recompute_granularity != "full",
-        **(
-            {} if partial else _capacity(config, "moe_expert_capacity_factor, or cuda_graph_modules without moe", True)
-        ),
+        **({} if partial else _capacity(config, "moe_expert_capacity_factor, or cuda_graph_modules without moe", True)),
     }
 
 

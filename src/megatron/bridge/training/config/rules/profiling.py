@@ -39,9 +39,7 @@ def one_gpu_profiler_at_a_time(config: RunConfig, world_size: int) -> Iterator[s
     if config.nvrx_straggler is not None and config.nvrx_straggler.enabled:
         watchers.append("nvrx_straggler")
     if len(watchers) > 1:
-        yield (
-            f"{' and '.join(watchers)} watch the GPU's kernels, which only one can at a time: leave all but one out"
-        )
+        yield (f"{' and '.join(watchers)} watch the GPU's kernels, which only one can at a time: leave all but one out")
 
 
 def profiles_need_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
