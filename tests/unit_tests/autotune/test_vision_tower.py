@@ -24,7 +24,7 @@ from tests.one_stage import run_stage
 from tests.unit_tests.autotune.test_memory import configured
 
 TOKENS = 1024
-NAMES = ["qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3_vl", "llava", "internvl", "mistral3"]
+NAMES = ["qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3_vl", "llava", "internvl", "mistral3", "paligemma"]
 
 
 def hf_config(name, depth=None):
@@ -70,7 +70,7 @@ def test_attention_of_the_tower_is_as_before():
     assert meta.visual.config._attn_implementation == name
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
+@pytest.mark.parametrize("name", ["smolvlm", "idefics3", "nemotron_h_omni"])
 def test_towers_that_read_their_images_are_not_counted(name):
     meta, _ = towers(name)
     assert tower_counts(meta, dummy_media(meta), TOKENS) == NO_TOWER

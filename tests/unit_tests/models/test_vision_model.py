@@ -73,7 +73,7 @@ def test_a_frozen_tower_keeps_no_activations(vision_case):
     assert ran == [False]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl", "mistral3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl", "mistral3", "nemotron_h_omni"])
 def test_recomputed_layers_give_the_same_gradients(vision_case, name):
     def gradients(recompute):
         bridge, provider = provider_of(vision_case(name), recompute_vision_model=recompute)

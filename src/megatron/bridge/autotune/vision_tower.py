@@ -19,7 +19,7 @@ from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.models.vision.tower import encode
 
 _NAME = "megatron_bridge_counted"
-READ_ON_THE_HOST = ("idefics3", "smolvlm")
+READ_ON_THE_HOST = ("idefics3", "smolvlm", "nemotron_h_omni")
 """Towers whose code reads numbers of the images, which the meta device does not have."""
 
 
