@@ -29,7 +29,7 @@ _REPLACED = {
 }
 _LARGEST_WITH_A_TOKENIZER = 64 << 20
 _OF_RUN = ("report.md", "loss.png")
-# settings of a run's data -> the sizes of images in these files, which an older spelling calls as the settings
+# settings of a run's data, and names in an older spelling of these files -> sizes of images
 _IMAGE_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
@@ -65,9 +65,8 @@ def write(
     for name in source.side_files():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.directory / name, directory / name)
-    for path in (directory / name for name in _PROCESSORS):
-        if history.image_limits and path.is_file():
-            _write_limits(path, history.image_limits)
+    if history.image_limits:
+        _write_limits(directory, history.image_limits)
     _write_config(bridge, provider, source, directory, stored)
     _write_card(source, directory / model_card.NAME, title, history)
 
@@ -87,14 +86,19 @@ def _write_config(
         (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _write_limits(path: Path, limits: Mapping[str, int]) -> None:
-    """The image processor's sizes, as the run had them."""
-    whole: dict[str, Any] = json.loads(path.read_text())
-    values = whole.get("image_processor", whole)
-    for name, limit in limits.items():
-        values["size"] = {**values.get("size", {}), _IMAGE_LIMITS[name]: limit}
-        values |= {name: limit} if name in values else {}
-    path.write_text(json.dumps(whole, indent=2) + "\n")
+def _write_limits(directory: Path, limits: Mapping[str, int]) -> None:
+    """The image processor's sizes, as the run had them; an older spelling goes, which would contradict them."""
+    from transformers import AutoImageProcessor
+
+    size = cast(Any, AutoImageProcessor).from_pretrained(directory).size
+    edges: dict[str, int] = {edge: limits.get(name, size[edge]) for name, edge in _IMAGE_LIMITS.items()}
+    for path in (directory / name for name in _PROCESSORS if (directory / name).is_file()):
+        whole: dict[str, Any] = json.loads(path.read_text())
+        values = whole.get("image_processor", whole)
+        values["size"] = edges
+        for name in _IMAGE_LIMITS:
+            values.pop(name, None)
+        path.write_text(json.dumps(whole, indent=2) + "\n")
 
 
 def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: History) -> None:
