@@ -34,8 +34,7 @@ from megatron.bridge.data.loaders import build_iterators
 from megatron.bridge.data.tokenizer import NullTokenizer, TokenizerConfig
 from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.recipes.llama.llama31 import LLAMA31_8B
-from megatron.bridge.recipes.qwen.qwen3 import QWEN3_8B
+from megatron.bridge.recipes.sizes import size_of
 from megatron.bridge.training.config import (
     CheckpointConfig,
     ConfigContainer,
@@ -48,7 +47,7 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.setup import setup
 
 TINY = {
-    **LLAMA31_8B.numbers,
+    **size_of("meta-llama/Llama-3.1-8B").numbers,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -56,7 +55,11 @@ TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
 }
-SHAPES = {"llama31-8b": LLAMA31_8B.numbers, "qwen3-8b": QWEN3_8B.numbers, "tiny": TINY}
+SHAPES = {
+    "llama31-8b": size_of("meta-llama/Llama-3.1-8B").numbers,
+    "qwen3-8b": size_of("Qwen/Qwen3-8B").numbers,
+    "tiny": TINY,
+}
 LENGTHS = {"mock": 4096, "packed": 2048}
 ROWS = 512
 RANK, RATE = 16, 1e-4

@@ -28,11 +28,10 @@ from typing import Any
 import torch
 from measure import DEVICE, anonymous_memory, table, wait
 
-from megatron.bridge.recipes.llama.llama32 import LLAMA32_1B
-from megatron.bridge.recipes.qwen.qwen3 import QWEN3_600M
+from megatron.bridge.recipes.sizes import size_of
 
 TINY: dict[str, Any] = {
-    **LLAMA32_1B.numbers,
+    **size_of("meta-llama/Llama-3.2-1B").numbers,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -42,8 +41,8 @@ TINY: dict[str, Any] = {
     "vocab_size": 512,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama32-1b": LLAMA32_1B.numbers,
-    "qwen3-0.6b": QWEN3_600M.numbers,
+    "llama32-1b": size_of("meta-llama/Llama-3.2-1B").numbers,
+    "qwen3-0.6b": size_of("Qwen/Qwen3-0.6B").numbers,
     "tiny": TINY,
 }
 COMPILER = "inductor" if DEVICE == "cuda" else "aot_eager"  # without a GPU only to see that it runs
