@@ -16,7 +16,7 @@ from megatron.bridge.autotune.search.search import candidate_of
 from megatron.bridge.autotune.vision_tower import NO_TOWER, _dropped_gradients, _images, tower_counts
 from megatron.bridge.backends.kernels import eager
 from megatron.bridge.models.vision.merge import media_rows
-from megatron.bridge.models.vision.tower import build_tower, dummy_media, encode
+from megatron.bridge.models.vision.tower import build_tower, encode
 from tests.families import harness
 from tests.families.own_models import model_class
 from tests.families.vision.rows import ROWS
@@ -52,8 +52,8 @@ def real(media):
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_those_of_a_real_tower(name):
     meta, tower = towers(name)
-    counts = tower_counts(meta, dummy_media(meta), TOKENS)
-    media = real(_images(meta, dummy_media(meta), TOKENS))
+    counts = tower_counts(meta, TOKENS)
+    media = real(_images(meta, TOKENS))
     with LiveBytes() as live, _dropped_gradients(tower):
         found = encode(tower, media)
         kept = live.now
@@ -66,14 +66,14 @@ def test_counts_are_those_of_a_real_tower(name):
 def test_attention_of_the_tower_is_as_before():
     meta, _ = towers("qwen2_5_vl")
     name = meta.visual.config._attn_implementation
-    tower_counts(meta, dummy_media(meta), 4)
+    tower_counts(meta, 4)
     assert meta.visual.config._attn_implementation == name
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "idefics3", "nemotron_h_omni"])
 def test_towers_that_read_their_images_are_not_counted(name):
     meta, _ = towers(name)
-    assert tower_counts(meta, dummy_media(meta), TOKENS) == NO_TOWER
+    assert tower_counts(meta, TOKENS) == NO_TOWER
 
 
 def run_config(**values):
@@ -102,7 +102,7 @@ def peak(config, stage):
         labels = torch.zeros_like(tokens)
         given = {"position_ids": torch.arange(length).expand(3, 1, -1), "attention_mask": None, "labels": labels}
         given["media_rows"] = media_rows(tokens, model.image_token_id, None)
-        given["media"] = real(_images(chunk.vision, dummy_media(chunk.vision), length))
+        given["media"] = real(_images(chunk.vision, length))
 
         def step(_, chunk):
             output = chunk(input_ids=tokens, **given)

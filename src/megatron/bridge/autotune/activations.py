@@ -55,7 +55,6 @@ from torch import nn
 from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, pipeline_of, short_pipeline
 from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_counts
 from megatron.bridge.models.model_provider import ModelProvider
-from megatron.bridge.models.vision.tower import dummy_media
 from megatron.bridge.training.config import ConfigContainer
 
 _INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
@@ -268,7 +267,7 @@ def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
 def counts_of_tower(chunk: Any, tokens: int) -> TowerCounts:
     """What the vision tower of ``chunk``, on the meta device, keeps and holds for ``tokens`` tokens of images."""
     tower = getattr(chunk, "vision", None)
-    return NO_TOWER if tower is None else tower_counts(tower, dummy_media(tower), tokens)
+    return NO_TOWER if tower is None else tower_counts(tower, tokens)
 
 
 def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:

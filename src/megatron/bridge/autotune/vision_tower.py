@@ -6,7 +6,7 @@ device, and the storages that are alive are counted. Attention keeps what fused 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megatron.bridge.autotune.live_bytes import LiveBytes
-from megatron.bridge.models.vision.tower import encode
+from megatron.bridge.models.vision.tower import dummy_media, encode
 
 _NAME = "megatron_bridge_counted"
 READ_ON_THE_HOST = ("idefics3", "smolvlm", "nemotron_h_omni")
@@ -34,17 +34,16 @@ class TowerCounts:
 NO_TOWER = TowerCounts(0, 0)
 
 
-def tower_counts(tower: Any, dummy: Mapping[str, Tensor], tokens: int) -> TowerCounts:
+def tower_counts(tower: Any, tokens: int) -> TowerCounts:
     """Count what ``tokens`` tokens of images need.
 
     Args:
         tower: What ``build_tower`` made, on the meta device.
-        dummy: ``dummy_media`` of it.
         tokens: Tokens of the decoder that features replace.
     """
     if tower.config.model_type in READ_ON_THE_HOST or not tokens:
         return NO_TOWER
-    media = _images(tower, dummy, tokens)
+    media = _images(tower, tokens)
     with LiveBytes() as live, _HostSizes(), _fused_attention(tower), _dropped_gradients(tower):
         found = encode(tower, media)
         kept = live.now
@@ -54,11 +53,11 @@ def tower_counts(tower: Any, dummy: Mapping[str, Tensor], tokens: int) -> TowerC
     return TowerCounts(round(kept * scale), round((live.peak - kept) * scale))
 
 
-def _images(tower: Any, dummy: Mapping[str, Tensor], tokens: int) -> dict[str, Tensor]:
+def _images(tower: Any, tokens: int) -> dict[str, Tensor]:
     """One image of about ``tokens`` tokens; the smallest one where all images have the same size."""
     dtype, height = next(tower.parameters()).dtype, math.isqrt(tokens)
     width = -(-tokens // height)
-    media = {name: value.cpu() for name, value in dummy.items()}
+    media = {name: value.cpu() for name, value in dummy_media(tower).items()}
     if "image_grid_thw" in media:
         media["image_grid_thw"] = media["image_grid_thw"] * torch.tensor([1, height, width])
         media["pixel_values"] = media["pixel_values"][:1].expand(int(media["image_grid_thw"].prod()), -1)

@@ -120,13 +120,12 @@ def _images(config: "ConfigContainer") -> Iterator[str]:
     vision = getattr(config.model, "vision", None)
     if vision is None:
         return
-    tokens = sizes_of(config).images
     if vision["model_type"] in READ_ON_THE_HOST:
         yield f"not counted: activations of the vision tower, because {vision['model_type']} reads its images"
         return
     yield (
-        f"each rank encodes up to {tokens:,} tokens of images at once: dataset.max_image_tokens limits them, and "
-        "model.recompute_vision_model=true keeps less of each"
+        f"each rank encodes up to {sizes_of(config).images:,} tokens of images at once: dataset.max_image_tokens "
+        "limits them, and model.recompute_vision_model=true keeps less of each"
     )
 
 

@@ -74,4 +74,4 @@ def _rows(
         return PaddingFreeRows(samples, padding, multiple, media)
     if not config.packed:
         return PaddedRows(samples, config.seq_length, padding, media=media)
-    return PackedRows(samples, config.seq_length, padding, multiple, media, config.max_image_tokens)
+    return PackedRows(samples, config.seq_length, padding, multiple, media)

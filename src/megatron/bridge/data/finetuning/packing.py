@@ -2,8 +2,7 @@
 """Packing: which samples share a row, and how a packed row is divided among context-parallel ranks."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,13 +45,13 @@ def pack(
     spaces: list[int] = []  # the keys of rows_with, sorted
     image_space: list[int] = []  # of each row
     for sample, size, wanted in zip(order.tolist(), sizes[order].tolist(), needed[order].tolist(), strict=True):
-        fitting = ((space, row) for space in _from(spaces, size) for row in reversed(rows_with[space]))
-        found = next((each for each in islice(fitting, TRIED_ROWS) if image_space[each[1]] >= wanted), None)
+        found = _best_row(spaces, rows_with, image_space, size, wanted)
         if found is not None:
-            space, row = found
-            rows_with[space].remove(row)
+            place, index = found
+            space = spaces[place]
+            row = rows_with[space].pop(index)
             if not rows_with[space]:
-                del rows_with[space], spaces[bisect_left(spaces, space)]
+                del rows_with[space], spaces[place]
         else:
             space, row = capacity, count
             image_space.append(image_capacity)
@@ -66,9 +65,19 @@ def pack(
     return _members(row_of, count)
 
 
-def _from(ordered: list[int], least: int) -> Iterator[int]:
-    """The entries of a sorted list that are at least ``least``."""
-    return (ordered[place] for place in range(bisect_left(ordered, least), len(ordered)))
+def _best_row(
+    spaces: list[int], rows_with: dict[int, list[int]], image_space: list[int], size: int, wanted: int
+) -> tuple[int, int] | None:
+    """Where the least space that a sample fits in is in ``spaces``, and where a row is among those that have it."""
+    tried = 0
+    for place in range(bisect_left(spaces, size), len(spaces)):
+        rows = rows_with[spaces[place]]
+        for index in reversed(range(len(rows))):
+            if image_space[rows[index]] >= wanted:
+                return place, index
+            if (tried := tried + 1) == TRIED_ROWS:
+                return None
+    return None
 
 
 def _members(row_of: np.ndarray, count: int) -> list[np.ndarray]:

@@ -91,25 +91,19 @@ class PaddingFreeRows(SampleRows):
 class PackedRows(SampleRows):
     """As many samples in each row as fit, so that little padding is needed.
 
-    Attention and positions restart at each sample. ``multiple`` must divide ``seq_length``. A row has at most
-    ``max_image_tokens`` tokens of images; None does not limit them.
+    Attention and positions restart at each sample. ``multiple`` must divide ``seq_length``. A row has at most as many
+    tokens of images as a sample may have.
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        seq_length: int,
-        padding: int,
-        multiple: int = 1,
-        media: MediaProcessor | None = None,
-        max_image_tokens: int | None = None,
+        self, samples: Samples, seq_length: int, padding: int, multiple: int = 1, media: MediaProcessor | None = None
     ) -> None:
         assert seq_length % multiple == 0, (seq_length, multiple)
         super().__init__(samples, seq_length, padding, multiple, media)
-        images = None
-        if media is not None and max_image_tokens is not None:
+        images, most = None, media.max_image_tokens if media else None
+        if media is not None and most is not None:
             images = [sum(map(media.tokens, samples.images_of(index))) for index in range(len(samples))]
-        self.plan = pack(rounded_up(samples.lengths - 1, multiple), seq_length, images, max_image_tokens or 0)
+        self.plan = pack(rounded_up(samples.lengths - 1, multiple), seq_length, images, most or 0)
 
     def __len__(self) -> int:
         return len(self.plan)
