@@ -30,12 +30,14 @@ VOCABULARY = 320
 
 TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
-{% if part['type'] == 'image' %}MARK{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}\
+{% if part['type'] == 'image' %}MARK{% elif part['type'] == 'video' %}FILM\
+{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}\
 {% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 LISTS = """{%- for message in messages %}<|im_start|>{{ message['role'] }}
-{% for part in message['content'] %}{% if part['type'] == 'image' %}MARK{% else %}{{ part['text'] }}{% endif %}\
+{% for part in message['content'] %}{% if part['type'] == 'image' %}MARK{% elif part['type'] == 'video' %}FILM\
+{% else %}{{ part['text'] }}{% endif %}\
 {% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -53,6 +55,7 @@ class Toy:
         processor: class of the composite processor, and its arguments.
         videos: class of the video processor; none if empty.
         audio: class of the feature extractor; none if empty.
+        film: what the template writes for a video.
         named: special tokens that the tokenizer has under a name.
     """
 
@@ -65,6 +68,7 @@ class Toy:
     named: dict[str, str] = field(default_factory=dict)
     template: str = TEMPLATE
     audio: str = ""
+    film: str = "<video>"
 
 
 def _qwen(row: str, processor: str) -> Toy:
@@ -72,14 +76,17 @@ def _qwen(row: str, processor: str) -> Toy:
     images = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": size}
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
     videos = "Qwen3VLVideoProcessor" if row.startswith("qwen3") else "Qwen2VLVideoProcessor"
-    return Toy(row, "<|image_pad|>", mark, ("Qwen2VLImageProcessor", images), (processor, {}), videos)
+    film = mark.replace("image", "video")
+    return Toy(row, "<|image_pad|>", mark, ("Qwen2VLImageProcessor", images), (processor, {}), videos, film=film)
 
 
 def _glm(row: str) -> Toy:
     size = {"shortest_edge": 2 * 8 * 8, "longest_edge": 2 * 8 * 8 * 12}
     images = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": size}
     mark = "<|begin_of_image|><|image|><|end_of_image|>"
-    return Toy(row, "<|image|>", mark, ("Glm4vImageProcessor", images), ("Glm4vProcessor", {}), "Glm4vVideoProcessor")
+    film = mark.replace("image", "video")
+    processors = ("Glm4vImageProcessor", images), ("Glm4vProcessor", {}), "Glm4vVideoProcessor"
+    return Toy(row, "<|image|>", mark, *processors, film=film)
 
 
 def _square(side: int) -> dict[str, int]:
@@ -211,7 +218,7 @@ def make_tokenizer(toy: Toy) -> Any:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         bos_token="<bos>",
-        chat_template=toy.template.replace("MARK", toy.mark) or None,
+        chat_template=toy.template.replace("MARK", toy.mark).replace("FILM", toy.film) or None,
         **({"extra_special_tokens": toy.named} if toy.named else {}),
     )
 
@@ -289,4 +296,20 @@ def picture(folder: Path, name: str, width: int, height: int, seed: int = 0) -> 
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (3, 3, 3), dtype=np.uint8))
     coarse.resize((width, height), Image.Resampling.BICUBIC).save(folder / name)
+    return name
+
+
+def film(folder: Path, name: str, width: int, height: int, *, frames: int, fps: int) -> str:
+    """Write a smooth video, which needs PyAV; returns its name."""
+    import av
+    from PIL import Image
+
+    with av.open(str(folder / name), "w") as container:
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for number in range(frames):
+            picture(folder, "frame.png", width, height, number)
+            frame = av.VideoFrame.from_image(Image.open(folder / "frame.png"))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
     return name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples with images against transformers' composite processors; prints what differs, one line each.
+"""Samples with images and videos against transformers' composite processors; prints what differs, one line each.
 
 Most of those processors need torchvision, which the other tests do not have: this runs in a process of its own.
 """
@@ -15,10 +15,13 @@ import torch
 
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.references import ImageReference, decode
+from megatron.bridge.data.media.videos import SUPPORTED, decode_frames
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+from megatron.bridge.utils.errors import UserError
 from tests import toy_vision
+from tests.families.vision.rows import ROWS
 
 SIZES = [(20, 12), (41, 24), (9, 30)]  # width, height
 ANSWER = "Blue, and a <b> of red."
@@ -84,6 +87,95 @@ def differences(name: str, folder: Path) -> Iterator[str]:
     yield from _other_sizes(name, encoder.media, processor)
 
 
+def films(name: str, folder: Path) -> Iterator[str]:
+    """What differs for videos: a file, a list of images, two videos with an image between them, fewer frames."""
+    from transformers import AutoProcessor
+
+    toy_vision.save(name, folder)
+    first = {"type": "video", "video": toy_vision.film(folder, "first.mp4", 44, 30, frames=14, fps=7)}
+    second = {"type": "video", "video": toy_vision.film(folder, "second.mkv", 24, 40, frames=9, fps=3)}
+    stills = [toy_vision.picture(folder, f"{place}.png", 40, 26, place) for place in range(6)]
+    listed = {"type": "video", "video": stills, "fps": 2}
+    image = {"type": "image", "image": stills[0]}
+    processor = AutoProcessor.from_pretrained(folder)
+    for parts, rules in (
+        ([first], {}),
+        ([listed], {}),
+        ([first], {"fps": 3.5}),
+        ([first, image, second], {}),
+    ):
+        if len(parts) > 1 and name in ("internvl", "smolvlm"):
+            continue  # transformers cannot
+        rules = rules | ({"max_frames": 4} if rules and name not in ("glm4v", "glm4v_moe", "internvl") else {})  # noqa: PLW2901
+        media = MediaRules(str(folder), str(folder), **rules)
+        encoder = RecordEncoder(HuggingFaceTokenizer(str(folder)), EncodingRules(100_000, media=media))
+        case = f"{name} with {len(parts)} {parts[0].get('fps', '')} {rules}"
+        try:
+            yield from _film(encoder, processor, parts, rules, case)
+        except UserError as error:
+            yield f"{case}: {error}"
+
+
+def _film(encoder: RecordEncoder, processor: Any, parts: list[Any], rules: Any, case: str) -> Iterator[str]:
+    question = [*parts, {"type": "text", "text": "What moves?"}]
+    record = {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": ANSWER}]}
+    sample = encoder([("here", record)]).samples[0]
+    expected = composite_sample(encoder, processor, record, rules)
+    for what in _differing(encoder, sample, expected):
+        yield f"{case}: {what}"
+    if encoder.media is not None and encoder.media.has_grids:
+        found = encoder.media.positions(sample.tokens, sample.images)
+        theirs = _positions(encoder.media.kind, expected)
+        if not np.array_equal(found, theirs):
+            yield f"{case}: positions {found[:, -1]}, not {theirs[:, -1]}"
+
+
+def composite_sample(encoder: RecordEncoder, processor: Any, record: Any, rules: Any) -> Any:
+    """What transformers' composite processor makes of a record with one question."""
+    question, answer = (message["content"] for message in record["messages"])
+    bare = [part if "text" in part else {"type": part["type"]} for part in question]
+    turns = [{"role": "user", "content": bare}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+    text = processor.tokenizer.apply_chat_template(turns, tokenize=False)
+    sample = encoder([("here", record)]).samples[0]
+    return processor(text=[text], return_tensors="pt", **_given(encoder, sample, rules))
+
+
+def _given(encoder: RecordEncoder, sample: Any, rules: Any) -> dict[str, Any]:
+    """Images and all frames of videos, among which transformers' processor chooses."""
+    from transformers.video_utils import VideoMetadata
+
+    images = [decode(item) for item in sample.images if isinstance(item, ImageReference)]
+    videos = [item for item in sample.images if not isinstance(item, ImageReference)]
+    metadata = [
+        VideoMetadata(
+            item.frames, item.fps, item.width, item.height, item.frames / item.fps, None, list(range(item.frames))
+        )
+        for item in videos
+    ]
+    options = {**rules, "do_sample_frames": True} if rules else {}
+    if encoder.media is not None and encoder.media.kind == "smolvlm" and rules:
+        options["num_frames"] = options.pop("max_frames")
+    if videos and isinstance(videos[0].source, list):
+        options["do_sample_frames"] = False
+    found = {"videos": [decode_frames(item, range(item.frames)) for item in videos], "video_metadata": metadata}
+    if not videos:
+        found, options = {}, {}
+    return found | ({"images": images} if images else {}) | options
+
+
+def _positions(kind: str, expected: Any) -> Any:
+    """Transformers' positions."""
+    row = ROWS["qwen3_vl" if kind == "qwen3_vl" else kind]
+    import transformers
+
+    model = getattr(transformers, row.model)
+    with torch.device("meta"):
+        whole = model(model.config_class(**row.config)).model
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    given = {name: torch.as_tensor(expected[name]) for name in names if name in expected}
+    return whole.get_rope_index(**given)[0][:, 0].numpy()
+
+
 def _other_sizes(name: str, media: Any, processor: Any) -> Iterator[str]:
     """Sizes whose text differs; no file is needed for it."""
     from PIL import Image
@@ -91,7 +183,7 @@ def _other_sizes(name: str, media: Any, processor: Any) -> Iterator[str]:
     rng = np.random.default_rng(7)
     for width, height in rng.integers(9, 70, (25, 2)).tolist():
         reference = ImageReference("", height, width, "here")
-        given = {"images": [[Image.new("RGB", (width, height))]], "text": [media.placeholder]}
+        given = {"images": [[Image.new("RGB", (width, height))]], "text": [media.placeholder()]}
         expected = processor(add_special_tokens=False, **given)["input_ids"][0]
         if processor.tokenizer(media.text(reference), add_special_tokens=False)["input_ids"] != list(expected):
             yield f"{name}: {width}x{height} has other tokens"
@@ -104,15 +196,29 @@ def _differing(encoder: RecordEncoder, sample: Any, expected: Any) -> Iterator[s
         yield f"ids {encoder.tokenizer.detokenize(sample.tokens)!r}, not {_text(encoder, expected)!r}"
     pixels = media.pixels(sample.images)
     for key, value in pixels.items():
-        theirs = expected[key]
+        theirs = _theirs(media.kind, key, expected)
         if media.kind in ("idefics3", "smolvlm"):
             theirs = theirs[0]
         if value.shape != theirs.shape or not torch.equal(value, torch.as_tensor(theirs)):
             yield f"{key} {list(value.shape)}, not {list(theirs.shape)}"
-    if media.has_grids and sample.images:
+    if media.has_grids and sample.images and "video_grid_thw" not in expected:
         found = [list(media.grid(image) or ()) for image in sample.images]
         if found != expected["image_grid_thw"].tolist():
             yield f"grids {found}"
+
+
+def _theirs(kind: str, key: str, expected: Any) -> Any:
+    """What transformers calls ``key``; frames of a video that are images are under another name there."""
+    if not kind.startswith("glm4v") or "video_grid_thw" not in expected:
+        return expected[key] if key in expected else expected["pixel_values_videos"][0]
+    grids = expected["video_grid_thw"].tolist()
+    split = {
+        "image_grid_thw": [torch.tensor([[1, *grid[1:]]] * grid[0]) for grid in grids],
+        "pixel_values": list(expected["pixel_values_videos"].split([int(np.prod(grid)) for grid in grids])),
+    }[key]
+    if len(grids) > 1:  # an image is between them
+        split.insert(1, expected[key])
+    return torch.cat(split)
 
 
 def _text(encoder: RecordEncoder, expected: Any) -> str:
@@ -124,6 +230,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 for line in (prompts if name.startswith("paligemma") else differences)(name, Path(folder)):
+                    print(line)  # noqa: T201
+                for line in films(name, Path(folder)) if name in SUPPORTED else ():
                     print(line)  # noqa: T201
             except Exception as error:
                 print(f"{name}: {type(error).__name__}: {error}")  # noqa: T201

@@ -13,14 +13,33 @@ from tests.unit_tests.project.tree import ROOT
 BESIDE = ROOT / ".cache/vlm"  # where scripts/extra.sh installs torchvision
 
 
-@pytest.mark.skipif(not BESIDE.is_dir(), reason="no torchvision: run scripts/extra.sh vlm")
-def test_samples_equal_those_of_composite_processors():
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.functional_tests.data.processors_oracle"],
-        env={**os.environ, "PYTHONPATH": str(BESIDE)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+pytestmark = pytest.mark.skipif(not BESIDE.is_dir(), reason="no torchvision: run scripts/extra.sh vlm")
+
+
+def ran_beside(*words):
+    """Output of a process of its own, which has torchvision and PyAV."""
+    env = {**os.environ, "PYTHONPATH": str(BESIDE)}
+    return subprocess.run(
+        [sys.executable, "-m", *words], env=env, cwd=ROOT, capture_output=True, text=True, check=False
     )
+
+
+def test_samples_equal_those_of_composite_processors():
+    ran = ran_beside("tests.functional_tests.data.processors_oracle")
     assert ran.stdout.splitlines() == [f"{name} done" for name in TOYS], ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("qwen2_5_vl", "internvl"), pytest.param(("qwen3_vl", "glm4v", "smolvlm"), marks=pytest.mark.slow)],
+    ids="+".join,
+)
+def test_the_loss_on_videos_is_that_of_transformers(names):
+    ran = ran_beside("tests.functional_tests.data.video_training", *names)
+    found = [line for line in ran.stdout.splitlines() if line.endswith("done") or ", not " in line]
+    assert found == [f"{name} done" for name in names], ran.stderr[-2000:]
+
+
+def test_mistakes_in_videos_are_named():
+    ran = ran_beside("pytest", "-q", "-p", "no:cacheprovider", "tests/functional_tests/data/video_mistakes.py")
+    assert ran.returncode == 0, ran.stdout[-4000:]

@@ -39,7 +39,7 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
             "the batch has images, and the model has no vision tower: train a vision-language model, or remove "
             "the images"
         )
-    rows = _cut(media_rows(batch["tokens"], config.image_token_id, None), batch) if media else None
+    rows = _cut(media_rows(batch["tokens"], config.image_token_id, config.video_token_id), batch) if media else None
     batch = _places(batch, config)
     extra: dict[str, Any] = {}
     if "cu_seqlens" in batch:

@@ -3,6 +3,7 @@
 
 import base64
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +31,11 @@ def folder(tmp_path_factory):
     (found / "broken.png").write_bytes((found / "a.png").read_bytes()[:-60])
     (found / "text.png").write_text("no image")
     toy_vision.picture(found.parent, "outside.png", 9, 9)
+    (found / "link.png").symlink_to(found.parent / "outside.png")
+    os.mkfifo(found / "pipe.png")
+    (found / "empty.png").touch()
+    (found / "drawing.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
+    (found / "page.jpg").write_text("<!doctype html><html>Not found</html>")
     return found
 
 
@@ -191,8 +197,45 @@ MISTAKES = {
     ),
     "a bare part without images": (chat({"type": "image"}, TEXT), ("one image for each",)),
     "both keys": (chat(TEXT, image="a.png", images=["a.png"]), ("both image and images",)),
-    "a video part": (chat({"type": "video", "video": "a.mp4"}), ("video", "remove")),
-    "a video key": (chat(TEXT, videos=["a.mp4"]), ("videos", "remove")),
+    "a video without its package": (chat({"type": "video", "video": "a.png"}), ("PyAV", "vlm")),
+    "frames without their package": (
+        chat({"type": "video", "video": ["a.png", "a.png"], "fps": 1}),
+        ("torchvision", "vlm"),
+    ),
+    "a missing video": (chat({"type": "video", "video": "c.mp4"}), ("c.mp4", "media_root")),
+    "a video without a place": (chat(TEXT, videos=["a.mp4"]), ("1 videos", "<video>")),
+    "frames without a rate": (chat({"type": "video", "video": ["a.png", "a.png"]}), ("fps=None",)),
+    "frames at a text rate": (chat({"type": "video", "video": ["a.png"], "fps": "2"}), ("fps='2'",)),
+    "no frames": (chat({"type": "video", "video": [], "fps": 2}), ("frames", "[]")),
+    "frames of two sizes": (chat({"type": "video", "video": ["a.png", "b.png"], "fps": 1}), ("(9, 30)", "(20, 12)")),
+    "a file with a rate": (chat({"type": "video", "video": "a.mp4", "fps": 2}), ("fps=2", "dataset.fps")),
+    "audio key": (chat(TEXT, audios=["a.wav"]), ("audios", "remove")),
+    "two images in a part": (chat(image(["a.png", "b.png"]), TEXT), ("list",)),
+    "two sources": (chat({"type": "image", "image": "a.png", "url": "b.png"}, TEXT), ("several of", "keep one")),
+    "no source": (chat({"type": "image_url", "image_url": {"detail": "low"}}, TEXT), ("detail",)),
+    "null with a mark": (
+        {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": [None]},
+        ("NoneType",),
+    ),
+    "nested lists": (
+        {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": [["a.png"]]},
+        ("list",),
+    ),
+    "an empty path": (chat(image(""), TEXT), ("path",)),
+    "a path of another system": (chat(image("C:\\pictures\\a.png"), TEXT), ("C:\\pictures\\a.png", "media_root")),
+    "a home path": (chat(image("~/a.png"), TEXT), ("~/a.png", "media_root")),
+    "other capitals": (chat(image("A.PNG"), TEXT), ("A.PNG", "media_root")),
+    "a link outside": (chat(image("link.png"), TEXT), ("link.png", "dataset.media_root")),
+    "a pipe": (chat(image("pipe.png"), TEXT), ("pipe.png", "media_root")),
+    "an empty file": (chat(image("empty.png"), TEXT), ("empty.png", "cannot be read")),
+    "a drawing": (chat(image("drawing.svg"), TEXT), ("drawing.svg", "cannot be read")),
+    "a page instead of a photograph": (chat(image("page.jpg"), TEXT), ("page.jpg", "cannot be read")),
+    "an image of a tool": (
+        {"messages": [{"role": "user", "content": "?"}, {"role": "tool", "content": [image("a.png")]}, ANSWER]},
+        ("role=tool", "user"),
+    ),
+    "a misspelt type": (chat({"type": "imgae", "image": "a.png"}, TEXT), ("imgae", "remove")),
+    "text without text": (chat(image("a.png"), {"type": "text", "content": "What?"}), ("text",)),
     "audio": (chat({"type": "input_audio", "input_audio": {}}), ("audio", "remove")),
     "an unknown part": (chat({"type": "file", "file": {}}), ("file", "remove")),
     "a part that is a string": (chat("What?"), ("str",)),

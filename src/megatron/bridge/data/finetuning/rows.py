@@ -11,17 +11,17 @@ from torch.utils.data import Dataset
 
 from megatron.bridge.data.finetuning.packing import pack, rounded_up
 from megatron.bridge.data.media.processing import MediaProcessor
-from megatron.bridge.data.media.references import ImageReference
+from megatron.bridge.data.media.references import MediaReference
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 
 Row = dict[str, Any]
 
 
 class RowImages(NamedTuple):
-    """The images of a row; they are decoded when a batch is made."""
+    """The images and videos of a row; they are decoded when a batch is made."""
 
     media: MediaProcessor
-    references: list[ImageReference]
+    references: list[MediaReference]
 
 
 class SampleRows(Dataset[Row]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How images are read and processed. This module imports no torch."""
+"""How images and videos are read and processed. This module imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,12 @@ def has_processor(path: str) -> bool:
 
 @dataclass(frozen=True)
 class MediaRules:
-    """How images are read and processed."""
+    """How images and videos are read and processed."""
 
     processor_path: str  # directory or hub id of the checkpoint whose processor is used
     root: str  # folder that the paths of images start from and stay in
     min_pixels: int | None = None  # images with fewer pixels are enlarged; None: as the checkpoint says
     max_pixels: int | None = None  # images with more pixels are shrunk; None: as the checkpoint says
     max_image_tokens: int | None = None  # that a sample may have; None: any number
+    fps: float | None = None  # frames of a second of video that are used; None: as the checkpoint says
+    max_frames: int | None = None  # of a video; None: as the checkpoint says

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as a model takes them: expanded placeholders before tokenizing, pixels when a batch is made.
+"""Images and videos as a model takes them: expanded placeholders before tokenizing, pixels when a batch is made.
 
 Pixels are computed by transformers' image processor of the checkpoint. Its composite processor is not used: it
 would decode images in order to count tokens, and would lose which characters belong to an answer.
@@ -8,6 +8,7 @@ would decode images in order to count tokens, and would lose which characters be
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
 from megatron.bridge.data.media.media_rules import MediaRules
-from megatron.bridge.data.media.positions import IMAGE, TEXT, Positions, mrope_positions
-from megatron.bridge.data.media.references import ImageReference, decode, refer, shown
+from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
+from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
+from megatron.bridge.data.media.videos import VideoProcessor, refer_video
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, one_line
 
@@ -29,7 +31,7 @@ _TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "p
 
 
 class MediaProcessor:
-    """The images of a run.
+    """The images and videos of a run.
 
     Args:
         rules: which processor, and how it is set.
@@ -55,27 +57,41 @@ class MediaProcessor:
         self.expansion = EXPANSIONS[kind](self.hf_processor, values, hf)
         self.chat_template = _chat_template(path) or (None if hf.chat_template else self.expansion.template)
         self.kind = kind
+        self._rules, self._values = rules, values
+        self.token_ids = [self.expansion.token_id, values.get("video_token_id") or self.expansion.token_id]
+        """The tokens whose embeddings features of the tower replace: of images, and of videos."""
 
-    @property
-    def placeholder(self) -> str:
-        """What a chat template writes for an image."""
-        return self.expansion.placeholder
+    @cached_property
+    def videos(self) -> VideoProcessor:
+        """Loaded with the first video, because it needs further packages."""
+        return VideoProcessor(self.kind, self._rules, self._values)
 
-    @property
-    def token_id(self) -> int:
-        """The token whose embedding a feature of the tower replaces."""
-        return self.expansion.token_id
+    def _load_videos(self, where: str) -> None:
+        try:
+            _ = self.videos
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+    def placeholder(self, media: MediaReference | None = None) -> str:
+        """What a chat template writes for a video, or for an image."""
+        return self.videos.placeholder if isinstance(media, VideoReference) else self.expansion.placeholder
 
     def key(self) -> str:
         """A hash of everything that the tokens of an image depend on."""
         values = [self.kind, type(self.hf_processor).__name__, self.hf_processor.to_dict(), str(self.root)]
         values += [self.expansion.values.get(name) for name in ("image_seq_length", "image_seq_len", "patch_size")]
         values += [] if self.max_image_tokens is None else [self.max_image_tokens]
+        rules, own = self._rules, _json(self._rules.processor_path, "video_preprocessor_config.json")
+        videos = (rules.fps, rules.max_frames, own or self.expansion.values.get("video_processor"))
+        values += [videos] if any(videos) else []
         text = json.dumps([*values, self.chat_template], sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
-    def references(self, images: Iterable[Any], where: str) -> list[ImageReference]:
-        found = [refer(image, self.root, where) for image in images]
+    def references(self, named: Iterable[tuple[str, Any]], where: str) -> list[MediaReference]:
+        """References to what a record names: ``image`` or ``video``, and what it says about it."""
+        found = [(refer_video if kind == "video" else refer)(raw, self.root, where) for kind, raw in named]
+        if any(isinstance(item, VideoReference) for item in found):
+            self._load_videos(where)
         limit = self.expansion.images_in_sample
         if limit is not None and len(found) > limit:
             raise UserError(
@@ -84,13 +100,17 @@ class MediaProcessor:
             )
         return found
 
-    def text(self, image: ImageReference) -> str:
-        """What replaces the placeholder of ``image``."""
-        return self._measured(self.expansion.text, image)
+    def text(self, media: MediaReference) -> str:
+        """What replaces the placeholder of ``media``."""
+        if isinstance(media, VideoReference):
+            return self.videos.text(media)
+        return self._measured(self.expansion.text, media)
 
-    def tokens(self, image: ImageReference) -> int:
-        """Tokens of ``image`` that features replace."""
-        return self._measured(self.expansion.count, image)
+    def tokens(self, media: MediaReference) -> int:
+        """Tokens of ``media`` that features replace."""
+        if isinstance(media, VideoReference):
+            return self.videos.tokens(media)
+        return self._measured(self.expansion.count, media)
 
     def grid(self, image: ImageReference) -> Grid | None:
         """Frames, height and width in patches; None where positions have one axis."""
@@ -107,16 +127,34 @@ class MediaProcessor:
         """Whether positions have three axes."""
         return self.expansion.grid(64, 64) is not None
 
-    def positions(self, tokens: np.ndarray, images: Sequence[ImageReference]) -> Positions:
+    def positions(self, tokens: np.ndarray, media: Sequence[MediaReference]) -> Positions:
         """Positions [3, sequence] of the tokens of one sample."""
-        types = np.where(tokens == self.token_id, IMAGE, TEXT)
-        grids: list[Any] = [self.grid(image) for image in images]
-        return mrope_positions(types, grids, merge=self.hf_processor.merge_size)
+        image, video = self.token_ids
+        types = np.where(tokens == image, IMAGE, np.where(tokens == video, VIDEO, TEXT))
+        films = [item for item in media if isinstance(item, VideoReference) and self.videos.has_own_token]
+        images: list[Any] = []
+        for item in media:
+            if isinstance(item, ImageReference):
+                images.append(self.grid(item))
+            elif not self.videos.has_own_token:
+                images += self.videos.grids(item)
+        return mrope_positions(
+            types,
+            images,
+            [self.videos.grids(film)[0] for film in films],
+            merge=self.hf_processor.merge_size,
+            time_steps=[self.videos.time_step(film) for film in films],
+            split_frames=bool(films) and self.videos.splits_frames,
+        )
 
-    def pixels(self, images: Sequence[ImageReference]) -> dict[str, Tensor]:
-        """The tensors of all ``images``, in their order, under the names of transformers' ``get_image_features``."""
-        parts = [self._pixels(image) for image in images]
-        return {name: _joined([part[name] for part in parts]) for name in parts[0]} if parts else {}
+    def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
+        """The tensors of all ``media``, in their order, under the names of transformers' ``get_image_features``.
+
+        Those of videos are under the names of ``get_video_features`` where videos have a token of their own.
+        """
+        parts = [self.videos.pixels(item) if isinstance(item, VideoReference) else self._pixels(item) for item in media]
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: _joined([part[name] for part in parts if name in part]) for name in names}
 
     def _pixels(self, image: ImageReference) -> dict[str, Tensor]:
         decoded = decode(image)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an image is, how large it is, and its pixels.
+"""Where an image or a video is, how large it is, and the pixels of an image.
 
-A record names an image by a path, or holds its bytes. Its size is read from the header of the file, so samples are
+A record names a file by a path, or holds its bytes. Sizes are read from the header of the file, so samples are
 tokenized and packed without decoding a pixel.
 """
 
@@ -21,7 +21,6 @@ MAX_PIXELS = 100_000_000  # an image with more pixels is refused: it would take 
 _DATA, _FILE = "data:", "file://"
 _URLS = ("http://", "https://", "ftp://", "s3://", "gs://")
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF; these swap height and width
-_KEYS = ("image", "path", "url", "bytes")
 
 
 class ImageReference(NamedTuple):
@@ -33,6 +32,20 @@ class ImageReference(NamedTuple):
     where: str  # the record that it belongs to, for messages
 
 
+class VideoReference(NamedTuple):
+    """A video of a sample."""
+
+    source: str | list[str]  # as of an image; of a video that is a list of images, that of each
+    height: int
+    width: int
+    where: str
+    frames: int
+    fps: float
+
+
+MediaReference = ImageReference | VideoReference
+
+
 def refer(raw: Any, root: Path, where: str) -> ImageReference:
     """The reference to an image that a record names, once its size is read.
 
@@ -42,7 +55,7 @@ def refer(raw: Any, root: Path, where: str) -> ImageReference:
         root: the folder that relative paths start from; images outside of it are refused.
         where: the record, for messages.
     """
-    source = _source(raw, root, where)
+    source = source_of(raw, root, where, "image")
     height, width = _measure(source, where)
     return ImageReference(source, height, width, where)
 
@@ -70,27 +83,31 @@ def shown(source: str) -> str:
     return "in the record" if source.startswith(_DATA) else source
 
 
-def _source(raw: Any, root: Path, where: str) -> str:
+def source_of(raw: Any, root: Path, where: str, kind: str) -> str:
+    """A path inside of ``root``, or a ``data:`` URL; ``kind`` is the word for it in messages."""
     if isinstance(raw, Mapping):
-        raw = _named(raw, where)
+        raw = _named(raw, where, kind)
     if isinstance(raw, bytes | bytearray):
         return f"{_DATA};base64,{base64.b64encode(raw).decode()}"
     if hasattr(raw, "save") and hasattr(raw, "getexif"):  # an image of PIL
-        return _source(_png(raw), root, where)
+        return source_of(_png(raw), root, where, kind)
     if not isinstance(raw, str) or not raw:
-        raise UserError(f"{where}: an image is {type(raw).__name__}: give a path, a data: URL, or the bytes of a file")
+        raise UserError(
+            f"{where}: the {kind} is {type(raw).__name__}: give a path, a data: URL, or the bytes of a file"
+        )
     if raw.startswith(_DATA):
         return raw
     if raw.startswith(_URLS):
-        raise UserError(f"{where}: the image {raw} is on the network: download it, and give its path")
-    return str(_inside(raw.removeprefix(_FILE), root, where))
+        raise UserError(f"{where}: the {kind} {raw} is on the network: download it, and give its path")
+    return str(_inside(raw.removeprefix(_FILE), root, where, kind))
 
 
-def _named(raw: Mapping[str, Any], where: str) -> Any:
-    """The value of the first key that says where an image is; tables have both ``bytes`` and ``path``."""
-    found = {key: raw[key] for key in ("bytes", *_KEYS) if raw.get(key) is not None}
+def _named(raw: Mapping[str, Any], where: str, kind: str) -> Any:
+    """The value of the first key that says where the file is; tables have both ``bytes`` and ``path``."""
+    keys = ("bytes", kind, "path", "url")
+    found = {key: raw[key] for key in keys if raw.get(key) is not None}
     if not found:
-        raise UserError(f"{where}: an image has none of {', '.join(_KEYS)} (keys: {', '.join(raw) or 'none'})")
+        raise UserError(f"{where}: the {kind} has none of {', '.join(keys)} (keys: {', '.join(raw) or 'none'})")
     return next(iter(found.values()))
 
 
@@ -100,19 +117,19 @@ def _png(image: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _inside(name: str, root: Path, where: str) -> Path:
+def _inside(name: str, root: Path, where: str, kind: str) -> Path:
     try:
         path, folder = (root / name).resolve(), root.resolve()
     except (OSError, ValueError) as error:  # too long, or with a null byte
-        raise UserError(f"{where}: the image path {name!r} cannot be used: {error}") from error
+        raise UserError(f"{where}: the {kind} path {name!r} cannot be used: {error}") from error
     if not path.is_relative_to(folder):
         raise UserError(
-            f"{where}: the image {name} is outside of dataset.media_root={root}: set dataset.media_root to a "
-            "folder that holds all images"
+            f"{where}: the {kind} {name} is outside of dataset.media_root={root}: set dataset.media_root to a "
+            f"folder that holds all {kind}s"
         )
     if not path.is_file():
         raise UserError(
-            f"{where}: the image {name} is not a file in dataset.media_root={root}: add it, or correct one of both"
+            f"{where}: the {kind} {name} is not a file in dataset.media_root={root}: add it, or correct one of both"
         )
     return path
 
@@ -139,17 +156,20 @@ def _open(source: str, where: str) -> "Image.Image":
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = None
-    return Image.open(io.BytesIO(_bytes(source, where)) if source.startswith(_DATA) else source)
+    return Image.open(file_of(source, where))
 
 
-def _bytes(source: str, where: str) -> bytes:
+def file_of(source: str, where: str) -> str | io.BytesIO:
+    """The path, or the content of a ``data:`` URL."""
+    if not source.startswith(_DATA):
+        return source
     head, _, text = source.partition(",")
     if not head.endswith(";base64"):
-        raise UserError(f"{where}: an image is a data: URL without ;base64, which is not read: encode it in base64")
+        raise UserError(f"{where}: a data: URL without ;base64 is not read: encode it in base64")
     try:
-        return base64.b64decode(text, validate=True)
+        return io.BytesIO(base64.b64decode(text, validate=True))
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where}: an image is a data: URL with damaged base64 ({error}): encode it again") from error
+        raise UserError(f"{where}: a data: URL has damaged base64 ({error}): encode it again") from error
 
 
 def _unreadable(source: str, where: str, error: Exception) -> UserError:

@@ -12,7 +12,7 @@ from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig
 from megatron.bridge.data.finetuning.rows import BlendedRows, EpochRows
 from megatron.bridge.data.loaders import Batch, BatchIterator, BatchShard, DataIterator, Iterators, make_iterator
 from megatron.bridge.data.media.processing import MediaProcessor
-from megatron.bridge.data.media.references import ImageReference
+from megatron.bridge.data.media.references import MediaReference, VideoReference
 from megatron.bridge.data.preview.corpora import CorpusPreview, preview_corpora
 from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.streams import StreamingBatchIterator
@@ -30,7 +30,7 @@ class TextSegment:
     text: str
     tokens: int
     trained: bool
-    image: ImageReference | None = None  # the image that the tokens belong to
+    image: MediaReference | None = None  # the image or video that the tokens belong to
 
 
 @dataclass(frozen=True)
@@ -160,19 +160,21 @@ def segments(sample: Sample, tokenizer: Tokenizer, media: MediaProcessor | None 
     return [_segment(sample, start, stop, images.get((start, stop)), tokenizer) for start, stop in pairwise(bounds)]
 
 
-def _segment(sample: Sample, start: int, stop: int, image: ImageReference | None, tokenizer: Tokenizer) -> TextSegment:
+def _segment(sample: Sample, start: int, stop: int, image: MediaReference | None, tokenizer: Tokenizer) -> TextSegment:
     trained = bool(sample.trained[start])
     if image is None:
         return TextSegment(tokenizer.detokenize(sample.tokens[start:stop].tolist()), stop - start, trained)
-    label = f"[image {image.width}x{image.height} -> {stop - start} tokens]"
+    size = f"{image.width}x{image.height}"
+    name = f"video {size}, {image.frames} frames," if isinstance(image, VideoReference) else f"image {size}"
+    label = f"[{name} -> {stop - start} tokens]"
     return TextSegment(label, stop - start, trained, image)
 
 
-def _image_places(sample: Sample, media: MediaProcessor | None) -> dict[tuple[int, int], ImageReference]:
+def _image_places(sample: Sample, media: MediaProcessor | None) -> dict[tuple[int, int], MediaReference]:
     """From the first token of each image to its last one, with tokens for the ends of rows between them."""
     if media is None or not sample.images:
         return {}
-    places = np.flatnonzero(sample.tokens == media.token_id).tolist()
+    places = np.flatnonzero(np.isin(sample.tokens, media.token_ids)).tolist()
     found, first = {}, 0
     for image in sample.images:
         count = media.tokens(image)

@@ -6,17 +6,24 @@ import io
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron.bridge.data.media.references import ImageReference, decode
+from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode
+from megatron.bridge.data.media.videos import decode_frames
 from megatron.bridge.data.preview.collect import Preview, RankBatch, SplitPreview, TextSegment
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 TRAINED, CONTEXT, IMAGE = "bold green", "dim", "bold cyan"
 BAR = 40  # characters of the longest bar
 PICTURE_WIDTH = 240  # pixels
+FRAMES = 4  # of a video
 PICTURE = "\ue001"  # of a private area: stands for a picture until the page is written
 PAGE_WIDTH = 120  # characters
 PAGE = """<!doctype html>
@@ -54,9 +61,20 @@ def _with_pictures(split: SplitPreview) -> SplitPreview:
     return replace(split, samples=samples)
 
 
-def _picture(image: ImageReference) -> str:
-    """The image as HTML, small enough for a page."""
-    picture, buffer = decode(image), io.BytesIO()
+def _picture(media: MediaReference) -> str:
+    """The image, or some frames of the video, as HTML, small enough for a page."""
+    return "".join(map(_html, [decode(media)] if isinstance(media, ImageReference) else _frames(media)))
+
+
+def _frames(video: VideoReference) -> list["Image.Image"]:
+    from PIL import Image
+
+    numbers = np.linspace(0, video.frames - 1, min(video.frames, FRAMES)).astype(int).tolist()
+    return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in decode_frames(video, numbers)]
+
+
+def _html(picture: "Image.Image") -> str:
+    buffer = io.BytesIO()
     picture.thumbnail((PICTURE_WIDTH, PICTURE_WIDTH))
     picture.save(buffer, format="PNG")
     data = base64.b64encode(buffer.getvalue()).decode()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from megatron.bridge.data.media.references import ImageReference
+from megatron.bridge.data.media.references import MediaReference
 from megatron.bridge.data.records.formats import Chat, Message
 from megatron.bridge.data.records.media_parts import as_parts
 from megatron.bridge.utils.atomic import read_text
@@ -38,7 +38,7 @@ class RenderedChat:
     text: str
     spans: list[Span]  # first character and end of each part that is in the loss, in order
     unused: list[str]  # the fields that the template does not render, one entry for each message that has one
-    images: tuple[ImageReference, ...] = ()  # the images whose placeholders are expanded, in order
+    images: tuple[MediaReference, ...] = ()  # the images and videos whose placeholders are expanded, in order
 
 
 class ChatTemplate:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatron.bridge.data.media.processing import MediaProcessor
-from megatron.bridge.data.media.references import ImageReference
+from megatron.bridge.data.media.references import MediaReference, VideoReference
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
 from megatron.bridge.data.records.formats import (
     INSTEAD_OF_CONTENT,
@@ -23,7 +23,7 @@ from megatron.bridge.data.records.formats import (
     parse,
     unused_keys,
 )
-from megatron.bridge.data.records.media_parts import MARK, text_of
+from megatron.bridge.data.records.media_parts import MARKS, text_of
 from megatron.bridge.data.records.record_config import EncodingRules, ProcessExample
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
@@ -47,7 +47,9 @@ SYSTEMS = "conversations have several system messages"
 UNUSED = "fields that the chat template does not render: {}"
 UNUSED_KEYS = "records have keys that are not used: {}"
 CONTROL = "messages contain a special token as text: the model takes it for one of the template"
-NO_IMAGE = f"messages contain {MARK} as text, in records without images: the model sees no image there"
+NO_IMAGE = (
+    f"messages contain {' or '.join(MARKS.values())} as text, in records without any: the model sees nothing there"
+)
 MOSTLY_IMAGES = "samples consist of images by more than half: dataset.max_pixels makes images smaller"
 
 
@@ -160,15 +162,15 @@ class RecordEncoder:
     def _render(self, where: str, chat: Chat, report: EncodingReport) -> RenderedChat:
         if self.media is None and chat.images:
             raise UserError(
-                f"{where}: the record has images, and the model has no image processor: train a vision-language "
-                f"model, or set dataset.hf_processor_path to the directory of one"
+                f"{where}: the record has images or videos, and the model has no processor for them: train a "
+                f"vision-language model, or set dataset.hf_processor_path to the directory of one"
             )
         train_on = "last" if self.rules.split_turns else self.rules.train_on
         rendered = self.template.render(chat, train_on, where)
         report.notes.update(UNUSED.format(name) for name in rendered.unused)
         if self.media is None:
             return rendered
-        images = self.media.references((image.raw for image in chat.images), where)
+        images = self.media.references(((item.kind, item.raw) for item in chat.images), where)
         return expand(rendered, images, self.media, where)
 
     def _note(self, parsed: ParsedRecord, report: EncodingReport) -> None:
@@ -182,7 +184,9 @@ class RecordEncoder:
         if (pattern := self._special_tokens) is not None:
             report.notes[CONTROL] += sum(bool(pattern.search(text_of(message["content"]))) for message in messages)
         if not parsed.images:
-            report.notes[NO_IMAGE] += sum(MARK in text_of(message["content"]) for message in messages)
+            report.notes[NO_IMAGE] += sum(
+                any(mark in text_of(message["content"]) for mark in MARKS.values()) for message in messages
+            )
         trained = [messages[index] for index in parsed.answers if index not in parsed.excluded]
         report.notes[EMPTY] += sum(
             not text_of(message["content"]) and not any(message.get(key) for key in INSTEAD_OF_CONTENT)
@@ -207,7 +211,7 @@ class RecordEncoder:
                 report.notes[NO_END] += not endings.special(ids[inside])
             trained[:1] = False
             if self.media is not None:
-                trained &= ids != self.media.token_id  # a placeholder is no text to learn
+                trained &= ~np.isin(ids, self.media.token_ids)  # a placeholder is no text to learn
                 self._check_count(ids, chat)
             yield Sample(ids, trained, chat.images)
 
@@ -245,12 +249,12 @@ class RecordEncoder:
     def _check_count(self, ids: np.ndarray, chat: RenderedChat) -> None:
         """Refuse a tokenizer that splits placeholders, or text that contains them."""
         assert self.media is not None
-        found, wanted = int((ids == self.media.token_id).sum()), sum(map(self.media.tokens, chat.images))
+        found, wanted = int(np.isin(ids, self.media.token_ids).sum()), sum(map(self.media.tokens, chat.images))
         if found != wanted:
             where = chat.images[0].where if chat.images else "a record without images"
             raise UserError(
                 f"{where}: the sample has {found} placeholders {self.media.expansion.token} for {wanted} tokens "
-                "of images: remove the placeholder from the text, or use the model's own tokenizer"
+                "of images or videos: remove the placeholder from the text, or use the model's own tokenizer"
             )
 
     def _count_images(self, samples: list[Sample], report: EncodingReport) -> None:
@@ -258,7 +262,9 @@ class RecordEncoder:
             return
         for sample in samples:
             tokens = self._image_tokens(sample)
-            report.images += len(sample.images)
+            videos = sum(isinstance(item, VideoReference) for item in sample.images)
+            report.images += len(sample.images) - videos
+            report.videos += videos
             report.image_tokens += tokens
             report.notes[MOSTLY_IMAGES] += 2 * tokens > len(sample.tokens)
         report.notes = +report.notes
@@ -342,24 +348,26 @@ def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> Pr
     return lambda record: function(record, given)
 
 
-def expand(rendered: RenderedChat, images: Sequence[ImageReference], media: MediaProcessor, where: str) -> RenderedChat:
-    """``rendered`` with the text of each image in the place of its placeholder; spans move along."""
-    pieces = rendered.text.split(media.placeholder)
-    if len(pieces) - 1 != len(images):
+def expand(rendered: RenderedChat, images: Sequence[MediaReference], media: MediaProcessor, where: str) -> RenderedChat:
+    """``rendered`` with the text of each image or video in the place of its placeholder; spans move along."""
+    wanted = [media.placeholder(image) for image in images]
+    marks = dict.fromkeys((media.placeholder(), *wanted))
+    # every other piece is a placeholder
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", rendered.text)
+    found = pieces[1::2]
+    if found != wanted:
         raise UserError(
-            f"{where}: the rendered conversation has {len(pieces) - 1} placeholders {media.placeholder} for "
-            f"{len(images)} images: the chat template must write one for each image, and no text may contain it"
+            f"{where}: the rendered conversation has {len(found)} placeholders {' or '.join(marks)} for {len(wanted)} "
+            "images or videos: the chat template must write one for each in their order, and no text may contain it"
         )
     if not images:
         return rendered
-    texts = [media.text(image) for image in images]
-    joined = [part for pair in zip(pieces, [*texts, ""], strict=True) for part in pair]
-    size = len(media.placeholder)
-    ends = [end + size * number for number, end in enumerate(accumulate(map(len, pieces[:-1])), start=1)]
-    shifts = [0, *accumulate(len(text) - size for text in texts)]
+    pieces[1::2] = texts = [media.text(image) for image in images]
+    ends = [match.end() for match in re.finditer("|".join(map(re.escape, marks)), rendered.text)]
+    shifts = [0, *accumulate(len(text) - len(mark) for text, mark in zip(texts, wanted, strict=True))]
 
     def moved(place: int) -> int:
         return place + shifts[bisect_right(ends, place)]
 
     spans = [(moved(first), moved(last)) for first, last in rendered.spans]
-    return replace(rendered, text="".join(joined), spans=spans, images=tuple(images))
+    return replace(rendered, text="".join(pieces), spans=spans, images=tuple(images))

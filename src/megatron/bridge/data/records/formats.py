@@ -2,15 +2,15 @@
 """The known record formats: one record becomes a conversation, a pair of texts, or a text.
 
 The formats are ``messages`` (OpenAI), ``conversations`` (ShareGPT), ``prompt`` and ``completion`` (texts or lists
-of messages), ``input`` and ``output``, and ``text``. Conversations may have images (``media_parts``). Other keys
-are metadata. A record of two formats, or of none, is refused.
+of messages), ``input`` and ``output``, and ``text``. Conversations may have images and videos (``media_parts``).
+Other keys are metadata. A record of two formats, or of none, is refused.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.bridge.data.records.media_parts import MEDIA_KEYS, PlacedImage, content_part, place_images
+from megatron.bridge.data.records.media_parts import MEDIA_KEYS, PlacedMedium, content_part, place_media
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -57,8 +57,8 @@ class Chat:
     """Index of the first message of the completion; None: the first after the last user message."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as ``enable_thinking``."""
-    images: tuple[PlacedImage, ...] = ()
-    """In the order in which they are rendered. With images, all content is a list of parts."""
+    images: tuple[PlacedMedium, ...] = ()
+    """Images and videos in the order in which they are rendered. With them, all content is a list of parts."""
 
     @property
     def answers(self) -> list[int]:
@@ -89,7 +89,7 @@ class Text:
 
 
 ParsedRecord = Chat | PromptCompletion | Text
-CHAT_KEYS = ("tools", "chat_template_kwargs", "image", "images")
+CHAT_KEYS = ("tools", "chat_template_kwargs", "image", "images", "video", "videos")
 USED_WITH: dict[str, tuple[str, ...]] = {"messages": CHAT_KEYS, "conversations": (*CHAT_KEYS, "system")}
 """Further keys that each format reads."""
 
@@ -121,7 +121,7 @@ def parse(record: Record, where: str) -> ParsedRecord:
 
 
 def _refuse_images(record: Record, name: str, where: str) -> None:
-    """Plain text has no place for an image; a key with another meaning holds no list, bytes or path of one."""
+    """Plain text has no place for media; a key with another meaning holds no list, bytes or path of one."""
     if found := next((key for key in MEDIA_KEYS if isinstance(record.get(key), list | Mapping | bytes)), None):
         raise UserError(f"{where}: {name} with {found} has no place for an image: write messages with image parts")
 
@@ -162,7 +162,7 @@ def _chat(record: Record, messages: Any, where: str, completion: int | None = No
     excluded = frozenset(index for index, message in enumerate(cleaned) if message.pop("weight", 1) == 0)
     options = record.get("chat_template_kwargs") or {}
     expect(options, "an object", where, "chat_template_kwargs")
-    images = tuple(place_images(record, cleaned, where))
+    images = tuple(place_media(record, cleaned, where))
     return Chat(cleaned, _tools(record.get("tools"), where), excluded, completion, dict(options), images)
 
 
@@ -194,7 +194,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _content(content: Any, where: str) -> Any:
-    """The content as a string, to which parts of text are joined; with images, a list of parts."""
+    """The content as a string, to which parts of text are joined; with images or videos, a list of parts."""
     if not isinstance(content, list):
         return expect(content, "a string", where, "content")
     parts = [content_part(part, where) for part in content]

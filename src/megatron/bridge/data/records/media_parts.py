@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in records: as parts of messages, or in a list beside them with a mark where each belongs.
+"""Images and videos in records: as parts of messages, or in lists beside them with a mark where each belongs.
 
-In a conversation with images, content is a list of parts, in which an image is ``{"type": "image"}`` as chat
-templates expect it; what the record says about the images is kept beside it, in the same order.
+In a conversation with media, content is a list of parts, in which an image is ``{"type": "image"}`` as chat
+templates expect it; what the record says about the media is kept beside it, in the same order.
 """
 
 import re
@@ -11,40 +11,46 @@ from typing import Any, NamedTuple
 
 from megatron.bridge.utils.errors import UserError
 
-MARK = "<image>"
+MARKS = {"image": "<image>", "video": "<video>"}
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-_IMAGE_TYPES = ("image", "image_url", "input_image")
-_SOURCES = ("image", "path", "url", "bytes", "image_url")
-_REFUSED = {"video": "videos", "video_url": "videos", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
-_WITH_IMAGES = ("system", "developer", "user")
+_TYPES = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+}
+_SOURCES = {kind: (kind, "path", "url", "bytes", f"{kind}_url") for kind in MARKS}
+_AUDIO = ("audio", "input_audio", "audio_url")
+_WITH_MEDIA = ("system", "developer", "user")
 
 Message = dict[str, Any]
+_Listed = dict[str, Iterator[Any]]  # kind -> what the record lists beside the messages
 
 
-class PlacedImage(NamedTuple):
-    """What a record says about an image, and the message that it is in."""
+class PlacedMedium(NamedTuple):
+    """What a record says about an image or a video, and the message that it is in."""
 
     message: int
+    kind: str  # a key of MARKS
     raw: Any
 
 
-def place_images(record: Mapping[str, Any], messages: list[Message], where: str) -> list[PlacedImage]:
-    """Find the images of a record and put ``{"type": "image"}`` into its messages where each belongs.
+def place_media(record: Mapping[str, Any], messages: list[Message], where: str) -> list[PlacedMedium]:
+    """Find the media of a record and put ``{"type": kind}`` into its messages where each belongs.
 
-    Messages are changed: with images, all content becomes a list of parts; without, it stays as it is.
+    Messages are changed: with media, all content becomes a list of parts; without, it stays as it is.
     """
-    listed = _listed(record, where)
-    given = None if listed is None else iter(listed)
+    lists = {kind: found for kind in MARKS if (found := _listed(record, kind, where)) is not None}
+    given = {kind: iter(found) for kind, found in lists.items()}
     found = [
-        PlacedImage(index, raw)
+        PlacedMedium(index, kind, raw)
         for index, message in enumerate(messages)
-        for raw in _of_message(message, given, listed is not None, f"{where}: message {index + 1}")
+        for kind, raw in _of_message(message, given, f"{where}: message {index + 1}")
     ]
-    if given is not None and (left := len(list(given))):
-        raise UserError(
-            f"{where}: the record has {len(listed or ())} images, {left} of them without a place: write {MARK} "
-            "where each belongs"
-        )
+    for kind, rest in given.items():
+        if left := len(list(rest)):
+            raise UserError(
+                f"{where}: the record has {len(lists[kind])} {kind}s, {left} of them without a place: write "
+                f"{MARKS[kind]} where each belongs"
+            )
     if found:
         for message in messages:
             message["content"] = as_parts(message["content"])
@@ -62,84 +68,97 @@ def text_of(content: Any) -> str:
     return "".join(part.get("text", "") for part in content)
 
 
-def _listed(record: Mapping[str, Any], where: str) -> list[Any] | None:
-    """The images beside the messages; None if the record has no such list."""
-    for key in MEDIA_KEYS:
-        if key not in ("image", "images") and record.get(key):
-            raise UserError(f"{where}: the record has {key}, and only images are supported: remove {key}")
-    keys = [key for key in ("image", "images") if record.get(key) is not None]
+def _listed(record: Mapping[str, Any], kind: str, where: str) -> list[Any] | None:
+    """The media of this kind beside the messages; None if the record has no such list."""
+    if key := next((key for key in ("audio", "audios") if record.get(key)), None):
+        raise UserError(f"{where}: the record has {key}, and only images and videos are supported: remove {key}")
+    keys = [key for key in (kind, f"{kind}s") if record.get(key) is not None]
     if len(keys) > 1:
-        raise UserError(f"{where}: the record has both image and images: keep one")
+        raise UserError(f"{where}: the record has both {kind} and {kind}s: keep one")
     if not keys:
         return None
     found = record[keys[0]]
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
-def _of_message(message: Message, given: Iterator[Any] | None, has_list: bool, where: str) -> list[Any]:
-    """The images of a message, whose content is replaced by parts."""
+def _of_message(message: Message, given: _Listed, where: str) -> list[tuple[str, Any]]:
+    """The media of a message, whose content is replaced by parts."""
     content, found = message["content"], []
     parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        pieces = _split(part["text"]) if part["type"] == "text" and has_list else [part]
-        for piece in pieces:
-            if piece["type"] == "image":
-                found.append(piece["raw"] if piece.get("raw") is not None else _next(given, where))
-                piece = {"type": "image"}  # noqa: PLW2901
+        for piece in _split(part["text"], given) if part["type"] == "text" else [part]:
+            if (kind := piece["type"]) in MARKS:
+                found.append((kind, piece["raw"] if piece.get("raw") is not None else _next(given, kind, where)))
+                piece = {"type": kind}  # noqa: PLW2901
             parts.append(piece)
-    if found and message["role"] not in _WITH_IMAGES:
+    if found and message["role"] not in _WITH_MEDIA:
         raise UserError(
-            f"{where}: an image in a message of role={message['role']}, where no model reads it: move it to a "
-            "message of the user"
+            f"{where}: a message of role={message['role']} has an image or a video, where no model reads it: move it "
+            "to a message of the user"
         )
     if found:
         message["content"] = parts
     return found
 
 
-def _next(given: Iterator[Any] | None, where: str) -> Any:
+def _next(given: _Listed, kind: str, where: str) -> Any:
     missing = object()
-    found = next(given, missing) if given is not None else missing
+    found = next(given.get(kind, iter(())), missing)
     if found is missing:
         raise UserError(
-            f"{where}: there are more places for images than images: give one image for each {MARK} and for each "
-            "image part"
+            f"{where}: there are more places for {kind}s than {kind}s: give one {kind} for each {MARKS[kind]} and for "
+            f"each {kind} part"
         )
     return found
 
 
-def _split(text: str) -> list[dict[str, Any]]:
-    pieces = re.split(f"({re.escape(MARK)})", text)
-    return [{"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces if piece] or [
-        {"type": "text", "text": ""}
-    ]
+def _split(text: str, given: _Listed) -> list[dict[str, Any]]:
+    """The text, and a part for each mark of a kind that the record lists."""
+    marks = {MARKS[kind]: kind for kind in given}
+    pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
+    return [
+        {"type": marks[piece]} if piece in marks else {"type": "text", "text": piece} for piece in pieces if piece
+    ] or [{"type": "text", "text": ""}]
 
 
 def content_part(part: Any, where: str) -> dict[str, Any]:
-    """A part of content: ``text``, or ``image`` with what the record says about it under ``raw``."""
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    """A part of content: ``text``, or a key of ``MARKS`` with what the record says about it under ``raw``."""
+    name = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping):
         # tables fill the keys of other parts with nulls
         part = {key: value for key, value in part.items() if value is not None}
-        untyped = "text" if "text" in part else "image" if any(key in part for key in _SOURCES) else "without type"
-        kind = part.get("type") or untyped
-        if kind == "text" and isinstance(part.get("text"), str):
+        name = part.get("type") or _untyped(part)
+        if name == "text" and isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
-        if kind in _IMAGE_TYPES:
-            return {"type": "image", "raw": _raw(part, where)}
-    if kind in _REFUSED:
-        raise UserError(f"{where}: a content part of type {kind}: {_REFUSED[kind]} are not supported: remove it")
-    raise UserError(f"{where}: a content part of type {kind} is neither text nor an image: remove it")
+        if kind := _TYPES.get(name):
+            return {"type": kind, "raw": _raw(part, kind, where)}
+    if name in _AUDIO:
+        raise UserError(f"{where}: a content part of type {name}: audio is not supported: remove it")
+    raise UserError(f"{where}: a content part of type {name} is neither text nor an image nor a video: remove it")
 
 
-def _raw(part: Mapping[str, Any], where: str) -> Any:
-    """What an image part names; None for a bare one."""
-    found = [part[key] for key in _SOURCES if key in part]
+def _untyped(part: Mapping[str, Any]) -> str:
+    """What a part without ``type`` is."""
+    if "text" in part:
+        return "text"
+    if "video" in part or "video_url" in part:
+        return "video"
+    return "image" if any(key in part for key in _SOURCES["image"]) else "without type"
+
+
+def _raw(part: Mapping[str, Any], kind: str, where: str) -> Any:
+    """What a part names; None for a bare one. Frames of a video have their rate beside them."""
+    names = _SOURCES[kind]
+    found = [part[key] for key in names if key in part]
     if len(found) > 1 and not ("bytes" in part or "path" in part):
-        raise UserError(f"{where}: an image part has several of {', '.join(_SOURCES)}: keep one")
+        raise UserError(f"{where}: a part of type {kind} has several of {', '.join(names)}: keep one")
     if not found:
         return None
     raw = part["bytes"] if "bytes" in part else found[0]
+    if isinstance(raw, list) and kind == "video":
+        return {"frames": raw, "fps": part.get("fps")}
+    if "fps" in part and kind == "video":
+        raise UserError(f"{where}: a video part has fps={part['fps']}, and the file has its own: set dataset.fps")
     if isinstance(raw, Mapping) and "url" in raw:  # OpenAI's {"image_url": {"url": ...}}
         return raw["url"]
     return raw

@@ -170,7 +170,7 @@ def _join_parts(parts: Path, final: Path) -> None:
 
 def _write_arrays(folder: Path, parts: list[Path], report: EncodingReport) -> None:
     _write_pieces(folder, parts, "bounds", {"tokens": np.int32, "trained": np.bool_}, report.samples)
-    if report.images:
+    if report.images or report.videos:
         _write_pieces(folder, parts, "image_bounds", {"images": np.uint8}, report.samples)
 
 
@@ -204,7 +204,7 @@ def _load(folder: Path) -> PreparedSamples:
         tokens, trained = (_mapped(folder / f"{name}.npy", bounds) for name in ("tokens", "trained"))
         report = EncodingReport.from_dict(json.loads((folder / "report.json").read_text()))
         images: list[np.ndarray] = []
-        if report.images:
+        if report.images or report.videos:
             image_bounds = np.load(folder / "image_bounds.npy")
             images = [_mapped(folder / "images.npy", image_bounds), image_bounds]
         return PreparedSamples(Samples(tokens, trained, bounds, *images), report)

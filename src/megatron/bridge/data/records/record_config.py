@@ -95,6 +95,10 @@ class RecordDatasetConfig(DatasetConfig):
     max_image_tokens: int | None = None
     """Tokens of images that a sample, or a packed row, has at most, which bounds the memory of the vision tower. A
     sample with more is treated as one that is too long. None stands for ``seq_length``."""
+    fps: float | None = None
+    """Frames of each second of a video that are used. None leaves it to the video processor."""
+    max_frames: int | None = None
+    """Frames of a video that are used at the most. None leaves it to the video processor."""
 
     @property
     def masks_tokens(self) -> bool:
@@ -145,7 +149,7 @@ class RecordDatasetConfig(DatasetConfig):
         """How images are processed; None if there are none."""
         if self.hf_processor_path is None:
             return None
-        limits = (self.min_pixels, self.max_pixels, self.max_image_tokens)
+        limits = (self.min_pixels, self.max_pixels, self.max_image_tokens, self.fps, self.max_frames)
         return MediaRules(self.hf_processor_path, self.media_folder, *limits)
 
     def problems(self) -> list[str]:
@@ -153,13 +157,15 @@ class RecordDatasetConfig(DatasetConfig):
             *super().problems(),
             *unknown(self, "truncation", get_args(Truncation)),
             *unknown(self, "train_on", get_args(TrainOn)),
-            *too_small(self, "min_pixels", "max_pixels", "max_image_tokens"),
+            *too_small(self, "min_pixels", "max_pixels", "max_image_tokens", "max_frames"),
         ]
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             found.append(
                 f"dataset.min_pixels={self.min_pixels} is more than dataset.max_pixels={self.max_pixels}: change "
                 "one of them"
             )
+        if self.fps is not None and not 0 < self.fps <= 1000:
+            found.append(f"dataset.fps={self.fps}: choose a number of frames per second above 0, at most 1000")
         if self.split_turns and self.train_on != "assistant":
             found.append(
                 f"dataset.split_turns=True trains on one answer of each sample, so "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.bridge.data.media.references import ImageReference
+from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference
 
 
 class Sample(NamedTuple):
@@ -18,7 +18,7 @@ class Sample(NamedTuple):
     tokens: np.ndarray  # all tokens, int32
     # whether each token is in the loss, bool. The first one never is, because nothing predicts it.
     trained: np.ndarray
-    images: tuple[ImageReference, ...] = ()  # in the order of their tokens
+    images: tuple[MediaReference, ...] = ()  # and videos, in the order of their tokens
 
 
 class Samples(Sequence[Sample]):
@@ -28,7 +28,7 @@ class Samples(Sequence[Sample]):
         tokens: int32, the tokens of all samples.
         trained: bool, of the same length.
         bounds: int64, the start of each sample, and the end of the last one.
-        images: uint8, the references to the images of all samples as JSON; None without images.
+        images: uint8, the references to the images and videos of all samples as JSON; None without.
         image_bounds: int64, where those of each sample start, and the end of the last one.
     """
 
@@ -83,11 +83,14 @@ class Samples(Sequence[Sample]):
         part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
         return Sample(self.tokens[part], self.trained[part], self.images_of(index))
 
-    def images_of(self, index: int) -> tuple[ImageReference, ...]:
+    def images_of(self, index: int) -> tuple[MediaReference, ...]:
         start, end = int(self.image_bounds[index]), int(self.image_bounds[index + 1])
         if start == end:
             return ()
-        return tuple(ImageReference(*values) for values in json.loads(self.images[start:end].tobytes()))
+        return tuple(
+            (VideoReference if len(values) > len(ImageReference._fields) else ImageReference)(*values)
+            for values in json.loads(self.images[start:end].tobytes())
+        )
 
     @property
     def lengths(self) -> np.ndarray:
@@ -107,7 +110,8 @@ class EncodingReport:
     tokens: int = 0
     trained: int = 0  # tokens in the loss
     images: int = 0
-    image_tokens: int = 0  # tokens that images are made of
+    videos: int = 0
+    image_tokens: int = 0  # tokens that images and videos are made of
     cut: int = 0  # samples that were shortened
     dropped: Counter[str] = field(default_factory=Counter)
     # reason -> where the first record is that was dropped for it
@@ -152,9 +156,10 @@ class EncodingReport:
         texts = self.formats["Text"]
         if 0 < texts < self.formats.total():
             yield f"{texts:,} records are plain text among conversations or pairs, with all tokens in the loss"
-        if self.images:
+        if media := self.images + self.videos:
+            names = f"{self.images:,} images" + (f" and {self.videos:,} videos" if self.videos else "")
             yield (
-                f"{self.images:,} images, {self.image_tokens / self.images:,.0f} tokens each, "
+                f"{names}, {self.image_tokens / media:,.0f} tokens each, "
                 f"{self.image_tokens / self.tokens:.0%} of all tokens"
             )
         yield from (f"{count:,} {note}" for note, count in self.notes.items())

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The videos of a run: which frames are used, the text in their place, and their pixels.
+
+Transformers' own processor does all of it. To count tokens it runs on the meta device, on a video without pixels.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.bridge.data.media.expansion import Grid
+from megatron.bridge.data.media.media_rules import MediaRules
+from megatron.bridge.data.media.references import (
+    ImageReference,
+    VideoReference,
+    decode,
+    file_of,
+    refer,
+    shown,
+    source_of,
+)
+from megatron.bridge.utils.errors import UserError, one_line
+
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+SUPPORTED = (*_QWEN, "glm4v", "glm4v_moe", "internvl", "smolvlm")
+_EXTRA = "uv pip install 'hf-megatron-bridge[vlm]'"
+MAX_FRAMES = 1_000_000  # a file with more frames is refused
+MAX_PIXELS = 2_000_000_000  # of the frames that are used: more would take more than 6 GB to decode
+
+
+class VideoProcessor:
+    """Transformers' processor of a family, of whose videos the frames are images or have a token of their own.
+
+    Args:
+        kind: ``model_type`` of the family.
+        rules: which processor, and how it is set.
+        values: ``config.json``.
+    """
+
+    def __init__(self, kind: str, rules: MediaRules, values: Any) -> None:
+        self.processor = _load(kind, rules)
+        self.placeholder: str = self.processor.video_token
+        self.has_own_token = kind in _QWEN
+        """Whether other tokens stand for videos than for images; if not, a video is a row of images."""
+        self.splits_frames = kind.startswith("qwen3")
+        self._token: str = self.placeholder if self.has_own_token else self.processor.image_token
+        self._per_second: float | None = values["vision_config"]["tokens_per_second"] if kind == "qwen2_5_vl" else None
+        self._sized: dict[tuple[Any, ...], Any] = {}
+
+    def text(self, video: VideoReference) -> str:
+        return self.processor.replace_video_token(self._without_pixels(video), 0)
+
+    def tokens(self, video: VideoReference) -> int:
+        return self.text(video).count(self._token)
+
+    def grids(self, video: VideoReference) -> list[Grid]:
+        """Frames, height and width in patches, of the video or of each of its frames that is an image."""
+        found = self._without_pixels(video).get("video_grid_thw")
+        if found is None:
+            return []
+        frames, height, width = found[0].tolist()
+        return [(frames, height, width)] if self.has_own_token else [(1, height, width)] * frames
+
+    def time_step(self, video: VideoReference) -> float:
+        """Positions from one frame of the grid to the next."""
+        if self._per_second is None:
+            return 1.0
+        metadata = self._without_pixels(video)["video_metadata"][0]
+        return self._per_second * self.processor.video_processor.temporal_patch_size / metadata.sampled_fps
+
+    def frames(self, video: VideoReference) -> list[int]:
+        """The numbers of the frames that are used."""
+        return [int(number) for number in self._without_pixels(video)["video_metadata"][0].frames_indices]
+
+    def pixels(self, video: VideoReference) -> dict[str, Tensor]:
+        """Tensors of the video under the names of transformers' ``get_video_features``, or of images."""
+        found = self._processed(video, decode_frames(video, self.frames(video)), False)
+        if self.has_own_token:
+            return {name: found[name] for name in ("pixel_values_videos", "video_grid_thw")}
+        if "video_grid_thw" in found:
+            return {"pixel_values": found["pixel_values_videos"], "image_grid_thw": torch.tensor(self.grids(video))}
+        names = {"pixel_values_videos": "pixel_values", "pixel_values": "pixel_values"}
+        names["pixel_attention_mask"] = "pixel_attention_mask"
+        return {names[name]: value[0] for name, value in found.items() if name in names}
+
+    def _without_pixels(self, video: VideoReference) -> Any:
+        """What the processor makes of a video of this size."""
+        listed = isinstance(video.source, list)
+        key = (video.frames, video.fps, video.height, video.width, listed)
+        if key not in self._sized:
+            empty = torch.empty(video.frames, 3, video.height, video.width, dtype=torch.uint8, device="meta")
+            found = self._sized[key] = self._processed(video, empty, False if listed else None)
+            used = len(found["video_metadata"][0].frames_indices)
+            if used * video.height * video.width > MAX_PIXELS:
+                raise UserError(
+                    f"{video.where}: {used:,} frames of {_named(video)} with {video.width}x{video.height} pixels are "
+                    f"more than {MAX_PIXELS:,} pixels: set dataset.fps and dataset.max_frames, or make it smaller"
+                )
+        return self._sized[key]
+
+    def _processed(self, video: VideoReference, frames: Tensor, sample: bool | None) -> Any:
+        """The processor's tensors; ``sample`` None leaves it to the processor whether it chooses among frames."""
+        from transformers.video_utils import VideoMetadata
+
+        metadata = VideoMetadata(
+            video.frames,
+            video.fps,
+            video.width,
+            video.height,
+            video.frames / video.fps,
+            None,
+            list(range(video.frames)),
+        )
+        options = {} if sample is None else {"do_sample_frames": sample}
+        try:
+            return self.processor.video_processor(
+                frames, video_metadata=metadata, return_metadata=True, return_tensors="pt", **options
+            )
+        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+            raise UserError(
+                f"{video.where}: {_named(video)} with {video.frames} frames of {video.width}x{video.height} pixels at "
+                f"{video.fps:g} frames per second cannot be used ({one_line(error)}): change it, or remove the record"
+            ) from error
+
+
+def refer_video(raw: Any, root: Path, where: str) -> VideoReference:
+    """The reference to a video that a record names, once its size is read.
+
+    Args:
+        raw: what ``references.refer`` takes, or ``{"frames": [images], "fps": rate}``.
+        root: the folder that relative paths start from; files outside of it are refused.
+        where: the record, for messages.
+    """
+    if isinstance(raw, dict) and "frames" in raw:
+        return _refer_frames(raw["frames"], raw.get("fps"), root, where)
+    source = source_of(raw, root, where, "video")
+    with _open(source, where) as container:
+        stream = container.streams.video[0]
+        # some containers do not say how many frames they have
+        frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        found = VideoReference(source, stream.height, stream.width, where, frames, float(stream.average_rate or 0))
+    if not 0 < found.frames <= MAX_FRAMES or not found.fps or not found.height:
+        raise UserError(
+            f"{where}: {_named(found)} has {found.frames:,} frames of {found.width}x{found.height} pixels at "
+            f"{found.fps:g} frames per second, which cannot be used: encode it again"
+        )
+    return found
+
+
+def _refer_frames(frames: Any, fps: Any, root: Path, where: str) -> VideoReference:
+    if not isinstance(frames, list) or not frames:
+        raise UserError(f"{where}: the frames of a video are {frames!r}: give a list of images")
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < 1000:
+        raise UserError(f"{where}: a video that is a list of frames has fps={fps!r}: say how many there are per second")
+    images = [refer(frame, root, where) for frame in frames]
+    sizes = sorted({(image.width, image.height) for image in images})
+    if len(sizes) > 1:
+        raise UserError(f"{where}: the frames of a video have the sizes {sizes[0]} and {sizes[1]}: give them one size")
+    first = images[0]
+    return VideoReference([image.source for image in images], *first[1:3], where, len(images), float(fps))
+
+
+def decode_frames(video: VideoReference, numbers: Sequence[int]) -> Tensor:
+    """The frames [numbers, 3, height, width], uint8."""
+    if isinstance(video.source, list):
+        found = {number: _of_image(video, number) for number in set(numbers)}
+    else:
+        found = _decoded(video, set(numbers))
+    if missing := sorted(set(numbers) - set(found)):
+        raise UserError(
+            f"{video.where}: {_named(video)} ends before its frame {missing[0]}, and had {video.frames} when the "
+            "sample was made: restore it, or remove the record"
+        )
+    return torch.from_numpy(np.stack([found[number] for number in numbers])).permute(0, 3, 1, 2)
+
+
+def _of_image(video: VideoReference, number: int) -> np.ndarray:
+    return np.asarray(decode(ImageReference(video.source[number], video.height, video.width, video.where)))
+
+
+def _decoded(video: VideoReference, numbers: set[int]) -> dict[int, np.ndarray]:
+    found: dict[int, np.ndarray] = {}
+    with _open(str(video.source), video.where) as container:
+        for number, frame in enumerate(container.decode(video=0)):
+            if number in numbers:
+                found[number] = frame.to_ndarray(format="rgb24")
+            if number >= max(numbers):
+                break
+    return found
+
+
+class _open:  # noqa: N801 - used as a function
+    """A container of PyAV, whose errors, while it is read, too, are one sentence."""
+
+    def __init__(self, source: str, where: str) -> None:
+        self.source, self.where = source, where
+
+    def __enter__(self) -> Any:
+        av = _av(self.where)
+        try:
+            self._container = av.open(file_of(self.source, self.where))
+        except (OSError, ValueError) as error:
+            raise self._unreadable(error) from error
+        if not self._container.streams.video:
+            self._container.close()
+            raise self._unreadable("it has no pictures")
+        return self._container
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._container.close()
+        if isinstance(error, OSError | ValueError) and not isinstance(error, UserError):
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, reason: Any) -> UserError:
+        return UserError(
+            f"{self.where}: the video {shown(self.source)} cannot be read ({one_line(reason)}): repair it, or remove "
+            "the record"
+        )
+
+
+def _av(where: str) -> Any:
+    try:
+        import av  # pyright: ignore[reportMissingImports] - of an extra
+    except ImportError as error:
+        raise UserError(f"{where}: the record has a video, and PyAV is not installed: {_EXTRA}") from error
+    return av
+
+
+def _named(video: VideoReference) -> str:
+    return "the video" if isinstance(video.source, list) else f"the video {shown(video.source)}"
+
+
+def _load(kind: str, rules: MediaRules) -> Any:
+    """Transformers' composite processor, its video processor set as ``rules`` say."""
+    from transformers import AutoProcessor
+    from transformers.utils import is_torchvision_available
+
+    path = rules.processor_path
+    if kind not in SUPPORTED:
+        raise UserError(f"the records have videos, which {kind} is not supported with, only {', '.join(SUPPORTED)}")
+    if not is_torchvision_available():
+        raise UserError(f"the records have videos, and torchvision is not installed: {_EXTRA}")
+    try:
+        processor: Any = AutoProcessor.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        raise UserError(
+            f"dataset.hf_processor_path={path} has no processor for videos that can be loaded ({one_line(error)}): "
+            "give the directory or hub id of a vision-language model"
+        ) from error
+    _choose_frames(processor.video_processor, rules, "num_frames" if kind == "smolvlm" else "max_frames")
+    return processor
+
+
+def _choose_frames(processor: Any, rules: MediaRules, limit: str) -> None:
+    """Set which frames are used; ``limit`` is what the processor calls their largest number."""
+    if rules.fps is not None:
+        processor.do_sample_frames, processor.fps = True, rules.fps
+        most = (getattr(processor, limit, None) or MAX_FRAMES) if limit == "num_frames" else None
+        processor.num_frames = most  # other processors would take this number of any video
+    if rules.max_frames is None:
+        return
+    if not hasattr(processor, limit):
+        raise UserError(
+            f"dataset.max_frames={rules.max_frames}: {type(processor).__name__} has no such limit: leave it unset"
+        )
+    if not processor.do_sample_frames:
+        raise UserError(
+            f"dataset.max_frames={rules.max_frames}: {type(processor).__name__} of this checkpoint takes all frames: "
+            "set dataset.fps, too"
+        )
+    setattr(processor, limit, rules.max_frames)
