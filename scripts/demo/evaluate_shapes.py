@@ -42,10 +42,10 @@ def answers(directory: Path, records: list[dict[str, Any]], pictures: Path) -> l
 
 def answer(model: Any, tokenizer: Any, media: MediaProcessor, messages: list[dict[str, Any]]) -> str:
     """The most likely answer to a question about one picture."""
-    image = media.references([messages[0]["content"][0]["image"]], "the record")[0]
+    image = media.references([("image", messages[0]["content"][0]["image"])], "the record")[0]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    prompt = tokenizer(text.replace(media.placeholder, media.text(image)), return_tensors="pt")
-    types = (prompt.input_ids == media.token_id).long()
+    prompt = tokenizer(text.replace(media.placeholder(), media.text(image)), return_tensors="pt")
+    types = (prompt.input_ids == media.token_ids[0]).long()
     found = model.generate(
         **prompt, **media.pixels([image]), mm_token_type_ids=types, max_new_tokens=NEW_TOKENS, do_sample=False
     )

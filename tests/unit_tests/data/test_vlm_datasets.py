@@ -22,6 +22,7 @@ from megatron.bridge.data.preview.render import to_html
 from megatron.bridge.data.records.formats import parse
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from megatron.bridge.data.vlm_datasets.hf_provider import MAKERS
+from megatron.bridge.models.vision import media
 from tests import vision_run
 from tests.refusals import refused
 
@@ -85,9 +86,23 @@ def test_packed_rows_have_no_more_images_than_fit(folder, tokenizer):
 
 
 def test_later_stages_get_no_pixels(folder, tokenizer):
-    found = batch(finetuning(folder), tokenizer, decodes_images=False)
+    found = batch(finetuning(folder), tokenizer, image_share=None)
     assert "media" not in found
     assert found["position_ids"].dim() == 3
+
+
+def test_ranks_decode_the_patches_of_their_own_images(folder, tokenizer):
+    whole = batch(finetuning(folder), tokenizer, size=8)["media"]
+    shares = [batch(finetuning(folder), tokenizer, size=8, image_share=(rank, 3))["media"] for rank in range(3)]
+    assert all(share["image_grid_thw"].equal(whole["image_grid_thw"]) for share in shares)
+    costs = media.costs(whole)
+    owners = media.share_out(costs, 3)
+    for rank, share in enumerate(shares):
+        own = [place for place, owner in enumerate(owners) if owner == rank]
+        assert 0 < len(own) < len(costs)
+        for found in (media.select(share, own), media.select(whole, own)):
+            assert found["pixel_values"].equal(share["pixel_values"])
+            assert found["image_grid_thw"].equal(whole["image_grid_thw"][own])
 
 
 def test_workers_decode_the_same_pixels(folder, tokenizer):

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.models.vision.media import share_out
 from megatron.bridge.models.vision.merge import look_ahead, media_rows, prompt_look_ahead
-from megatron.bridge.models.vision.sharing import share_out
 from megatron.bridge.utils.errors import UserError
 from tests.families.harness import read_weights
 from tests.families.own_models import model_class

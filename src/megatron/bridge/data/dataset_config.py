@@ -30,8 +30,9 @@ class DatasetRequest:
     sizes: tuple[int, int, int]
     """Number of samples for training, for all validation runs together, and for testing. 0 builds no dataset."""
     tokenizer: "Tokenizer"
-    decodes_images: bool = True
-    """Whether batches have the pixels of images; only the first pipeline stage needs them."""
+    image_share: tuple[int, int] | None = (0, 1)
+    """This rank, and the number of ranks that share out the images of a batch: it decodes its own. None for batches
+    without pixels, which only the first pipeline stage needs."""
 
 
 class Splits(NamedTuple):

@@ -155,7 +155,7 @@ def collate(samples: list[LocatedSample]) -> tuple[list[int], Batch]:
 def _media(rows: list[Batch]) -> Batch:
     """The tensors of the images, which are decoded here: in a worker or a thread, ahead of the step."""
     found = [row["images"] for row in rows if "images" in row]
-    if not found or not found[0].media.decodes:
+    if not found or found[0].media.share is None:
         return {}
     return {"media": found[0].media.pixels([image for images in found for image in images.references])}
 
@@ -206,7 +206,7 @@ def build_iterators(
     dp_size: int = 1,
     consumed_train: int = 0,
     consumed_valid: int = 0,
-    decodes_images: bool = True,
+    image_share: tuple[int, int] | None = (0, 1),
     vocab_size: int | None = None,
 ) -> Iterators:
     """Build the iterators of one data-parallel rank. All ranks must call this.
@@ -220,14 +220,14 @@ def build_iterators(
         global_batch_size: samples of one optimizer step.
         consumed_train: training samples that all ranks together have already drawn.
         consumed_valid: the same for validation.
-        decodes_images: whether batches have the pixels of images.
+        image_share: see ``DatasetRequest``.
         vocab_size: of the model, whose ids are below it; None checks none.
 
     Raises:
         UserError: the data is missing, damaged or too small.
     """
     assert global_batch_size % (micro_batch_size * dp_size) == 0, (global_batch_size, micro_batch_size, dp_size)
-    request = DatasetRequest(sizes, tokenizer, decodes_images)
+    request = DatasetRequest(sizes, tokenizer, image_share)
     shard = BatchShard(micro_batch_size, global_batch_size, dp_rank, dp_size)
     if isinstance(dataset_config, StreamingDatasetConfig):
         return dataset_config.iterators(request, shard, (consumed_train, consumed_valid))

@@ -230,16 +230,24 @@ def build_data(
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     held_out = config.validation.eval_iters * batch
     sizes = (samples_of(config.train), held_out, held_out)
-    first = True
+    share: tuple[int, int] | None = (0, 1)
     if place is None:
         place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        first = parallel_state.get_pipeline_model_parallel_rank() == 0
+        share = _image_share(config)
     return build_iterators(
         *(config.dataset, tokenizer, sizes, micro, batch, *place),
         consumed_train=consumed,
-        decodes_images=first,  # the vision tower is there
+        image_share=share,
         vocab_size=config.model.vocab_size,
     )
+
+
+def _image_share(config: ConfigContainer) -> tuple[int, int] | None:
+    """The vision tower is on the first stage, where ranks with the same samples share out its images."""
+    if parallel_state.get_pipeline_model_parallel_rank():
+        return None
+    group: Any = parallel_state.get_tensor_and_context_parallel_group()
+    return (group.rank(), group.size()) if getattr(config.model, "share_images", False) else (0, 1)
 
 
 __getattr__ = lazy_names(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetRequest) -> Splits:
     media = media_processor(request.tokenizer, config.encoding_rules())
     if media is not None:
-        media.decodes = request.decodes_images
+        media.share = request.image_share
     return build_datasets(config, request, lambda samples: _rows(config, samples, request.tokenizer, media))
 
 

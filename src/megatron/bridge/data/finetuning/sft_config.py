@@ -85,7 +85,7 @@ class SFTDatasetConfig(RecordDatasetConfig):
 
         self.finalize()
         self.counted = prepared = prepare_split(self, "train", tokenizer)
-        train: Any = self.build(DatasetRequest((1, 0, 0), tokenizer, decodes_images=False)).train
+        train: Any = self.build(DatasetRequest((1, 0, 0), tokenizer, image_share=None)).train
         self.counted = prepared
         return len(train.rows)
 

@@ -7,6 +7,7 @@ would decode images in order to count tokens, and would lose which characters be
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
 from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
 from megatron.bridge.data.media.videos import VideoProcessor, refer_video
+from megatron.bridge.models.vision.media import share_out
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, one_line
 
@@ -41,8 +43,8 @@ class MediaProcessor:
     def __init__(self, rules: MediaRules, hf: "PreTrainedTokenizerBase") -> None:
         self.root = Path(rules.root)
         self.max_image_tokens = rules.max_image_tokens
-        self.decodes = True
-        """Whether batches have pixels; only the first pipeline stage needs them."""
+        self.share: tuple[int, int] | None = (0, 1)
+        """See ``DatasetRequest.image_share``."""
         path = rules.processor_path
         config = _config(path)
         kind = config.get("model_type", "")
@@ -131,17 +133,11 @@ class MediaProcessor:
         """Positions [3, sequence] of the tokens of one sample."""
         image, video = self.token_ids
         types = np.where(tokens == image, IMAGE, np.where(tokens == video, VIDEO, TEXT))
-        films = [item for item in media if isinstance(item, VideoReference) and self.videos.has_own_token]
-        images: list[Any] = []
-        for item in media:
-            if isinstance(item, ImageReference):
-                images.append(self.grid(item))
-            elif not self.videos.has_own_token:
-                images += self.videos.grids(item)
+        films = [item for item in media if isinstance(item, VideoReference) and self._is_film(item)]
         return mrope_positions(
             types,
-            images,
-            [self.videos.grids(film)[0] for film in films],
+            [grid for item in media if not self._is_film(item) for grid in self._grids(item)],
+            [self._grids(film)[0] for film in films],
             merge=self.hf_processor.merge_size,
             time_steps=[self.videos.time_step(film) for film in films],
             split_frames=bool(films) and self.videos.splits_frames,
@@ -150,11 +146,41 @@ class MediaProcessor:
     def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
         """The tensors of all ``media``, in their order, under the names of transformers' ``get_image_features``.
 
-        Those of videos are under the names of ``get_video_features`` where videos have a token of their own.
+        Those of videos are under the names of ``get_video_features`` where videos have a token of their own. Of
+        patches, only those of this rank's share are there.
         """
-        parts = [self.videos.pixels(item) if isinstance(item, VideoReference) else self._pixels(item) for item in media]
+        parts = [self._part(item, own) for item, own in zip(media, self._own(media), strict=True)]
         names = dict.fromkeys(name for part in parts for name in part)
         return {name: _joined([part[name] for part in parts if name in part]) for name in names}
+
+    def _is_film(self, item: MediaReference) -> bool:
+        """Whether it is a video, and not, as such, a row of images."""
+        return isinstance(item, VideoReference) and self.videos.has_own_token
+
+    def _grids(self, item: MediaReference) -> list[Any]:
+        return self.videos.grids(item) if isinstance(item, VideoReference) else [self.grid(item)]
+
+    def _own(self, media: Sequence[MediaReference]) -> list[list[bool]]:
+        """Of each grid whether this rank encodes it: shared out as the tower does it, images before videos."""
+        rank, ranks = self.share or (0, 1)
+        grids = [self._grids(item) if self.has_grids else [] for item in media]
+        order = sorted(range(len(media)), key=lambda place: self._is_film(media[place]))
+        owners = iter(share_out([math.prod(grid) for place in order for grid in grids[place]], ranks))
+        own = {place: [next(owners) == rank for _ in grids[place]] for place in order}
+        return [own[place] for place in range(len(media))]
+
+    def _part(self, item: MediaReference, own: list[bool]) -> dict[str, Tensor]:
+        """The tensors of one image or video; of patches, those of the grids that are this rank's ``own``."""
+        if all(own):
+            return self.videos.pixels(item) if isinstance(item, VideoReference) else self._pixels(item)
+        name, grids = ("video" if self._is_film(item) else "image"), self._grids(item)
+        tensors = {f"{name}_grid_thw": torch.tensor(grids)}
+        if any(own):
+            found = self._part(item, [])
+            pixels = next(name for name in found if name.startswith("pixel_values"))
+            patches = found[pixels].split([math.prod(grid) for grid in grids])
+            tensors[pixels] = torch.cat([part for part, mine in zip(patches, own, strict=True) if mine])
+        return tensors
 
     def _pixels(self, image: ImageReference) -> dict[str, Tensor]:
         decoded = decode(image)

@@ -36,7 +36,7 @@ def costs(media: Media) -> list[int]:
 
 
 def select(media: Media, chosen: Sequence[int]) -> dict[str, Tensor]:
-    """The same tensors of the chosen images only."""
+    """The same tensors of the chosen images only, of which patches may be there alone."""
     grids = _grids(media)
     if grids is None:
         index = torch.tensor(chosen, dtype=torch.long)
@@ -45,11 +45,26 @@ def select(media: Media, chosen: Sequence[int]) -> dict[str, Tensor]:
     picked: dict[str, Tensor] = {}
     for name, value in media.items():
         if name.startswith("pixel_values"):
-            parts = value.split(sizes)
-            picked[name] = torch.cat([parts[index] for index in chosen])
+            alone = len(value) == sum(sizes[index] for index in chosen)
+            parts = value.split(sizes) if not alone else ()
+            picked[name] = value if alone else torch.cat([parts[index] for index in chosen])
         else:
             picked[name] = value[list(chosen)]
     return picked
+
+
+def share_out(costs: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each image: the most expensive first, each to the rank with the least work.
+
+    Example:
+        >>> share_out([1, 5, 2, 3], 2)
+        [0, 0, 1, 1]
+    """
+    work, owners = [0] * ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        owners[index] = min(range(ranks), key=lambda rank: (work[rank], rank))
+        work[owners[index]] += costs[index]
+    return owners
 
 
 def can_share(media: Media) -> bool:

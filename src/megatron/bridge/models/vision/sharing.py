@@ -6,7 +6,6 @@ the backward pass, a tensor-parallel rank has the whole gradient of all features
 its own tokens: summed over the latter, each rank passes on the gradient of the images that it encoded.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ def features(tower: nn.Module, media: Media | None, share: bool, dummy: Media) -
 
     Args:
         tower: what ``build_tower`` made.
-        media: tensors of the images; the same on all ranks that share them.
+        media: tensors of the images; the same on all ranks that share them, but for patches, which may be those of
+            the rank's own images only.
         share: encode a part of the images here; False encodes all of them.
         dummy: tensors of the smallest image, encoded where there is none.
 
@@ -37,7 +37,7 @@ def features(tower: nn.Module, media: Media | None, share: bool, dummy: Media) -
         costs = [cost for kind in kinds for cost in layouts.costs(kind)]
         group: Any = parallel_state.get_tensor_and_context_parallel_group()
         ranks = group.size() if share and all(map(layouts.can_share, kinds)) else 1
-        owners = share_out(costs, ranks)
+        owners = layouts.share_out(costs, ranks)
         own = [index for index, owner in enumerate(owners) if ranks == 1 or owner == group.rank()]
         encoded = _encode(tower, kinds, own)
         spare = encode(tower, _beside(tower, dummy)).rows if trained and not own else None
@@ -55,20 +55,6 @@ def features(tower: nn.Module, media: Media | None, share: bool, dummy: Media) -
 def _beside(tower: nn.Module, media: Media) -> Media:
     device = next(tower.parameters()).device
     return {name: value.to(device) if value.is_floating_point() else value for name, value in media.items()}
-
-
-def share_out(costs: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each image: the most expensive first, each to the rank with the least work.
-
-    Example:
-        >>> share_out([1, 5, 2, 3], 2)
-        [0, 0, 1, 1]
-    """
-    work, owners = [0] * ranks, [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owners[index] = min(range(ranks), key=lambda rank: (work[rank], rank))
-        work[owners[index]] += costs[index]
-    return owners
 
 
 def _encode(tower: nn.Module, kinds: list[Media], own: list[int]) -> list[tuple[Tensor, list[int]]]:
