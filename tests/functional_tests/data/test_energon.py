@@ -5,6 +5,8 @@ import gc
 import io
 import json
 import multiprocessing
+import pathlib
+import pickle
 import shutil
 import subprocess
 import sys
@@ -16,13 +18,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.bridge.data.config import PackedSequenceSpecs
+from megatron.bridge.data.config import FinetuningDatasetConfig, PackedSequenceSpecs
+from megatron.bridge.data.dataset_config import DatasetRequest
 from megatron.bridge.data.energon import EnergonProvider
-from megatron.bridge.data.loaders import build_iterators
+from megatron.bridge.data.finetuning.builder import build_finetuning_datasets
+from megatron.bridge.data.loaders import build_iterators, collate
 from megatron.bridge.data.preview.collect import preview
 from megatron.bridge.data.records.encoding import TOO_LONG
-from megatron.bridge.data.tokenizer import NullTokenizer
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, NullTokenizer
 from megatron.bridge.training.config import CheckpointConfig, ValidationConfig
+from tests import toy_vision
 from tests.pages import blocks
 from tests.refusals import refused
 from tests.toy_run import SEQUENCE, VOCABULARY, run_toy
@@ -41,8 +46,15 @@ needs_energon = pytest.mark.skipif(
 )
 
 
+class Parts(dict):
+    """The parts of a sample."""
+
+
 def write(folder, records, shards=2, part="json"):
-    """A WebDataset of ``records`` with its index: the shards for training, the last one for validation, too."""
+    """A WebDataset of ``records`` with its index: the shards for training, the last one for validation, too.
+
+    A record is an object, bytes, or the parts of a sample by name.
+    """
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
     folder.mkdir()
@@ -50,10 +62,13 @@ def write(folder, records, shards=2, part="json"):
     for name, place in zip(names, np.array_split(np.arange(len(records)), shards), strict=True):
         with tarfile.open(folder / name, "w") as file:
             for number in place.tolist():
-                data = records[number] if isinstance(records[number], bytes) else json.dumps(records[number]).encode()
-                info = tarfile.TarInfo(f"{number:04}.{part}")
-                info.size = len(data)
-                file.addfile(info, io.BytesIO(data))
+                found = records[number]
+                parts = found if isinstance(found, Parts) else {part: found}
+                for ending, content in parts.items():
+                    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+                    info = tarfile.TarInfo(f"{number:04}.{ending}")
+                    info.size = len(data)
+                    file.addfile(info, io.BytesIO(data))
     splits = [("train", "shard_.*"), ("val", names[-1])]
     WebdatasetPreparator.prepare_dataset(folder, names, split_parts_patterns=splits, workers=1)
     (folder / ".nv-meta" / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
@@ -278,3 +293,64 @@ def test_the_preview_shows_what_a_stream_begins_with(folder):
     assert [batch.trained for batch in found.first_batches] == [int(batch["loss_mask"].sum()) for batch in first]
     assert found.texts[0][0].text.split()[0] == str(numbers(first[0])[0])
     assert numbers(next(data.train)) == numbers(next(data.train.replicate())), "nothing was drawn from the run's own"
+
+
+def question(count):
+    """A conversation with ``count`` images whose places are marked."""
+    return {
+        "messages": [
+            {"role": "user", "content": "<image>" * count + "What color?"},
+            {"role": "assistant", "content": f"{count}."},
+        ]
+    }
+
+
+@needs_energon
+@pytest.mark.parametrize("packed", [False, True])
+def test_images_are_parts_of_samples(tmp_path, packed):
+    """Parts of a sample are its images, in their order or as the record names them; pixels are those of files."""
+    toy = toy_vision.save("qwen2_5_vl", tmp_path / "toy")
+    names = [toy_vision.picture(toy, f"{place}.png", 16 + 8 * place, 16, place) for place in range(3)]
+    first, second, third = ((toy / name).read_bytes() for name in names)
+    named = question(2) | {"images": ["b.png", "a.jpg"]}
+    parts = [
+        Parts({"json": question(2), "10.png": second, "9.png": first}),
+        Parts({"json": named, "a.jpg": second, "b.png": first}),
+        Parts({"json": question(1), "0.PNG": third}),
+        Parts({"json": question(0)}),
+    ]
+    write(tmp_path / "wds", parts, shards=1)
+    files = [names[:2], names[:2], names[2:], []]
+    lines = [json.dumps(question(len(each)) | ({"images": each} if each else {})) + "\n" for each in files]
+    (toy / "training.jsonl").write_text("".join(lines))
+    specs = PackedSequenceSpecs(packed_sequence_size=128, pad_seq_to_mult=1) if packed else None
+    common = {"seq_length": 128, "hf_processor_path": str(toy), "packed_sequence_specs": specs}
+    energon = EnergonProvider(
+        path=str(tmp_path / "wds"), shuffle_buffer_size=1, packing_buffer_size=4 if packed else None, **common
+    )
+    tokenizer = HuggingFaceTokenizer(str(toy))
+    rows = build_finetuning_datasets(
+        FinetuningDatasetConfig(dataset_root=str(toy), **common), DatasetRequest((4, 0, 0), tokenizer)
+    ).train.rows
+    count = len(rows)
+    _, expected = collate([(place, rows[place]) for place in range(count)])
+    found = next(build_iterators(energon, tokenizer, (count, 0, 0), count, count).train)
+    for key in ("tokens", "labels", "loss_mask"):
+        assert found[key].reshape(-1).sort().values.equal(expected[key].reshape(-1).sort().values)
+    assert found["position_ids"].dim() == 3
+    patches = [media["pixel_values"].flatten().sort().values for media in (found["media"], expected["media"])]
+    assert patches[0].equal(patches[1])
+    later = build_iterators(energon, tokenizer, (count, 0, 0), count, count, image_share=None).train
+    assert "media" not in next(later)
+
+
+@needs_energon
+def test_a_pickled_part_is_not_executed(tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return (pathlib.Path.touch, (tmp_path / "executed",))
+
+    hostile = Parts({"json": record(1), "pyd": pickle.dumps(Hostile())})
+    folder = write(tmp_path / "wds", [hostile] * 8)
+    assert len(next(batches(provider(folder)))["tokens"]) == 2
+    assert not (tmp_path / "executed").exists()

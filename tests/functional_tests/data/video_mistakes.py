@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Videos that cannot be used are named with their record. Needs torchvision and PyAV, so it runs in its own process."""
 
+import json
 import shutil
 
 import pytest
 
+from megatron.bridge.data.config import FinetuningDatasetConfig
+from megatron.bridge.data.loaders import build_iterators
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.videos import decode_frames
+from megatron.bridge.data.preview.collect import preview
+from megatron.bridge.data.preview.render import to_html
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
@@ -88,3 +93,17 @@ def test_a_family_without_videos_is_named(tmp_path, folder, name):
     shutil.copy(folder / "a.mp4", other)
     with refused("file:3", "qwen2_5_vl"):
         encode(other, film("a.mp4"))
+
+
+def test_the_preview_shows_videos(folder):
+    dataset = FinetuningDatasetConfig(
+        dataset_root=str(folder), seq_length=512, hf_processor_path=str(folder), media_root=str(folder)
+    )
+    record = {"messages": [{"role": "user", "content": [film("a.mp4")]}, {"role": "assistant", "content": "Red."}]}
+    (folder / "training.jsonl").write_text(json.dumps(record) + "\n")
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    data = build_iterators(dataset, tokenizer, (1, 0, 0), 1, 1)
+    found = preview(dataset, data, tokenizer, (1, 1, 1))
+    shown = [part.text for part in found.splits[0].samples[0] if part.image]
+    assert shown == [f"[video 44x30, 8 frames -> {found.splits[0].report.image_tokens} tokens]"]
+    assert to_html(found).count("data:image/png;base64,") == 4  # frames of it

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning on images: parallel runs give the numbers of one process, however samples share rows."""
 
+import json
 import multiprocessing
 import time
 from random import Random
@@ -142,11 +143,13 @@ def test_a_run_that_is_killed_thirty_times_ends_bitwise(folders, tmp_path):
 def test_an_export_has_the_limits_of_images_that_the_run_had(folders, tmp_path):
     folder = folders("qwen2_5_vl")
     checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), save=str(tmp_path / "run"))
-    limits = {"min_pixels": 100, "max_pixels": 640}
+    limits = {"min_pixels": 100, "max_pixels": 640, "fps": 1.5, "max_frames": 64}
     vision_run.run(folder, checkpoint=checkpoint, dataset=limits, train={"train_iters": 1})
     AutoBridge.from_hf_pretrained(folder).export_ckpt(tmp_path / "run", tmp_path / "out", show_progress=False)
     size = AutoImageProcessor.from_pretrained(tmp_path / "out").size
     assert (size["shortest_edge"], size["longest_edge"]) == (100, 640)
+    videos = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
+    assert (videos["fps"], videos["max_frames"], videos["do_sample_frames"]) == (1.5, 64, True)
 
 
 @pytest.mark.parametrize(

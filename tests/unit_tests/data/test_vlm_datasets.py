@@ -178,12 +178,17 @@ ROWS = {
     "medpix": {"image_id": "0.png", "question": "What?", "answer": "A bone."},
     "cord_v2": {"image": "0.png", "ground_truth": json.dumps({"gt_parse": {"total": [{"price": 3}]}})},
     "raven": {"images": ["0.png", "1.png"], "texts": [{"user": "Next?", "assistant": "B"}]},
+    "llava_video_178k": {
+        "video": "NextQA/1.mp4",
+        "conversations": [{"from": "human", "value": "<image>\nWho runs?"}, {"from": "gpt", "value": "A dog."}],
+    },
 }
 ANSWERS = {
     "rdr": "A chair.",
     "medpix": "A bone.",
     "cord_v2": "<s_total><s_price>3</s_price></s_total>",
     "raven": "B",
+    "llava_video_178k": "A dog.",
 }
 
 
@@ -195,7 +200,10 @@ def test_every_maker_has_a_row_here():
 def test_makers_read_rows_of_their_dataset(name):
     parsed = parse(MAKERS[name].record(ROWS[name]), "here")
     assert [message["role"] for message in parsed.messages] == ["user", "assistant"]
-    assert [image.raw for image in parsed.images] == ROWS[name].get("images", ["0.png"])
+    videos = [("video", ROWS[name]["video"])] if "video" in ROWS[name] else []
+    images = [("image", image) for image in ROWS[name].get("images", ["0.png"])]
+    assert [(item.kind, item.raw) for item in parsed.images] == (videos or images)
+    assert "<" not in parsed.messages[0]["content"][-1]["text"]
     assert parsed.messages[1]["content"] == [{"type": "text", "text": ANSWERS[name]}]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig, DatasetRequest, Splits, StreamingDatasetConfig
+from megatron.bridge.data.media.processing import join_media
 from megatron.bridge.data.pretraining.blend import get_blend_and_blend_per_split
 from megatron.bridge.data.samplers import (
     MegatronPretrainingBatchSampler,
@@ -155,7 +156,11 @@ def collate(samples: list[LocatedSample]) -> tuple[list[int], Batch]:
 def _media(rows: list[Batch]) -> Batch:
     """The tensors of the images, which are decoded here: in a worker or a thread, ahead of the step."""
     found = [row["images"] for row in rows if "images" in row]
-    if not found or found[0].media.share is None:
+    if not found:
+        return {}
+    if isinstance(found[0], dict):  # decoded by the process that read them
+        return {"media": join_media(found)}
+    if found[0].media.share is None:
         return {}
     return {"media": found[0].media.pixels([image for images in found for image in images.references])}
 

@@ -19,13 +19,15 @@ INDEX_FOLDER = ".nv-meta"
 # Besides the data itself, the order of samples depends on these fields.
 ORDER = ("seed", "num_workers", "shuffle_buffer_size", "max_samples_per_sequence")
 PACKING = ("packing_buffer_size", "seq_length", "truncation", "train_on", "split_turns")
+PACKING_IMAGES = ("min_pixels", "max_pixels", "max_image_tokens", "fps", "max_frames")
 
 
 @dataclass(kw_only=True)
 class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
     """Records of a dataset that ``energon prepare`` indexed, or of a blend of several.
 
-    A sample has a ``json`` part with a record in one of the fine-tuning formats, or a ``txt`` part with text.
+    A sample has a ``json`` part with a record in one of the fine-tuning formats, or a ``txt`` part with text. Parts
+    that are images or videos (``0.jpg``) are those that the record names, or, without names, all in their order.
     Records are tokenized as they are read. A run resumes at the exact sample at which it was saved, with any
     number of data-parallel ranks that divides ``readers``.
     """
@@ -51,14 +53,13 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
     test_split: str | None = None
     """Name of the test split; None for none."""
 
+    @property
+    def media_folder(self) -> str:
+        return self.media_root or self.path
+
     def problems(self) -> list[str]:
         counts = ("readers", "shuffle_buffer_size", "max_samples_per_sequence", "packing_buffer_size")
         found = [*super().problems(), *too_small(self, *counts)]
-        if self.hf_processor_path is not None:
-            found.append(
-                f"dataset.hf_processor_path={self.hf_processor_path}: images of a WebDataset are not supported: "
-                "leave it unset, or use another dataset"
-            )
         if self.dataloader_type != "single":
             found.append(
                 f"dataset.dataloader_type={self.dataloader_type!r} has no effect on a stream: remove it, and set "
@@ -113,14 +114,14 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
         def batches(split: str, name: str | None, size: int, consumed: int) -> Any:
             if not size or name is None:
                 return None
-            opener = partial(open_reader, self, name, split == "train", request.tokenizer, readers)
+            opener = partial(open_reader, self, name, split == "train", request, readers)
             return StreamingBatchIterator(f"{self.path} ({name})", opener, readers, shard, fingerprint, consumed)
 
         return Iterators(*map(batches, SPLITS, names, request.sizes, (consumed[0], 0, 0)))
 
     def fingerprint(self, readers: int) -> dict[str, Any]:
         """Everything that must be unchanged for a saved position in the data to be valid, by key."""
-        keys = ORDER + (PACKING if self.packed else ())
+        keys = ORDER + (PACKING + PACKING_IMAGES if self.packed else ())
         values = {f"dataset.{key}": getattr(self, key) for key in keys}
         content = _content_hash(Path(self.path)) or self.path  # a folder may be moved
         return values | {"dataset.readers": readers, "content of dataset.path": content}

@@ -2,6 +2,7 @@
 """The only module that imports Megatron Energon."""
 
 import pickle
+import re
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,14 @@ import numpy as np
 import torch
 
 from megatron import energon  # pyright: ignore[reportAttributeAccessIssue] - an optional package
+from megatron.bridge.data.dataset_config import DatasetRequest
 from megatron.bridge.data.finetuning.packing import pack, rounded_up
-from megatron.bridge.data.finetuning.rows import Row, make_row
+from megatron.bridge.data.finetuning.rows import Row, RowImages, make_row, with_images
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.formats import expect
 from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.records.sources import LocatedRecord
-from megatron.bridge.data.tokenizer import Tokenizer
-from megatron.bridge.utils import unpickling
+from megatron.bridge.utils import strict_json, unpickling
 from megatron.bridge.utils.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -25,10 +26,15 @@ if TYPE_CHECKING:
 
 EnergonSample = dict[str, Any]
 JSON, TEXT = ("json", "jsonl"), ("txt", "text")
+MEDIA = {
+    "images": ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"),
+    "videos": ("mp4", "mkv", "webm", "mov", "avi"),
+}
+NAMING = ("image", "images", "image_url", "video", "videos", "video_url", "path", "url")  # keys of a record
 
 
 def open_reader(
-    config: "EnergonProvider", split: str, training: bool, tokenizer: Tokenizer, readers: int, number: int
+    config: "EnergonProvider", split: str, training: bool, request: DatasetRequest, readers: int, number: int
 ) -> "EnergonReader":
     """Open reader ``number`` of ``readers`` on a split. Training data is shuffled and repeats."""
     worker = energon.WorkerConfig(
@@ -43,7 +49,7 @@ def open_reader(
         "worker_config": worker,
         "batch_size": None,
         "packing_buffer_size": config.packing_buffer_size,
-        "task_encoder": RecordTask(config, tokenizer),
+        "task_encoder": RecordTask(config, request),
     }
     name = f"{config.path} ({split})"
     try:
@@ -121,15 +127,20 @@ class RecordTask(energon.DefaultTaskEncoder):
     """Converts records to rows in the process that reads them.
 
     A record that is wrong becomes a row with the field ``problem``: Energon would print the error, and a worker
-    process would wrap it in its stack trace.
+    process would wrap it in its stack trace. Parts stay bytes until they are read here: Energon's own decoder would
+    unpickle some.
     """
 
-    def __init__(self, config: "EnergonProvider", tokenizer: Tokenizer) -> None:
+    decoder = None
+
+    def __init__(self, config: "EnergonProvider", request: DatasetRequest) -> None:
         super().__init__()
         self.cookers = [energon.Cooker(_uncooked)]
         self._config = config
-        self._padding = tokenizer.eod
-        self._encode = RecordEncoder(tokenizer, config.encoding_rules())
+        self._padding = request.tokenizer.eod
+        self._encode = RecordEncoder(request.tokenizer, config.encoding_rules())
+        if (media := self._encode.media) is not None:
+            media.share = request.image_share and (0, 1)  # the images of a batch come from several readers
         self._unreported = EncodingReport()  # of records without samples
 
     @energon.stateless
@@ -141,7 +152,7 @@ class RecordTask(energon.DefaultTaskEncoder):
             encoded = self._encode([_record(parts)])
         except UserError as error:
             empty = EncodingReport().to_dict()
-            yield keys | {"problem": str(error), "tokens": np.zeros(2, np.int32), "report": empty}
+            yield keys | {"problem": str(error), "tokens": np.zeros(2, np.int32), "images": (), "report": empty}
             return
         self._unreported.add(encoded.report)
         for found in encoded.samples:
@@ -152,7 +163,11 @@ class RecordTask(energon.DefaultTaskEncoder):
     def select_samples_to_pack(self, samples: list[EnergonSample]) -> list[list[EnergonSample]]:
         """Pack a buffer of samples by best-fit decreasing."""
         lengths = np.array([len(sample["tokens"]) - 1 for sample in samples])
-        rows = pack(rounded_up(lengths, self._config.sequence_multiple), self._config.seq_length)
+        media, images = self._encode.media, None
+        if media is not None:
+            images = [sum(map(media.tokens, sample["images"])) for sample in samples]
+        most = (media.max_image_tokens if media else None) or sum(images or [0])
+        rows = pack(rounded_up(lengths, self._config.sequence_multiple), self._config.seq_length, images, most)
         return [[samples[place] for place in row.tolist()] for row in rows]
 
     @energon.stateless
@@ -161,7 +176,7 @@ class RecordTask(energon.DefaultTaskEncoder):
         problem = next((sample["problem"] for sample in samples if sample["problem"] is not None), None)
         row = None
         if problem is None:
-            row = self._row([Sample(sample["tokens"], sample["trained"]) for sample in samples])
+            row = self._row([Sample(sample["tokens"], sample["trained"], sample["images"]) for sample in samples])
         report = EncodingReport()
         for sample in samples:
             report.add(EncodingReport.from_dict(sample["report"]))
@@ -171,7 +186,13 @@ class RecordTask(energon.DefaultTaskEncoder):
     def _row(self, samples: list[Sample]) -> Row:
         config = self._config
         seq_length = None if config.padding_free else config.seq_length
-        return make_row(samples, self._padding, config.sequence_multiple, seq_length, config.joins_samples)
+        row = make_row(samples, self._padding, config.sequence_multiple, seq_length, config.joins_samples)
+        media = self._encode.media
+        if media is None:
+            return row
+        row = with_images(row, samples, media)
+        found: RowImages = row.pop("images")  # decoded in the process that reads
+        return row if media.share is None else row | {"images": media.pixels(found.references)}
 
 
 @energon.stateless
@@ -184,9 +205,52 @@ def _record(parts: dict[str, Any]) -> LocatedRecord:
     where = f"{parts.get('__shard__') or 'sample'}: {parts['__key__']}"
     for key in JSON:
         if key in parts:
-            return where, expect(parts[key], "an object", where, key)
+            return where, _with_media(expect(_json(parts[key], where), "an object", where, key), parts)
     for key in TEXT:
         if key in parts:
-            return where, {"text": parts[key]}
+            return where, {"text": _text(parts[key], where)}
     found = ", ".join(key for key in parts if not key.startswith("__")) or "none"
     raise UserError(f"{where}: the sample has no part json or txt (parts: {found}): add one of them")
+
+
+def _text(part: Any, where: str) -> str:
+    try:
+        return part if isinstance(part, str) else part.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: the text is not UTF-8 ({error}): convert it") from error
+
+
+def _json(part: Any, where: str) -> Any:
+    """Lines of a ``.jsonl`` file are parsed already."""
+    if not isinstance(part, bytes | str):
+        return part
+    try:
+        return strict_json.loads(_text(part, where))
+    except ValueError as error:
+        raise UserError(f"{where}: the part json is not valid JSON ({error}): write it again") from error
+
+
+def _with_media(record: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    """``record`` with the bytes of images and videos in the place of the names of their parts."""
+    found = {
+        kind: sorted((name for name in parts if name.rpartition(".")[2].lower() in endings), key=_by_number)
+        for kind, endings in MEDIA.items()
+    }
+    named = _filled(record, {name: parts[name] for names in found.values() for name in names})
+    if named != record:
+        return named
+    listed = {kind: [{"bytes": parts[name]} for name in names] for kind, names in found.items() if names}
+    return listed | record
+
+
+def _by_number(name: str) -> list[Any]:
+    """``10.jpg`` comes after ``9.jpg``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _filled(value: Any, media: dict[str, bytes], key: str = "") -> Any:
+    if isinstance(value, list):
+        return [_filled(item, media, key) for item in value]
+    if isinstance(value, dict):
+        return {name: _filled(item, media, name) for name, item in value.items()}
+    return {"bytes": media[value]} if key in NAMING and value in media else value

@@ -150,8 +150,7 @@ class MediaProcessor:
         patches, only those of this rank's share are there.
         """
         parts = [self._part(item, own) for item, own in zip(media, self._own(media), strict=True)]
-        names = dict.fromkeys(name for part in parts for name in part)
-        return {name: _joined([part[name] for part in parts if name in part]) for name in names}
+        return join_media(parts)
 
     def _is_film(self, item: MediaReference) -> bool:
         """Whether it is a video, and not, as such, a row of images."""
@@ -192,6 +191,12 @@ class MediaProcessor:
         if self.kind in ("idefics3", "smolvlm"):  # [samples, tiles, ...], of one sample
             tensors = {name: value[0] for name, value in tensors.items()}
         return tensors
+
+
+def join_media(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of several images or videos, one after another."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _joined([part[name] for part in parts if name in part]) for name in names}
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -165,7 +165,7 @@ def _segment(sample: Sample, start: int, stop: int, image: MediaReference | None
     if image is None:
         return TextSegment(tokenizer.detokenize(sample.tokens[start:stop].tolist()), stop - start, trained)
     size = f"{image.width}x{image.height}"
-    name = f"video {size}, {image.frames} frames," if isinstance(image, VideoReference) else f"image {size}"
+    name = f"video {size}, {image.frames} frames" if isinstance(image, VideoReference) else f"image {size}"
     label = f"[{name} -> {stop - start} tokens]"
     return TextSegment(label, stop - start, trained, image)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Well-known datasets with images on the Hugging Face hub, by name."""
+"""Well-known datasets with images or videos on the Hugging Face hub, by name."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from megatron.bridge.data.records.sources import HubSource
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 _PREFIX, _SUFFIX = "make_", "_dataset"
+_ROLES = {"human": "user", "gpt": "assistant"}
 Row = Mapping[str, Any]
 Record = dict[str, Any]
 
@@ -55,6 +57,16 @@ def raven(row: Row) -> Record:
     return conversation(list(row["images"]), first["user"], first["assistant"])
 
 
+def llava_video_178k(row: Row) -> Record:
+    """Conversations about a video, whose file is below ``dataset.media_root``; its mark is in any turn, or none."""
+    turns = [
+        {"role": _ROLES[turn["from"]], "content": re.sub(r"\s*<(image|video)>\s*", "", turn["value"])}
+        for turn in row["conversations"]
+    ]
+    parts = [{"type": "video", "video": row["video"]}, {"type": "text", "text": turns[0]["content"]}]
+    return {"messages": [{"role": "user", "content": parts}, *turns[1:]]}
+
+
 def tagged(value: Any) -> str:
     """Nested values as text: keys become tags, entries of a list are separated by ``<sep/>``.
 
@@ -72,6 +84,7 @@ MAKERS: Mapping[str, Maker] = {
     "cord_v2": Maker("naver-clova-ix/cord-v2", None, cord_v2),
     "medpix": Maker("mmoukouba/MedPix-VQA", None, medpix),
     "raven": Maker("HuggingFaceM4/the_cauldron", "raven", raven),
+    "llava_video_178k": Maker("lmms-lab/LLaVA-Video-178K", "0_30_s_nextqa", llava_video_178k),  # split open_ended
 }
 """Short name -> its maker."""
 
@@ -81,7 +94,7 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
     """A dataset whose rows a maker turns into conversations."""
 
     maker_name: str
-    """``rdr``, ``cord_v2``, ``medpix`` or ``raven``; also written ``make_rdr_dataset``."""
+    """A key of ``MAKERS``, such as ``rdr``; also written ``make_rdr_dataset``."""
     dataset_name: str | None = None
     """Hub id, or a folder with rows of the same columns; None is the maker's own."""
     revision: str | None = None

@@ -38,8 +38,8 @@ class History:
     # the last of each kind (train, validation, test) that was written down up to ``steps``
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
     run_files: tuple[Path, ...] = ()  # config, report and curves of the run, which go with the model
-    # min_pixels and max_pixels of images, where the run set them
-    image_limits: Mapping[str, int] = field(default_factory=dict[str, int])
+    # min_pixels and max_pixels of images, fps and max_frames of videos, where the run set them
+    image_limits: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def changed(self) -> bool:

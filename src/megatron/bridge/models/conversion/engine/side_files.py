@@ -32,6 +32,7 @@ _OF_RUN = ("report.md", "loss.png")
 # settings of a run's data, and names in an older spelling of these files -> sizes of images
 _IMAGE_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_VIDEO_LIMITS = ("fps", "max_frames")
 
 
 def write(
@@ -65,8 +66,10 @@ def write(
     for name in source.side_files():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.directory / name, directory / name)
-    if history.image_limits:
+    if any(name in history.image_limits for name in _IMAGE_LIMITS):
         _write_limits(directory, history.image_limits)
+    if frames := {name: history.image_limits[name] for name in _VIDEO_LIMITS if name in history.image_limits}:
+        _write_frames(directory, frames)
     _write_config(bridge, provider, source, directory, stored)
     _write_card(source, directory / model_card.NAME, title, history)
 
@@ -99,6 +102,24 @@ def _write_limits(directory: Path, limits: Mapping[str, int]) -> None:
         for name in _IMAGE_LIMITS:
             values.pop(name, None)
         path.write_text(json.dumps(whole, indent=2) + "\n")
+
+
+def _write_frames(directory: Path, limits: Mapping[str, float]) -> None:
+    """Which frames of videos are used, as the run had it, in the file that transformers' video processor reads."""
+    values: dict[str, Any] = {"do_sample_frames": True, **limits}
+    if json.loads((directory / "config.json").read_text()).get("model_type") == "smolvlm":  # the limit's name there
+        values |= {"num_frames": values.pop("max_frames")} if "max_frames" in values else {}
+    elif "fps" in values:
+        values["num_frames"] = None  # it would take this number of any video
+    combined = directory / "processor_config.json"
+    whole: dict[str, Any] = json.loads(combined.read_text()) if combined.is_file() else {}
+    if "video_processor" in whole:
+        whole["video_processor"] |= values
+        combined.write_text(json.dumps(whole, indent=2) + "\n")
+        return
+    own = directory / "video_preprocessor_config.json"
+    path = own if own.is_file() else directory / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}, indent=2) + "\n")
 
 
 def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: History) -> None:
@@ -134,7 +155,7 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
     losses = model_card.last_losses(directory.parent, steps) if steps else {}
     own = (directory / paths.RUN_CONFIG, *(directory.parent / name for name in _OF_RUN))
     run_files = tuple(file for file in own if steps and file.is_file())
-    limits = {name: data[name] for name in _IMAGE_LIMITS if data.get(name)}
+    limits = {name: data[name] for name in (*_IMAGE_LIMITS, *_VIDEO_LIMITS) if data.get(name)}
     return History(steps, from_scratch, adapters, note, losses, run_files, limits)
 
 

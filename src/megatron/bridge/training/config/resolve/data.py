@@ -60,7 +60,7 @@ def has_tower(config: RunConfig) -> bool:
 
 def _process_images(part: RecordDatasetConfig, config: RunConfig) -> None:
     """Images are processed as the model's own processor does it, which is beside its tokenizer."""
-    path = None if isinstance(part, EnergonProvider) else config.tokenizer.tokenizer_model
+    path = config.tokenizer.tokenizer_model
     if part.hf_processor_path is None and has_tower(config) and path and has_processor(path):
         part.hf_processor_path = path
 
