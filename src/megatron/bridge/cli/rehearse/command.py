@@ -34,11 +34,6 @@ def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> 
     forward_step(step_func, job.config)
     if getattr(job.config, "distill", None) is not None:
         raise UserError(f"--rehearse does not support --mode {job.mode}: rehearse the same recipe without it")
-    if getattr(job.config.model, "vision", None) is not None:
-        raise UserError(
-            f"--rehearse does not support the vision tower of {job.source}: use --dry-run, or train a small model "
-            "with --hf-model DIR"
-        )
     world_size = asked or job.world_size or 1
     small = _toy_of(job, world_size, steps)
     folder = Path(tempfile.mkdtemp(prefix="megatron-bridge-rehearsal-"))
@@ -115,11 +110,13 @@ def _without_out_of_range_tokens(hf_config: dict[str, Any] | None) -> dict[str, 
 
     def is_out_of_range(key: str, value: Any) -> bool:
         numbers = value if isinstance(value, list) else [value]
-        return key.endswith("_token_id") and any(number is not None and number >= limit for number in numbers)
+        return key in ("bos_token_id", "eos_token_id", "pad_token_id") and any(number is not None and number >= limit for number in numbers)
 
-    limit = hf_config["vocab_size"]
+    text = hf_config.get("text_config") or hf_config
+    limit = text["vocab_size"]
     inside = {"bos_token_id": 0, "eos_token_id": 0}  # not every architecture can do without these
-    return {key: inside.get(key) if is_out_of_range(key, value) else value for key, value in hf_config.items()}
+    found = {key: inside.get(key) if is_out_of_range(key, value) else value for key, value in hf_config.items()}
+    return found if text is hf_config else found | {"text_config": _without_out_of_range_tokens(text)}
 
 
 def _results(folder: Path) -> Iterator[dict[str, Any]]:

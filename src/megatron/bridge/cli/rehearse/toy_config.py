@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.cli.rehearse.toy_tower import shrink_tower
+
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
@@ -69,9 +71,21 @@ def shrink(config: "ConfigContainer", world_size: int, steps: int) -> Toy:
     _set_parallelism(toy)
     _shrink_widths(toy.config.model, toy.dimensions)
     _shrink_layers(toy.config.model)
+    if getattr(toy.config.model, "vision", None) is not None:
+        _rehearse_without_images(toy)
     _remove_hardware_features(toy)
     _shorten(toy, steps)
     return toy
+
+
+def _rehearse_without_images(toy: Toy) -> None:
+    """A toy tower, which encodes a dummy image in each microbatch: the real processor needs files of the model."""
+    from megatron.bridge.data.config import MockGPTDatasetConfig
+
+    shrink_tower(toy.config.model)
+    toy.config.dataset = MockGPTDatasetConfig(seq_length=SEQ_LENGTH)
+    toy.config.tokenizer.tokenizer_type, toy.config.tokenizer.tokenizer_model = "NullTokenizer", None
+    toy.changes.append("dataset: no images, only text, and a dummy image in each microbatch for the tower")
 
 
 def parallel_dimensions(config: "ConfigContainer", world_size: int) -> ParallelDimensions:

@@ -105,13 +105,13 @@ class Rehearsal:
 
     def _make_base(self) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        import transformers
 
         from megatron.bridge import AutoBridge
 
         torch.manual_seed(0)
         if self._is_native:
-            model = AutoModelForCausalLM.from_config(self._hf_config())
+            model = getattr(transformers, self.plan["hf"]["architectures"][0])(self._hf_config())
             model.to(torch.bfloat16).save_pretrained(self.folder / "base")
             return
         bridge = AutoBridge.from_hf_config(self._hf_config())

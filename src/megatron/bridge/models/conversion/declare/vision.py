@@ -141,6 +141,10 @@ class VisionBridge(DecoderBridge):
         changed = self._text_bridge(hf_config).changed_config(provider, text)
         changed.pop("dtype", None)
         whole = {_TIED: changed.pop(_TIED)} if _TIED in changed else {}
+        rope: dict[str, Any] = hf_config[_TEXT].get(_ROPE) or {}
+        sections = provider.mrope_section and [*provider.mrope_section]
+        if sections and rope.get("mrope_section", sections) != sections:
+            changed.setdefault(_ROPE, rope)
         if changed:
             whole[_TEXT] = {**hf_config[_TEXT], **self._written(changed, provider)}
         vision: dict[str, Any] = provider.vision or {}
