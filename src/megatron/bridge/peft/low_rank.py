@@ -59,6 +59,7 @@ class LowRank(nn.Module):
     """
 
     scales_outputs = False
+    """Whether the layer's own outputs are multiplied, so that a bias must be taken out of them before."""
 
     def __init__(self, site: Site, shape: Shape, part: str = "", outputs: int | None = None) -> None:
         """Beside ``site``; ``outputs`` of this rank instead of all, for the ``part`` of a fused layer."""
