@@ -19,16 +19,8 @@ def _chosen(_: int, config: Mapping[str, Any]) -> int:
     return _CHOSEN.read(config)["moe_router_topk"] if config[_EXPERTS.hf] else 2  # Megatron-Core's default
 
 
-def _chosen_back(experts: int, provider: Any) -> int:
-    return experts if provider.num_moe_experts else 0
-
-
 def _width(width: int, config: Mapping[str, Any]) -> int | None:
     return width if config[_EXPERTS.hf] else None
-
-
-def _width_back(width: int | None, provider: Any) -> int:
-    return width or provider.ffn_hidden_size
 
 
 def _shared(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
@@ -50,8 +42,8 @@ class GraniteMoeHybridBridge(GraniteMoeBridge):
         *override(
             GraniteMoeBridge.fields,
             replace(_EXPERTS, to=_count, back=lambda count, _: count or 0),
-            replace(_CHOSEN, to=_chosen, back=_chosen_back),
-            replace(_WIDTH, to=_width, back=_width_back),
+            replace(_CHOSEN, to=_chosen, back=lambda experts, provider: experts if provider.num_moe_experts else 0),
+            replace(_WIDTH, to=_width, back=lambda width, provider: width or provider.ffn_hidden_size),
             *ONE_GROUP_MAMBA,
             Field("shared_intermediate_size", ("ffn_hidden_size", "moe_shared_expert_intermediate_size"), to=_shared),
         ),
