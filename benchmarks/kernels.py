@@ -100,7 +100,7 @@ def backend_attention(form: Form, length: int, module: Any) -> Function:
 
     if form.ranks > 1:
         runs = zigzag_spans([PackedSegment(0, length, length)], 0, form.ranks)
-        return lambda q, k, v: module._attend(q, k, v, None, runs, AttentionWindow(None, 0), None).flatten(2)
+        return lambda q, k, v: module._attend((q, k, v), None, runs, AttentionWindow(None, 0), None).flatten(2)
     if form.sequences == 1:
         return lambda q, k, v, *_: module(q, k, v, None)
     part = length // form.sequences

@@ -57,8 +57,7 @@ class Flat:
 
 def receive(folder: str, address: str, experts: bool) -> None:
     """The receiving process: refits are model, raw, model, raw, ..., as rank 0 announces them."""
-    from megatron.bridge.inference.refit.remote import receive_weights
-    from megatron.bridge.inference.refit.replacement import BucketReader
+    from megatron.bridge.inference.refit.replacement import BucketReader, receive_weights
     from megatron.bridge.inference.refit.transformers import TransformersReceiver
 
     torch.set_num_threads(1)
@@ -120,7 +119,7 @@ class Raw:
 
 def main() -> None:  # noqa: PLR0915 - a script
     from megatron.bridge import AutoBridge
-    from megatron.bridge.inference.refit.remote import RemoteReceiver
+    from megatron.bridge.inference.refit.replacement import RemoteReceiver
     from megatron.bridge.inference.refit.sender import send_weights
     from megatron.bridge.inference.refit.stream import WeightStream
 

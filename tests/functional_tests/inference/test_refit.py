@@ -15,10 +15,8 @@ import torch
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.refit.canary import Canary
 from megatron.bridge.inference.refit.group import broadcast_weights, join_group
-from megatron.bridge.inference.refit.remote import RemoteReceiver, receive_weights
-from megatron.bridge.inference.refit.replacement import BucketReader
+from megatron.bridge.inference.refit.replacement import BucketReader, Finish, RemoteReceiver, receive_weights
 from megatron.bridge.inference.refit.sender import Refit, send_weights
-from megatron.bridge.inference.refit.steps import Finish
 from megatron.bridge.inference.refit.stream import WeightInfo, WeightStream
 from megatron.bridge.inference.refit.transformers import TransformersReceiver
 from megatron.bridge.inference.requests import Sampling

@@ -12,8 +12,8 @@ from megatron.bridge.inference.engine import Engine, EngineConfig
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.refit import packing
 from megatron.bridge.inference.refit.canary import SCORING, Canary
+from megatron.bridge.inference.refit.replacement import Begin, Bucket
 from megatron.bridge.inference.refit.sender import Refit, send_weights
-from megatron.bridge.inference.refit.steps import Begin, Bucket
 from megatron.bridge.inference.refit.stream import WeightInfo, WeightStream
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron.bridge import AutoBridge
 from megatron.bridge.autotune.meta_model import parameter_count
 from megatron.bridge.models import MLAModelProvider
-from megatron.bridge.models.features.group_routing import BestExpertGroups
+from megatron.bridge.models.features.routing import BestExpertGroups
 from megatron.bridge.utils.config.serialize import dump_yaml, load_yaml
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness, next_tokens, published

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from megatron.bridge import AutoBridge
 from megatron.bridge.cli.main import main
 from megatron.bridge.peft import hf_adapter, layers
-from megatron.bridge.peft.merging import rounding_loss
+from megatron.bridge.peft.lora import rounding_loss
 from tests.workers import leave
 
 SAVED = Path("tests/fixtures/v0.1").resolve()

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
@@ -26,32 +26,6 @@ from megatron.bridge.utils.errors import UserError
 
 STATE = "state.pt"
 ORIGIN = "origin.json"
-
-
-class RankLocalStore(Protocol):
-    """Where one rank keeps its parts, by iteration."""
-
-    def iterations(self) -> list[int]:
-        """What is there, whole or not."""
-        ...
-
-    def place(self, iteration: int) -> Path: ...
-
-    def origin(self, iteration: int) -> dict[str, Any]:
-        """What was noted beside it; a ``DamagedError`` if it cannot be read."""
-        ...
-
-    def save(self, iteration: int, content: dict[str, Any], origin: dict[str, Any]) -> None:
-        """Keep ``content``, with plain data about where it comes from; what was kept before stays."""
-        ...
-
-    def verify(self, iteration: int, mode: VerifyMode) -> None:
-        """Raise a ``DamagedError`` unless it is what was saved."""
-        ...
-
-    def load(self, iteration: int) -> dict[str, Any]: ...
-
-    def keep_only(self, iteration: int | None) -> None: ...
 
 
 def state_values(state: dict[str, Any]) -> dict[str, Any]:
@@ -85,22 +59,25 @@ def _foreign(place: Path, name: str) -> UserError:
     )
 
 
-class DiskStore(RankLocalStore):
+class DiskStore:
     """A directory for each iteration in ``root``, of this rank alone, published whole and hashed like others."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def iterations(self) -> list[int]:
+        """What is there, whole or not."""
         return paths.published_iterations(self._root)
 
     def place(self, iteration: int) -> Path:
         return paths.iteration_dir(self._root, iteration)
 
     def origin(self, iteration: int) -> dict[str, Any]:
+        """What was noted beside it; a ``DamagedError`` if it cannot be read."""
         return read_origin(self.place(iteration))
 
     def save(self, iteration: int, content: dict[str, Any], origin: dict[str, Any]) -> None:
+        """Keep ``content``, with plain data about where it comes from; what was kept before stays."""
         paths.recover(self._root)
         records: manifest.FileRecords = {}
         with atomic.published_directory(self.place(iteration), overwrite=True) as staging:
@@ -110,6 +87,7 @@ class DiskStore(RankLocalStore):
             manifest.write(staging, iteration, manifest.new_save_id(), records)
 
     def verify(self, iteration: int, mode: VerifyMode) -> None:
+        """Raise a ``DamagedError`` unless it is what was saved."""
         directory = self.place(iteration)
         found = manifest.read(directory)
         if found is None:
@@ -137,7 +115,7 @@ class _MemoryCopy:
     memory: HostBuffer
 
 
-class MemoryStore(RankLocalStore):
+class MemoryStore:
     """Copies in the host's memory, which outlive the run but not the process.
 
     There are at most two. The older one goes when every rank has the newer one, and its memory is used again.
@@ -181,6 +159,10 @@ class MemoryStore(RankLocalStore):
             self._free.append(self._kept.pop(other).memory)
         if iteration is None:
             self._free.clear()
+
+
+RankLocalStore = DiskStore | MemoryStore
+"""Where one rank keeps its parts, by iteration."""
 
 
 def write_origin(directory: Path, origin: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def merge(args: argparse.Namespace) -> None:
     from megatron.bridge.models.conversion.engine import side_files
     from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
-    from megatron.bridge.peft.merging import rounding_loss
+    from megatron.bridge.peft.lora import rounding_loss
     from megatron.bridge.utils.console import console
 
     bridge, model = _adapted(args)
@@ -83,7 +83,7 @@ def export(args: argparse.Namespace) -> None:
 
 def unmerge(args: argparse.Namespace) -> None:
     from megatron.bridge.models.hf_pretrained.model_card import History
-    from megatron.bridge.peft.merging import subtract
+    from megatron.bridge.peft.lora import subtract
 
     bridge, model = _adapted(args, check_base=False)
     subtract(model)

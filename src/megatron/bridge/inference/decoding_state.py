@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.attention.sparse_attention import Indexer
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
-from megatron.bridge.backends.decoding.attention_cache import AttentionCache
-from megatron.bridge.backends.decoding.latent_cache import LatentCache
+from megatron.bridge.backends.decoding.attention_cache import AttentionCache, LatentCache
 from megatron.bridge.backends.decoding.packed_linear import PackedForward, PackedLayer, PackedWeight, can_pack
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, Step, padded_rows

@@ -23,7 +23,7 @@ from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.detokenizer import Detokenizer
 from megatron.bridge.inference.requests import Completion, Sampling
 from megatron.bridge.inference.runner import Runner, share
-from megatron.bridge.inference.sampler import Output, read_logprob, width_of
+from megatron.bridge.inference.sampling import Output, read_logprob, width_of
 from megatron.bridge.inference.scheduler import Limits, Plan, Scheduler, Text
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError

@@ -9,13 +9,15 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron.bridge.inference.prompts import Messages, Prompt, as_list, chat_tokens, prompt_tokens
-from megatron.bridge.inference.refit.steps import WeightStep
 from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.inference.refit.replacement import WeightStep
 
 
 class LLM:
@@ -81,9 +83,9 @@ class LLM:
 
     def _load(self, path: str, options: dict[str, Any]) -> None:
         import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
-        from megatron.bridge.inference.ends import declared_ends, end_of_turn, end_tokens
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
+        from megatron.bridge.inference.prompts import declared_ends, end_of_turn, end_tokens
         from megatron.bridge.utils import unpickling
 
         distributed.initialize()
@@ -216,7 +218,7 @@ class LLM:
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def replace_weights(self, step: WeightStep) -> None:
+    def replace_weights(self, step: "WeightStep") -> None:
         """One step of new weights; ``refit.sender.Refit`` takes all of them.
 
         Raises:
@@ -229,7 +231,7 @@ class LLM:
         for _ in self._workers.iterate("weight_step", (step,)):
             pass
 
-    def weight_step(self, step: WeightStep) -> Iterator[None]:
+    def weight_step(self, step: "WeightStep") -> Iterator[None]:
         """``replace_weights`` on each rank."""
         from megatron.bridge.inference.refit.replacement import Replacement
 

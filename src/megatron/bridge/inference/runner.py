@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.bridge.backends.decoding.step import Span, Step
 from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_state import DecodingState
-from megatron.bridge.inference.sampler import Output, choose_outputs
+from megatron.bridge.inference.sampling import Output, choose_outputs
 from megatron.bridge.inference.scheduler import Plan
 
 _DUMMY = [Span(0, 1, 0, 0, 0)]
@@ -79,7 +79,7 @@ class Runner:
             )
             if not (last and index == len(self._chunks) - 1):
                 assert output is not None
-                self._send(output)
+                dist.send(output.contiguous(), self._neighbor(1), group=self._stages)
                 output = None
         return output
 
@@ -88,9 +88,6 @@ class Runner:
         hidden = torch.empty(step.rows // self._split, 1, width, dtype=dtype, device=self._state.device)
         dist.recv(hidden, self._neighbor(-1), group=self._stages)
         return hidden
-
-    def _send(self, hidden: Tensor) -> None:
-        dist.send(hidden.contiguous(), self._neighbor(1), group=self._stages)
 
     def _neighbor(self, offset: int) -> int:
         size = self._stages.size()

@@ -13,7 +13,6 @@ from megatron.bridge.models.conversion.declare.gemma4_fields import *
 from megatron.bridge.models.conversion.declare.heterogeneous_fields import *
 from megatron.bridge.models.conversion.declare.hybrid_blocks import *
 from megatron.bridge.models.conversion.declare.hybrid_fields import *
-from megatron.bridge.models.conversion.declare.kimi_delta import *
 from megatron.bridge.models.conversion.declare.llama4_fields import *
 from megatron.bridge.models.conversion.declare.mla_blocks import *
 from megatron.bridge.models.conversion.declare.mla_fields import *

@@ -19,7 +19,6 @@ from megatron.bridge.models.features import (
     activations,
     biases,
     gated_delta_net,
-    group_routing,
     heads,
     mamba_beside_attention,
     multipliers,
@@ -227,7 +226,6 @@ class GPTModelProvider(ModelProvider):
         gated_delta_net.check(self)
         positions.check(self)
         per_layer_inputs.check(self)
-        group_routing.check(self)
         routing.check(self)
         # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
         self.hetereogenous_dist_checkpoint |= any(getattr(self, name) is not None for name in gated_delta_net.LAYERS)
@@ -331,7 +329,6 @@ class GPTModelProvider(ModelProvider):
         query_scaling.apply_query_scaling(model, self)
         biases.apply_biases(model, self)
         biases.apply_output_bias(model, self)
-        group_routing.apply(model, self)
         routing.apply_routing(model, self)
         activations.apply_xielu(model, self)
         multipliers.apply_multipliers(model, self)

@@ -22,12 +22,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn import Module
 
 from megatron.bridge.backends.fsdp import megatron_fsdp, torch_fsdp2
 from megatron.bridge.backends.kernels import eager
 from megatron.bridge.backends.specs import layer_specs
-from megatron.bridge.models import process_groups
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -48,6 +46,14 @@ PARALLEL_SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+
+_OWN_GROUPS = {
+    "tp": parallel_state.get_tensor_model_parallel_group,
+    "pp": parallel_state.get_pipeline_model_parallel_group,
+    "cp": parallel_state.get_context_parallel_group,
+    "dp": parallel_state.get_data_parallel_group,
+    "ep": parallel_state.get_expert_model_parallel_group,
+}
 
 EVEN_STAGES: dict[str, Any] = {
     "pipeline_model_parallel_layout": None,
@@ -152,7 +158,7 @@ class ModelProvider(TransformerConfig):
         """A copy in which dtypes follow the precision flags and Megatron-Core's derived values are filled in."""
         if self.is_resolved:
             return self
-        process_groups.refuse_others(getattr(self, "_pg_collection", None))
+        refuse_other_groups(getattr(self, "_pg_collection", None))
         config = copy.copy(self)
         config.derive()
         _report(layer_specs.apply_backend_settings(config, config.backend))
@@ -186,11 +192,11 @@ class ModelProvider(TransformerConfig):
 
         A hook changes the chunks in place, or returns the chunks to go on with.
         """
-        _add_hook(self._pre_wrap_hooks, hook, prepend)
+        self._pre_wrap_hooks.insert(0 if prepend else len(self._pre_wrap_hooks), hook)
 
     def register_post_wrap_hook(self, hook: ModelHook, prepend: bool = False) -> None:
         """Call ``hook(chunks)`` on the wrapped model."""
-        _add_hook(self._post_wrap_hooks, hook, prepend)
+        self._post_wrap_hooks.insert(0 if prepend else len(self._post_wrap_hooks), hook)
 
     def initialize_model_parallel(
         self, seed: int | None = None, seed_kwargs: dict[str, Any] | None = None, **groups: Any
@@ -256,7 +262,7 @@ class ModelProvider(TransformerConfig):
         self._set_flags(fp16, bf16, use_cpu_initialization)
         if not parallel_state.model_parallel_is_initialized():
             self.initialize_model_parallel(seed=0)
-        process_groups.refuse_others(pg_collection)
+        refuse_other_groups(pg_collection)
         config = self.resolved()
         if not wrap_with_ddp:
             config.cuda_graph_impl = "none"  # of training steps
@@ -266,12 +272,14 @@ class ModelProvider(TransformerConfig):
             config.perform_initialization = False  # not on ``self``: what is declared is reused without the hook
         chunks = run_hooks(hooks, config.build_chunks())
         # FSDP2 moves unit by unit, so a model that was built on the host never needs to fit on one GPU
-        stays = wrap_with_ddp and use_torch_fsdp2 and config.use_cpu_initialization
-        chunks = _place(chunks, config, mixed_precision_wrapper, move=not stays)
+        if not (wrap_with_ddp and use_torch_fsdp2 and config.use_cpu_initialization):
+            for chunk in chunks:
+                chunk.cuda(torch.cuda.current_device())  # the identity on a machine without a GPU
+        chunks = to_half_precision(chunks, config, mixed_precision_wrapper)
         if wrap_with_ddp:
             ddp = _with_megatron_fsdp(ddp_config or DistributedDataParallelConfig(), use_megatron_fsdp)
-            flags = (overlap_param_gather_with_optimizer_step, data_parallel_random_init)
-            chunks = _wrap_data_parallel(chunks, config, ddp, _kind_of_sharding(ddp, use_torch_fsdp2), *flags)
+            flags = (use_torch_fsdp2, overlap_param_gather_with_optimizer_step, data_parallel_random_init)
+            chunks = _wrap_data_parallel(chunks, config, ddp, *flags)
         return run_hooks([*self._post_wrap_hooks, post_wrap_hook], chunks)
 
     def _set_flags(self, fp16: bool | None, bf16: bool | None, use_cpu_initialization: bool | None) -> None:
@@ -325,28 +333,38 @@ def get_model(
 
 def _check_layout(config: Any) -> None:
     """Refuse parallel sizes that do not divide what they cut; Megatron-Core only asserts it, mostly without a name."""
-    experts, frequency = config.num_moe_experts, config.moe_layer_freq
-    tensor, virtual = "tensor_model_parallel_size", config.virtual_pipeline_model_parallel_size or 1
-    cuts = {} if experts and not (isinstance(frequency, list) and 0 in frequency) else {"ffn_hidden_size": tensor}
-    cuts |= {"num_moe_experts": "expert_model_parallel_size"}
-    if experts:
+    tensor, frequency = "tensor_model_parallel_size", config.moe_layer_freq
+    cuts = {"num_moe_experts": "expert_model_parallel_size"}
+    if config.num_moe_experts:
         cuts |= {"moe_shared_expert_intermediate_size": tensor, "moe_ffn_hidden_size": "expert_tensor_parallel_size"}
+    if not config.num_moe_experts or (isinstance(frequency, list) and 0 in frequency):
+        cuts["ffn_hidden_size"] = tensor
+    sizes = {(part, whole): (getattr(config, part) or 1, getattr(config, whole) or 0) for whole, part in cuts.items()}
     even = all(getattr(config, name) == value for name, value in EVEN_STAGES.items())
     if even and not hasattr(config, "has_own_stages"):
-        cuts |= {"num_layers": "pipeline_model_parallel_size"}
-    for whole, part in cuts.items():
-        size, parts = getattr(config, whole) or 0, (getattr(config, part) or 1) * (virtual if part[0] == "p" else 1)
+        stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+        sizes["pipeline_model_parallel_size", "num_layers"] = stages, config.num_layers
+    for (part, whole), (parts, size) in sizes.items():
         if size % parts:
             raise UserError(f"{part}={parts} does not divide {whole}={size}: choose a size that does")
+
+
+def refuse_other_groups(groups: Any) -> None:
+    """Refuse a ``ProcessGroupCollection``, but for None, of other groups than those of ``parallel_state``."""
+    if groups is None or not parallel_state.model_parallel_is_initialized():
+        return
+    for name, own in _OWN_GROUPS.items():
+        theirs = getattr(groups, name, None)
+        if theirs is not None and theirs is not own():
+            raise UserError(
+                f"pg_collection.{name} is another group than megatron.core.parallel_state's, on which models are "
+                "built: leave pg_collection out, or use ProcessGroupCollection.use_mpu_process_groups()"
+            )
 
 
 def _report(changes: list[layer_specs.DisabledSetting]) -> None:
     for change in changes if distributed.rank() == 0 else ():
         logger.warning("model.%s=%r is %r on this machine: %s", change.field, change.asked, change.used, change.reason)
-
-
-def _add_hook(hooks: list[ModelHook], hook: ModelHook, prepend: bool) -> None:
-    hooks.insert(0 if prepend else len(hooks), hook)
 
 
 def run_hooks(hooks: Iterable[ModelHook | None], chunks: list[MegatronModule]) -> list[MegatronModule]:
@@ -377,15 +395,6 @@ def _with_megatron_fsdp(ddp: DistributedDataParallelConfig, asked: bool | None) 
     return replace(ddp, use_megatron_fsdp=True)
 
 
-def _place(
-    chunks: list[MegatronModule], config: ModelProvider, wrapper: HalfPrecisionWrapper | None, move: bool
-) -> list[MegatronModule]:
-    """The chunks in half precision where asked and, with ``move``, on this rank's device."""
-    for chunk in chunks if move else ():
-        chunk.cuda(torch.cuda.current_device())  # the identity on a machine without a GPU
-    return to_half_precision(chunks, config, wrapper)
-
-
 def to_half_precision(
     chunks: list[MegatronModule], config: TransformerConfig, wrapper: HalfPrecisionWrapper | None = Float16Module
 ) -> list[MegatronModule]:
@@ -394,44 +403,32 @@ def to_half_precision(
         return chunks
     # half precision can neither count a router's tokens nor sum up the small steps of its correction bias; the
     # frequencies of a vision tower's positions would be off by a tenth of a radian
-    exact = [(module, dict(module.named_buffers(recurse=False))) for chunk in chunks for module in _exact(chunk)]
-    halved = [_halved(chunk, config) if wrapper is None else wrapper(config, chunk) for chunk in chunks]
+    exact = [
+        (module, dict(module.named_buffers(recurse=False)))
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, Router) or getattr(module, "keeps_buffers_exact", False)
+    ]
+    wrapper = wrapper or (lambda _, chunk: chunk.half() if config.fp16 else chunk.bfloat16())
+    halved = [wrapper(config, chunk) for chunk in chunks]
     for module, buffers in exact:
         for name, buffer in buffers.items():
             module._buffers[name] = buffer
     return halved
 
 
-def _halved(chunk: MegatronModule, config: TransformerConfig) -> MegatronModule:
-    return chunk.half() if config.fp16 else chunk.bfloat16()
-
-
-def _exact(chunk: MegatronModule) -> Iterator[Module]:
-    """The modules whose buffers keep their precision."""
-    return (
-        module
-        for module in chunk.modules()
-        if isinstance(module, Router) or getattr(module, "keeps_buffers_exact", False)
-    )
-
-
-def _kind_of_sharding(ddp: DistributedDataParallelConfig, torch_fsdp: bool) -> Callable[..., MegatronModule] | None:
-    """The wrapper that shards weights over ranks; None if they are not sharded."""
-    if torch_fsdp:
-        return torch_fsdp2.TorchFSDP2Wrapper
-    return megatron_fsdp.MegatronFSDPWrapper if ddp.use_megatron_fsdp else None
-
-
 def _wrap_data_parallel(
     chunks: list[MegatronModule],
     config: ModelProvider,
     ddp_config: DistributedDataParallelConfig,
-    shard: Callable[..., MegatronModule] | None,
+    torch_fsdp: bool,
     disable_later_buckets: bool,
     broadcast: bool,
 ) -> list[MegatronModule]:
-    if shard is not None:
-        return [shard(config, ddp_config, chunk) for chunk in chunks]
+    if torch_fsdp:
+        return [torch_fsdp2.TorchFSDP2Wrapper(config, ddp_config, chunk) for chunk in chunks]
+    if ddp_config.use_megatron_fsdp:
+        return [megatron_fsdp.MegatronFSDPWrapper(config, ddp_config, chunk) for chunk in chunks]
     # it says that the layout of a sharded optimizer's buffers was not given, and computes the same one
     with silenced(distributed_data_parallel):
         wrapped = [

@@ -35,17 +35,14 @@ def rows_of(site: Site) -> dict[str, int]:
         return dict.fromkeys(GATED, rows // 2)
     config = site.config
     width = config.num_query_groups // site.group.size() * config.kv_channels
-    return {role: width * (_queries_per_group(config) if role == "q" else 1) for role in _roles(site)}
+    queries = config.num_attention_heads // config.num_query_groups  # of a group
+    return {role: width * (queries if role == "q" else 1) for role in _roles(site)}
 
 
 def _roles(site: Site) -> str:
     """What of ``qkv`` a layer projects: some have no keys or values of their own."""
     config, rows = site.config, site.weights[0].shape[0] * site.group.size()
     return "qkv"[: 1 + (rows // config.kv_channels - config.num_attention_heads) // config.num_query_groups]
-
-
-def _queries_per_group(config: Any) -> int:
-    return config.num_attention_heads // config.num_query_groups
 
 
 def _check_queries(site: Site) -> None:

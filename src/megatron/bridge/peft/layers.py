@@ -8,7 +8,7 @@ weight (Megatron-Core, a checkpoint, a conversion plan) finds it where it always
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -19,23 +19,6 @@ from megatron.bridge.models.conversion.adapters.adapted_layers import ADAPTER, A
 from megatron.bridge.peft.targets import Site
 
 
-class Adapter(Protocol):
-    """What a layer asks of its adapter."""
-
-    scales_outputs: bool
-    """Whether the layer's own outputs are multiplied, so that a bias must be taken out of them before."""
-
-    def __call__(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor: ...
-
-    def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The weights of a layer without adapter that computes the same, in fp32."""
-        ...
-
-    def parts(self, expert: int) -> list[LowRankPart]:
-        """What makes up the difference to one of the weights."""
-        ...
-
-
 class _Adapted:
     """What a layer's class gains; ``adapter`` is the child.
 
@@ -43,7 +26,7 @@ class _Adapted:
     second base.
     """
 
-    adapter: Any
+    adapter: Any  # ``LoRAAdapter`` or what has the same methods
     adapted_site: Site
     adapter_is_on: bool  # only on instances; False lets the layer compute without its adapter
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA (https://arxiv.org/abs/2106.09685), and its removal."""
+"""LoRA (https://arxiv.org/abs/2106.09685), its removal, and what a merge loses by rounding."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,10 +29,11 @@ class LoRAAdapter(LowRank):
         return base + self.path(x, counts)
 
     def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """``W + scaling * B A``, in fp32."""
+        """``W + scaling * B A``, in fp32: the weights of a layer without adapter that computes the same."""
         return list(torch.stack([weight.float() for weight in weights]) + self.stacked_delta())
 
     def parts(self, expert: int) -> list[LowRankPart]:
+        """What makes up the difference to one of the weights."""
         return [self.part(expert)]
 
 
@@ -210,3 +211,43 @@ class LoRAMerge:
             info.peft, info.trained = None, frozenset()
             chunk.requires_grad_(training)
         return model
+
+
+@torch.no_grad()
+def rounding_loss(model: Sequence[nn.Module], dtype: torch.dtype | None = None) -> float:
+    """The part of the adapters' effect on the weights that rounding removes.
+
+    With W the weights and M the merged weights in fp32, it is ``|round(M) - M| / |M - W|``, with
+    Frobenius norms over all adapted weights of this rank; 0 without adapters.
+
+    Args:
+        model: The chunks of the model.
+        dtype: What the sums are rounded to; None is the dtype of each weight.
+    """
+    lost, effect = 0.0, 0.0
+    for chunk in bare_chunks(model):
+        for module in layers.adapted(chunk):
+            weights = module.adapted_site.weights
+            for weight, merged in zip(weights, module.adapter.merged_weights(weights), strict=True):
+                lost += float((merged.to(dtype or weight.dtype).float() - merged).square().sum())
+                effect += float((merged - weight.float()).square().sum())
+    return (lost / effect) ** 0.5 if effect else 0.0
+
+
+@torch.no_grad()
+def subtract(model: list[nn.Module]) -> None:
+    """Turn the sign of all adapters of a model whose weights hold them already.
+
+    What the model computes, and what an export with ``merge_adapter_weights`` writes, is then the base: exactly up
+    to the rounding of the merged weights.
+    """
+    for chunk in bare_chunks(model):
+        for module in layers.adapted(chunk):
+            for weight in module.adapted_site.weights:
+                for part in module.low_rank_parts(weight):
+                    if part.magnitude is not None:
+                        raise UserError(
+                            "DoRA cannot be taken out of a merged model, as the lengths of the base's rows are "
+                            "lost: go back to the base itself"
+                        )
+                    part.b.neg_()

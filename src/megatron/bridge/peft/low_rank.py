@@ -59,6 +59,7 @@ class LowRank(nn.Module):
     """
 
     scales_outputs = False
+    """Whether the layer's own outputs are multiplied, so that a bias must be taken out of them before."""
 
     def __init__(self, site: Site, shape: Shape, part: str = "", outputs: int | None = None) -> None:
         """Beside ``site``; ``outputs`` of this rank instead of all, for the ``part`` of a fused layer."""
@@ -147,7 +148,7 @@ class LowRank(nn.Module):
         """
         pre = self.shape.dropout_position == "pre"
         if pre:
-            x = self._dropped(x, self._inputs_differ)
+            x = self._dropped(x, differ=self.kind == "row" or self.sequence_parallel)
         if counts is None:
             a, b = self.a.to(x.dtype), self.b.to(x.dtype)
             delta = F.linear(self._exchanged(F.linear(x, a)), _rows(b, self.halves))
@@ -155,7 +156,9 @@ class LowRank(nn.Module):
             a, b = self._summed_grads(self.a, "row"), self._summed_grads(self.b, "column")
             delta = _per_expert(_per_expert(x, a, counts), _rows(b, self.halves), counts)
         delta = delta * self.shape.scaling
-        return delta if pre else self._dropped(delta, self._outputs_differ)
+        if pre:
+            return delta
+        return self._dropped(delta, differ=self.kind == "column" or self.sequence_parallel)
 
     def _exchanged(self, middle: Tensor) -> Tensor:
         """Between A and B: whole sequences for cut outputs, whole sums for cut inputs."""
@@ -180,14 +183,6 @@ class LowRank(nn.Module):
         if self.group.size() == 1 or self.kind == cut:
             return parameter
         return tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=self.group)
-
-    @property
-    def _inputs_differ(self) -> bool:
-        return self.kind == "row" or self.sequence_parallel
-
-    @property
-    def _outputs_differ(self) -> bool:
-        return self.kind == "column" or self.sequence_parallel
 
     def _dropped(self, x: Tensor, differ: bool) -> Tensor:
         if not self.shape.dropout or not self.training:

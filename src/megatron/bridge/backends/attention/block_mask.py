@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 MASKED_ROWS = 512  # queries in a masked tile: 0.5 MB of mask per 1,000 keys
+
+QKV = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def _tile(span: QuerySpan, window: AttentionWindow, first: int, stop: int) -> Ti
     return Tile(rows, keys, positions=(top, low))
 
 
-def visibility_mask(tile: Tile, window: AttentionWindow, device: torch.device) -> torch.Tensor | None:
+def visibility_mask(tile: Tile, window: AttentionWindow, device: torch.device) -> Tensor | None:
     """Boolean [queries, keys], true where a query sees a key; None if every query sees every key."""
     height, width = tile.rows.stop - tile.rows.start, tile.keys.stop - tile.keys.start
     top, low = (0, 0) if tile.positions is None else tile.positions
@@ -107,7 +111,7 @@ def visibility_mask(tile: Tile, window: AttentionWindow, device: torch.device) -
     return seen
 
 
-def tile_biases(plan: list[Tile], window: AttentionWindow, like: torch.Tensor) -> list[torch.Tensor | None]:
+def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list[Tensor | None]:
     """For each tile, 0 where a query sees a key and -inf elsewhere; None without a mask or for a causal square.
 
     A mask depends on the offset between the tile's corner and the diagonal. Tiles with the same height and offset
@@ -136,7 +140,7 @@ def tile_biases(plan: list[Tile], window: AttentionWindow, like: torch.Tensor) -
     ]
 
 
-def hidden_ahead(ahead: torch.Tensor, span: QuerySpan, tile: Tile) -> torch.Tensor:
+def hidden_ahead(ahead: Tensor, span: QuerySpan, tile: Tile) -> Tensor:
     """Boolean [b, 1, queries, keys] of a tile, true behind the last key that a query sees.
 
     Args:
@@ -153,7 +157,7 @@ def _length(part: slice) -> int:
     return part.stop - part.start
 
 
-def slice_sequence(tensor: torch.Tensor, parts: list[slice]) -> list[torch.Tensor]:
+def slice_sequence(tensor: Tensor, parts: list[slice]) -> list[Tensor]:
     """Parts of [b, h, s, d] along s. Their gradients are added into one tensor in a single pass."""
     total = tensor.size(2)
     if parts == [slice(0, total)]:
@@ -167,13 +171,13 @@ class _SliceSequence(torch.autograd.Function):
     """Slices along dimension 2. PyTorch's slicing makes a full-size zero tensor for the gradient of each slice."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, parts: list[slice]) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, tensor: Tensor, parts: list[slice]) -> tuple[Tensor, ...]:
         ctx.shape, ctx.parts = tensor.shape, parts
         ctx.set_materialize_grads(False)
         return tuple(tensor[:, :, part] for part in parts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
         given = [(part, grad) for part, grad in zip(ctx.parts, grads, strict=True) if grad is not None]
         total = given[0][1].new_zeros(ctx.shape)
         for part, grad in given:
@@ -225,7 +229,7 @@ def segments(cu_seqlens: list[int], cu_seqlens_padded: list[int] | None) -> list
 def packed_segments(packed: Any) -> tuple[list[PackedSegment], list[PackedSegment]]:
     """The segments of queries and of keys, from Megatron-Core's ``PackedSeqParams``."""
 
-    def of(real: torch.Tensor, padded: torch.Tensor | None) -> list[PackedSegment]:
+    def of(real: Tensor, padded: Tensor | None) -> list[PackedSegment]:
         return segments(host_values(real), None if padded is None else host_values(padded))
 
     return of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded), of(packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded)
@@ -262,13 +266,13 @@ def zigzag_spans(parts: list[PackedSegment], rank: int, size: int) -> list[Query
 _ON_HOST = "values_on_host"  # attribute of a tensor
 
 
-def remember_on_host(tensor: torch.Tensor, values: list[int]) -> torch.Tensor:
+def remember_on_host(tensor: Tensor, values: list[int]) -> Tensor:
     """The same tensor, whose values are known here: every layer asks for them, and a GPU would stop each time."""
     setattr(tensor, _ON_HOST, values)
     return tensor
 
 
-def host_values(tensor: torch.Tensor) -> list[int]:
+def host_values(tensor: Tensor) -> list[int]:
     """The values of a tensor of integers that nobody changes, row by row, copied from its device at most once."""
     found: list[int] | None = getattr(tensor, _ON_HOST, None)
     if found is None:
@@ -277,12 +281,12 @@ def host_values(tensor: torch.Tensor) -> list[int]:
     return list(found)
 
 
-def padded_cu_seqlens(packed: Any) -> torch.Tensor:
+def padded_cu_seqlens(packed: Any) -> Tensor:
     """Where the sequences of a packed row start, padding included."""
     return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
 
 
-def positions_in_sequences(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+def positions_in_sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """For each token of a packed row, its position in its sequence [tokens], on the device of ``cu_seqlens``."""
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens, index, right=True) - 1

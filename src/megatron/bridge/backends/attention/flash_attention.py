@@ -8,15 +8,16 @@ its keys.
 """
 
 import torch
+from torch import Tensor
 
 from megatron.bridge.backends.attention import sink_attention
-from megatron.bridge.backends.attention.block_mask import AttentionWindow, QuerySpan
+from megatron.bridge.backends.attention.block_mask import QKV, AttentionWindow, QuerySpan
 from megatron.bridge.backends.attention.sink_attention import CudaFlashKernel
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def is_supported(query: torch.Tensor) -> bool:
+def is_supported(query: Tensor) -> bool:
     """Whether the kernel accepts these queries [s, b, h, d]."""
     width = query.size(-1)
     if not query.is_cuda or not torch.backends.cuda.is_flash_attention_available():
@@ -31,50 +32,43 @@ def supports_window(window: AttentionWindow) -> bool:
 
 
 def attend_packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
     longest: int,
     window: AttentionWindow,
     scale: float,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention [t, 1, h, d] of a packed row whose sequences lie between ``bounds`` (int32, on the device)."""
     q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
     return _varlen_attention(q, k, v, (bounds, bounds), (longest, longest), window, scale, sinks).unsqueeze(1)
 
 
 def attend_spans(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     spans: list[QuerySpan],
     window: AttentionWindow,
     scale: float,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention [s, b, h, d] of spans, each with the keys that it can see; zeros for queries in no span."""
     out, at = [], 0
     for span in spans:
         if span.row > at:
             out.append(torch.zeros_like(query[at : span.row]))
-        out.append(_attend_span(query, key, value, span, window, scale, sinks))
+        out.append(_attend_span((query, key, value), span, window, scale, sinks))
         at = span.row + span.rows
     if at < query.size(0):
         out.append(torch.zeros_like(query[at:]))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def _attend_span(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: QuerySpan,
-    window: AttentionWindow,
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _attend_span(qkv: QKV, span: QuerySpan, window: AttentionWindow, scale: float, sinks: Tensor | None) -> Tensor:
+    query, key, value = qkv
     low = 0 if window.left is None else max(0, span.position - window.left)
     high = span.keys if window.right is None else span.position + span.rows
     q = query[span.row : span.row + span.rows]
@@ -88,15 +82,15 @@ def _attend_span(
 
 
 def _varlen_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: tuple[torch.Tensor, torch.Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: tuple[Tensor, Tensor],
     longest: tuple[int, int],
     window: AttentionWindow,
     scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    sinks: Tensor | None,
+) -> Tensor:
     """Attention of [tokens, h, d]; keys and values may have fewer heads."""
     from torch.nn.attention.varlen import varlen_attn  # 0.1 s, not needed without a GPU
 
@@ -105,5 +99,5 @@ def _varlen_attention(
         kernel = CudaFlashKernel(bounds, longest, (left, right), scale)
         return sink_attention.attend(query, key, value, sinks, kernel)
     out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(left, right))
-    assert isinstance(out, torch.Tensor)
+    assert isinstance(out, Tensor)
     return out

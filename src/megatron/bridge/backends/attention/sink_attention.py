@@ -9,53 +9,39 @@ gradient of the sink is -exp(sink - l') (g out).
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _aten = torch.ops.aten
 
 
-class FlashKernel(Protocol):
-    """A flash kernel: the output [..., d] for each query and head, and its log-sum-exp [...]."""
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def backward(
-        self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, *qkv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of query, key and value."""
-        ...
-
-    def expand_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        """[h] in a shape that broadcasts to the log-sum-exp."""
-        ...
-
-
 @dataclass(frozen=True)
 class CpuFlashKernel:
-    """Takes [b, h, s, d]; keys and values may have fewer heads."""
+    """Takes [b, h, s, d]; keys and values may have fewer heads.
 
-    bias: torch.Tensor | None
+    ``forward`` gives the output [..., d] for each query and head, and its log-sum-exp [...].
+    """
+
+    bias: Tensor | None
     causal: bool
     scale: float
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
         )
 
-    def backward(
-        self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, *qkv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, grad: Tensor, out: Tensor, log_sum: Tensor, *qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value."""
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, *qkv, out, log_sum, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
         )
 
-    def expand_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+    def expand_sinks(self, sinks: Tensor) -> Tensor:
+        """[h] in a shape that broadcasts to the log-sum-exp."""
         return sinks.unsqueeze(-1)
 
 
@@ -63,27 +49,25 @@ class CpuFlashKernel:
 class CudaFlashKernel:
     """Takes [tokens, h, d]: sequences between ``bounds``, of at most ``longest`` tokens; (queries, keys) each."""
 
-    bounds: tuple[torch.Tensor, torch.Tensor]
+    bounds: tuple[Tensor, Tensor]
     longest: tuple[int, int]
     window: tuple[int, int]
     scale: float
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         out, log_sum, *_ = _aten._flash_attention_forward(
             query, key, value, *self.bounds, *self.longest, 0.0, self._causal(), False, **self._limits()
         )
         return out, log_sum.t()
 
-    def backward(
-        self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, *qkv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, grad: Tensor, out: Tensor, log_sum: Tensor, *qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, which is not used
         unused = torch.empty(0, device=grad.device)
         shared = (*self.bounds, *self.longest, 0.0, self._causal(), state, unused)
         by_head = log_sum.t().contiguous()
         return _aten._flash_attention_backward(grad, *qkv, out, by_head, *shared, **self._limits())
 
-    def expand_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+    def expand_sinks(self, sinks: Tensor) -> Tensor:
         return sinks
 
     def _causal(self) -> bool:
@@ -94,11 +78,12 @@ class CudaFlashKernel:
         return {"scale": self.scale, "window_size_left": left, "window_size_right": right}
 
 
+FlashKernel = CpuFlashKernel | CudaFlashKernel
+
+
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, kernel: FlashKernel
-    ) -> torch.Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:
         out, log_sum = kernel.forward(query, key, value)
         whole = torch.logaddexp(log_sum, kernel.expand_sinks(sinks.to(log_sum.dtype)))
         out = (out * (log_sum - whole).exp().unsqueeze(-1)).to(query.dtype)
@@ -108,7 +93,7 @@ class _SinkAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, whole = ctx.saved_tensors
         kernel: FlashKernel = ctx.kernel
         grad = grads[0].contiguous()
@@ -118,8 +103,6 @@ class _SinkAttention(torch.autograd.Function):
         return (*kernel.backward(grad, out, whole, query, key, value), -heads.to(sinks.dtype), None)
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, kernel: FlashKernel
-) -> torch.Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:
     """The output of ``kernel`` with one sink for each head, [h]."""
     return _SinkAttention.apply(query, key, value, sinks, kernel)  # pyright: ignore[reportReturnType]

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.bridge.backends.attention.block_mask import (
+    QKV,
     AttentionWindow,
     PackedSegment,
     QuerySpan,
@@ -179,24 +180,17 @@ class SparseAttention(TorchAttention):
         return index._replace(keys=gather_sequence(index.keys.unsqueeze(2), parts, group).squeeze(2))
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        spans: list[QuerySpan],
-        window: AttentionWindow,
-        sinks: Tensor | None,
+        self, qkv: QKV, mask: Tensor | None, spans: list[QuerySpan], window: AttentionWindow, sinks: Tensor | None
     ) -> Tensor:
         if self.cache is not None:
-            return super()._attend(query, key, value, mask, spans, window, sinks)
+            return super()._attend(qkv, mask, spans, window, sinks)
         index, self._index = self._index, None
         self.hidden = self._choose(index, spans) if index else self.source[0].hidden
         hidden = self.hidden if mask is None else mask if self.hidden is None else mask | self.hidden
-        out = super()._attend(query, key, value, hidden, spans, window, sinks)
+        out = super()._attend(qkv, hidden, spans, window, sinks)
         if index is None or not self._learns:
             return out
-        return DSAIndexerLossAutoScaler.apply(out, self._loss(index, query.detach(), key.detach(), spans))
+        return DSAIndexerLossAutoScaler.apply(out, self._loss(index, qkv[0].detach(), qkv[1].detach(), spans))
 
     # ------------------------------------------------------------------------------------------------------ choice
 

@@ -26,11 +26,13 @@ from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.bridge.backends.attention import context_parallel, flash_attention, sink_attention
 from megatron.bridge.backends.attention.block_mask import (
     MASKED_ROWS,
+    QKV,
     AttentionWindow,
     PackedSegment,
     QuerySpan,
@@ -64,7 +66,7 @@ class TorchAttention(MegatronModule):
     """
 
     cache: AttentionCache | None = None
-    masks: list[torch.Tensor | None] | None = None
+    masks: list[Tensor | None] | None = None
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class TorchAttention(MegatronModule):
         config, ranks = self.config, self.tp_group.size()
         heads = config.num_attention_heads // ranks
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.softmax_offset: torch.Tensor | None = None
+        self.softmax_offset: Tensor | None = None
         if config.softmax_type == "off-by-one":
             self.softmax_offset = torch.zeros(heads, device=device, dtype=config.params_dtype)
         elif config.softmax_type == "learnable":
@@ -129,14 +131,14 @@ class TorchAttention(MegatronModule):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute attention.
 
         Args:
@@ -164,8 +166,7 @@ class TorchAttention(MegatronModule):
         window = self._mask_window(attn_mask_type or self.attn_mask_type)
         attention_mask, window = _looking_ahead(attention_mask, window)
         attend = self._attend_parallel if self._cp(packed_seq_params) else self._attend_local
-        out = attend(query, key, value, attention_mask, window, packed_seq_params if packed else None)
-        out = out.flatten(2)
+        out = attend((query, key, value), attention_mask, window, packed_seq_params if packed else None).flatten(2)
         return out.squeeze(1) if packed else out
 
     def first_key(self, position: int) -> int:
@@ -187,14 +188,9 @@ class TorchAttention(MegatronModule):
         return self.cp_group
 
     def _attend_local(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        window: AttentionWindow,
-        packed: PackedSeqParams | None,
-    ) -> torch.Tensor:
+        self, qkv: QKV, mask: Tensor | None, window: AttentionWindow, packed: PackedSeqParams | None
+    ) -> Tensor:
+        query, key, value = qkv
         if packed is None:
             spans = whole_sequence(query.size(0), key.size(0))
         elif mask is None and self._takes_packed_rows(query, window) and packed.cu_seqlens_q_padded is None:
@@ -205,9 +201,9 @@ class TorchAttention(MegatronModule):
             return flash_attention.attend_packed(query, key, value, bounds, int(longest), *options)[..., :values]
         else:
             spans = packed_spans(*packed_segments(packed))
-        return self._attend(query, key, value, mask, spans, window, self.softmax_offset)
+        return self._attend(qkv, mask, spans, window, self.softmax_offset)
 
-    def _can_use_flash(self, query: torch.Tensor, window: AttentionWindow) -> bool:
+    def _can_use_flash(self, query: Tensor, window: AttentionWindow) -> bool:
         """Whether the variable-length flash kernel computes this without a mask."""
         dropout = self.dropout if self.training else 0.0
         return (
@@ -217,18 +213,13 @@ class TorchAttention(MegatronModule):
             and flash_attention.is_supported(query)
         )
 
-    def _takes_packed_rows(self, query: torch.Tensor, window: AttentionWindow) -> bool:
+    def _takes_packed_rows(self, query: Tensor, window: AttentionWindow) -> bool:
         return self.chunk_size is None and self._can_use_flash(query, window)
 
     def _attend_parallel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        window: AttentionWindow,
-        packed: PackedSeqParams | None,
-    ) -> torch.Tensor:
+        self, qkv: QKV, mask: Tensor | None, window: AttentionWindow, packed: PackedSeqParams | None
+    ) -> Tensor:
+        query, key, value = qkv
         group = self._cp(packed)
         assert group is not None
         total = query.size(0) * group.size()
@@ -237,22 +228,16 @@ class TorchAttention(MegatronModule):
         if self.cp_comm_type == "all_gather":
             key, value = (context_parallel.gather_sequence(tensor, parts, group) for tensor in (key, value))
             spans = zigzag_spans(parts, group.rank(), group.size())
-            return self._attend(query, key, value, mask, spans, window, self.softmax_offset)
-        return self._attend_all_to_all(query, key, value, mask, window, parts, group)
-
-    def _attend_all_to_all(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        window: AttentionWindow,
-        parts: list[PackedSegment],
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        """Attention over all tokens for a part of the heads, between two all-to-all exchanges."""
+            return self._attend((query, key, value), mask, spans, window, self.softmax_offset)
         if mask is not None:
             raise UserError("cp_comm_type='a2a' cannot split an attention mask; use 'all_gather', or no mask")
+        return self._attend_all_to_all(qkv, window, parts, group)
+
+    def _attend_all_to_all(
+        self, qkv: QKV, window: AttentionWindow, parts: list[PackedSegment], group: dist.ProcessGroup
+    ) -> Tensor:
+        """Attention over all tokens for a part of the heads, between two all-to-all exchanges."""
+        query, key, value = qkv
         heads, kv_heads, size = query.size(2), key.size(2), group.size()
         repeats = context_parallel.repeats_for_heads(kv_heads, heads, size)
         if repeats is None:
@@ -266,20 +251,14 @@ class TorchAttention(MegatronModule):
         sinks = self.softmax_offset
         if sinks is not None:
             sinks = sinks.split(heads // size)[group.rank()]
-        out = self._attend(query, key, value, None, packed_spans(parts, parts), window, sinks)
+        out = self._attend((query, key, value), None, packed_spans(parts, parts), window, sinks)
         return context_parallel.heads_to_sequence(out, parts, group)
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        spans: list[QuerySpan],
-        window: AttentionWindow,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, qkv: QKV, mask: Tensor | None, spans: list[QuerySpan], window: AttentionWindow, sinks: Tensor | None
+    ) -> Tensor:
         """Attention [s, b, h, dv] of queries and keys in natural order, tile by tile."""
+        query, key, value = qkv
         values = value.size(-1)
         value = _pad_width(value, query)
         if self.chunk_size is not None:
@@ -340,19 +319,19 @@ def _window_size(config: TransformerConfig, layer_number: int) -> tuple[int, int
     return left, right
 
 
-def _heads_of_queries(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def _heads_of_queries(tensor: Tensor, heads: int) -> Tensor:
     """Keys or values [b, g, s, d] repeated for each of ``heads`` query heads."""
     repeats = heads // tensor.size(1)
     return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
 
 
-def _pad_width(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def _pad_width(value: Tensor, query: Tensor) -> Tensor:
     """Values padded with zeros: fused kernels need them as wide as keys."""
     missing = query.size(-1) - value.size(-1)
     return F.pad(value, (0, missing)) if missing > 0 else value
 
 
-def _looking_ahead(mask: torch.Tensor | None, window: AttentionWindow) -> tuple[torch.Tensor | None, AttentionWindow]:
+def _looking_ahead(mask: Tensor | None, window: AttentionWindow) -> tuple[Tensor | None, AttentionWindow]:
     """No mask if no query sees ahead; else a window that reaches as far as the furthest of them."""
     if mask is None or mask.dtype == torch.bool:
         return mask, window
@@ -365,14 +344,14 @@ def _looking_ahead(mask: torch.Tensor | None, window: AttentionWindow) -> tuple[
     return (mask, AttentionWindow(window.left, reach)) if reach else (None, AttentionWindow(window.left, 0))
 
 
-def _mask_of_tile(mask: torch.Tensor, span: QuerySpan, tile: Tile) -> torch.Tensor:
+def _mask_of_tile(mask: Tensor, span: QuerySpan, tile: Tile) -> Tensor:
     if mask.dtype != torch.bool:
         return hidden_ahead(mask, span, tile)
     rows = slice(None) if mask.size(-2) == 1 else tile.rows
     return mask[..., rows, tile.keys].to(torch.bool)
 
 
-def _join_tiles(pieces: list[tuple[slice, torch.Tensor]], total: int, like: torch.Tensor) -> torch.Tensor:
+def _join_tiles(pieces: list[tuple[slice, Tensor]], total: int, like: Tensor) -> Tensor:
     """[s, b, h, d] from the tiles' [b, h, rows, d]; zeros for queries in no tile."""
     batch, heads, _, width = like.shape
     blocks, at = [], 0
@@ -391,7 +370,7 @@ class _TileAttention:
 
     scale: float
     softcap: float | None
-    sinks: torch.Tensor | None
+    sinks: Tensor | None
     dropout: float
 
     def fused(self, device: torch.device) -> bool:
@@ -402,7 +381,7 @@ class _TileAttention:
             return self.dropout == 0.0 and device.type == "cpu"
         return self.dropout == 0.0 or device.type == "cuda"
 
-    def limit(self, q: torch.Tensor, k: torch.Tensor, masked: bool) -> int | None:
+    def limit(self, q: Tensor, k: Tensor, masked: bool) -> int | None:
         """The maximal height of a tile, which bounds the memory of scores or masks; None is without bound."""
         if not self.fused(q.device):
             scores = _CUDA_SCORES if q.is_cuda else _SCORES
@@ -410,14 +389,8 @@ class _TileAttention:
         return MASKED_ROWS if masked else None
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        hidden: torch.Tensor | None,
-        causal: bool,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, hidden: Tensor | None, causal: bool
+    ) -> Tensor:
         """Attention [b, h, rows, d].
 
         ``bias`` is [rows, keys]; ``hidden`` is boolean and broadcastable to [b, h, rows, keys].
@@ -433,9 +406,7 @@ class _TileAttention:
         bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden & ~nothing, float("-inf"))
         return self._attend(q, k, v, bias, False).masked_fill(nothing, 0.0)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool
-    ) -> torch.Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
         if self.fused(q.device):
             if self.sinks is not None:
                 return sink_attention.attend(q, k, v, self.sinks, CpuFlashKernel(bias, causal, self.scale))
@@ -458,12 +429,10 @@ class _TileAttention:
         out = checkpoint(
             self._formula, q, k, v, bias, self.sinks, use_reentrant=False, preserve_rng_state=self.dropout > 0.0
         )
-        assert isinstance(out, torch.Tensor)
+        assert isinstance(out, Tensor)
         return out
 
-    def _formula(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _formula(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Tensor:
         batch, heads, rows, width = q.shape
         groups, keys = k.size(1), k.size(2)
         grouped = q.reshape(batch, groups, heads // groups * rows, width)

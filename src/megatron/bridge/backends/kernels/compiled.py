@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.parallel_state import get_tensor_model_parallel_group
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.bridge.backends.attention.block_mask import positions_in_sequences
@@ -71,7 +72,7 @@ def can_compile() -> bool:
 
 
 @compiled
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, one: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm(x: Tensor, weight: Tensor, eps: float, one: float) -> tuple[Tensor, Tensor]:
     """Normalized rows [n, size] and the scale of each row [n, 1]."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -80,8 +81,8 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, one: float) -> tupl
 
 @compiled
 def _norm_gradients(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, one: float, frozen: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, one: float, frozen: bool
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of the rows and, unless ``frozen``, of the gain."""
     unit = x.float() * scale
     along = grad.float() * (weight.float() + one)
@@ -93,7 +94,7 @@ class _CompiledRMSNorm(torch.autograd.Function):
     """Saves its input and one number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, one: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, one: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         normed, scale = _norm(rows, weight, eps, one)
         ctx.save_for_backward(rows, weight, scale)
@@ -102,14 +103,14 @@ class _CompiledRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         rows, weight, scale = ctx.saved_tensors
         frozen, grad = not ctx.needs_input_grad[1], grads[0].reshape(rows.shape)
         grad_x, grad_weight = _norm_gradients(grad, rows, weight, scale, ctx.one, frozen)
         return grad_x.view(grads[0].shape), grad_weight, None, None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """RMSNorm over the last dimension, in the dtype of ``weight``; ``zero_centered`` makes the gain 1 + weight."""
     return _CompiledRMSNorm.apply(x, weight, eps, float(zero_centered))  # pyright: ignore[reportReturnType]
 
@@ -117,7 +118,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: b
 # -------------------------------------------------------------------------------------------- rotary embeddings
 
 
-def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
     """(a, b) -> (-b, a), for pairs of neighbors or for the two halves of the last dimension."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
@@ -126,9 +127,7 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
 
 
 @compiled
-def _rotate(
-    x: torch.Tensor, angles: torch.Tensor, positions: torch.Tensor | None, factor: float, interleaved: bool, mla: bool
-) -> torch.Tensor:
+def _rotate(x: Tensor, angles: Tensor, positions: Tensor | None, factor: float, interleaved: bool, mla: bool) -> Tensor:
     """Rotate ``x`` [s, b, h, d] by ``angles`` [s, 1 or b, 1, r <= d]; token i takes row ``positions[i]``."""
     angles = angles if positions is None else angles[positions]
     rotated, rest = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
@@ -141,13 +140,8 @@ def _rotate(
 
 @compiled
 def _rotate_gradient(
-    grad: torch.Tensor,
-    angles: torch.Tensor,
-    positions: torch.Tensor | None,
-    factor: float,
-    interleaved: bool,
-    mla: bool,
-) -> torch.Tensor:
+    grad: Tensor, angles: Tensor, positions: Tensor | None, factor: float, interleaved: bool, mla: bool
+) -> Tensor:
     """The transpose of `_rotate`; the transpose of `_rotate_half` is its negative."""
     angles = angles if positions is None else angles[positions]
     rotated, rest = grad[..., : angles.shape[-1]].float(), grad[..., angles.shape[-1] :]
@@ -162,47 +156,45 @@ class _Rotary(torch.autograd.Function):
     """Linear in ``x``, so only the angles are saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, angles: torch.Tensor, positions: torch.Tensor | None, *options: Any
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, angles: Tensor, positions: Tensor | None, *options: Any) -> Tensor:
         ctx.save_for_backward(angles, positions)
         ctx.options = options
         return _rotate(x, angles, positions, *options)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         angles, positions = ctx.saved_tensors
         return _rotate_gradient(grads[0], angles, positions, *ctx.options), None, None, None, None, None
 
 
 def rotary(
-    t: torch.Tensor,
-    freqs: torch.Tensor,
+    t: Tensor,
+    freqs: Tensor,
     rotary_interleaved: bool = False,
     mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     multi_latent_attention: bool | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Megatron-Core's ``_apply_rotary_pos_emb_bshd``."""
     mla = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
     return _apply_rotary(t, freqs, None, float(mscale), rotary_interleaved, mla)
 
 
-def _apply_rotary(t: torch.Tensor, angles: torch.Tensor, positions: torch.Tensor | None, *options: Any) -> torch.Tensor:
+def _apply_rotary(t: Tensor, angles: Tensor, positions: Tensor | None, *options: Any) -> Tensor:
     return _Rotary.apply(t, angles, positions, *options)  # pyright: ignore[reportReturnType]
 
 
 def rotary_packed(
-    t: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    freqs: torch.Tensor,
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
     rotary_interleaved: bool = False,
     mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     cp_group: Any = None,
     multi_latent_attention: bool | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Megatron-Core's ``_apply_rotary_pos_emb_thd`` in one kernel for all sequences of a packed row.
 
     Megatron-Core's own copies the lengths to the host, which synchronizes twice in each layer, and then
@@ -222,7 +214,7 @@ def rotary_packed(
 
 
 @compiled
-def _statistics(rows: torch.Tensor, local: torch.Tensor, here: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _statistics(rows: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, ...]:
     """Highest logit, sum of exponentials relative to it, and logit of the target (0 on other ranks), each [n]."""
     wide = rows.float()
     highest = wide.amax(-1)
@@ -231,9 +223,7 @@ def _statistics(rows: torch.Tensor, local: torch.Tensor, here: torch.Tensor) -> 
 
 
 @compiled
-def _logit_gradients(
-    rows: torch.Tensor, local: torch.Tensor, here: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:
+def _logit_gradients(rows: Tensor, local: Tensor, here: Tensor, log_sum: Tensor, grad: Tensor) -> Tensor:
     """(softmax - target) * grad for [n, v]."""
     columns = torch.arange(rows.shape[-1], device=rows.device)
     target = (columns == local.unsqueeze(-1)) & here.unsqueeze(-1)
@@ -245,9 +235,7 @@ class _CompiledCrossEntropy(torch.autograd.Function):
     """Saves the logits and one number for each token; with ``reuse``, the gradient overwrites the logits."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup, reuse: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, reuse: bool) -> Tensor:
         rows, local, here = local_targets(logits, target, group)
         parts = [_statistics(rows[part], local[part], here[part]) for part in row_blocks(rows, CHUNK)]
         highest, total, picked = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -259,7 +247,7 @@ class _CompiledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         rows, local, here, log_sum = ctx.saved_tensors
         grad = grads[0].flatten()
         # autograd refuses a second backward pass after the logits have changed
@@ -270,11 +258,11 @@ class _CompiledCrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(
-    vocab_parallel_logits: torch.Tensor,
-    target: torch.Tensor,
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
     label_smoothing: float = 0.0,
     tp_group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Megatron-Core's ``vocab_parallel_cross_entropy`` without fp32 logits; label smoothing uses the original.
 
     The original needs 6 bytes for each bf16 logit of [s, b, v / tp] at its peaks: an fp32 copy in the forward

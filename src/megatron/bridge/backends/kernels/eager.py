@@ -18,6 +18,7 @@ from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 1 << 18  # elements: 1 MB in fp32, so a chunk stays in the cache of a core
@@ -30,14 +31,14 @@ class _RMSNorm(torch.autograd.Function):
     """``x / sqrt(mean(x^2) + eps) * gain`` in fp32 (or fp64), rounded once at the end."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         out, scale = _normalize(x, gain, eps)
         ctx.save_for_backward(x, gain, scale)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, gain, scale = ctx.saved_tensors
         wide, grad, weight = (upcast(tensor) for tensor in (x, grads[0], gain))
         # LayerNorm's kernel with a mean of zero; RMSNorm does not subtract the mean of the gradient
@@ -48,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), along_gain.to(gain.dtype) if ctx.needs_input_grad[1] else None, None
 
 
-def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension; ``gain`` has the dtype of ``x``."""
     return _RMSNorm.apply(x, gain, eps) if _records() else _normalize(x, gain, eps)[0]  # pyright: ignore
 
@@ -59,7 +60,7 @@ def _records() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def _normalize(x: torch.Tensor, gain: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalize(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = upcast(x)
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
     scale.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -70,18 +71,18 @@ class _Rotary(torch.autograd.Function):
     """``x * cos + rotate_half(x) * sin`` with the rounding of Megatron-Core; the rotated half is never stored."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return rotate(x, cos, sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return rotate(grads[0], cos, -sin.roll(cos.shape[-1] // 2, dims=-1)), None, None
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + n / 2) of the last dimension, whose size is n."""
     out = x * cos
     (x1, x2), (out1, out2), (sin1, sin2) = (tensor.chunk(2, dim=-1) for tensor in (x, out, sin))
@@ -90,7 +91,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return out
 
 
-def rotary(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def rotary(t: Tensor, freqs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Megatron-Core's ``_apply_rotary_pos_emb_bshd``; interleaved and partial embeddings use the original."""
     mscale = kwargs.pop("mscale", 1.0)
     if args or any(kwargs.values()) or freqs.shape[-1] != t.shape[-1] or freqs.requires_grad:
@@ -106,13 +107,13 @@ class _SwiGLU(torch.autograd.Function):
     """``silu(gate) * up`` of the two halves of the last dimension."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return _gate(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x)
@@ -122,13 +123,13 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x
 
 
-def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None, *_: bool) -> torch.Tensor:
+def swiglu(x: Tensor, bias: Tensor | None = None, *_: bool) -> Tensor:
     """Megatron-Core's ``bias_swiglu_impl``; its other options only save memory on GPUs."""
     apply = _SwiGLU.apply if _records() else _gate
     return apply(x if bias is None else x + bias)  # pyright: ignore[reportReturnType]
 
 
-def _gate(x: torch.Tensor) -> torch.Tensor:
+def _gate(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -141,9 +142,7 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup, reuse: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, reuse: bool) -> Tensor:
         rows, local, here = local_targets(logits, target, group)
         local = local.unsqueeze(-1)
         picked = upcast(rows.gather(1, local)).squeeze(-1) * here
@@ -160,7 +159,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         rows, local, here, norm = ctx.saved_tensors
         grad, norm = grads[0].flatten().unsqueeze(-1), norm.unsqueeze(-1)
         shape = (*grads[0].shape, rows.shape[-1])
@@ -175,18 +174,14 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_logits.view(shape), None, None, None
 
 
-def local_targets(
-    logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def local_targets(logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Logits as rows [n, v / tp], the local column of each target, and whether the target is on this rank."""
     rows, local = logits.detach().flatten(0, -2), target.flatten() - group.rank() * logits.shape[-1]
     here = (local >= 0) & (local < logits.shape[-1])
     return rows, local.clamp(0, logits.shape[-1] - 1), here
 
 
-def reduce_statistics(
-    highest: torch.Tensor, total: torch.Tensor, picked: torch.Tensor, group: dist.ProcessGroup
-) -> torch.Tensor:
+def reduce_statistics(highest: Tensor, total: Tensor, picked: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce the statistics over the vocabulary in place; returns the factor for this rank's exponentials."""
     if group.size() == 1:
         return torch.ones_like(total)
@@ -201,11 +196,11 @@ def reduce_statistics(
 
 
 def cross_entropy(
-    vocab_parallel_logits: torch.Tensor,
-    target: torch.Tensor,
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
     label_smoothing: float = 0.0,
     tp_group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Megatron-Core's ``vocab_parallel_cross_entropy``; label smoothing uses the original."""
     if label_smoothing:
         return core_cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)
@@ -214,24 +209,24 @@ def cross_entropy(
     return _CrossEntropy.apply(vocab_parallel_logits, target, group, reuse)  # pyright: ignore[reportReturnType]
 
 
-def can_overwrite(logits: torch.Tensor) -> bool:
+def can_overwrite(logits: Tensor) -> bool:
     """Whether nothing else needs these logits: they come from the output layer, which does not save them."""
     function = "" if logits.grad_fn is None else logits.grad_fn.name()
     return function.startswith("LinearWith") and logits.is_contiguous()
 
 
-def upcast(x: torch.Tensor) -> torch.Tensor:
+def upcast(x: Tensor) -> Tensor:
     """``x`` in at least fp32."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def row_blocks(rows: torch.Tensor, elements: int) -> list[slice]:
+def row_blocks(rows: Tensor, elements: int) -> list[slice]:
     """Slices of ``rows`` with at most ``elements`` elements each, but at least one row."""
     step = max(1, elements // rows.shape[-1])
     return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 
-def scale(_size: int, _flag: Any, tensors: list[list[torch.Tensor]], factor: float) -> None:
+def scale(_size: int, _flag: Any, tensors: list[list[Tensor]], factor: float) -> None:
     """Megatron-Core's ``local_multi_tensor_scale`` without a scaled copy of each source."""
     sources, targets = tensors
     if factor == 1.0:
@@ -242,7 +237,7 @@ def scale(_size: int, _flag: Any, tensors: list[list[torch.Tensor]], factor: flo
         utils.local_multi_tensor_scale(_size, _flag, tensors, factor)
 
 
-def l2_norm(_size: int, _flag: Any, tensors: list[list[torch.Tensor]], *_: Any) -> tuple[torch.Tensor, None]:
+def l2_norm(_size: int, _flag: Any, tensors: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
     """Megatron-Core's ``local_multi_tensor_l2_norm`` without a synchronization for each tensor."""
     norms = [norm for part in tensors for norm in torch._foreach_norm(part)]
     return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None

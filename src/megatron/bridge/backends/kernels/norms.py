@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 
 from megatron.bridge.backends.kernels import compiled
 from megatron.bridge.backends.kernels.eager import rms_norm
@@ -25,7 +26,7 @@ class TorchNorm:
         return norms[config.normalization](config, hidden_size, eps)
 
 
-class _Norm(torch.nn.Module):
+class _Norm(nn.Module):
     """A norm over the last dimension with a learned gain, replicated over tensor-parallel ranks.
 
     Under sequence parallelism, each rank has a part of the sequence and so a part of the gradient of the gain. The
@@ -45,9 +46,9 @@ class _Norm(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialize the gain to one; a zero-centered gain is stored as its difference from one."""
-        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
-    def _gain(self) -> torch.Tensor:
+    def _gain(self) -> Tensor:
         # 1 + w would lose the last bits of w in bf16
         return self.weight.float() + 1.0 if self.zero_centered_gamma else self.weight
 
@@ -55,7 +56,7 @@ class _Norm(torch.nn.Module):
 class RMSNorm(_Norm):
     """``x / sqrt(mean(x^2) + eps) * gain``, in the dtype of the weight."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
             return compiled.rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
         gain = self._gain()
@@ -74,50 +75,36 @@ class LayerNorm(_Norm):
         super().__init__(config, hidden_size, eps)
         self.bias = replicated(config, hidden_size) if getattr(config, "layernorm_bias", True) else None
         if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
+            nn.init.zeros_(self.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         gain, bias = self._gain(), self.bias
         if gain.dtype != x.dtype:
             gain, bias, x = gain.float(), None if bias is None else bias.float(), x.float()
         return F.layer_norm(x, (x.shape[-1],), gain, bias, self.eps).to(self.weight.dtype)
 
 
-class ByHeadNorm(torch.nn.Module):
-    """LayerNorm over the width of each attention head, with a gain [heads, width] that is cut like the heads.
+class SplitNorm(nn.Module):
+    """A norm whose gain tensor-parallel ranks split along its first dimension."""
 
-    Args:
-        config: Gives head width, epsilon and dtype.
-        heads: Number of heads of all ranks, with padding.
-        group: The tensor-parallel ranks.
-    """
-
-    def __init__(self, config: TransformerConfig, heads: int, group: torch.distributed.ProcessGroup) -> None:
-        super().__init__()
-        assert config.kv_channels is not None, "Megatron-Core derives kv_channels from the hidden size"
-        self.config = config  # conversion reads the number of heads from it
-        self.group = group
-        flat = _parameter(config, heads // group.size() * config.kv_channels)
-        self.weight = torch.nn.Parameter(flat.data.view(-1, config.kv_channels))
-        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
-        torch.nn.init.ones_(self.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize ``x`` [..., heads of this rank, head width]."""
-        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.config.layernorm_epsilon)
-        return (normed * self.weight.float()).to(self.weight.dtype)
+    weight: Tensor
+    tp_group: Any
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        return _cut_like_heads(self, prefix, sharded_offsets, metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
 
-class AcrossHeadsNorm(torch.nn.Module):
-    """RMSNorm over the width of all attention heads together, split over tensor-parallel ranks.
-
-    Each rank has the gain of its heads and sums squares with the other ranks. Padding heads are zero and stay
-    zero; the mean is over the real heads only.
+class HeadsNorm(SplitNorm):
+    """A norm of queries or keys with a gain for each feature of each head; a rank has that of its heads.
 
     Args:
         config: Gives head width, epsilon, dtype and the kind of gain.
@@ -130,50 +117,63 @@ class AcrossHeadsNorm(torch.nn.Module):
         self, config: TransformerConfig, heads: int, true_heads: int, group: torch.distributed.ProcessGroup
     ) -> None:
         super().__init__()
-        assert config.normalization == "RMSNorm", "LayerNorm has no form over all heads"
         assert config.kv_channels is not None, "Megatron-Core derives kv_channels from the hidden size"
         self.config = config  # conversion reads the number of heads from it
-        self.group = group
-        self.width = true_heads * config.kv_channels
-        self.weight = _parameter(config, heads // group.size() * config.kv_channels)
+        self.tp_group = group
+        self.true_width = true_heads * config.kv_channels
+        self.weight = self._make_gain(heads // group.size(), config.kv_channels)
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
-        torch.nn.init.constant_(self.weight, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _make_gain(self, heads: int, width: int) -> nn.Parameter:
+        raise TypeError(f"{type(self).__name__} is abstract: it has no gain for {heads} heads of {width}")
+
+
+class ByHeadNorm(HeadsNorm):
+    """LayerNorm over the width of each attention head, with a gain [heads, width]."""
+
+    def _make_gain(self, heads: int, width: int) -> nn.Parameter:
+        gain = _parameter(self.config, heads, width)
+        nn.init.ones_(gain)
+        return gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x`` [..., heads of this rank, head width]."""
+        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.config.layernorm_epsilon)
+        return (normed * self.weight.float()).to(self.weight.dtype)
+
+
+class AcrossHeadsNorm(HeadsNorm):
+    """RMSNorm over the width of all attention heads together, split over tensor-parallel ranks.
+
+    Each rank sums squares with the other ranks. Padding heads are zero and stay zero; the mean is over the real
+    heads only.
+    """
+
+    def _make_gain(self, heads: int, width: int) -> nn.Parameter:
+        assert self.config.normalization == "RMSNorm", "LayerNorm has no form over all heads"
+        gain = _parameter(self.config, heads * width)
+        nn.init.constant_(gain, 0.0 if self.config.layernorm_zero_centered_gamma else 1.0)
+        return gain
+
+    def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` [s, b, heads of this rank, head width]."""
         wide = x.flatten(-2).float()
         squares = wide.square().sum(-1, keepdim=True)
-        if self.group.size() > 1:  # each output depends on the squares of all ranks: sum forward and backward
-            squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares, group=self.group)
-            squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares, group=self.group)
+        if self.tp_group.size() > 1:  # each output depends on the squares of all ranks: sum forward and backward
+            squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+            squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         gain = self.weight.float() + float(self.config.layernorm_zero_centered_gamma)
-        normed = wide * torch.rsqrt(squares / self.width + self.config.layernorm_epsilon) * gain
+        normed = wide * torch.rsqrt(squares / self.true_width + self.config.layernorm_epsilon) * gain
         return normed.to(self.weight.dtype).view_as(x)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        return _cut_like_heads(self, prefix, sharded_offsets, metadata)
 
-
-def _cut_like_heads(norm: Any, prefix: str, sharded_offsets: tuple, metadata: dict | None) -> dict[str, Any]:
-    return make_sharded_tensors_for_checkpoint(
-        norm.state_dict(prefix="", keep_vars=True),
-        prefix,
-        {"weight": 0},
-        sharded_offsets,
-        tp_group=norm.group,
-        dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-    )
-
-
-def replicated(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+def replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:
     """An uninitialized parameter that every tensor-parallel rank has whole."""
     parameter = _parameter(config, *shape)
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 
 
-def _parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+def _parameter(config: TransformerConfig, *shape: int) -> nn.Parameter:
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+    return nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
@@ -62,43 +63,32 @@ class KimiDeltaAttention(TensorParallelMixer):
         """Of a token: 6 K V for the state, and within a chunk products, the system, and decays of each pair."""
         return self.heads * self.width * (6.0 * self.width + CHANNEL_CHUNK * (3 + 2 + 4))
 
-    def forward(self, hidden_states: Tensor, packed_seq_params: Any = None, **_: Any) -> tuple[Tensor, Tensor | None]:
-        """[s, b, hidden] to the same, and no bias."""
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Queries, keys, values, inputs of decays and of gates, and of beta, in one tensor."""
         if self.config.sequence_parallel:
             x = mappings.gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
         else:
             x = mappings.copy_to_tensor_model_parallel_region(hidden_states, self.tp_group)
-        projected = self._project(x)
-        if self.cache is not None:
-            return self.out_proj(self.cache.run(projected, self.heads * self.width, self._advance))
-        bounds = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
-        mixed = self._mix(projected.transpose(0, 1), bounds=bounds)[0]
-        return self.out_proj(mixed.transpose(0, 1).contiguous())
-
-    def _whole(self, name: str) -> Tensor:
-        """A parameter that all ranks have, whose gradient is that of this rank's heads."""
-        return mappings.copy_to_tensor_model_parallel_region(getattr(self, name), self.tp_group)
-
-    def _project(self, x: Tensor) -> Tensor:
-        """Queries, keys, values, inputs of decays and of gates, and of beta, in one tensor."""
         parts = [F.linear(x, getattr(self, f"{name}_proj")) for name in _QKV]
         for name in ("f", "g"):
             parts.append(F.linear(F.linear(x, self._whole(f"{name}_a_proj")), getattr(self, f"{name}_b_proj")))
         return torch.cat((*parts, F.linear(x, self.b_proj)), -1)
 
-    def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Outputs [b, s, features] of texts that go on, and their new states."""
-        out, history, state = self._mix(projected, history, state)
-        return out, (history, state)
+    def _whole(self, name: str) -> Tensor:
+        """A parameter that all ranks have, whose gradient is that of this rank's heads."""
+        return mappings.copy_to_tensor_model_parallel_region(getattr(self, name), self.tp_group)
 
-    def _mix(
+    def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        bounds = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
+        return self.mix(projected, bounds=bounds)[0]
+
+    def mix(
         self,
         projected: Tensor,
         history: Tensor | None = None,
         state: Tensor | None = None,
         bounds: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Any]:
-        """Outputs [b, s, features], and what the next token must know."""
+    ) -> tuple[Tensor, tuple[Tensor, Any]]:
         inner, seen = self.heads * self.width, 0 if history is None else history.size(1)
         qkv, decay, gate, beta = projected.split([3 * inner, inner, inner, self.heads], -1)
         whole, history = with_history(qkv, qkv[:, :0] if history is None else history)
@@ -110,7 +100,7 @@ class KimiDeltaAttention(TensorParallelMixer):
         out, state = chunk_gated_delta_rule(l2norm(q), l2norm(k), v, g, beta.sigmoid(), **options)
         out = out * (out.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon).rsqrt()
         out = (out * self._whole("o_norm").float()).flatten(-2) * gate.float().sigmoid()
-        return out.to(projected.dtype), history, state
+        return out.to(projected.dtype), (history, state)
 
     def state_shapes(self) -> list[StateShape]:
         """Of the states of one text: last inputs of the convolutions, and the state of each head."""

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -26,6 +25,7 @@ from megatron.bridge.backends.attention import context_parallel
 from megatron.bridge.backends.attention.block_mask import host_values, packed_segments, padded_cu_seqlens
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache, StateShape, with_history
+from megatron.bridge.backends.kernels.norms import SplitNorm
 from megatron.bridge.backends.recurrent import ssd
 from megatron.bridge.backends.recurrent.gated_delta_net import causal_convolution
 from megatron.bridge.utils.errors import UserError
@@ -228,7 +228,7 @@ class TorchMambaMixer(MambaMixer):
         return self.cp.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
 
 
-class GroupRMSNorm(torch.nn.Module):
+class GroupRMSNorm(SplitNorm):
     """RMSNorm over each group of the outputs of a mixer, with the signature of mamba-ssm's norm.
 
     Args:
@@ -236,8 +236,6 @@ class GroupRMSNorm(torch.nn.Module):
         group_size: Outputs of a group.
         norm_before_gate: Must be False, because the gate has been applied.
     """
-
-    tp_group: Any
 
     def __init__(
         self, hidden_size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: torch.dtype
@@ -252,19 +250,6 @@ class GroupRMSNorm(torch.nn.Module):
         groups = x.float().unflatten(-1, (-1, self.group_size))
         normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         return normed.flatten(-2).to(self.weight.dtype) * self.weight
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        assert metadata is not None, "the mixer fills it in"
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 class _MetaDeviceMode(TorchFunctionMode):

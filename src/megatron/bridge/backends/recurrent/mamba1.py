@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
-from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
@@ -80,6 +80,7 @@ class Mamba1Mixer(TensorParallelMixer):
         **dict.fromkeys(("conv1d_weight", "conv1d_bias", "dt_proj", "dt_bias", "A_log", "D"), 0),
         "x_proj": 1,
     }
+    projected = ("x", "gate")
 
     def prepare(self, submodules: MambaMixerSubmodules) -> int:
         config: Any = self.config
@@ -107,24 +108,13 @@ class Mamba1Mixer(TensorParallelMixer):
         """Forward operations of one token; the product with A counts as that of a matrix."""
         return 4.0 * self.d_inner_local_tp * self.states
 
-    def forward(self, hidden_states: Tensor, packed_seq_params: Any = None, **_: Any) -> tuple[Tensor, Tensor | None]:
-        """[s, b, hidden] to the same, and no bias."""
-        projected = self.in_proj(hidden_states)[0]
-        if self.cache is not None:
-            return self.out_proj(self.cache.run(projected, self.d_inner_local_tp, self._advance))
-        parts = projected.transpose(0, 1).split(lengths_of(packed_seq_params, len(projected)), 1)
-        mixed = torch.cat([self._mix(part)[0] for part in parts], 1)
-        return self.out_proj(mixed.transpose(0, 1).contiguous())
+    def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        parts = projected.split(lengths_of(packed_seq_params, projected.size(1)), 1)
+        return torch.cat([self.mix(part)[0] for part in parts], 1)
 
-    def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Outputs [b, s, features] of texts that go on, and their new states."""
-        out, history, state = self._mix(projected, history, state)
-        return out, (history, state)
-
-    def _mix(
+    def mix(
         self, projected: Tensor, history: Tensor | None = None, state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs [b, s, features], and what the next token must know."""
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         x, gate = projected.chunk(2, -1)
         seen = 0 if history is None else history.size(1)
         whole, history = with_history(x, x[:, :0] if history is None else history)
@@ -137,16 +127,10 @@ class Mamba1Mixer(TensorParallelMixer):
         dt = F.softplus(F.linear(narrow, self.dt_proj).float() + self.dt_bias.float())
         y, state = selective_scan(x, dt, -self.A_log.float().exp(), b, c, state)
         y = (y + self.D.float() * x.float()) * F.silu(gate.float())
-        return y.to(projected.dtype), history, state
+        return y.to(projected.dtype), (history, state)
 
     def state_shapes(self) -> list[StateShape]:
         """Of the states of one text: last inputs of the convolution, and the state of the scan."""
         width = self.d_inner_local_tp
         history = StateShape((self.conv1d_weight.size(-1) - 1, width), self.config.params_dtype)
         return [history, StateShape((width, self.states), torch.float32)]
-
-    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The parameters; inputs and gates are split over the ranks separately."""
-        state, weight = super().sharded_state_dict(prefix, *args, **kwargs), f"{prefix}in_proj.weight"
-        state[weight] = _split_tensor_factory(state[weight], [self.d_inner_local_tp] * 2, ["x", "gate"], 0)
-        return state

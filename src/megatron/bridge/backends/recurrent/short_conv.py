@@ -8,7 +8,6 @@ where the convolution sees a token and the few before it.
 from typing import Any, ClassVar
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ class ShortConv(TensorParallelMixer):
     """A gated short convolution; its state is the last inputs of the convolution."""
 
     cut: ClassVar[dict[str, int]] = {"conv1d.weight": 0}
+    projected = ("before", "after", "x")
 
     @property
     def operations(self) -> float:
@@ -32,7 +32,7 @@ class ShortConv(TensorParallelMixer):
         config: Any = self.config
         width = config.hidden_size
         self.in_proj = build_module(submodules.in_proj, width, 3 * width, **self.first_options)
-        self.features = features = width // self.tp_group.size()
+        features = width // self.tp_group.size()
         assert config.linear_conv_kernel_dim is not None, "linear_conv_kernel_dim has a default"
         self.conv1d = nn.Conv1d(
             features, features, config.linear_conv_kernel_dim, groups=features, bias=False, **self.like
@@ -42,31 +42,17 @@ class ShortConv(TensorParallelMixer):
             init_conv_weight(self.conv1d.weight, self.tp_group)
         return width
 
-    def forward(
-        self, hidden_states: Tensor, packed_seq_params: PackedSeqParams | None = None, **_: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, hidden] to the same, and no bias."""
-        projected = self.in_proj(hidden_states)[0]
-        if self.cache is not None:
-            return self.out_proj(self.cache.run(projected, self.features, self._advance))
-        before, after, x = projected.transpose(0, 1).chunk(3, dim=-1)
-        bounds = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
-        seen = causal_convolution(before * x, self.conv1d.weight.squeeze(1), None, bounds)
-        return self.out_proj((after * seen).transpose(0, 1).contiguous())
-
-    def _advance(self, projected: Tensor, history: Tensor) -> tuple[Tensor, tuple[Tensor]]:
-        """Outputs [b, s, features] of texts that go on, and their last inputs."""
+    def mix(self, projected: Tensor, history: Tensor) -> tuple[Tensor, tuple[Tensor]]:
         before, after, x = projected.chunk(3, dim=-1)
         whole, history = with_history(before * x, history)
         seen = causal_convolution(whole, self.conv1d.weight.squeeze(1), None, None)[:, history.size(1) :]
         return after * seen, (history,)
 
+    def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        before, after, x = projected.chunk(3, dim=-1)
+        bounds = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
+        return after * causal_convolution(before * x, self.conv1d.weight.squeeze(1), None, bounds)
+
     def state_shapes(self) -> list[StateShape]:
         """Of the states of one text: the last inputs of the convolution."""
         return [StateShape((self.conv1d.weight.shape[-1] - 1, self.features), self.config.params_dtype)]
-
-    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The parameters; each of the three kinds of features is split over the ranks separately."""
-        state, weight = super().sharded_state_dict(prefix, *args, **kwargs), f"{prefix}in_proj.weight"
-        state[weight] = _split_tensor_factory(state[weight], [self.features] * 3, ["before", "after", "x"], 0)
-        return state

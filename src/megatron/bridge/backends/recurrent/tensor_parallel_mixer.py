@@ -4,7 +4,9 @@
 from typing import Any, ClassVar
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -26,10 +28,13 @@ class TensorParallelMixer(MegatronModule):
         cache: states of the texts while the model decodes, else None.
         cut: the dimension along which ranks split a parameter, by its name; they share those that are not named. A
             module with a name here is one of PyTorch's.
+        projected: names of the parts of ``in_proj``, if it has any, each split over the ranks by itself.
+        features: of this rank that the output projection reads.
     """
 
     cache: RecurrentCache | None = None
     cut: ClassVar[dict[str, int]]
+    projected: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class TensorParallelMixer(MegatronModule):
         last = {"init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": True}
         self.first_options: Any = {**common, **first, "tp_comm_buffer_name": "fc1"}
         inner = self.prepare(submodules)
+        self.features = inner // groups.tp.size()
         self.out_proj = build_module(
             submodules.out_proj, inner, config.hidden_size, **common, **last, tp_comm_buffer_name="fc2"
         )
@@ -61,6 +67,29 @@ class TensorParallelMixer(MegatronModule):
     def prepare(self, submodules: Any) -> int:
         """Build all but the output projection; return how many features it reads over all ranks."""
         raise TypeError(f"{type(self).__name__} is abstract: it has no parts of {submodules}")
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """All that is computed from each token by itself, [s, b, parts]."""
+        in_proj: Any = self.in_proj
+        return in_proj(hidden_states)[0]
+
+    def mix(self, projected: Tensor, *states: Any) -> tuple[Tensor, tuple[Any, ...]]:
+        """Outputs [b, s, features] of texts that go on from ``states``, or begin, and their new states."""
+        raise TypeError(f"{type(self).__name__} is abstract: it does not mix {projected.shape} with {states}")
+
+    def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        """Outputs [b, s, features] of packed sequences, each from its begin."""
+        raise TypeError(f"{type(self).__name__} is abstract: no {projected.shape} of {packed_seq_params}")
+
+    def forward(
+        self, hidden_states: Tensor, packed_seq_params: PackedSeqParams | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, hidden] to the same, and no bias."""
+        projected = self.project(hidden_states)
+        if self.cache is not None:
+            return self.out_proj(self.cache.run(projected, self.features, self.mix))
+        mixed = self.mix_packed(projected.transpose(0, 1), packed_seq_params)
+        return self.out_proj(mixed.transpose(0, 1).contiguous())
 
     def make_parameters(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Register parameters with these shapes on this rank: matrices and convolutions drawn, the others one."""
@@ -97,4 +126,7 @@ class TensorParallelMixer(MegatronModule):
                 continue
             options: Any = (f"{prefix}{name}.", sharded_offsets, metadata)
             state |= sharded_state_dict_default(module, *options, tp_group=self.tp_group)
+        if parts := list(self.projected):
+            weight = f"{prefix}in_proj.weight"
+            state[weight] = _split_tensor_factory(state[weight], [self.features] * len(parts), parts, 0)
         return state

@@ -19,7 +19,7 @@ A provider declares them in these fields:
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from megatron.core import tensor_parallel
@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
-from megatron.bridge.backends.kernels.norms import AcrossHeadsNorm, ByHeadNorm
+from megatron.bridge.backends.kernels.norms import AcrossHeadsNorm, ByHeadNorm, HeadsNorm
 from megatron.bridge.backends.moe.experts_beside_mlp import ExpertsBesideMLP
 from megatron.bridge.backends.recurrent.mamba_beside_attention import AttentionBesideMamba, BesideMambaSubmodules
 from megatron.bridge.backends.specs.kv_sharing import SharedKVAttention
@@ -284,17 +284,31 @@ class SharedNormLayer(ParallelResidualLayer):
 _PARALLEL_LAYERS = {"own_norms": ParallelResidualLayer, "shared_norm": SharedNormLayer}
 
 
-class ByHeadNormAttention(SelfAttention):
-    """Attention with a LayerNorm of queries and keys that has a gain, and no bias, for each head."""
+class HeadsNormAttention(SelfAttention):
+    """Attention with norms of queries and keys whose gains are split like the heads, before the rotary embedding."""
+
+    norm: ClassVar[type[HeadsNorm]]
 
     def __init__(
         self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
     ) -> None:
         # no norms of the spec: they are per head, and their gradients are summed over tensor-parallel ranks
         super().__init__(config, dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None), *args, **kwargs)
-        groups = config.num_query_groups or config.num_attention_heads
-        for role, heads in zip("qk", (config.num_attention_heads, groups), strict=True):
-            setattr(self, f"{role}_layernorm", ByHeadNorm(config, heads, self.pg_collection.tp))
+        padded = (config.num_attention_heads, config.num_query_groups or config.num_attention_heads)
+        for role, heads, true_heads in zip("qk", padded, getattr(config, "unpadded_heads", padded), strict=True):
+            setattr(self, f"{role}_layernorm", self.norm(config, heads, true_heads, self.pg_collection.tp))
+
+
+class ByHeadNormAttention(HeadsNormAttention):
+    """Attention with a LayerNorm of queries and keys that has a gain, and no bias, for each head."""
+
+    norm = ByHeadNorm
+
+
+class AcrossHeadsNormAttention(HeadsNormAttention):
+    """Attention with queries and keys normalized over all heads together."""
+
+    norm = AcrossHeadsNorm
 
 
 def mark_sinks(model: torch.nn.Module) -> None:
@@ -337,18 +351,3 @@ class LateNormAttention(SelfAttention):
         query, key, *others = inputs
         norms: Any = self.late_q_layernorm, self.late_k_layernorm
         return norms[0](query), norms[1](key), *others
-
-
-class AcrossHeadsNormAttention(SelfAttention):
-    """Attention with queries and keys normalized over all heads together, before the rotary embedding."""
-
-    def __init__(
-        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
-    ) -> None:
-        # no norms of the spec: they are per head, and their gradients are summed over tensor-parallel ranks
-        plain = dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None)
-        super().__init__(config, plain, *args, **kwargs)
-        padded: Any = (config.num_attention_heads, config.num_query_groups)
-        for role, heads, true_heads in zip("qk", padded, getattr(config, "unpadded_heads", padded), strict=True):
-            norm = AcrossHeadsNorm(config, heads, true_heads, self.pg_collection.tp)
-            setattr(self, f"{role}_layernorm", norm)

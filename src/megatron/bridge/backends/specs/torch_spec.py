@@ -18,7 +18,7 @@ from megatron.core.transformer.torch_norm import LayerNormBuilder
 from torch import Tensor
 
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
-from megatron.bridge.backends.decoding.latent_cache import LatentCache
+from megatron.bridge.backends.decoding.attention_cache import LatentCache
 from megatron.bridge.backends.kernels.norms import TorchNorm
 from megatron.bridge.backends.moe.grouped_experts import grouped_experts
 

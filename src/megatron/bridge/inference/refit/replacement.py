@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiving side: steps in, weights replaced, always between the beginning and the end."""
+"""The receiving side: steps in, weights replaced, always between the beginning and the end.
+
+A sender says ``Begin``, a ``Bucket`` for each, ``Finish``; to a process of its own over a
+``multiprocessing.connection.Connection``.
+"""
 
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -10,9 +16,35 @@ from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.refit import packing
 from megatron.bridge.inference.refit.native import NativeReceiver
 from megatron.bridge.inference.refit.shared_buffer import attached
-from megatron.bridge.inference.refit.steps import Begin, Bucket, Finish, WeightStep
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class Begin:
+    """New weights are coming."""
+
+    infos: list[Any]  # ``WeightInfo`` of each tensor, in order
+    bucket_bytes: int  # as ``packing.layout`` takes it, so that both sides know what a bucket holds
+    path: Path  # of the shared buffer
+    size: int  # of the shared buffer
+    partial: bool  # only tensors that changed are coming
+    running: Any = "abort"  # what becomes of texts that run, as ``Engine.new_weights`` takes it
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The buffer holds the tensors of bucket ``index``; their place may be filled again after the answer."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Everything has come."""
+
+
+WeightStep = Begin | Bucket | Finish
 
 
 class Receiver(Protocol):
@@ -68,3 +100,33 @@ class Replacement:
         self._reader.take(step)
         if isinstance(step, Finish):
             self._open.close()
+
+
+class RemoteReceiver:
+    """``take`` of ``send_weights`` for the process at the other end, which calls ``receive_weights``."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def __call__(self, step: WeightStep) -> None:
+        """Hand a step over and wait until it is done."""
+        try:
+            self._connection.send(step)
+            problem = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise UserError("the process that receives weights has ended: start it again from an export") from error
+        if problem is not None:
+            raise UserError(problem)
+
+
+def receive_weights(connection: Any, reader: BucketReader) -> None:
+    """Take all steps of one refit from the process at the other end, which is told of an error, too."""
+    step = None
+    while not isinstance(step, Finish):
+        step = connection.recv()
+        try:
+            reader.take(step)
+        except UserError as error:
+            connection.send(str(error))
+            raise
+        connection.send(None)

@@ -27,6 +27,10 @@ NOT_SUPPORTED = {
 }
 """Fields of other servers, with what to do."""
 
+# fields that are those of ``Sampling``
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING = ("top_p", "min_p", "n", "seed", "stop", "ignore_eos", *_PENALTIES)
+
 
 def _encodable(text: str) -> str:
     try:
@@ -97,18 +101,10 @@ class GenerationRequest(_Strict):
     def sampling(self, **more: Any) -> Sampling:
         """The sampling of the request; OpenAI's defaults."""
         given = {
+            **{name: getattr(self, name) for name in _SAMPLING},
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_k": max(self.top_k or 0, 0),
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "n": self.n,
-            "seed": self.seed,
-            "stop": self.stop,
             "stop_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
             "logit_bias": {int(key): value for key, value in (self.logit_bias or {}).items()},
         }
         return Sampling(**{name: value for name, value in {**given, **more}.items() if value is not None})

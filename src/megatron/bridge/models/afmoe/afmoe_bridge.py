@@ -4,12 +4,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp, post_norms
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOW, WINDOWED_ROPE
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 def _multiplier(scaled: bool, _: Any) -> str | float:
@@ -26,15 +21,15 @@ class AfmoeBridge(DecoderBridge):
         *DENSE,
         WINDOW,
         WINDOWED_ROPE,
-        *moe.expert_sizes(),
-        replace(moe.SHARED_EXPERTS, hf="num_shared_experts"),
-        replace(moe.SCALING, hf="route_scale"),
-        moe.dense_before_sparse("num_dense_layers"),
+        *expert_sizes(),
+        replace(SHARED_EXPERTS, hf="num_shared_experts"),
+        replace(SCALING, hf="route_scale"),
+        dense_before_sparse("num_dense_layers"),
         Field("mup_enabled", "embedding_multiplier", default=False, to=_multiplier, back=_is_scaled),
     )
     fixed = {
         **LLAMA_LIKE,
-        **moe.SIGMOID_ROUTING,
+        **SIGMOID_ROUTING,
         "add_bias_linear": False,
         "norm_placement": "both",
         "qk_layernorm": True,

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apertus: no gate, but an activation whose parameters are trained (xIELU); queries and keys normalised."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import ATTENTION_BIAS, DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import constant
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
-from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
+from megatron.bridge.models.families import *
 from megatron.bridge.models.features.activations import xielu
 
 _ACTIVATION = tuple(

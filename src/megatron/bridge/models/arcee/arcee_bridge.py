@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AFM: Llama without a gate and with squared ReLU."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("ArceeForCausalLM", model_type="arcee")

@@ -4,12 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.bridge.models.conversion.declare import hybrid_fields as hybrid
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE, PARTIAL_ROPE
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 def _layers(attention: list[int] | None, config: Mapping[str, Any]) -> list[int]:
@@ -23,10 +18,10 @@ def _layers_back(layers: list[int], _: Any) -> list[int] | None:
 @register_bridge("BambaForCausalLM", model_type="bamba")
 class BambaBridge(DecoderBridge):
     fields = (
-        *override((*DENSE, *BIASES), PARTIAL_ROPE, *hybrid.ONE_GROUP_MAMBA),
+        *override((*DENSE, *BIASES), PARTIAL_ROPE, *ONE_GROUP_MAMBA),
         Field("attn_layer_indices", "mamba_layers", default=None, to=_layers, back=_layers_back),
     )
-    fixed = {**LLAMA_LIKE, **hybrid.ONE_GROUP}
+    fixed = {**LLAMA_LIKE, **ONE_GROUP}
     irrelevant = dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"))
     irrelevant |= dict.fromkeys(("mamba_dt_rank", "use_mamba_kernels"))  # published, and not read
     weights = (

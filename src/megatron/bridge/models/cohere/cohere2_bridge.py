@@ -2,8 +2,7 @@
 """Command R7B and A: Command R with windows; only layers with a window have a rotary embedding."""
 
 from megatron.bridge.models.cohere.cohere_bridge import CohereBridge
-from megatron.bridge.models.conversion.declare.decoder_fields import WINDOW, WINDOWED_ROPE
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Cohere2ForCausalLM", model_type="cohere2")

@@ -1,16 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command R and R+: attention and MLP side by side behind one norm without a bias."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import (
-    ATTENTION_BIAS,
-    DENSE,
-    LAYER_NORM_LIKE,
-    LOGIT_SCALE,
-    NORM_EPS,
-)
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("CohereForCausalLM", model_type="cohere")

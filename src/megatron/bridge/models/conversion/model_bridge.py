@@ -234,7 +234,7 @@ class DecoderBridge(MegatronModelBridge):
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
         """All blocks in one registry."""
         registry = _registry(block(config) if callable(block) else block for block in self.weights)
-        return heads.with_head(registry, config, self._model_type)
+        return heads.with_head(registry, config, self.registration.model_type if self.registration else None)
 
     def spelled_as(
         self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
@@ -278,10 +278,6 @@ class DecoderBridge(MegatronModelBridge):
     @property
     def _architecture(self) -> str:
         return next(name for name, found in _REGISTRY.items() if found.bridge is type(self))
-
-    @property
-    def _model_type(self) -> str | None:
-        return self.registration.model_type if self.registration else None
 
     @property
     def _provider(self) -> Any:

@@ -1,96 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a Megatron parameter and its Hugging Face tensors are made of the same numbers: all mappings by name.
 
-``mapping_base`` has the algebra and the mappings of one tensor to one parameter, ``fused_mapping`` those of
-attention and feed-forward layers, ``recurrent_mapping`` those of layers without attention.
+``mappings.base`` has the algebra and the mappings of one tensor to one parameter, ``mappings.fused`` those of
+attention and feed-forward layers, ``mappings.recurrent`` those of layers without attention.
 """
 
-from megatron.bridge.models.conversion.mappings.base import (
-    AttentionHeads,
-    AutoMapping,
-    ColumnParallelMapping,
-    CopyRange,
-    DirectMapping,
-    HeadRatesMapping,
-    HFNames,
-    HFPart,
-    HFRange,
-    HFWeights,
-    MegatronParamMapping,
-    OneRowMapping,
-    ParallelKind,
-    ReplicatedMapping,
-    RowParallelMapping,
-    ShardSpec,
-    parallel_kind,
-)
-from megatron.bridge.models.conversion.mappings.fused import (
-    ConcatenatedGatedMLPMapping,
-    ConcatenatedQKVMapping,
-    GatedMLPMapping,
-    GatedQKVMapping,
-    GroupedQKVMapping,
-    InterleavedGatedMLPMapping,
-    KVMapping,
-    QKVMapping,
-    SeparatelyGatedQKVMapping,
-    merge_kv_weights,
-    merge_qkv_biases,
-    merge_qkv_weights,
-    split_kv_weights,
-    split_qkv_biases,
-    split_qkv_weights,
-)
-from megatron.bridge.models.conversion.mappings.recurrent import (
-    GDNConv1dMapping,
-    GDNLinearMapping,
-    MambaConv1dMapping,
-    MambaInProjMapping,
-    RMSNorm2ZeroCenteredRMSNormMapping,
-    SegmentedMapping,
-    ShortConvMapping,
-    SplitGDNLinearMapping,
-)
-
-__all__ = [
-    "AttentionHeads",
-    "AutoMapping",
-    "ColumnParallelMapping",
-    "ConcatenatedGatedMLPMapping",
-    "ConcatenatedQKVMapping",
-    "CopyRange",
-    "DirectMapping",
-    "GDNConv1dMapping",
-    "GDNLinearMapping",
-    "GatedMLPMapping",
-    "GatedQKVMapping",
-    "GroupedQKVMapping",
-    "HFNames",
-    "HFPart",
-    "HFRange",
-    "HFWeights",
-    "HeadRatesMapping",
-    "InterleavedGatedMLPMapping",
-    "KVMapping",
-    "MambaConv1dMapping",
-    "MambaInProjMapping",
-    "MegatronParamMapping",
-    "OneRowMapping",
-    "ParallelKind",
-    "QKVMapping",
-    "RMSNorm2ZeroCenteredRMSNormMapping",
-    "ReplicatedMapping",
-    "RowParallelMapping",
-    "SegmentedMapping",
-    "SeparatelyGatedQKVMapping",
-    "ShardSpec",
-    "ShortConvMapping",
-    "SplitGDNLinearMapping",
-    "merge_kv_weights",
-    "merge_qkv_biases",
-    "merge_qkv_weights",
-    "parallel_kind",
-    "split_kv_weights",
-    "split_qkv_biases",
-    "split_qkv_weights",
-]
+from megatron.bridge.models.conversion.mappings.base import *
+from megatron.bridge.models.conversion.mappings.fused import *
+from megatron.bridge.models.conversion.mappings.recurrent import *

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code World Model: Llama with a window in three of four layers."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE, WINDOWS
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("CwmForCausalLM", model_type="cwm")

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ERNIE 4.5, dense: Llama with rotated pairs of neighbours and one switch for all biases."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import ALL_BIASES, DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Ernie4_5ForCausalLM", model_type="ernie4_5")

@@ -4,13 +4,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.declare.moe_blocks import DENSE_OR_SPARSE
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
-from megatron.bridge.models.conversion.param_mapping import OneRowMapping, ReplicatedMapping
+from megatron.bridge.models.families import *
 
 _ROUTER = (
     ReplicatedMapping("decoder.layers.*.mlp.router.weight", "model.layers.*.mlp.gate.weight"),
@@ -26,15 +20,15 @@ def _count(width: int | None, provider: Any) -> int:
 class Ernie45MoeBridge(DecoderBridge):
     fields = (
         *DENSE,
-        *moe.expert_sizes("moe_num_experts", chosen="moe_k"),
-        replace(moe.SHARED_EXPERTS, hf="moe_num_shared_experts", default=0, back=_count),
-        *moe.SPARSE_BETWEEN,
+        *expert_sizes("moe_num_experts", chosen="moe_k"),
+        replace(SHARED_EXPERTS, hf="moe_num_shared_experts", default=0, back=_count),
+        *SPARSE_BETWEEN,
         Field("moe_norm_min", "moe_router_norm_min", default=1e-12),
-        moe.AUX_LOSS,
+        AUX_LOSS,
     )
     fixed = {
         **LLAMA_LIKE,
-        **moe.SOFTMAX_ROUTING,
+        **SOFTMAX_ROUTING,
         "rotary_interleaved": True,
         "add_bias_linear": False,
         "moe_router_pre_softmax": True,

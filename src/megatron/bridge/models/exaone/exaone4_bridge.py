@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """EXAONE 4: norms after attention and MLP, rotary embeddings only in layers with a window."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp, post_norms
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOW, WINDOWED_ROPE_IF_ANY
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Exaone4ForCausalLM", model_type="exaone4")

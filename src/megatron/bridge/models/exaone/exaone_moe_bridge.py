@@ -3,26 +3,22 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.conversion.declare import mla_fields as mla
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends
-from megatron.bridge.models.conversion.declare.moe_blocks import DENSE_OR_SPARSE, router
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
 from megatron.bridge.models.exaone.exaone4_bridge import Exaone4Bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("ExaoneMoeForCausalLM", model_type="exaone_moe")
 class ExaoneMoeBridge(DecoderBridge):
     fields = (
         *Exaone4Bridge.fields,
-        *moe.expert_sizes(),
-        replace(moe.SHARED_EXPERTS, hf="num_shared_experts"),
-        mla.SPARSE_LAYERS,
-        *moe.GROUPS,
-        moe.NORM_SIGMOIDS,
-        moe.SCALING,
+        *expert_sizes(),
+        replace(SHARED_EXPERTS, hf="num_shared_experts"),
+        SPARSE_LAYERS,
+        *GROUPS,
+        NORM_SIGMOIDS,
+        SCALING,
     )
-    fixed = {**Exaone4Bridge.fixed, **moe.SIGMOID_ROUTING, "norm_placement": "pre"}
+    fixed = {**Exaone4Bridge.fixed, **SIGMOID_ROUTING, "norm_placement": "pre"}
     irrelevant = {
         **Exaone4Bridge.irrelevant,
         "first_k_dense_replace": None,  # checked by SPARSE_LAYERS

@@ -3,10 +3,7 @@
 
 from typing import Any
 
-from megatron.bridge.models.conversion.declare.blocks import Block, attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import LAYER_NORM_LIKE
-from megatron.bridge.models.conversion.declare.falcon_fields import FALCON
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 def _layer(config: Any) -> Block:

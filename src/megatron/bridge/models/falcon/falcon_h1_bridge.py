@@ -3,12 +3,7 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, LOGIT_SCALE
-from megatron.bridge.models.conversion.declare.fields import Field, constant
-from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
-from megatron.bridge.models.conversion.declare.hybrid_fields import MAMBA_BESIDE_ATTENTION
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("FalconH1ForCausalLM", model_type="falcon_h1")

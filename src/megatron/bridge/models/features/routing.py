@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of routing that Megatron-Core's router lacks: weights that are not normalized, corrected or in SparseMixer.
+"""Rules of routing that Megatron-Core's router lacks: other groups, weights not normalized, corrected, SparseMixer.
+
+``moe_router_group_score`` ranks groups of experts by the best expert, or the two best, of each. Megatron-Core ranks
+them by the sum of their ``topk / group_topk`` best scores, which are two in DeepSeek-V3. In DeepSeek-V2 the best score
+alone ranks them (``group_limited_greedy``).
 
 ``moe_router_norm_topk=False`` leaves sigmoids as they are; Megatron-Core divides those of a token by their sum.
 ``moe_router_norm_min`` is ERNIE 4.5's rule: probabilities over all experts, chosen by probability plus correction.
@@ -18,9 +22,29 @@ from megatron.bridge.utils.errors import UserError
 
 Routing = tuple[Tensor, Tensor]
 
+_BEST = {"max": 1, "two": 2}
+"""Values of ``moe_router_group_score`` that Megatron-Core does not have -> scores of a group that are added up."""
+
+
+class BestExpertGroups:
+    """Replaces a router's replay, the hook with which Megatron-Core allows another choice of experts."""
+
+    layer_number: int | None = None
+
+    def __init__(self, best: int) -> None:
+        self._best = best  # scores of a group that are added up to rank it
+
+    def get_replay_topk(self, scores: Tensor, topk: int, num_groups: int, group_topk: int, _default: Any) -> Routing:
+        """(scores, experts), both [tokens, topk], from scores [tokens, experts]."""
+        groups = scores.view(len(scores), num_groups, -1)
+        chosen = groups.topk(self._best, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
+        hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, chosen, False)
+        limited = groups.masked_fill(hidden[..., None], float("-inf")).flatten(1)
+        return limited.topk(topk, dim=-1)
+
 
 class CorrectedSoftmax:
-    """Replaces a router's replay, the hook with which Megatron-Core allows another choice of experts.
+    """Replaces a router's replay as well.
 
     Args:
         router: has the correction.
@@ -41,6 +65,8 @@ class CorrectedSoftmax:
 
 def check(config: Any) -> None:
     """Refuse settings that take the routing away from these rules."""
+    if _ranks_groups(config):
+        _refuse_other_choice(config, "moe_router_group_score")
     rules = {
         "moe_router_norm_topk": (True, "sigmoid"),
         "moe_router_norm_min": (None, "softmax"),
@@ -50,9 +76,7 @@ def check(config: Any) -> None:
         value = getattr(config, name)
         if config.num_moe_experts is None or value == default:
             continue
-        for other in ("moe_router_fusion", "moe_enable_routing_replay"):
-            if getattr(config, other):
-                raise UserError(f"{name}={value} does not work with {other}=True: set model.{other}=False")
+        _refuse_other_choice(config, name)
         if config.moe_router_score_function != kind:
             raise UserError(
                 f"{name}={value} is for moe_router_score_function={kind!r}, which is "
@@ -60,20 +84,32 @@ def check(config: Any) -> None:
             )
 
 
+def _refuse_other_choice(config: Any, rule: str) -> None:
+    """Refuse settings that take the choice of experts away from the router's own code."""
+    for name in ("moe_router_fusion", "moe_enable_routing_replay"):
+        if getattr(config, name):
+            value = getattr(config, rule)
+            raise UserError(f"{rule}={value!r} does not work with {name}=True: set model.{name}=False")
+
+
+def _ranks_groups(config: Any) -> bool:
+    return config.moe_router_group_score in _BEST and bool(config.moe_router_num_groups)
+
+
 def apply_routing(model: nn.Module, config: Any) -> None:
     """Give the routers of ``model`` the rules that ``config`` declares."""
     eps = config.moe_router_sparsemixer_eps
-    if config.moe_router_norm_topk and config.moe_router_norm_min is None and eps is None:
-        return
-    for module in model.modules():
-        if not isinstance(module, TopKRouter):
-            continue
-        router: Any = module
+    routers: list[Any] = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    for router in routers:
+        if _ranks_groups(config):
+            router.router_replay = BestExpertGroups(_BEST[config.moe_router_group_score])
         if config.moe_router_norm_min is not None:
             _correct(router, config.moe_router_norm_min)
         elif eps is not None:
             router.routing = _sparse_mixer(router.routing, config, eps)
-        elif config.moe_router_topk > 1:  # Megatron-Core does not normalize a single one
+        elif (
+            not config.moe_router_norm_topk and config.moe_router_topk > 1
+        ):  # Megatron-Core does not normalize a single one
             router.routing = _unnormalized(router.routing, config.num_moe_experts)
     if config.moe_router_norm_min is not None:
         config.moe_router_enable_expert_bias = True  # of the resolved copy: Megatron-Core trains the correction

@@ -3,16 +3,7 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp, post_norms
-from megatron.bridge.models.conversion.declare.decoder_fields import (
-    ACTIVATION,
-    ATTENTION_BIAS,
-    DENSE,
-    QUERY_SCALE,
-    WINDOWS,
-)
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 from megatron.bridge.models.gemma.gemma_bridge import GEMMA_LIKE
 
 

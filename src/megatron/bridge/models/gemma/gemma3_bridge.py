@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 3, text: windows with a rotary base of their own in five of six layers, normed queries and keys."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention
-from megatron.bridge.models.conversion.declare.decoder_fields import LAYER_ROPE
-from megatron.bridge.models.conversion.declare.fields import override
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 from megatron.bridge.models.gemma.gemma2_bridge import Gemma2Bridge
 
 

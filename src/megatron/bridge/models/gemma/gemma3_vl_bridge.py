@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 3 with images, 4B to 27B: the tokens of an image attend to each other both ways."""
 
-from megatron.bridge.models.conversion.declare.vision import LLAVA_NAMES, LLAVA_OTHER_NAMES, VisionBridge
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Gemma3ForConditionalGeneration", model_type="gemma3")

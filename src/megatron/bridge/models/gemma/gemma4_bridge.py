@@ -3,21 +3,16 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.conversion.declare import gemma4_fields as gemma4
-from megatron.bridge.models.conversion.declare.blocks import ends, mlp, post_norms
-from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION, DENSE, LLAMA_LIKE, WINDOWS
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.declare.moe_fields import ATTENTION_BIAS_OF_EXPERTS
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Gemma4ForCausalLM", model_type="gemma4_text")
 class Gemma4Bridge(DecoderBridge):
     fields = (
-        *override(DENSE, replace(ACTIVATION, hf="hidden_activation"), *gemma4.SHARED_KV),
+        *override(DENSE, replace(ACTIVATION, hf="hidden_activation"), *SHARED_KV),
         *WINDOWS,
-        *gemma4.PER_LAYER_INPUTS,
-        *gemma4.EXPERTS_BESIDE,
+        *PER_LAYER_INPUTS,
+        *EXPERTS_BESIDE,
         ATTENTION_BIAS_OF_EXPERTS,
         Field("final_logit_softcapping", "final_logit_softcapping", default=None),
     )
@@ -35,9 +30,9 @@ class Gemma4Bridge(DecoderBridge):
     irrelevant = {"use_bidirectional_attention": (None, "vision")}
     weights = (
         ends(),
-        gemma4.shared_kv_attention,
+        shared_kv_attention,
         mlp(norm="pre_feedforward_layernorm"),
-        gemma4.experts_beside(),
+        experts_beside(),
         post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
-        gemma4.layer_ends(),
+        layer_ends(),
     )

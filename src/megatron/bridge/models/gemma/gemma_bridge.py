@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 1 and CodeGemma: embeddings scaled by the root of their width, norms stored as their distance from one."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import ATTENTION_BIAS, DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 GEMMA_LIKE = {
     **LLAMA_LIKE,

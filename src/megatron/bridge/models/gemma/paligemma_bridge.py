@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaliGemma and PaliGemma 2: SigLIP in front of Gemma or Gemma 2, whose prompt attends to itself both ways."""
 
-from megatron.bridge.models.conversion.declare.vision import LLAVA_NAMES, LLAVA_OTHER_NAMES, VisionBridge
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("PaliGemmaForConditionalGeneration", model_type="paligemma")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLM-4-0414, 9B and 32B: GLM with norms after attention and MLP as well."""
 
-from megatron.bridge.models.conversion.declare.blocks import post_norms
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 from megatron.bridge.models.glm.glm_bridge import GlmBridge
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLM-4.1V: GLM-4's decoder, its rotated pairs of neighbours with positions on three axes."""
 
-from megatron.bridge.models.conversion.declare.vision import VisionBridge
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Glm4vForConditionalGeneration", model_type="glm4v")

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLM-4 9B of 2024: half of each head is rotated, in neighbouring pairs; gate and up projection are one tensor."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("GlmForCausalLM", model_type="glm")

@@ -5,11 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION, DTYPE, LAYER_NORM_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
-from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
+from megatron.bridge.models.families import *
 
 _SUMMARY = tuple(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
 

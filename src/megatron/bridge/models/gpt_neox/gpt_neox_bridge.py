@@ -1,16 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-NeoX-20B, Pythia and others of EleutherAI: attention and MLP side by side."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import (
-    DENSE,
-    LAYER_NORM_LIKE,
-    NORM_EPS,
-    PARTIAL_ROPE,
-    parallel_residual,
-)
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 _LAYERS = "gpt_neox.layers.*"
 _ABSENT = ("num_key_value_heads", "head_dim")

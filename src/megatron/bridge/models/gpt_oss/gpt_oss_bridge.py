@@ -3,13 +3,7 @@
 
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import Block, attention, ends
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOWS
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.declare.moe_blocks import expert_names, router
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, InterleavedGatedMLPMapping
+from megatron.bridge.models.families import *
 
 _SINKS = "decoder.layers.*.self_attention.core_attention.softmax_offset"
 _EXPERTS = "model.layers.*.mlp.experts"
@@ -30,14 +24,14 @@ class GptOssBridge(DecoderBridge):
     fields = (
         *(field for field in DENSE if field.hf not in ("hidden_act", "intermediate_size")),
         *WINDOWS,
-        *moe.expert_sizes("num_local_experts", "intermediate_size"),
-        moe.AUX_LOSS,
+        *expert_sizes("num_local_experts", "intermediate_size"),
+        AUX_LOSS,
         Field("attention_bias", "attention_bias", default=True),
         Field("swiglu_limit", "activation_func_clamp_value", default=7.0),
     )
     fixed = {
         **LLAMA_LIKE,
-        **moe.SOFTMAX_ROUTING,
+        **SOFTMAX_ROUTING,
         "add_bias_linear": True,
         "softmax_type": "learnable",
         "activation_func": quick_gelu,

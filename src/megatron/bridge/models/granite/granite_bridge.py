@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Granite 3: Llama with multipliers of embeddings, attention scores, residuals and logits."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("GraniteForCausalLM", model_type="granite")

@@ -3,12 +3,7 @@
 
 from typing import Any
 
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends
-from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.declare.moe_blocks import router, shared_experts, stacked_experts
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 from megatron.bridge.models.granite.granite_bridge import GraniteBridge
 
 
@@ -16,11 +11,11 @@ from megatron.bridge.models.granite.granite_bridge import GraniteBridge
 class GraniteMoeBridge(DecoderBridge):
     fields = (
         *(field for field in GraniteBridge.fields if field not in BIASES),
-        *moe.expert_sizes("num_local_experts", "intermediate_size"),
-        moe.ATTENTION_BIAS_OF_EXPERTS,
-        moe.AUX_LOSS,
+        *expert_sizes("num_local_experts", "intermediate_size"),
+        ATTENTION_BIAS_OF_EXPERTS,
+        AUX_LOSS,
     )
-    fixed = {**LLAMA_LIKE, **moe.SOFTMAX_ROUTING, "add_bias_linear": False}
+    fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False}
     irrelevant = {"output_router_logits": None}
     weights = (
         ends(),

@@ -5,16 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.bridge.models.conversion.declare import hybrid_fields as hybrid
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
-from megatron.bridge.models.conversion.declare.moe_blocks import router, shared_experts, stacked_experts
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 from megatron.bridge.models.granite.granitemoe_bridge import GraniteMoeBridge
 
-_EXPERTS, _CHOSEN, _WIDTH = moe.expert_sizes("num_local_experts", "intermediate_size")
+_EXPERTS, _CHOSEN, _WIDTH = expert_sizes("num_local_experts", "intermediate_size")
 
 
 def _count(experts: int | None, config: Mapping[str, Any]) -> int | None:
@@ -25,16 +19,8 @@ def _chosen(_: int, config: Mapping[str, Any]) -> int:
     return _CHOSEN.read(config)["moe_router_topk"] if config[_EXPERTS.hf] else 2  # Megatron-Core's default
 
 
-def _chosen_back(experts: int, provider: Any) -> int:
-    return experts if provider.num_moe_experts else 0
-
-
 def _width(width: int, config: Mapping[str, Any]) -> int | None:
     return width if config[_EXPERTS.hf] else None
-
-
-def _width_back(width: int | None, provider: Any) -> int:
-    return width or provider.ffn_hidden_size
 
 
 def _shared(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
@@ -56,15 +42,15 @@ class GraniteMoeHybridBridge(GraniteMoeBridge):
         *override(
             GraniteMoeBridge.fields,
             replace(_EXPERTS, to=_count, back=lambda count, _: count or 0),
-            replace(_CHOSEN, to=_chosen, back=_chosen_back),
-            replace(_WIDTH, to=_width, back=_width_back),
-            *hybrid.ONE_GROUP_MAMBA,
+            replace(_CHOSEN, to=_chosen, back=lambda experts, provider: experts if provider.num_moe_experts else 0),
+            replace(_WIDTH, to=_width, back=lambda width, provider: width or provider.ffn_hidden_size),
+            *ONE_GROUP_MAMBA,
             Field("shared_intermediate_size", ("ffn_hidden_size", "moe_shared_expert_intermediate_size"), to=_shared),
         ),
         Field("position_embedding_type", "position_embedding_type", default=None, to=_positions, back=_positions_back),
-        hybrid.MAMBA_LAYERS,
+        MAMBA_LAYERS,
     )
-    fixed = {**GraniteMoeBridge.fixed, **hybrid.ONE_GROUP}
+    fixed = {**GraniteMoeBridge.fixed, **ONE_GROUP}
     irrelevant = {
         **GraniteMoeBridge.irrelevant,
         **dict.fromkeys(("mamba_chunk_size", "init_method")),

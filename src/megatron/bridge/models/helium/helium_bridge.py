@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helium: Llama with rotated pairs of neighbours."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PART_BIASES
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("HeliumForCausalLM", model_type="helium")

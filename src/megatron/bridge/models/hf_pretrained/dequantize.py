@@ -7,7 +7,6 @@ a rank that needs a tenth of a tensor does a tenth of the work.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,28 +27,6 @@ _E8M0_BIAS = 127
 _AT_ONCE = 1 << 17  # numbers unpacked at a time: half a megabyte, which stays in a cache
 
 
-class QuantizedTensor(Protocol):
-    """One tensor that is stored as several."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def sources(self) -> tuple[TensorEntry, ...]:
-        """The stored tensors that it is made of."""
-        ...
-
-    def fill(self, stored: Mapping[str, Tensor], index: Index, target: Tensor) -> None:
-        """Compute ``tensor[index]`` in float32 and copy it into ``target``.
-
-        Args:
-            stored: the stored tensors by name.
-            index: integers for leading dimensions, slices for the others.
-            target: of the part's shape, in any dtype.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class BlockScaledFP8:
     """A matrix of 8-bit floats; each block of ``block`` rows and columns is multiplied by its scale."""
@@ -65,10 +42,19 @@ class BlockScaledFP8:
 
     @property
     def sources(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors that it is made of."""
         return self.weight, self.scale
 
     def fill(self, stored: Mapping[str, Tensor], index: Index, target: Tensor) -> None:
-        """Row of blocks by row of blocks: the scales of one are a vector over its columns."""
+        """Compute ``tensor[index]`` in float32 and copy it into ``target``.
+
+        Row of blocks by row of blocks: the scales of one are a vector over its columns.
+
+        Args:
+            stored: the stored tensors by name.
+            index: integers for leading dimensions, slices for the others.
+            target: of the part's shape, in any dtype.
+        """
         height, width = self.block or self.shape
         rows, columns = map(_range, self.shape, _full(index, 2))
         scale = stored[self.scale.name].float().reshape(-(-self.shape[0] // height), -1)
@@ -100,7 +86,7 @@ class MXFP4:
         return self.blocks, self.scales
 
     def fill(self, stored: Mapping[str, Tensor], index: Index, target: Tensor) -> None:
-        """Matrix by matrix, some columns at a time."""
+        """The same, matrix by matrix, some columns at a time."""
         which, *inner = _full(index, 3)
         if isinstance(which, slice):
             for number, part in zip(range(self.shape[0])[which], target, strict=True):
@@ -114,6 +100,10 @@ class MXFP4:
         for start in range(0, len(columns), step):
             part = _unpacked(blocks[start : start + step], scales[start : start + step])
             target[:, start : start + step].copy_(part[:, rows.start - skip : rows.stop - skip : rows.step].t())
+
+
+QuantizedTensor = BlockScaledFP8 | MXFP4
+"""One tensor that is stored as several."""
 
 
 def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:

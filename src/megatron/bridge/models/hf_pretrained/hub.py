@@ -8,19 +8,8 @@ from megatron.bridge.utils.errors import UserError
 
 # other serialisations of the same weights; stale beside a converted model, and large
 WEIGHT_PATTERNS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-    "*.onnx",
-    "*.onnx_data",
-    "*.h5",
-    "*.msgpack",
-    "*.ckpt",
-    "*.ot",
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"),
+    *("*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot"),
 )
 # what a training run leaves beside a model: it says nothing about a model that is made of it
 RUN_PATTERNS = (

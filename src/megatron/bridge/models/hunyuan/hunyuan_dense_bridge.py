@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hunyuan, dense, 0.5B to 7B: Llama with queries and keys normed behind the rotary embedding."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import ATTENTION_BIAS, DENSE, LLAMA_LIKE, NTK_ALPHA_ROPE
-from megatron.bridge.models.conversion.declare.fields import override
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 _TOKENS = ("eod_token", "im_start", "im_end", "im_newline", "text_start", "text_end", "mask_init")
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """InternVL 3 and 3.5 in Hugging Face's form: InternViT in front of Qwen2, Qwen3 or Llama."""
 
-from megatron.bridge.models.conversion.declare.vision import LLAVA_NAMES, LLAVA_OTHER_NAMES, VisionBridge
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("InternVLForConditionalGeneration", model_type="internvl")

@@ -4,14 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.declare.hybrid_blocks import selective_mamba
-from megatron.bridge.models.conversion.declare.hybrid_fields import ONE_GROUP, PERIODIC_EXPERTS, SELECTIVE_MAMBA
-from megatron.bridge.models.conversion.declare.moe_blocks import experts, router
-from megatron.bridge.models.conversion.declare.moe_fields import AUX_LOSS, SOFTMAX_ROUTING
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 def _widths(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:

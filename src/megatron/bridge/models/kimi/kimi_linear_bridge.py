@@ -3,18 +3,10 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.conversion.declare import mla_fields as mla
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import ends, mlp
-from megatron.bridge.models.conversion.declare.fields import constant, override
-from megatron.bridge.models.conversion.declare.kimi_delta import KIMI_DELTA, kimi_delta
-from megatron.bridge.models.conversion.declare.mla_blocks import latent_attention
-from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
-from megatron.bridge.models.mla_provider import MLAModelProvider
+from megatron.bridge.models.families import *
 
 _MOE = "block_sparse_moe"
-_LATENT = override(mla.LATENT, *KIMI_DELTA, mla.NOT_ROTATED)
+_LATENT = override(LATENT, *KIMI_DELTA, NOT_ROTATED)
 _RENAMED = {"max_position_embeddings": "model_max_length"}
 
 
@@ -22,14 +14,14 @@ _RENAMED = {"max_position_embeddings": "model_max_length"}
 class KimiLinearBridge(DecoderBridge):
     fields = (
         *(replace(field, hf=_RENAMED.get(field.hf, field.hf)) for field in _LATENT if field.hf != "rope_parameters"),
-        *moe.expert_sizes("num_experts", chosen="num_experts_per_token", normalised="moe_renormalize"),
-        *(mla.SPARSE_LAYERS, moe.SCALING, replace(moe.SHARED_EXPERTS, hf="num_shared_experts")),
-        replace(moe.NORM_SIGMOIDS, hf="moe_renormalize"),
+        *expert_sizes("num_experts", chosen="num_experts_per_token", normalised="moe_renormalize"),
+        *(SPARSE_LAYERS, SCALING, replace(SHARED_EXPERTS, hf="num_shared_experts")),
+        replace(NORM_SIGMOIDS, hf="moe_renormalize"),
         *(constant("num_expert_group", 1), constant("topk_group", 1)),
     )
-    fixed = {**mla.LATENT_LIKE, **moe.SIGMOID_ROUTING, "position_embedding_type": "none"}
+    fixed = {**LATENT_LIKE, **SIGMOID_ROUTING, "position_embedding_type": "none"}
     irrelevant = {
-        **mla.UNSPOKEN,
+        **UNSPOKEN,
         # transformers makes layer_types, mlp_layer_types and linear_... of them
         **dict.fromkeys(("linear_attn_config", "first_k_dense_replace")),
         **dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters")),  # nothing is rotated

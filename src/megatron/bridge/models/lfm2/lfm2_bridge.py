@@ -3,11 +3,7 @@
 
 import torch.nn.functional as F
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.declare.short_conv import ADJUSTED_WIDTH, SHORT_CONV, short_conv
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 _OTHER = ("rms_norm_eps", "intermediate_size", "hidden_act", "attention_dropout", "tie_word_embeddings")
 # of the training code that some configs tell of; transformers reads none of them

@@ -3,16 +3,10 @@
 
 from torch.nn import functional as F
 
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.declare.moe_blocks import experts, router
-from megatron.bridge.models.conversion.declare.short_conv import SHORT_CONV, short_conv
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 _OTHER = ("rms_norm_eps", "hidden_act", "attention_dropout", "tie_word_embeddings")
-_ROUTING = {key: value for key, value in moe.SIGMOID_ROUTING.items() if key != "moe_router_enable_expert_bias"}
+_ROUTING = {key: value for key, value in SIGMOID_ROUTING.items() if key != "moe_router_enable_expert_bias"}
 
 
 @register_bridge("Lfm2MoeForCausalLM", model_type="lfm2_moe")
@@ -22,10 +16,10 @@ class Lfm2MoeBridge(DecoderBridge):
         Field("norm_eps", "layernorm_epsilon"),
         Field("tie_word_embeddings", "share_embeddings_and_output_weights", default=True),
         *SHORT_CONV,
-        *moe.expert_sizes(),
-        moe.dense_before_sparse("num_dense_layers"),
-        moe.NORM_SIGMOIDS,
-        moe.SCALING,
+        *expert_sizes(),
+        dense_before_sparse("num_dense_layers"),
+        NORM_SIGMOIDS,
+        SCALING,
         Field("use_expert_bias", "moe_router_enable_expert_bias", default=True),
     )
     fixed = {**LLAMA_LIKE, **_ROUTING, "activation_func": F.silu, "add_bias_linear": False}

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 4's decoder: chunks of attention, layers without rotary embedding, one expert for each token."""
 
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, NO_ROPE_LAYERS
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.declare.llama4_fields import CHUNKS, LISTED_EXPERTS, QUERY_GROWTH
-from megatron.bridge.models.conversion.declare.moe_blocks import router, shared_experts, stacked_experts
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Llama4ForCausalLM", model_type="llama4_text")
@@ -18,13 +12,13 @@ class Llama4Bridge(DecoderBridge):
         *CHUNKS,
         *QUERY_GROWTH,
         NO_ROPE_LAYERS,
-        moe.ATTENTION_BIAS_OF_EXPERTS,
-        moe.AUX_LOSS,
+        ATTENTION_BIAS_OF_EXPERTS,
+        AUX_LOSS,
         Field("use_qk_norm", "qk_l2_norm", default=True),
     )
     fixed = {
         **LLAMA_LIKE,
-        **moe.DROPLESS,
+        **DROPLESS,
         "rotary_interleaved": True,
         "add_bias_linear": False,
         "moe_router_score_function": "sigmoid",

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 4 as it is published, Scout and Maverick: the decoder behind a tower whose images are tiles."""
 
-from megatron.bridge.models.conversion.declare.vision import LLAVA_NAMES, VisionBridge
-from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Llama4ForConditionalGeneration", model_type="llama4")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llava 1.5: a tower of CLIP or SigLIP in front of Llama, Mistral or Qwen2."""
 
-from megatron.bridge.models.conversion.declare.vision import LLAVA_NAMES, LLAVA_OTHER_NAMES, VisionBridge
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("LlavaForConditionalGeneration", model_type="llava")

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba-2, Codestral Mamba: every layer is a mixer, and none has attention or a feed-forward part."""
 
-from megatron.bridge.models.conversion.declare import hybrid_fields as hybrid
-from megatron.bridge.models.conversion.declare.blocks import ends
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field, constant
-from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
-from megatron.bridge.models.mamba_provider import MambaModelProvider
+from megatron.bridge.models.families import *
 
 _SHARED = ("dtype", "vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")
 
@@ -16,7 +10,7 @@ _SHARED = ("dtype", "vocab_size", "hidden_size", "initializer_range", "tie_word_
 class Mamba2Bridge(DecoderBridge):
     fields = (
         *(field for field in DENSE if field.hf in _SHARED),
-        *hybrid.ALL_MAMBA,
+        *ALL_MAMBA,
         Field("layer_norm_epsilon", "layernorm_epsilon", default=1e-5),
         Field("residual_in_fp32", "fp32_residual_connection", default=True),
         constant("hidden_act", "silu"),

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """MiniMax-M2: sigmoid routing in every layer, queries and keys normed over all heads together."""
 
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
-from megatron.bridge.models.conversion.declare.fields import override
-from megatron.bridge.models.conversion.declare.moe_blocks import experts, router
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("MiniMaxM2ForCausalLM", model_type="minimax_m2")
 class MiniMaxM2Bridge(DecoderBridge):
     fields = (
         *override(DENSE, PARTIAL_ROPE),
-        *moe.expert_sizes("num_local_experts", "intermediate_size"),
-        moe.AUX_LOSS,
+        *expert_sizes("num_local_experts", "intermediate_size"),
+        AUX_LOSS,
     )
-    fixed = {**LLAMA_LIKE, **moe.SIGMOID_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
+    fixed = {**LLAMA_LIKE, **SIGMOID_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
     irrelevant = {
         "output_router_logits": None,
         "router_jitter_noise": (0.0,),

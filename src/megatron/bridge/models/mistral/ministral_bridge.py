@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ministral 8B of 2024: Mistral's layers, a window in those that say so."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOWS
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("MinistralForCausalLM", model_type="ministral")

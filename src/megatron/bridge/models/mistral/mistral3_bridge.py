@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistral Small 3.1 and 3.2, Ministral 3: Pixtral's tower in front of Mistral's decoder."""
 
-from megatron.bridge.models.conversion.declare.vision import LLAVA_NAMES, LLAVA_OTHER_NAMES, VisionBridge
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Mistral3ForConditionalGeneration", model_type="mistral3")

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistral 7B, Nemo and Small: Llama's layers with one window for all of them, or none."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, WINDOW
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("MistralForCausalLM", model_type="mistral")

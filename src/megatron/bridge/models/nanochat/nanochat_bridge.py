@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NanoChat: norms without gains, also of the embeddings; pairs that turn the other way; a squared ReLU."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import ATTENTION_BIAS, DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("NanoChatForCausalLM", model_type="nanochat")

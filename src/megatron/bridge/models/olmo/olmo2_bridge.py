@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OLMo 2: norms after attention and MLP instead of before, queries and keys normed over all heads together."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp, post_norms
-from megatron.bridge.models.conversion.declare.decoder_fields import ATTENTION_BIAS, DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Olmo2ForCausalLM", model_type="olmo2")

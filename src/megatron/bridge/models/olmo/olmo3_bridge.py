@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OLMo 3: OLMo 2 with windows in three of four layers, a rotary scaling in the others."""
 
-from megatron.bridge.models.conversion.declare.decoder_fields import LAYER_ROPE, WINDOWS
-from megatron.bridge.models.conversion.declare.fields import override
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 from megatron.bridge.models.olmo.olmo2_bridge import Olmo2Bridge
 
 

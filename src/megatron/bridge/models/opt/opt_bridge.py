@@ -5,11 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION, DENSE, LAYER_NORM_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
-from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
+from megatron.bridge.models.families import *
 from megatron.bridge.utils.errors import UserError
 
 _LAYERS = "model.decoder.layers.*"

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phi-1, Phi-1.5 and Phi-2: attention and MLP side by side behind one norm, a bias of the output layer."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LAYER_NORM_LIKE, NORM_EPS, PARTIAL_ROPE
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("PhiForCausalLM", model_type="phi")

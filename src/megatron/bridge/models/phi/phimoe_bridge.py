@@ -5,15 +5,10 @@ Texts longer than ``original_max_position_embeddings`` are rotated with ``long_f
 transformers takes ``short_factor`` for them.
 """
 
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LAYER_NORM_LIKE, WINDOW
-from megatron.bridge.models.conversion.declare.fields import Field, constant
-from megatron.bridge.models.conversion.declare.moe_blocks import experts, router
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 from megatron.bridge.models.phi.phi3_bridge import TRAINED_LENGTH
 
-_COUNT, _, _WIDTH = moe.expert_sizes("num_local_experts", "intermediate_size")
+_COUNT, _, _WIDTH = expert_sizes("num_local_experts", "intermediate_size")
 
 
 @register_bridge("PhimoeForCausalLM", model_type="phimoe")
@@ -24,12 +19,12 @@ class PhimoeBridge(DecoderBridge):
         TRAINED_LENGTH,
         *(_COUNT, _WIDTH),
         constant("num_experts_per_tok", 2),  # transformers reads no other
-        moe.ATTENTION_BIAS_OF_EXPERTS,
+        ATTENTION_BIAS_OF_EXPERTS,
         Field("lm_head_bias", "output_bias", default=False),
         Field("router_jitter_noise", "moe_router_sparsemixer_eps", default=0.01),
-        moe.AUX_LOSS,
+        AUX_LOSS,
     )
-    fixed = {**LAYER_NORM_LIKE, **moe.SOFTMAX_ROUTING, "moe_router_topk": 2, "add_bias_linear": False}
+    fixed = {**LAYER_NORM_LIKE, **SOFTMAX_ROUTING, "moe_router_topk": 2, "add_bias_linear": False}
     # the noise is of transformers' training; Megatron-Core adds its own in evaluation, too
     irrelevant = {"output_router_logits": None, "input_jitter_noise": None}
     weights = (

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen1.5, Qwen2, Qwen2.5: biases on queries, keys and values only, a window in the layers that say so."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, ONLY_QKV_BIAS, SWITCHED_WINDOWS
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Qwen2ForCausalLM", model_type="qwen2")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2-VL and Qwen2.5-VL: Qwen2's decoder, positions on three axes."""
 
-from megatron.bridge.models.conversion.declare.vision import VisionBridge
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Qwen2VLForConditionalGeneration", model_type="qwen2_vl")

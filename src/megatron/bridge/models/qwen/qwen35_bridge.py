@@ -3,20 +3,12 @@
 
 from collections.abc import Mapping
 
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE_OF_TEXT
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.declare.gated_delta_net import DELTA_NET, SILU, delta_net
-from megatron.bridge.models.conversion.declare.moe_blocks import as_stacked, experts, router, shared_experts
-from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
-from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Qwen3_5ForCausalLM", model_type="qwen3_5_text")
 class Qwen35Bridge(DecoderBridge):
-    fields = (*override(DENSE, PARTIAL_ROPE_OF_TEXT, SILU), *DELTA_NET, moe.ATTENTION_BIAS_OF_EXPERTS)
+    fields = (*override(DENSE, PARTIAL_ROPE_OF_TEXT, SILU), *DELTA_NET, ATTENTION_BIAS_OF_EXPERTS)
     fixed = {
         **LLAMA_LIKE,
         "add_bias_linear": False,
@@ -39,11 +31,11 @@ class Qwen35Bridge(DecoderBridge):
 class Qwen35MoEBridge(Qwen35Bridge):
     fields = (
         *(field for field in Qwen35Bridge.fields if field.hf != "intermediate_size"),
-        *moe.expert_sizes(),
-        moe.AUX_LOSS,
+        *expert_sizes(),
+        AUX_LOSS,
         Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     )
-    fixed = {**Qwen35Bridge.fixed, **moe.SOFTMAX_ROUTING, "moe_shared_expert_gate": True}
+    fixed = {**Qwen35Bridge.fixed, **SOFTMAX_ROUTING, "moe_shared_expert_gate": True}
     irrelevant = {**Qwen35Bridge.irrelevant, "output_router_logits": None}
     weights = (
         *Qwen35Bridge.weights[:-1],

@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3 dense decoders: normalised queries and keys, heads of their own width."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import (
-    ATTENTION_BIAS,
-    DENSE,
-    LLAMA_LIKE,
-    SWITCHED_WINDOWS,
-)
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Qwen3ForCausalLM", model_type="qwen3")

@@ -3,14 +3,7 @@
 
 from typing import Any
 
-from megatron.bridge.models.conversion.declare import moe_fields as moe
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PARTIAL_ROPE
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.declare.gated_delta_net import DELTA_NET, SILU, delta_net
-from megatron.bridge.models.conversion.declare.mla_blocks import MTPNames, mtp
-from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
+from megatron.bridge.models.families import *
 
 _LAYER = (
     attention(qk_norm=True, gated=True),
@@ -33,16 +26,16 @@ class Qwen3NextBridge(DecoderBridge):
     fields = (
         *override(DENSE, PARTIAL_ROPE, SILU),
         *DELTA_NET,
-        *moe.expert_sizes(),
-        *moe.DENSE_AMONG_SPARSE,
-        moe.NORM_TOPK,
-        moe.ATTENTION_BIAS_OF_EXPERTS,
-        moe.AUX_LOSS,
+        *expert_sizes(),
+        *DENSE_AMONG_SPARSE,
+        NORM_TOPK,
+        ATTENTION_BIAS_OF_EXPERTS,
+        AUX_LOSS,
         Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     )
     fixed = {
         **LLAMA_LIKE,
-        **moe.SOFTMAX_ROUTING,
+        **SOFTMAX_ROUTING,
         "add_bias_linear": False,
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-VL: Qwen3's decoder, positions on three axes that take turns, features behind its first layers too."""
 
-from megatron.bridge.models.conversion.declare.vision import VisionBridge
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Qwen3VLForConditionalGeneration", model_type="qwen3_vl")

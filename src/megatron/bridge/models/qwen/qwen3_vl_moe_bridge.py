@@ -3,11 +3,7 @@
 
 from collections.abc import Mapping
 
-from megatron.bridge.models.conversion.declare.moe_blocks import as_stacked, stacked_experts
-from megatron.bridge.models.conversion.declare.vision import VisionBridge
-from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import register_bridge
-from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Qwen3VLMoeForConditionalGeneration", model_type="qwen3_vl_moe")

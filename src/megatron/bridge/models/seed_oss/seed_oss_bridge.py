@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seed-OSS 36B: Llama with biases of queries, keys and values, and heads of their own width."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE, PART_BIASES
-from megatron.bridge.models.conversion.declare.fields import Field
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("SeedOssForCausalLM", model_type="seed_oss")

@@ -1,15 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM3: Llama's layers, every few of them without a rotary embedding."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import (
-    BIASES,
-    DENSE,
-    LLAMA_LIKE,
-    NO_ROPE_LAYERS,
-    SWITCHED_WINDOWS,
-)
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("SmolLM3ForCausalLM", model_type="smollm3")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolVLM and SmolVLM2: SigLIP in front of SmolLM2, small enough for a laptop."""
 
-from megatron.bridge.models.conversion.declare.vision import VisionBridge
-from megatron.bridge.models.conversion.model_bridge import register_bridge
+from megatron.bridge.models.families import *
 
 _PARTS = ("vision_model", "connector")
 

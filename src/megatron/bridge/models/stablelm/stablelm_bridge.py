@@ -1,16 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """StableLM 3B, 2-1.6B and 2-12B: LayerNorms, a quarter of each head rotated."""
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import (
-    DENSE,
-    LAYER_NORM_LIKE,
-    NORM_EPS,
-    PARTIAL_ROPE,
-    parallel_residual,
-)
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("StableLmForCausalLM", model_type="stablelm")

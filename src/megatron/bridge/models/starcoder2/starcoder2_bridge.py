@@ -3,10 +3,7 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import ALL_BIASES, DENSE, LAYER_NORM_LIKE, WINDOW
-from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.families import *
 
 
 @register_bridge("Starcoder2ForCausalLM", model_type="starcoder2")

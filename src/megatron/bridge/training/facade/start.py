@@ -12,9 +12,8 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.checkpoint import verification
 from megatron.bridge.checkpoint.model_io import as_chunks
-from megatron.bridge.models import process_groups
 from megatron.bridge.models.conversion import pretrained
-from megatron.bridge.models.model_provider import run_hooks
+from megatron.bridge.models.model_provider import refuse_other_groups, run_hooks
 from megatron.bridge.training import setup
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfig, SchedulerConfig
 from megatron.bridge.training.initialize.peft import adapting_hook
@@ -94,6 +93,6 @@ def update_model_config_funcs(
 
     ``model_config``, the provider, stays as it is, because checkpoints hold it.
     """
-    process_groups.refuse_others(pg_collection)
+    refuse_other_groups(pg_collection)
     if optimizer is not None:
         setup.connect(model, optimizer, ddp_config, align_grad_reduce)

@@ -8,18 +8,7 @@ model has one of them.
 from collections.abc import Callable
 from typing import Any
 
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    ConcatenatedGatedMLPMapping,
-    ConcatenatedQKVMapping,
-    GatedMLPMapping,
-    GatedQKVMapping,
-    GroupedQKVMapping,
-    MegatronParamMapping,
-    QKVMapping,
-    ReplicatedMapping,
-    SeparatelyGatedQKVMapping,
-)
+from megatron.bridge.models.conversion.param_mapping import *
 
 Block = tuple[MegatronParamMapping, ...]
 SizedBlock = Callable[[Any], Block]

@@ -48,10 +48,6 @@ def _norm_count(provider: Any) -> int | None:
     return {"own_norms": 2, "shared_norm": 1}[provider.parallel_residual] if _is_new(provider) else None
 
 
-def _has_one_group(provider: Any) -> bool:
-    return provider.num_query_groups < provider.num_attention_heads
-
-
 _OWN = (
     replace(ACTIVATION, hf="activation", default="gelu"),
     Field("ffn_hidden_size", "ffn_hidden_size", default=None, to=_width),
@@ -67,6 +63,6 @@ FALCON = (
     Field("parallel_attn", "parallel_residual", default=True, to=_norms, back=lambda kind, _: kind is not None),
     read_by_others("new_decoder_architecture", False, _is_new),
     read_by_others("num_ln_in_parallel_attn", None, _norm_count),
-    read_by_others("multi_query", True, _has_one_group),
+    read_by_others("multi_query", True, lambda provider: provider.num_query_groups < provider.num_attention_heads),
     constant("alibi", False),
 )

@@ -103,45 +103,38 @@ def kind_indices(key: str, kinds: Sequence[str], known: Sequence[str], config: M
     return [known.index(kind) for kind in kinds]
 
 
+def layers_of_kind(key: str, megatron: str, kinds: tuple[str, str]) -> Field:
+    """A field for the kind of each layer, which is 1 in the provider for the second of ``kinds``."""
+    return Field(
+        key,
+        megatron,
+        to=lambda names, config: kind_indices(key, names, kinds, config),
+        back=lambda layers, _: [kinds[layer] for layer in layers],
+    )
+
+
+_UNUSED = (
+    # where the model comes from, and what made it
+    *("_commit_hash", "_name_or_path", "architectures", "auto_map", "finetuning_task", "is_llama_config", "model_type"),
+    *("pretraining_tp", "tokenizer_class", "transformers.js_config", "transformers_version", "unsloth_fixed"),
+    *("unsloth_version",),
+    # how Transformers runs it
+    *("_attn_implementation", "_attn_implementation_autoset", "cache_implementation", "chunk_size_feed_forward"),
+    *("output_attentions", "output_hidden_states", "return_dict", "torch_dtype", "torchscript", "use_bfloat16"),
+    "use_cache",
+    # tokens, and classes of other tasks
+    *("bos_token_id", "eos_token_id", "pad_token_id", "prefix", "sep_token_id"),
+    *("id2label", "label2id", "problem_type", "task_specific_params"),
+    # generation defaults of older configs
+    *("bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample"),
+    *("early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
+    *("forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size"),
+    *("num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values"),
+    *("repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p"),
+)
 # key -> the values with which it changes nothing; None: with no value does it change anything
 IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(
-        (
-            "_attn_implementation",
-            "_attn_implementation_autoset",
-            "_commit_hash",
-            "_name_or_path",
-            "architectures",
-            "auto_map",
-            "bos_token_id",
-            "cache_implementation",
-            "chunk_size_feed_forward",
-            "eos_token_id",
-            "finetuning_task",
-            "id2label",
-            "is_llama_config",
-            "label2id",
-            "model_type",
-            "output_attentions",
-            "output_hidden_states",
-            "pad_token_id",
-            "prefix",
-            "pretraining_tp",
-            "problem_type",
-            "return_dict",
-            "sep_token_id",
-            "task_specific_params",
-            "tokenizer_class",
-            "torch_dtype",
-            "torchscript",
-            "transformers.js_config",
-            "transformers_version",
-            "unsloth_fixed",
-            "unsloth_version",
-            "use_bfloat16",
-            "use_cache",
-        )
-    ),
+    **dict.fromkeys(_UNUSED),
     "add_cross_attention": (False,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
@@ -149,38 +142,6 @@ IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
     "quantization_config": (None,),
     "rope_interleaved": (False,),
     "tie_encoder_decoder": (False,),
-    # older configs carry generation defaults
-    **dict.fromkeys(
-        (
-            "bad_words_ids",
-            "begin_suppress_tokens",
-            "decoder_start_token_id",
-            "diversity_penalty",
-            "do_sample",
-            "early_stopping",
-            "encoder_no_repeat_ngram_size",
-            "exponential_decay_length_penalty",
-            "forced_bos_token_id",
-            "forced_eos_token_id",
-            "length_penalty",
-            "max_length",
-            "max_new_tokens",
-            "min_length",
-            "no_repeat_ngram_size",
-            "num_beam_groups",
-            "num_beams",
-            "num_return_sequences",
-            "output_scores",
-            "remove_invalid_values",
-            "repetition_penalty",
-            "return_dict_in_generate",
-            "suppress_tokens",
-            "temperature",
-            "top_k",
-            "top_p",
-            "typical_p",
-        )
-    ),
 }
 
 

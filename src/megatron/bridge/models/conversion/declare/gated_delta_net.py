@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets among attention layers: config fields and weights."""
+"""Gated delta nets among attention layers, and Kimi delta attention among latent ones: config fields and weights."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,14 +8,8 @@ from typing import Any
 from megatron.bridge.backends.specs.layer_specs import linear_pattern
 from megatron.bridge.models.conversion.declare.blocks import Block
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
-from megatron.bridge.models.conversion.declare.fields import Field, kind_indices
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    GDNConv1dMapping,
-    GDNLinearMapping,
-    ReplicatedMapping,
-    SplitGDNLinearMapping,
-)
+from megatron.bridge.models.conversion.declare.fields import Field, kind_indices, layers_of_kind
+from megatron.bridge.models.conversion.param_mapping import *
 from megatron.bridge.utils.errors import UserError
 
 _KINDS = ("full_attention", "linear_attention")
@@ -58,6 +52,15 @@ DELTA_NET: tuple[Field, ...] = (
 )
 """Which layers have a gated delta net, and its sizes."""
 
+KIMI_DELTA: tuple[Field, ...] = (
+    SILU,
+    layers_of_kind("layer_types", "kda_layers", _KINDS),
+    Field("linear_head_dim", ("linear_key_head_dim", "linear_value_head_dim"), default=128),
+    Field("linear_num_heads", ("linear_num_key_heads", "linear_num_value_heads"), default=32),
+    Field("linear_conv_kernel_dim", "linear_conv_kernel_dim", default=4),
+)
+"""Which layers have Kimi delta attention, and its sizes."""
+
 
 def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm", split: bool = False) -> Block:
     """A gated delta net; the normalisation before it is named by ``attention`` where it is a module of its own.
@@ -77,4 +80,25 @@ def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm", spl
         AutoMapping(f"{ours}.dt_bias", f"{theirs}.dt_bias"),
         ReplicatedMapping(f"{ours}.out_norm.weight", f"{theirs}.norm.weight"),
         AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+    )
+
+
+def kimi_delta(layers: str = "model.layers.*", names: str = "self_attn") -> Block:
+    """Kimi delta attention; the normalisation before it is named by ``latent_attention``.
+
+    Args:
+        layers: Hugging Face's name of a layer.
+        names: its name of attention of either kind in a layer.
+    """
+    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
+    cut = (*(f"{name}_proj" for name in ("q", "k", "v", "b", "f_b", "g_b")), *(f"{name}_conv1d" for name in "qkv"))
+    return (
+        *(AutoMapping(f"{ours}.{name}", f"{theirs}.{name}.weight") for name in cut),
+        *(
+            ReplicatedMapping(f"{ours}.{name}", f"{theirs}.{name}.weight")
+            for name in ("f_a_proj", "g_a_proj", "o_norm")
+        ),
+        AutoMapping(f"{ours}.dt_bias", f"{theirs}.dt_bias"),
+        HeadRatesMapping(f"{ours}.A_log", f"{theirs}.A_log"),
+        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.o_proj.weight"),
     )

@@ -11,14 +11,7 @@ from megatron.bridge.models.conversion.declare.decoder_fields import LAYER_ROPE
 from megatron.bridge.models.conversion.declare.fields import Field, read_by_others
 from megatron.bridge.models.conversion.declare.moe_blocks import stacked_experts
 from megatron.bridge.models.conversion.declare.moe_fields import DROPLESS
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    GatedMLPMapping,
-    HFRange,
-    QKVMapping,
-    ReplicatedMapping,
-    ShardSpec,
-)
+from megatron.bridge.models.conversion.param_mapping import *
 from megatron.bridge.utils.errors import UserError
 
 _FULL = "full_attention"
@@ -68,10 +61,6 @@ def _shared(count: int, config: Mapping[str, Any]) -> list[int] | None:
     return [0] * (layers - count) + [1] * count if count else None
 
 
-def _own_vocabulary(size: int, config: Mapping[str, Any]) -> int | None:
-    return size if config.get("hidden_size_per_layer_input", 256) else None
-
-
 _EXPERTS = {
     "num_experts": "num_moe_experts",
     "top_k_experts": "moe_router_topk",
@@ -119,7 +108,7 @@ PER_LAYER_INPUTS: tuple[Field, ...] = (
         "vocab_size_per_layer_input",
         "vocab_size_per_layer_input",
         262_144,
-        _own_vocabulary,
+        lambda size, config: size if config.get("hidden_size_per_layer_input", 256) else None,
         lambda it, _: it or 262_144,
     ),
 )

@@ -2,14 +2,7 @@
 """Parts of a hybrid model that no plain decoder has."""
 
 from megatron.bridge.models.conversion.declare.blocks import Block, fused_norm
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    ColumnParallelMapping,
-    ConcatenatedGatedMLPMapping,
-    MambaConv1dMapping,
-    MambaInProjMapping,
-    ReplicatedMapping,
-)
+from megatron.bridge.models.conversion.param_mapping import *
 
 
 def mamba(

@@ -8,7 +8,14 @@ from typing import Any
 
 from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
-from megatron.bridge.models.conversion.declare.fields import ABSENT, Field, constant, kind_indices, read_by_others
+from megatron.bridge.models.conversion.declare.fields import (
+    ABSENT,
+    Field,
+    constant,
+    kind_indices,
+    layers_of_kind,
+    read_by_others,
+)
 from megatron.bridge.models.conversion.declare.gated_delta_net import SILU
 from megatron.bridge.models.features.mamba_beside_attention import MULTIPLIERS
 from megatron.bridge.models.mamba_provider import ATTENTION, EXPERTS, FEED_FORWARD, KINDS, MAMBA
@@ -39,10 +46,6 @@ def _layers(config: Mapping[str, Any]) -> str:
 
 def _pattern(_: Any, config: Mapping[str, Any]) -> str:
     return _layers(config)
-
-
-def _pattern_back(_: Any, provider: Any) -> str:
-    return provider.layer_kinds
 
 
 def _names_back(_: Any, provider: Any) -> list[str]:
@@ -95,10 +98,6 @@ def _mixers(names: list[str] | None, config: Mapping[str, Any]) -> list[int]:
     return kind_indices("layer_types", names, _KINDS, config)
 
 
-def _mixers_back(layers: list[int], _: Any) -> list[str]:
-    return [_KINDS[layer] for layer in layers]
-
-
 def _head_width(width: int | str, config: Mapping[str, Any]) -> int:
     whole = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
     return whole // config.get("mamba_n_heads", 128) if isinstance(width, str) else width
@@ -116,18 +115,6 @@ def _groups(count: int, config: Mapping[str, Any]) -> int:
     if config["mamba_n_heads"] % count:
         raise UserError(f"mamba_n_groups={count} does not divide mamba_n_heads={config['mamba_n_heads']}")
     return count
-
-
-def _only_mixers(count: int, _: Any) -> tuple[int, str]:
-    return count, MAMBA * count
-
-
-def _step_limit(limit: Sequence[float], _: Any) -> tuple[float, float | None]:
-    return limit[0], None if limit[1] == inf else limit[1]
-
-
-def _step_limit_back(limit: tuple[float, float | None], _: Any) -> list[float]:
-    return [limit[0], inf if limit[1] is None else limit[1]]
 
 
 def _every(config: Mapping[str, Any], kind: str, period: int, offset: int) -> list[int]:
@@ -164,19 +151,17 @@ def _sparse_back(index: int) -> Callable[[Any, Any], int]:
     return back
 
 
-def _step_rank(rank: int | str, config: Mapping[str, Any]) -> int:
-    return ceil(config["hidden_size"] / 16) if isinstance(rank, str) else rank
-
-
-def _features(expand: int, config: Mapping[str, Any]) -> tuple[int, int]:
-    return expand * config["hidden_size"], 1
-
-
 # ---- groups that families share ---------------------------------------------------------------------------------
 
 LAYER_KINDS: tuple[Field, ...] = (
     Field("layers_block_type", "hybrid_override_pattern", default=None, to=_pattern, back=_names_back),
-    Field("hybrid_override_pattern", "hybrid_override_pattern", default=None, to=_pattern, back=_pattern_back),
+    Field(
+        "hybrid_override_pattern",
+        "hybrid_override_pattern",
+        default=None,
+        to=_pattern,
+        back=lambda _, it: it.layer_kinds,
+    ),
     Field("num_hidden_layers", "num_layers", default=None, to=_number_of_layers),
 )
 """What each layer does, as a list of names or as a string of symbols."""
@@ -190,13 +175,17 @@ MAMBA_SIZES: tuple[Field, ...] = (
     Field("chunk_size", "mamba_chunk_size"),
 )
 
-_LIMITS = ("mamba_smallest_step", "mamba_largest_step")
-
-STEP_LIMIT = Field("time_step_limit", _LIMITS, (0.0, inf), _step_limit, _step_limit_back)
+STEP_LIMIT = Field(
+    "time_step_limit",
+    ("mamba_smallest_step", "mamba_largest_step"),
+    default=(0.0, inf),
+    to=lambda limit, _: (limit[0], None if limit[1] == inf else limit[1]),
+    back=lambda limit, _: [limit[0], inf if limit[1] is None else limit[1]],
+)
 """Bounds of the steps of a trained model."""
 
 ALL_MAMBA: tuple[Field, ...] = (
-    Field("num_hidden_layers", ("num_layers", "hybrid_override_pattern"), to=_only_mixers),
+    Field("num_hidden_layers", ("num_layers", "hybrid_override_pattern"), to=lambda count, _: (count, MAMBA * count)),
     # Megatron-Core's config asks for heads of attention
     Field("num_heads", ("mamba_num_heads", "num_attention_heads")),
     Field("head_dim", "mamba_head_dim"),
@@ -221,7 +210,7 @@ MAMBA_STEPS: tuple[Field, ...] = (
     Field("time_step_floor", "mamba_first_step_floor"),
 )
 
-MAMBA_LAYERS = Field("layer_types", "mamba_layers", default=None, to=_mixers, back=_mixers_back)
+MAMBA_LAYERS = replace(layers_of_kind("layer_types", "mamba_layers", _KINDS), default=None, to=_mixers)
 """Which layers have a Mamba-2 mixer in the place of attention."""
 
 ONE_GROUP_MAMBA: tuple[Field, ...] = (
@@ -262,9 +251,20 @@ SELECTIVE_MAMBA: tuple[Field, ...] = (
     SILU,
     Field("attn_layer_period", "mamba_layers", 8, _between_attention, _attention_back(0)),
     Field("attn_layer_offset", "mamba_layers", 4, _between_attention, _attention_back(1)),
-    Field("mamba_expand", ("mamba_num_heads", "mamba_head_dim"), 2, _features, lambda _, model: _expansion(model)),
+    Field(
+        "mamba_expand",
+        ("mamba_num_heads", "mamba_head_dim"),
+        default=2,
+        to=lambda expand, config: (expand * config["hidden_size"], 1),
+        back=lambda _, provider: _expansion(provider),
+    ),
     Field("mamba_d_state", "mamba_state_dim", 16),
-    Field("mamba_dt_rank", "mamba_dt_rank", "auto", _step_rank),
+    Field(
+        "mamba_dt_rank",
+        "mamba_dt_rank",
+        default="auto",
+        to=lambda rank, config: ceil(config["hidden_size"] / 16) if isinstance(rank, str) else rank,
+    ),
     Field("mamba_d_conv", "mamba_conv_kernel", default=4),
     constant("mamba_conv_bias", True),
     constant("mamba_proj_bias", False),

@@ -9,13 +9,7 @@ from collections.abc import Mapping
 
 from megatron.bridge.models.conversion.declare.blocks import Block, mlp
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    ConcatenatedGatedMLPMapping,
-    GatedMLPMapping,
-    MegatronParamMapping,
-    ReplicatedMapping,
-)
+from megatron.bridge.models.conversion.param_mapping import *
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 
 _LAYER = "decoder.layers.*.mlp"

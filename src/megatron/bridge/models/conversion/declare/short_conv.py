@@ -5,19 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bridge.models.conversion.declare.blocks import Block
-from megatron.bridge.models.conversion.declare.fields import Field, kind_indices
+from megatron.bridge.models.conversion.declare.fields import Field, layers_of_kind
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping, ShortConvMapping
 
-_KINDS = ("full_attention", "conv")
 _MULTIPLE = 256
-
-
-def _convolutions(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
-    return kind_indices("layer_types", kinds, _KINDS, config)
-
-
-def _convolutions_back(layers: list[int], _: Any) -> list[str]:
-    return [_KINDS[layer] for layer in layers]
 
 
 def _width(_: Any, config: Mapping[str, Any]) -> int:
@@ -41,7 +32,7 @@ def _width_back(width: int, _: Any) -> int:
 
 SHORT_CONV: tuple[Field, ...] = (
     Field("conv_L_cache", "linear_conv_kernel_dim"),
-    Field("layer_types", "short_conv_layers", to=_convolutions, back=_convolutions_back),
+    layers_of_kind("layer_types", "short_conv_layers", ("full_attention", "conv")),
 )
 """Which layers have a convolution instead of attention, and over how many tokens."""
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.bridge.models.conversion.engine import exchange
-from megatron.bridge.models.conversion.mappings.groups import MappingGroups
 from megatron.bridge.models.conversion.mappings.patterns import substitute
 from megatron.bridge.utils.errors import UserError
 
@@ -168,7 +167,29 @@ class ShardSpec:
         return self.shape[self.dim] if self.shape else 1
 
 
-class MegatronParamMapping(MappingGroups):
+class _GroupNow:
+    """A group that is looked up when it is asked for; an instance may have another one in its place."""
+
+    def __init__(self, find: Callable[[], exchange.Group]) -> None:
+        self._find = find
+
+    def __get__(self, mapping: Any, owner: type | None = None) -> Any:
+        return self._find()
+
+
+def _rank_and_size(group: Any) -> tuple[int, int]:
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def _properties(group: str) -> tuple[Any, Any]:
+    """This rank in the group of that name, and the size of the group."""
+    return (
+        property(lambda mapping: _rank_and_size(getattr(mapping, group))[0]),
+        property(lambda mapping: _rank_and_size(getattr(mapping, group))[1]),
+    )
+
+
+class MegatronParamMapping:
     """One Megatron parameter and the Hugging Face tensors it is made of.
 
     Subclasses say how in ``blocks``. A mapping that computes instead of copying overrides ``hf_to_megatron`` and
@@ -178,6 +199,9 @@ class MegatronParamMapping(MappingGroups):
     Args:
         megatron_param: Megatron's name; ``*`` stands for one path segment, ``**`` for any number.
         hf_param: Hugging Face's name, or names by role, with the same wildcards in the same order.
+
+    A program may replace the groups and ``gather_from_tp_ranks`` on a copy of a mapping: ``megatron_to_hf`` of the
+    copy then uses what was put there, and communicates no more than that does.
     """
 
     kind: ClassVar[ParallelKind | None] = None
@@ -346,6 +370,42 @@ class MegatronParamMapping(MappingGroups):
         if isinstance(self.hf_param, str):
             return dict(hf_weights)
         return {name: hf_weights[role] for role, name in self.hf_param.items()}
+
+    # ---- process groups over which the parameter is spread
+
+    pp_group = _GroupNow(exchange.pipeline_group)
+    """The ranks of the other pipeline stages."""
+    ep_group = _GroupNow(exchange.expert_group)
+    """The ranks that hold other experts."""
+    _tp_group = _GroupNow(exchange.tensor_group)
+    _etp_group = _GroupNow(exchange.expert_tensor_group)
+
+    @property
+    def is_expert(self) -> bool:
+        return exchange.is_expert(self.megatron_param)
+
+    @property
+    def is_grouped_export(self) -> bool:
+        """Whether an export needs the tasks of all experts of a layer in one call."""
+        return self.is_stacked
+
+    @property
+    def group_key(self) -> str:
+        """The same for all tasks that an export needs in one call; different for others."""
+        return ",".join(self.hf_names)
+
+    @property
+    def tp_group(self) -> Any:
+        """The ranks that the parameter is cut over."""
+        return self._etp_group if self.is_expert else self._tp_group
+
+    tp_rank, tp_size = _properties("tp_group")
+    pp_rank, pp_size = _properties("pp_group")
+    ep_rank, ep_size = _properties("ep_group")
+
+    def gather_from_tp_ranks(self, tensor: Tensor) -> list[Tensor]:
+        """The shards of all ranks of ``tp_group``, in rank order; a collective."""
+        return exchange.all_gather(tensor, self.tp_group, self.tp_size)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.megatron_param!r}, {self.hf_param!r})"

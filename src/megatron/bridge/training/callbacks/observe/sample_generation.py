@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.data.records.chat_template import ChatTemplate, template_text
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from megatron.bridge.inference.ends import end_of_turn, parse_chat
+from megatron.bridge.inference.prompts import end_of_turn, parse_chat
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.generation import context_length, generate
