@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All recipes by name, read from their source: listing them imports no torch.
 
-A recipe is a public name with ``_config`` in a module ``recipes/<family>/<module>.py``: a function, or an
-assignment with a docstring below it. The first line of the docstring reads
+A recipe is a public name with its stage and ``_config``, such as ``_pretrain_config``, in a module
+``recipes/<family>.py``: a function, or an assignment with a docstring below it. The first line of the docstring reads
 ``what it trains, N x GPU: M GB each, layout.``; ``make recipes`` writes M.
 """
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Mode = Literal["pretrain", "sft"]
 Stage = Literal["pretrain", "sft", "distill", "dpo"]
 
+_NAME = re.compile(r"[a-z0-9]\w*_(pretrain|finetune|distill|dpo)_config")
 _SUMMARY = re.compile(
     r"^(?P<what>.+), (?P<count>\d+) x (?P<kind>[^:,]+): (?P<memory>\d+) GB(?: each)?, (?P<layout>.+)\.$"
 )
@@ -64,15 +65,14 @@ class Recipe:
 @cache
 def catalog() -> dict[str, Recipe]:
     """Every recipe by name, in alphabetical order."""
-    root = Path(__file__).parent
-    found = [recipe for path in sorted(root.glob("*/*.py")) for recipe in _recipes_of(path, root)]
+    found = [recipe for path in Path(__file__).parent.glob("*.py") for recipe in _recipes_of(path)]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
 
 
-def name_functions(package: str) -> None:
+def name_functions(module: str) -> None:
     """Give the recipes of a family the names and docstrings in their source, so that they pickle and have a help."""
     for recipe in catalog().values():
-        if recipe.module.startswith(f"{package}."):
+        if recipe.module == module:
             function = recipe.function()
             function.__module__, function.__doc__ = recipe.module, recipe.docstring
             function.__name__ = function.__qualname__ = recipe.name
@@ -102,10 +102,9 @@ def _searchable(recipe: Recipe) -> str:
     return f"{recipe.name} {recipe.stage} {recipe.what} {recipe.gpus}x{recipe.gpu_kind}".lower()
 
 
-def _recipes_of(path: Path, root: Path) -> list[Recipe]:
-    module = f"{__package__}.{path.relative_to(root).with_suffix('').as_posix().replace('/', '.')}"
+def _recipes_of(path: Path) -> list[Recipe]:
     found = _documented(ast.parse(path.read_text()).body)
-    return [_parse(name, module, text) for name, text in found if "_config" in name and not name.startswith("_")]
+    return [_parse(name, f"{__package__}.{path.stem}", text) for name, text in found if _NAME.match(name)]
 
 
 def _documented(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:

@@ -30,9 +30,8 @@ def recommended(recipe: Recipe, option: str) -> Value:
 
 def _recommended_by(recipe: Recipe) -> dict[str, Value]:
     """All literals; later ones win, as in the builders."""
-    root = Path(__file__).parents[2]  # of the package ``megatron``
-    own, recipes = _parse(root.joinpath(*recipe.module.split(".")[1:]).with_suffix(".py"))
-    builders, options = (_parse(Path(__file__).with_name(name))[0] for name in ("builders.py", "options.py"))
+    family = recipe.module.rpartition(".")[2]
+    (own, recipes), (builders, _), (options, _) = map(_parse, (family, "builders", "options"))
     tables, node = {**options, **own}, recipes[recipe.name]
     found = {**builders[_DEFAULTS[recipe.mode]]}
     if isinstance(node, ast.FunctionDef):
@@ -47,9 +46,9 @@ def _recommended_by(recipe: Recipe) -> dict[str, Value]:
 
 
 @cache
-def _parse(path: Path) -> tuple[Tables, dict[str, ast.stmt]]:
-    """The tables of options of a module, and the statements that define its recipes."""
-    body = ast.parse(path.read_text()).body
+def _parse(module: str) -> tuple[Tables, dict[str, ast.stmt]]:
+    """The tables of options of a module of this package, and the statements that define its recipes."""
+    body = ast.parse(Path(__file__).with_name(f"{module}.py").read_text()).body
     tables: Tables = {}
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Dict):

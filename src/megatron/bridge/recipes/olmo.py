@@ -7,6 +7,7 @@ experts of FlexOlmo evenly, so each is cut in 8.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.catalog import name_functions
 from megatron.bridge.recipes.options import PretrainOptions, layout
 
 OLMO3_7B = "allenai/Olmo-3-1025-7B"
@@ -29,3 +30,5 @@ olmo3_7b_finetune_config = finetune_recipe(OLMO3_7B, layout(tp=2))
 """Olmo 3 7B full fine-tuning, 8 x H100 80GB: 44 GB each, TP2."""
 flexolmo_33b_finetune_config = finetune_recipe("allenai/FlexOlmo-7x7B-1T", layout(tp=8))
 """FlexOlmo 33B full fine-tuning, 16 x H100 80GB: 63 GB each, TP8."""
+
+name_functions(__name__)

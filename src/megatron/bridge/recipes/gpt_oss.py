@@ -6,6 +6,7 @@ off). It would outweigh the language-model loss, so the recipes use 0.001.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.catalog import name_functions
 from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import size_of
 
@@ -24,3 +25,5 @@ gpt_oss_20b_finetune_config = finetune_recipe(GPT_OSS_20B, layout(tp=2, ep=8, et
 """gpt-oss 20B full fine-tuning, 8 x H100 80GB: 66 GB each, TP2 EP8."""
 gpt_oss_120b_finetune_config = finetune_recipe(GPT_OSS_120B, layout(tp=2, pp=4, vp=3, ep=8, etp=1))
 """gpt-oss 120B full fine-tuning, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8."""
+
+name_functions(__name__)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2: small enough for one GPU or a laptop.
-
-The learning rates for pretraining 360M and 1.7B are from "SmolLM2: When Smol Goes Big" (2025); the others are our
-own.
-"""
+"""Recipes of the SmolLM family."""
 
 from megatron.bridge.recipes.builders import distill_recipe, finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.catalog import name_functions
 from megatron.bridge.recipes.sizes import size_of
+
+# SmolLM2: small enough for one GPU or a laptop.
+#
+# The learning rates for pretraining 360M and 1.7B are from "SmolLM2: When Smol Goes Big" (2025); the others are our
+# own.
 
 SMOLLM2_135M = "HuggingFaceTB/SmolLM2-135M"
 SMOLLM2_1P7B = "HuggingFaceTB/SmolLM2-1.7B"
@@ -40,3 +42,22 @@ smollm2_360m_finetune_config = finetune_recipe(
 """SmolLM2 360M full fine-tuning, 1 x H100 80GB: 26 GB, no model parallelism."""
 smollm2_1p7b_finetune_config = finetune_recipe(SMOLLM2_1P7B, seq_length=2048, micro_batch_size=4, lr=1e-5)
 """SmolLM2 1.7B full fine-tuning, 8 x H100 80GB: 33 GB each, no model parallelism."""
+
+# SmolLM3. Learning rate and batch size are from its announcement (2025).
+
+SMOLLM3_3B = "HuggingFaceTB/SmolLM3-3B"
+
+smollm3_3b_pretrain_config = pretrain_recipe(SMOLLM3_3B, seq_length=4096, global_batch_size=576, lr=2e-4, min_lr=2e-6)
+"""SmolLM3 3B pretraining, 8 x H100 80GB: 40 GB each, no model parallelism."""
+
+smollm3_3b_finetune_config = finetune_recipe(SMOLLM3_3B, lr=1e-5)
+"""SmolLM3 3B full fine-tuning, 8 x H100 80GB: 40 GB each, no model parallelism."""
+
+# SmolVLM2, small enough for a laptop. The learning rate is our own.
+#
+# Activations of the tower depend on the images and are not in the memory named here.
+
+smolvlm2_256m_finetune_config = finetune_recipe("HuggingFaceTB/SmolVLM2-256M-Video-Instruct", lr=1e-4)
+"""SmolVLM2 256M full fine-tuning, 1 x H100 80GB: 8 GB, no model parallelism."""
+
+name_functions(__name__)
