@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seed, read and restore the random number generators of a rank."""
+"""State of a rank: the parallel sizes that it belongs to, and its random number generators."""
 
 import random
 from typing import Any
@@ -11,6 +11,33 @@ from megatron.core.tensor_parallel.random import convert_cuda_rng_state, initial
 
 from megatron.bridge.backends.specs import layer_specs
 from megatron.bridge.training.config import RNGConfig
+from megatron.bridge.utils import distributed
+
+
+def current_sizes() -> dict[str, int]:
+    """The sizes of the process groups that exist."""
+    return {
+        "world": distributed.world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size() or 1,
+    }
+
+
+def sizes_of(model: Any) -> dict[str, int]:
+    """The sizes that a provider asks for."""
+    return {
+        "world": distributed.world_size(),
+        "tensor": model.tensor_model_parallel_size,
+        "pipeline": model.pipeline_model_parallel_size,
+        "virtual": model.virtual_pipeline_model_parallel_size or 1,
+        "context": model.context_parallel_size,
+        "expert": model.expert_model_parallel_size,
+        "expert_tensor": model.expert_tensor_ranks,
+    }
 
 
 def prepare_tracker(model: Any) -> None:
