@@ -48,8 +48,7 @@ from megatron.bridge.training.callbacks.guard.preemption import REQUEUE_EXIT_COD
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils import atomic
-from megatron.bridge.utils.ports import free_port
-from megatron.bridge.utils.processes import start_time
+from megatron.bridge.utils.processes import free_port, start_time
 
 WORLD = 2
 HANG_SECONDS = 4.0

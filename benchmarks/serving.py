@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.inference import make_model, prompts
 from benchmarks.measure import table
-from megatron.bridge.utils.ports import free_port
+from megatron.bridge.utils.processes import free_port
 
 
 @contextmanager

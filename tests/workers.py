@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch.multiprocessing as mp
 
 import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
-from megatron.bridge.utils.ports import free_port
+from megatron.bridge.utils.processes import free_port
 
 _overlooked = {"modules": 0}  # how many were imported when the collector last saw them, and some more
 

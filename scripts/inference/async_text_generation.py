@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.bridge.cli.support import inference_options
+from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
 from megatron.bridge.inference import llm
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     """Load the model in processes of its own and ask for all prompts at once."""
     args = text_generation.parsed(argv, __doc__)
     prompts, sampling = text_generation.prompts_of(args), text_generation.sampling_of(args)
-    path, options = inference_options.script_model(args)
+    path, options = model_options.script_model(args)
     options |= text_generation.sizes_of(args)
     with Workers(llm.ranks_of(options), llm.LLM, path, options) as workers:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.cli.support import inference_options
+from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
 from megatron.bridge.cli.support.parser import Parser, count
 
@@ -34,7 +34,7 @@ WITHOUT_EFFECT_OF_VALUE = {
 def parsed(argv: Sequence[str], description: str | None = __doc__) -> argparse.Namespace:
     """Read the options."""
     parser = Parser(description=description)
-    inference_options.add_script_options(parser)
+    model_options.add_script_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="may be repeated")
     source.add_argument("--prompt-file", type=Path, help="JSONL with text or prompt, or a prompt a line")
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron.bridge.utils import distributed
 
     prompts, sampling = prompts_of(args), sampling_of(args)
-    with inference_options.load_of_script(args, **sizes_of(args)) as llm:
+    with model_options.load_of_script(args, **sizes_of(args)) as llm:
         for prompt, completions in zip(prompts, llm.generate_each(prompts, sampling), strict=True):
             if distributed.rank() == 0:
                 sys.stdout.write(json.dumps(record_of(prompt, completions[0], sampling), ensure_ascii=False) + "\n")

@@ -42,7 +42,7 @@ if [ -n "${CONTAINER_IMAGE:-}" ]; then
     options+=("--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
 fi
 
-# The rank of each task comes from Slurm's own variables (megatron.bridge.utils.slurm).
+# The rank of each task comes from Slurm's own variables (megatron.bridge.utils.torchrun_env).
 srun "${options[@]}" "$PYTHON" -u scripts/training/run_recipe.py "$@"
 code=$?
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.checkpoint.hashing_writer import HashingWriter
 from megatron.bridge.utils import atomic
-from megatron.bridge.utils.ports import free_port
+from megatron.bridge.utils.processes import free_port
 from tests.functional_tests.checkpoint.runs import STEPS, Series, run_to
 
 # A server that has imported everything forks each process in milliseconds.

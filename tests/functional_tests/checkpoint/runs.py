@@ -13,7 +13,7 @@ from megatron.bridge.backends.fsdp.sharded_rows import local_rows
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import CheckpointConfig, DistributedDataParallelConfig
 from megatron.bridge.training.gpt_step import forward_step
-from megatron.bridge.training.initialize.rng import random_states
+from megatron.bridge.training.initialize.rank_state import random_states
 from megatron.bridge.training.optim.optimizer import torch_optimizers, update_count
 from megatron.bridge.training.pretrain import pretrain
 from tests.toy_run import initialize_by_name, toy_config

@@ -23,7 +23,7 @@ from megatron.bridge.training.config import (
     StragglerDetectionConfig,
 )
 from megatron.bridge.utils.console import console
-from megatron.bridge.utils.ports import free_port
+from megatron.bridge.utils.processes import free_port
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to
 from tests.functional_tests.checkpoint.test_resume import EXPERTS
 

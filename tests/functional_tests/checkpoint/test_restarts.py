@@ -17,7 +17,7 @@ import torch
 
 from megatron.bridge.checkpoint import manifest, verification
 from megatron.bridge.checkpoint import paths as layout
-from megatron.bridge.utils.ports import free_port
+from megatron.bridge.utils.processes import free_port
 from tests.functional_tests.checkpoint.restarts import PLAIN
 from tests.functional_tests.checkpoint.runs import STEPS, run_to, tensors_of
 

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.config import FinetuningDatasetConfig, PackedSequenceSpecs
 from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.callbacks.observe.sample_generation import generate
 from megatron.bridge.training.config import (
     CheckpointConfig,
     LoggerConfig,
@@ -19,7 +20,6 @@ from megatron.bridge.training.config import (
     ValidationConfig,
 )
 from megatron.bridge.training.finetune import finetune
-from megatron.bridge.training.generation import generate
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils.errors import UserError

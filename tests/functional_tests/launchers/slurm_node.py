@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from megatron.bridge.utils.ports import free_port
+from megatron.bridge.utils.processes import free_port
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 

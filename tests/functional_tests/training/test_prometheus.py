@@ -11,12 +11,12 @@ from importlib.util import find_spec
 import pytest
 
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.callbacks.observe.prometheus import GAUGES, NAMESPACE
+from megatron.bridge.training.callbacks.observe.trackers import GAUGES, NAMESPACE
 from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, ValidationConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.ports import free_port
+from megatron.bridge.utils.processes import free_port
 from tests.toy_run import toy_config
 from tests.unit_tests.project.tree import ROOT
 

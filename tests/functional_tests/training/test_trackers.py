@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, ValidationConfig
-from megatron.bridge.training.config.rules.packages import packages_are_installed
+from megatron.bridge.training.config.rules.machine import packages_are_installed
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from tests.toy_run import toy_config
@@ -92,7 +92,7 @@ def test_wandb_has_every_number_of_a_resumed_run(tmp_path, run_in_process, monke
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("megatron.bridge.training.config.rules.packages.installed", lambda package: False)
+    monkeypatch.setattr("megatron.bridge.training.config.rules.machine.installed", lambda package: False)
     config = toy_config(logger=LoggerConfig(wandb_project="toys"))
     (sentence,) = packages_are_installed(config, 1)
     assert sentence == (

@@ -7,9 +7,9 @@ import shlex
 
 import pytest
 
+from megatron.bridge.cli import from_trainer
+from megatron.bridge.cli.from_trainer import translate
 from megatron.bridge.cli.main import main
-from megatron.bridge.cli.migrate import trainer
-from megatron.bridge.cli.migrate.trainer import translate
 from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.cli.support.train_job import add_job_options, prepare
 from megatron.bridge.utils.config import yaml_text
@@ -92,7 +92,7 @@ def test_names_of_the_trainer_are_its_own():
         "adam_epsilon",
         "save_steps",
     }
-    assert known <= theirs & trainer._SETTINGS.keys()
+    assert known <= theirs & from_trainer._SETTINGS.keys()
     run = translate({"max_steps": -1, "num_train_epochs": 2.0, "lr_scheduler_type": "polynomial"}, 2)
     assert json.loads(run.translation.settings["train.num_epochs"]) == 2.0
     both = translate({"max_steps": 10, "num_train_epochs": 2.0}, 1).translation.settings

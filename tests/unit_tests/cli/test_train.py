@@ -161,14 +161,14 @@ def test_picture_is_that_of_megatron():
     """The groups that Megatron-Core makes, of a layout in which every dimension is above one."""
     from megatron.core.parallel_state import RankGenerator
 
-    from megatron.bridge.cli.support import rank_diagram
+    from megatron.bridge.cli.support import summary
     from tests.toy_run import toy_config
 
     config = toy_config()
     for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
         setattr(config.model, f"{name}_parallel_size", 2)
     config.model.num_moe_experts = 4
-    lines = list(rank_diagram.rank_table(config, 16))
+    lines = list(summary.rank_table(config, 16))
     dense = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=2, order="tp-cp-ep-dp-pp")
     expert = RankGenerator(tp=2, ep=2, dp=2, pp=2, cp=1, order="tp-cp-ep-dp-pp")
     cells = [cell.split("-") for line in lines if line.startswith("stage") for cell in line.split()[2:]]

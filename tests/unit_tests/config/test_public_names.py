@@ -9,8 +9,7 @@ from megatron.bridge.data.config import DatasetConfig
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.peft.base import PEFT
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.utils.config.names import locate, name_of
-from megatron.bridge.utils.config.public_names import PUBLIC_NAMES
+from megatron.bridge.utils.config.names import PUBLIC_NAMES, locate, name_of
 from megatron.bridge.utils.config.serialize import from_plain, to_plain
 from megatron.bridge.utils.errors import UserError
 

@@ -11,7 +11,7 @@ from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.data.loaders import BatchShard
 from megatron.bridge.data.records.samples import EncodingReport
 from megatron.bridge.data.streams import StreamingBatchIterator
-from megatron.bridge.training.config.rules.data import energon_readers_fit_batch
+from megatron.bridge.training.config.rules.model import energon_readers_fit_batch
 from tests.refusals import refused, says
 from tests.toy_run import toy_config
 

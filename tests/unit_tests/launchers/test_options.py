@@ -10,7 +10,7 @@ from megatron.bridge.launchers import job_folder, preflight
 from megatron.bridge.launchers.options import LaunchOptions
 from megatron.bridge.launchers.preflight import ShellResult
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.slurm import adopt_slurm_step, first_host
+from megatron.bridge.utils.torchrun_env import adopt_slurm_step, first_host
 
 OPTIONS = LaunchOptions(
     local=False,

@@ -11,8 +11,9 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[3] / "src/megatron/bridge"
 HOT = (
     *("backends/attention", "backends/kernels", "backends/moe", "backends/recurrent", "backends/specs"),
-    *("models/features", "models/vision", "training/step", "training/optim", "training/preference", "peft"),
+    *("models/features", "models/vision", "training/step", "training/optim", "peft"),
     *("training/loop.py", "training/gpt_step.py", "training/vlm_step.py", "training/head_step.py"),
+    "training/preference.py",
 )
 MAKES = {"tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "linspace", "eye"}
 READS = {"item", "tolist", "cpu", "numpy"}

@@ -154,7 +154,7 @@ class TestEveryRecipe:
             config = config.resolve(recipe.gpus).config
 
     def test_is_exported_and_documented(self, recipe):
-        family = importlib.import_module(recipe.module.rpartition(".")[0])
+        family = importlib.import_module(recipe.module)
         function = getattr(family, recipe.name)
         assert getattr(recipes, recipe.name) is function is recipe.function()
         assert (function.__name__, pickle.loads(pickle.dumps(function))) == (recipe.name, function)
@@ -291,7 +291,7 @@ def test_listing_imports_no_torch():
         ("recipes", "llama3_8b_pretrain_config(train_iters=5, precision='fp32')", True),
         ("recipes", "llama3_8b_pretrain_config(train_itres=5)", False),
         ("recipes.llama", "llama3_8b_pretrain_config(precision='fp9')", False),
-        ("recipes.llama.llama3", "llama3_8b_pretrain_config(dataset_root='x')", False),
+        ("recipes.llama", "llama3_8b_pretrain_config(dataset_root='x')", False),
         ("recipes.llama", "llama3_8b_finetune_config(dataset_root='x', peft=None)", True),
         ("recipes.builders", "pretrain(LLAMA3_8B, {}, tensor_model_parallel=2)", False),
         ("recipes.builders", "pretrain(LLAMA3_8B, {}, {'lr': 3e-4}, tensor_model_parallel_size=2)", True),
@@ -302,7 +302,7 @@ def test_listing_imports_no_torch():
 def test_pyright_knows_the_options(module, call, accepted, tmp_path):
     snippet = Path(__file__).with_name(f"_snippet_{os.getpid()}.py")
     name = call.partition("(")[0]
-    size = "from megatron.bridge.recipes.llama.llama3 import LLAMA3_8B"
+    size = "from megatron.bridge.recipes.llama import LLAMA3_8B"
     try:
         snippet.write_text(f"from megatron.bridge.{module} import {name}\n{size}\n{call}\n")
         done = subprocess.run(

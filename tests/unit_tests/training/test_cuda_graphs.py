@@ -11,7 +11,7 @@ from megatron.core.transformer import cuda_graphs as core_graphs
 
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import DistributedDataParallelConfig, LoggerConfig
-from megatron.bridge.training.initialize.rng import random_states, set_random_states
+from megatron.bridge.training.initialize.rank_state import random_states, set_random_states
 from megatron.bridge.utils.errors import UserError
 from tests import recorded_graph
 from tests.toy_run import SEQUENCE, VOCABULARY, initialize_by_name, run_toy, toy_config

@@ -6,7 +6,7 @@ import torch
 
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
-from megatron.bridge.training.step.loss_function import checked
+from megatron.bridge.training.step.forward_step import checked
 from megatron.bridge.training.step.losses import sum_and_count
 from tests.refusals import refused
 from tests.toy_run import toy_config

@@ -14,9 +14,9 @@ from megatron.bridge.backends.hardware.energy import EnergyMeter
 from megatron.bridge.data.tokenizer import NullTokenizer
 from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.callbacks.observe.metrics import PREFIX
 from megatron.bridge.training.callbacks.observe.outputs import _times_line, _train_line
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
-from megatron.bridge.training.callbacks.observe.timing import PREFIX
 from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, OptimizerConfig, ValidationConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain

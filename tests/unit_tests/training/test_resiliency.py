@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from megatron.bridge.training.callbacks.guard.straggler_detection import NVRxStragglerDetection
 from megatron.bridge.training.config import (
     CheckpointConfig,
     FaultToleranceConfig,
@@ -16,7 +17,6 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.training.resiliency import fault_tolerance
 from megatron.bridge.training.resiliency.inprocess_restart import run_with_restarts
-from megatron.bridge.training.resiliency.nvrx_straggler import NVRxStragglerDetection
 from megatron.bridge.utils.errors import UserError
 
 PACKAGE = "nvidia_resiliency_ext"

@@ -34,11 +34,11 @@ from megatron.bridge.training.config import (
     StragglerDetectionConfig,
     rules,
 )
-from megatron.bridge.training.config.hardware import Hardware
 from megatron.bridge.training.config.resolve import resolve
-from megatron.bridge.training.config.rules import exclusions, ranges, unused_settings
+from megatron.bridge.training.config.resolve.findings import Hardware
 from megatron.bridge.training.config.rules import fields as rule_fields
-from megatron.bridge.training.config.rules.lookup import value_of
+from megatron.bridge.training.config.rules import ranges, related_settings
+from megatron.bridge.training.config.rules.values import value_of
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 
@@ -646,30 +646,30 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("key", unused_settings.NEEDS)
+@pytest.mark.parametrize("key", related_settings.NEEDS)
 def test_a_setting_needs_what_it_is_a_setting_of(key):
-    needed, _, value = unused_settings.NEEDS[key].partition("=")
+    needed, _, value = related_settings.NEEDS[key].partition("=")
     blocks = {name: make() for name, make in BLOCKS.items()}
     default = configured(blocks)
-    assert not [*unused_settings.settings_have_effect(default, 1)]
+    assert not [*related_settings.settings_have_effect(default, 1)]
     changed = blocks | {key: OTHER[type(value_of(default, key) or "")]}
-    assert next(unused_settings.settings_have_effect(configured(changed), 1)).startswith(f"{key}=")
-    its_own, _, other = unused_settings.NEEDS.get(needed, "checkpoint.save=run").partition("=")
+    assert next(related_settings.settings_have_effect(configured(changed), 1)).startswith(f"{key}=")
+    its_own, _, other = related_settings.NEEDS.get(needed, "checkpoint.save=run").partition("=")
     with_it = configured(changed | {"checkpoint.save": "run"} | {its_own: other or True} | {needed: value or True})
-    assert not [*unused_settings.settings_have_effect(with_it, 1)]
+    assert not [*related_settings.settings_have_effect(with_it, 1)]
 
 
 def excluded(keys, values):
     """The sentences about both ``keys``, when they have ``values``."""
     config = configured(dict(zip(keys, values, strict=True)))
-    found = exclusions.settings_do_not_exclude_each_other(config, 1)
+    found = related_settings.settings_do_not_exclude_each_other(config, 1)
     return [sentence for sentence in found if all(f"{key}=" in sentence for key in keys)]
 
 
-@pytest.mark.parametrize("keys", exclusions.EXCLUSIONS, ids="-".join)
+@pytest.mark.parametrize("keys", related_settings.EXCLUSIONS, ids="-".join)
 def test_two_settings_exclude_each_other(keys):
     (sentence,) = excluded(keys, (True, True))
-    assert sentence.endswith(exclusions.EXCLUSIONS[keys])
+    assert sentence.endswith(related_settings.EXCLUSIONS[keys])
     assert not excluded(keys, (True, False))
     assert not excluded(keys, (False, True))
 
@@ -686,7 +686,7 @@ def test_every_rule_has_a_case():
 
 @pytest.mark.parametrize("name", CASES)
 def test_rule_refuses(name, monkeypatch):
-    monkeypatch.setattr(rules.packages, "installed", lambda package: False)
+    monkeypatch.setattr(rules.machine, "installed", lambda package: False)
     values, world_size, words = CASES[name]
     config = configured(values)
     sentences = [*BY_NAME[name](_resolved(config, world_size), world_size)]

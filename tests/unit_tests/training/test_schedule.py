@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.bridge.training.config import OptimizerConfig, SchedulerConfig
-from megatron.bridge.training.config.schedule_lengths import lengths
+from megatron.bridge.training.config.batch_size import lengths
 from megatron.bridge.training.optim.scheduler import build_scheduler
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.cli.support import inference_options
+from megatron.bridge.cli.support import model_options
 from megatron.bridge.utils.errors import UserError
 
 DESCRIPTION = "Chat with a model: its own template, answers as they come, Ctrl-C stops an answer."
@@ -24,9 +24,9 @@ writes the messages as JSON, /quit or Ctrl-D ends.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    inference_options.add_model_options(parser)
+    model_options.add_model_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="the first message, of the system")
-    inference_options.add_sampling_options(parser)
+    model_options.add_sampling_options(parser)
     parser.set_defaults(temperature=0.7, max_new_tokens=512, max_requests=1)
 
 
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
     if "RANK" in os.environ:
         raise UserError("chat reads from a terminal: start it without torchrun; --tp and --pp start the processes")
-    sampling = Sampling(**inference_options.sampling_values(args))
-    with inference_options.load(args) as llm:
+    sampling = Sampling(**model_options.sampling_values(args))
+    with model_options.load(args) as llm:
         Conversation(llm, sampling, args.system).run(_ask, sys.stdout.write)
     return 0
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.bridge.checkpoint import lock, manifest, paths
 from megatron.bridge.cli.support.model_options import add_trust_checkpoint
 from megatron.bridge.cli.support.text_format import folder_size, many, say, shape, size
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -165,7 +166,6 @@ def _differences(first: Path, second: Path, values: bool) -> Iterator[str]:
 
 def _convert(args: argparse.Namespace) -> int:
     from megatron.bridge.checkpoint.inspection import convert_checkpoint
-    from megatron.bridge.utils.config import yaml_text
 
     source = paths.resolve(args.path)
     config = None

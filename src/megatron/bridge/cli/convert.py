@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.utils.errors import UserError
 
 DESCRIPTION = (
     "Convert a Hugging Face model to a Megatron checkpoint, bit for bit. Only a few parameters are in memory at a "
@@ -35,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.hf_pretrained.hub import is_hf_model
     from megatron.bridge.utils.console import console
-    from megatron.bridge.utils.errors import UserError
 
     sizes = model_options.parallel_sizes(args)
     if is_hf_model(args.megatron_path):

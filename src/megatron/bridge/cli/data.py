@@ -3,12 +3,13 @@
 
 import argparse
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.cli.support import train_job
 from megatron.bridge.cli.support.parser import Parser, count, workers
+from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -169,7 +170,6 @@ def _run_preview(args: argparse.Namespace) -> int:
     from megatron.bridge.data.preview.collect import preview
     from megatron.bridge.data.preview.render import to_console, to_html
     from megatron.bridge.training.setup import build_data
-    from megatron.bridge.utils.atomic import refuse_unwritable, write_text
     from megatron.bridge.utils.console import console, ensure_width
 
     config, tokenizer, ranks = _resolved(args)
@@ -178,8 +178,7 @@ def _run_preview(args: argparse.Namespace) -> int:
     found = preview(config.dataset, data, tokenizer, sizes, args.samples)
     to_console(ensure_width(Console(highlight=False, soft_wrap=True)), found)
     if args.html:
-        with refuse_unwritable(f"--html={args.html}"):
-            write_text(args.html, to_html(found))
+        write_file("--html", args.html, to_html(found))
         console().print(f"{args.html} shows the same as a web page")
     return 0
 
@@ -225,8 +224,6 @@ def _as_training(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _run_preprocess(args: argparse.Namespace) -> int:
-    from dataclasses import fields
-
     from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
     from megatron.bridge.utils.console import console
 

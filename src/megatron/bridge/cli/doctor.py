@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import text_format, train_job
@@ -93,8 +94,6 @@ def _machine() -> Iterator[str]:
 
 
 def _packages() -> Iterator[str]:
-    from importlib.util import find_spec
-
     for name, brings in _EXTRAS.items():
         yield f"{name}: {'installed' if find_spec(name) else 'not installed'} ({brings})"
 
@@ -106,7 +105,7 @@ def _kernels() -> Iterator[str]:
 
     from megatron.bridge.backends.hardware import compiler
     from megatron.bridge.backends.specs import layer_specs
-    from megatron.bridge.training.config.hardware import CAPABILITIES, Hardware
+    from megatron.bridge.training.config.resolve.findings import CAPABILITIES, Hardware
 
     hardware = Hardware.detect()
     spec = layer_specs.resolve_backend("auto")
@@ -147,7 +146,7 @@ def _parts(model: Any) -> Iterator[str]:
     from megatron.core.ssm.gated_delta_net import common
 
     from megatron.bridge.backends.recurrent import mamba
-    from megatron.bridge.training.config.hardware import Hardware
+    from megatron.bridge.training.config.resolve.findings import Hardware
 
     hardware = Hardware.detect()
     if model.num_moe_experts:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.cli.support import inference_options
+from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.parser import count
 from megatron.bridge.cli.support.text_format import columns
 from megatron.bridge.utils.optional_imports import import_optional
@@ -22,7 +22,7 @@ EXAMPLES = """example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    inference_options.add_model_options(parser)
+    model_options.add_model_options(parser)
     parser.add_argument("--tasks", required=True, metavar="NAMES", help="tasks, groups or YAML files, with commas")
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="folder with further tasks")
     parser.add_argument("--limit", type=count, metavar="N", help="examples of each task at most")
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bridge.inference.evaluation import harness
     from megatron.bridge.utils import distributed
 
-    with inference_options.load(args) as llm:
+    with model_options.load(args) as llm:
         options = (args.include_path, args.limit, args.few_shot, args.chat)
         results = harness.evaluate(llm, args.tasks.split(","), *options)
     if distributed.rank() == 0:

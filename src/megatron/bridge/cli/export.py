@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,8 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron.bridge.utils.errors import UserError
-
     paths.resolve(args.megatron_path)  # before anything slow is imported
     if args.hf_model is not None:
         if args.architecture is not None:

@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 
 from megatron.bridge.cli.support.parser import count
+from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 
 DESCRIPTION = (
@@ -48,6 +49,4 @@ def _command(source: str) -> str:
         raise UserError(
             f"{source} is neither a command line nor a file: give the command line in quotes, with its arguments"
         )
-    from megatron.bridge.utils.atomic import read_text
-
     return read_text(Path(source), source)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.cli.support import inference_options
+from megatron.bridge.cli.support import model_options
 from megatron.bridge.utils.errors import UserError
 
 DESCRIPTION = (
@@ -23,14 +23,14 @@ messages; an id; and sampling parameters of its own. A line of another file is a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    inference_options.add_model_options(parser)
+    model_options.add_model_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
     source.add_argument("--prompt", metavar="TEXT", help="one prompt; its completion is printed")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL file of completions")
     parser.add_argument("--chat", action="store_true", help="a text is the message of a user")
-    inference_options.add_sampling_options(parser)
-    inference_options.add_named_adapters(parser, "adapter_name in a line")
+    model_options.add_sampling_options(parser)
+    model_options.add_named_adapters(parser, "adapter_name in a line")
     parser.add_argument("--adapter-name", metavar="NAME", help="the one of --adapters for lines that name none")
     more = parser.add_argument_group("output")
     more.add_argument("-n", type=int, default=1, metavar="N", help="completions of each prompt")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if (args.prompts is None) == (args.out is not None):
         raise UserError("--prompts and --out belong together: give both, or --prompt alone")
-    sampling = inference_options.sampling_values(args)
+    sampling = model_options.sampling_values(args)
     return _print_one(args, sampling) if args.prompts is None else _write_all(args, sampling)
 
 
@@ -51,7 +51,7 @@ def _print_one(args: argparse.Namespace, values: dict[str, Any]) -> int:
     from megatron.bridge.utils import distributed
 
     prompt: Any = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
-    with inference_options.load(args) as llm:
+    with model_options.load(args) as llm:
         for completions in llm.generate_each([prompt], Sampling(**values), ["--prompt"]):
             if distributed.rank() == 0:
                 for completion in completions:
@@ -67,7 +67,7 @@ def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
     lines = read_prompts(args.prompts, values, args.chat)
     if not args.out.parent.is_dir():
         raise UserError(f"--out {args.out} cannot be written: create its folder first")
-    with inference_options.load(args) as llm:
+    with model_options.load(args) as llm:
         first = distributed.rank() == 0
         file = CompletionFile(args.out, lines) if first else None
         done = on_first_rank(lambda: file.done if file else 0)

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.cli.support.model_options import add_trust_checkpoint
 from megatron.bridge.utils.errors import UserError, first_few
@@ -19,7 +20,7 @@ DESCRIPTION = (
     "Only headers are read."
 )
 PARALLEL_SIZES = ("tensor", "pipeline", "context", "expert")
-_MEGATRON = ("latest_checkpointed_iteration.txt", "metadata.json")
+_MEGATRON = (paths.TRACKER, "metadata.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,6 @@ class Contents:
 def read(path: Path) -> Contents:
     if not path.exists():
         raise UserError(f"{path} does not exist: give the directory of a model or of a checkpoint")
-    from megatron.bridge.checkpoint import paths
     from megatron.bridge.models.hf_pretrained.hub import is_hf_model
 
     if is_hf_model(path):
@@ -89,7 +89,7 @@ def _hugging_face(path: Path) -> Contents:
 
 
 def _megatron(path: Path) -> Contents:
-    from megatron.bridge.checkpoint import inspection, model_io, paths
+    from megatron.bridge.checkpoint import inspection, model_io
 
     directory = paths.resolve(path)
     found = inspection.list_tensors(directory)
@@ -115,7 +115,7 @@ def _megatron(path: Path) -> Contents:
 
 def _facts_of_model(directory: Path) -> dict[str, str]:
     """Facts from the run's config, which other programs, such as Megatron-LM, do not write."""
-    from megatron.bridge.checkpoint import model_io, paths
+    from megatron.bridge.checkpoint import model_io
 
     if not (directory / paths.RUN_CONFIG).is_file():
         return {"model": f"unknown: there is no {paths.RUN_CONFIG}"}

@@ -4,11 +4,18 @@
 import argparse
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from megatron.bridge.cli.support import train_job
-from megatron.bridge.cli.support.text_format import say
+from megatron.bridge.cli.support.text_format import say, write_file
+from megatron.bridge.launchers import job_folder, preflight
+from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest
+from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.utils.config.origins import annotated_yaml
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -142,8 +149,6 @@ def run(args: argparse.Namespace) -> int:
     _refuse(args, ("kind", "namespace", "resource", "rdma", "output"), "needs --on kubernetes")
     options = _options(args)
     options.validate()
-    from megatron.bridge.launchers import job_folder, preflight
-
     preflight.check(options)
     submits = not (options.local or options.dry_run)
     shell = preflight.run_here
@@ -176,15 +181,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _without_nemo_run(options: "LaunchOptions") -> str:
+def _without_nemo_run(options: LaunchOptions) -> str:
     """What a dry run can say when the package that writes the scripts is missing."""
-    from megatron.bridge.launchers.preflight import INSTALL
-
     place = "this machine" if options.local else f"Slurm, partition {options.partition or 'of the cluster'}"
     lines = [
         f"on {place}: {options.nodes} x {options.devices} processes, started by {options.launcher}",
         shlex.join([str(options.script), *options.arguments]),
-        f"NeMo-Run is not installed, so this dry run cannot show its batch script: {INSTALL}",
+        f"NeMo-Run is not installed, so this dry run cannot show its batch script: {preflight.INSTALL}",
     ]
     return "\n".join(f"# {line}" for line in lines)
 
@@ -206,11 +209,6 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], reason: str) -> No
 
 
 def _write_manifest(args: argparse.Namespace) -> int:
-    import yaml
-
-    from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest
-    from megatron.bridge.utils.atomic import refuse_unwritable, write_text
-
     _refuse(args, _SLURM_ONLY, "has no effect on Kubernetes")
     if args.container_image is None:
         raise UserError("--on kubernetes needs --container-image: name an image that has this package")
@@ -240,17 +238,12 @@ def _write_manifest(args: argparse.Namespace) -> int:
     if args.output is None:
         say(text.rstrip())
         return 0
-    with refuse_unwritable(f"--output {args.output}", "choose another file"):
-        write_text(args.output, text)
+    write_file("--output", args.output, text)
     say(f"{args.output}: start it with kubectl apply -f {args.output}")
     return 0
 
 
-def _options(args: argparse.Namespace) -> "LaunchOptions":
-    from dataclasses import fields
-
-    from megatron.bridge.launchers.options import LaunchOptions
-
+def _options(args: argparse.Namespace) -> LaunchOptions:
     own = {
         "script": _script(args.script),
         "arguments": tuple(_forwarded(args)),
@@ -289,10 +282,8 @@ def _forwarded(args: argparse.Namespace) -> Iterator[str]:
     yield from args.overrides
 
 
-def _checked_config(args: argparse.Namespace, options: "LaunchOptions") -> str:
+def _checked_config(args: argparse.Namespace, options: LaunchOptions) -> str:
     """The config of the run as YAML, checked now and not after hours in the queue."""
-    from megatron.bridge.utils.config.origins import annotated_yaml
-
     job = train_job.prepare(args)
     text = annotated_yaml(job.config, job.origins)
     job.config.validate(options.world_size)

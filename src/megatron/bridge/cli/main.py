@@ -17,9 +17,8 @@ from typing import Any
 from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distribution
 from megatron.bridge.cli.support.parser import Parser, Subparsers
 from megatron.bridge.utils.errors import UserError, did_you_mean
-from megatron.bridge.utils.slurm import adopt_slurm_step
 from megatron.bridge.utils.startup import skip_gc_at_exit
-from megatron.bridge.utils.torchrun_env import read_number
+from megatron.bridge.utils.torchrun_env import adopt_slurm_step, read_number
 from megatron.bridge.version import __version__
 
 SUBCOMMANDS = {

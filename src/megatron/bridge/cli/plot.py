@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError
 
 DESCRIPTION = "Plot metrics of one or several runs, by default loss and throughput, from metrics.jsonl."
@@ -26,8 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron.bridge.utils import loss_curves
-
     if args.smooth < 1:
         raise UserError(f"--smooth {args.smooth}: at least 1 point is needed")
     metrics = args.metric or [loss_curves.LOSS, loss_curves.THROUGHPUT]

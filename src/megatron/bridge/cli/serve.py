@@ -5,7 +5,7 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron.bridge.cli.support import inference_options
+from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.parser import count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
@@ -28,8 +28,8 @@ _SHORTEST_KEY = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    inference_options.add_model_options(parser)
-    inference_options.add_named_adapters(parser, "the model of a request")
+    model_options.add_model_options(parser)
+    model_options.add_named_adapters(parser, "the model of a request")
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need a key")
     server.add_argument("--port", type=int, default=8000, help="port to listen on (8000); 0 takes a free one")
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         request_seconds=args.request_timeout,
         drain_seconds=args.drain_timeout,
     )
-    serve(args.model, inference_options.llm_options(args), config)
+    serve(args.model, model_options.llm_options(args), config)
     return 0
 
 

@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.utils.profiler_traces import find_traces, merge
 
 DESCRIPTION = "Work with the traces that profiling.use_pytorch_profiler=true writes."
 
@@ -28,8 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron.bridge.utils.profiler_traces import find_traces, merge
-
     traces = find_traces(args.folder)
     target = args.output or next(iter(traces.values())).with_name("merged.json.gz")
     merged = merge(traces, target, args.clock)

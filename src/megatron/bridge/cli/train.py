@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.cli.support.train_job import Job, add_job_options, forward_step, prepare
+from megatron.bridge.recipes.catalog import search
+from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.startup import without_gc
 
@@ -89,7 +92,6 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _list(args: argparse.Namespace) -> int:
     from megatron.bridge.cli.support.recipe_table import table
-    from megatron.bridge.recipes.catalog import search
 
     words = " ".join([*args.list, *args.overrides])
     recipes = search(words)
@@ -107,13 +109,12 @@ def _print(text: str) -> None:
 
 def _dry_run(job: Job, args: argparse.Namespace) -> int:
     from megatron.bridge.cli.support.dry_run import report, timeline_page
-    from megatron.bridge.utils.atomic import write_text
 
     forward_step(args.step_func, job.config)
     found = report(job, args.world_size)
     _print(found.summary if args.summary else found.config + found.summary)
     if args.timeline is not None:
-        write_text(args.timeline, timeline_page(job, args.world_size, None))
+        write_file("--timeline", args.timeline, timeline_page(job, args.world_size, None))
     return 0 if found.runs else 1
 
 
@@ -125,7 +126,6 @@ def _train(job: Job, args: argparse.Namespace) -> int:
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.setup import resolve_run
-    from megatron.bridge.utils.config.overrides import check_sticks
     from megatron.bridge.utils.console import print_rank_0
 
     if job.mode == "cache-teacher":

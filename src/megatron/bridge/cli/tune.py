@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.text_format import columns, write_file
 from megatron.bridge.cli.support.train_job import Job, add_job_options, prepare
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.config.overrides import Layer, apply_layers
+from megatron.bridge.utils.config.serialize import copy_config, dump_yaml
+from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.startup import without_gc
 
 if TYPE_CHECKING:
     from megatron.bridge.autotune.search.explain import Reason, Step
@@ -54,8 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron.bridge.utils.startup import without_gc
-
     if args.fix_oom and args.explain is not None:
         raise UserError("--fix-oom and --explain cannot be used together: leave one out")
     with without_gc():
@@ -106,7 +108,6 @@ def _budget(text: str | None, kind: str) -> int | None:
 def _values(words: Iterable[str], option: str) -> dict[str, Any]:
     """``tensor=8`` as a dict of candidate fields."""
     from megatron.bridge.autotune.search.candidate import NAMES
-    from megatron.bridge.utils.errors import did_you_mean
 
     found: dict[str, Any] = {}
     for word in words:
@@ -151,8 +152,6 @@ def _nothing_fits(search: "Search", found: "Found") -> str:
 
 
 def _ranking(search: "Search", found: "Found") -> Iterator[str]:
-    from megatron.bridge.cli.support.text_format import columns
-
     refused = sum(found.refused.values())
     yield (
         f"{found.tried:,} layouts are allowed, {found.too_large:,} of them do not fit into "
@@ -271,15 +270,10 @@ def _write(job: Job, search: "Search", found: "Found", args: argparse.Namespace)
     if args.output is not None:
         _write_yaml(job, search, found.best[0], args.output)
     if args.report is not None:
-        from megatron.bridge.utils.atomic import write_text
-
-        write_text(args.report, _page(job, search, found))
+        write_file("--report", args.report, _page(job, search, found))
 
 
 def _with_layout(job: Job, search: "Search", price: "Price") -> Any:
-    from megatron.bridge.utils.config.overrides import Layer, apply_layers
-    from megatron.bridge.utils.config.serialize import copy_config
-
     config = copy_config(job.config)
     apply_layers(config, [Layer("tune", overrides=overrides(search, price))])
     return config
@@ -295,10 +289,7 @@ def _is_valid(job: Job, search: "Search", price: "Price") -> bool:
 
 
 def _write_yaml(job: Job, search: "Search", price: "Price", path: Path) -> None:
-    from megatron.bridge.utils.atomic import write_text
-    from megatron.bridge.utils.config.serialize import dump_yaml
-
-    write_text(path, dump_yaml(_with_layout(job, search, price)))
+    write_file("--output", path, dump_yaml(_with_layout(job, search, price)))
 
 
 def _page(job: Job, search: "Search", found: "Found") -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import logits, model_options
+from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.bridge.models.conversion.check.certificate import Certificate
@@ -53,8 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_target(path: Path) -> None:
-    from megatron.bridge.utils.errors import UserError
-
     if not path.parent.is_dir():
         raise UserError(f"--certificate {path} cannot be written: create its folder first")
     if path.is_dir():

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.run_status import RunStatus, read_status
 
 if TYPE_CHECKING:
     from rich.console import Group
-
-    from megatron.bridge.utils.run_status import RunStatus
 
 DESCRIPTION = "Show curves, speed, the expected end and the newest checkpoint of a run, until it ends."
 EXAMPLES = """examples:
@@ -51,8 +51,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from megatron.bridge.utils.run_status import read_status
-
     console = Console(highlight=False)
     status = read_status(args.run)
     metrics = _metrics(status, args.metric)
@@ -74,18 +72,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _metrics(status: "RunStatus", asked: list[str] | None) -> list[str]:
-    from megatron.bridge.utils.loss_curves import LOSS, THROUGHPUT
-
+def _metrics(status: RunStatus, asked: list[str] | None) -> list[str]:
     known = list(dict.fromkeys(name for row in status.rows for name in row if name not in ("step", "kind")))
     for name in asked or ():
         if known and name not in known:
             hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
             raise UserError(f"--metric {name} is not in {status.folder}{hint}")
-    return list(dict.fromkeys(asked)) if asked else [name for name in (LOSS, THROUGHPUT) if name in known]
+    return (
+        list(dict.fromkeys(asked))
+        if asked
+        else [name for name in (loss_curves.LOSS, loss_curves.THROUGHPUT) if name in known]
+    )
 
 
-def _view(status: "RunStatus", metrics: list[str]) -> "Group":
+def _view(status: RunStatus, metrics: list[str]) -> "Group":
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -124,23 +124,15 @@ def _bar(value: float, least: float, most: float) -> str:
     return BARS[min(int(share * len(BARS)), len(BARS) - 1)]
 
 
-def _write_page(status: "RunStatus", metrics: list[str], file: Path | None) -> None:
-    if file is None:
-        return
-    from megatron.bridge.cli.watch import page
-    from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+def _write_page(status: RunStatus, metrics: list[str], file: Path | None) -> None:
+    if file is not None:
+        write_file("--html", file, page(status, metrics, datetime.now()))
 
-    with refuse_unwritable(f"--html {file}", "choose another file"):
-        write_text(file, page(status, metrics, datetime.now()))
-
-
-if TYPE_CHECKING:
-    from megatron.bridge.utils.run_status import RunStatus
 
 _STYLE = "body{font:15px/1.5 sans-serif;max-width:940px;margin:2em auto}td{padding-right:1.5em}img{width:100%}"
 
 
-def page(status: "RunStatus", metrics: Sequence[str], now: datetime) -> str:
+def page(status: RunStatus, metrics: Sequence[str], now: datetime) -> str:
     """The page of a run with the curves of ``metrics``; ``now`` is local time."""
     cells = [(escape(name), escape(value)) for name, value in status.summary(now).items()]
     rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in cells)
@@ -154,7 +146,7 @@ def page(status: "RunStatus", metrics: Sequence[str], now: datetime) -> str:
     )
 
 
-def _picture(status: "RunStatus", metrics: Sequence[str]) -> str:
+def _picture(status: RunStatus, metrics: Sequence[str]) -> str:
     panels = {metric: loss_curves.curves(status.rows, metric, "", source=str(status.folder)) for metric in metrics}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "curves.svg")

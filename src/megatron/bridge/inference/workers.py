@@ -13,8 +13,7 @@ from multiprocessing import connection, get_context
 from typing import Any
 
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.ports import free_port
-from megatron.bridge.utils.processes import die_with_parent
+from megatron.bridge.utils.processes import die_with_parent, free_port
 
 BEAT_SECONDS = 2.0  # how often a rank in a conversation says that it is alive, whatever it computes
 SILENT_SECONDS = 25.0  # after this time without a sign of life, a rank is given up

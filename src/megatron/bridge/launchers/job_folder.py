@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a job folder keeps beside NeMo-Run's own files, so that the job can be understood and run again."""
 
+import json
 import shlex
 import subprocess
 import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,7 +20,7 @@ def write_job_folder(folder: Path, options: LaunchOptions, jobs: tuple[str, ...]
     """Write the options, the config, the commit, the versions, and a script that launches the same once more."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {
-        "options": _plain(asdict(options)),
+        "options": json.loads(json.dumps(asdict(options), default=str)),
         "jobs": list(jobs),
         "folder": str(Path.cwd()),
         "commit": _git("rev-parse", "HEAD"),
@@ -39,14 +39,6 @@ def write_job_folder(folder: Path, options: LaunchOptions, jobs: tuple[str, ...]
         (folder / CONFIG).write_text(config)
     lines = sorted(f"{item.name}=={item.version}" for item in metadata.distributions())
     (folder / VERSIONS).write_text("\n".join([f"python {sys.version.split()[0]}", *lines]) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def _git(*words: str) -> str:

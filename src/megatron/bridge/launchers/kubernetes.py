@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.launchers.options import too_small
+from megatron.bridge.utils.errors import refuse
 
 Kind = Literal["jobset", "pytorchjob"]
 
@@ -42,14 +43,7 @@ class KubernetesOptions:
 
     def validate(self) -> None:
         problems = [*_name_problems(self), *_volume_problems(self.volumes), *_resource_problems(self)]
-        least = {"nodes": 1, "devices": 1, "retries": 0}
-        problems += [
-            f"--{name} {getattr(self, name)} is not possible: it must be at least {minimum}"
-            for name, minimum in least.items()
-            if getattr(self, name) < minimum
-        ]
-        if problems:
-            raise UserError("\n".join(problems))
+        refuse([*problems, *too_small(self, {"nodes": 1, "devices": 1, "retries": 0})])
 
 
 def _name_problems(options: KubernetesOptions) -> list[str]:

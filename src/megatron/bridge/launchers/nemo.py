@@ -243,6 +243,7 @@ def _local(options: LaunchOptions) -> run.LocalExecutor:
 
 
 def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
+    packaged = {} if options.packager == "none" else {"PYTHONPATH": f"{CODE}/src"}
     return run.SlurmExecutor(
         account=options.account,  # pyright: ignore[reportArgumentType]  None asks for none
         partition=options.partition,
@@ -256,7 +257,7 @@ def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
         container_image=options.container_image,
         container_mounts=list(options.mount),
         srun_args=_srun_arguments(options),
-        env_vars={name: shlex.quote(value) for name, value in _env(options).items()},
+        env_vars={name: shlex.quote(value) for name, value in {**packaged, **options.env}.items()},
         setup_lines=_activate(options),
         launcher=_launcher(options),
         packager=_packager(options),
@@ -275,11 +276,6 @@ def _srun_arguments(options: LaunchOptions) -> list[str]:
         # NeMo-Run has all ranks killed when one fails; but those that leave at a signal may still be saving
         arguments += ["--kill-on-bad-exit=0", "--wait=120"]
     return arguments
-
-
-def _env(options: LaunchOptions) -> dict[str, str]:
-    packaged = {} if options.packager == "none" else {"PYTHONPATH": f"{CODE}/src"}
-    return {**packaged, **options.env}
 
 
 def _activate(options: LaunchOptions) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import refuse
 
 Launcher = Literal["torchrun", "ft", "default"]
 PackagerName = Literal["pattern", "git", "none"]
@@ -67,13 +67,12 @@ class LaunchOptions:
         return self.nodes * self.devices
 
     def validate(self) -> None:
-        problems = [*_numbers(self), *_texts(self), *(_local(self) if self.local else _remote(self))]
-        if problems:
-            raise UserError("\n".join(problems))
+        least = {"devices": 1, "nodes": 1, "chain": 1, "retries": 0, "preempt_time": 0}
+        refuse([*too_small(self, least), *_texts(self), *(_local(self) if self.local else _remote(self))])
 
 
-def _numbers(options: LaunchOptions) -> list[str]:
-    least = {"devices": 1, "nodes": 1, "chain": 1, "retries": 0, "preempt_time": 0}
+def too_small(options: object, least: dict[str, int]) -> list[str]:
+    """A sentence for each of the ``options`` that is below its minimum in ``least``."""
     return [
         f"{_flag(name)} {value} is not possible: it must be at least {minimum}"
         for name, minimum in least.items()

@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from megatron.bridge.utils.lazy_names import lazy_names
+from megatron.bridge.utils.optional_imports import lazy_names
 
 if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider

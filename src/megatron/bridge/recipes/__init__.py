@@ -5,12 +5,12 @@ For example ``megatron.bridge.recipes.llama.llama32_1b_pretrain_config(train_ite
 imported from this package: ``from megatron.bridge.recipes import llama32_1b_pretrain_config``.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.bridge.recipes.deepseek import *
-    from megatron.bridge.recipes.default_peft import default_peft_config as default_peft_config
+    from megatron.bridge.recipes.defaults import default_peft_config as default_peft_config
+    from megatron.bridge.recipes.defaults import default_squad_config as default_squad_config
     from megatron.bridge.recipes.gemma import *
     from megatron.bridge.recipes.glm import *
     from megatron.bridge.recipes.gpt import *
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from megatron.bridge.recipes.others import *
     from megatron.bridge.recipes.qwen import *
     from megatron.bridge.recipes.smollm import *
-    from megatron.bridge.recipes.squad import default_squad_config as default_squad_config
 
-_DEFAULTS = {"default_peft_config": "default_peft", "default_squad_config": "squad"}
+_DEFAULTS = ("default_peft_config", "default_squad_config")
 
 
 def __getattr__(name: str) -> Any:
     """Import a recipe when it is first used, so that listing the recipes imports no torch."""
     if name in _DEFAULTS:
-        return getattr(importlib.import_module(f"{__name__}.{_DEFAULTS[name]}"), name)
+        from megatron.bridge.recipes import defaults
+
+        return getattr(defaults, name)
     if "_config" in name:
         from megatron.bridge.recipes.catalog import catalog
 

@@ -22,7 +22,7 @@ from megatron.bridge.data.config import (
 from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig, is_read_by_datasets
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider, drop_mtp_layers
-from megatron.bridge.recipes.default_peft import default_peft_config
+from megatron.bridge.recipes.defaults import default_peft_config
 from megatron.bridge.recipes.options import (
     FinetuneOptions,
     LayoutOptions,
@@ -284,7 +284,16 @@ def _assemble(size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: fl
             manual_gc_interval=100,
         ),
         validation=ValidationConfig(eval_interval=chosen["eval_interval"], eval_iters=chosen["eval_iters"]),
-        optimizer=_optimizer(chosen, weight_decay),
+        optimizer=OptimizerConfig(
+            optimizer="adam",
+            lr=chosen["lr"],
+            min_lr=chosen["min_lr"],
+            weight_decay=weight_decay,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            adam_eps=1e-8,
+            clip_grad=1.0,
+        ),
         # a fraction, so that a shortened run keeps its warmup and its schedule
         scheduler=SchedulerConfig(lr_decay_style="cosine", lr_warmup_fraction=chosen["warmup_fraction"]),
         ddp=DistributedDataParallelConfig(
@@ -292,7 +301,7 @@ def _assemble(size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: fl
         ),
         dataset=dataset,
         tokenizer=_tokenizer(size, chosen, model, mock),
-        checkpoint=_checkpoint(chosen),
+        checkpoint=CheckpointConfig(save=chosen["dir"], save_interval=chosen["dir"] and chosen["save_interval"]),
         logger=LoggerConfig(),
         rng=RNGConfig(seed=chosen["seed"]),
         mixed_precision=chosen["precision"],
@@ -326,28 +335,8 @@ def _recompute(model: Any, what: Recompute | None) -> None:
         model.recompute_modules = ["core_attn"] if what == "selective" else [*what]
 
 
-def _optimizer(chosen: dict[str, Any], weight_decay: float) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=chosen["lr"],
-        min_lr=chosen["min_lr"],
-        weight_decay=weight_decay,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_eps=1e-8,
-        clip_grad=1.0,
-    )
-
-
 def _tokenizer(size: Size, chosen: dict[str, Any], model: GPTModelProvider, mock: bool) -> TokenizerConfig:
     name = chosen["tokenizer"]
     if mock and name is None:
         return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=model.vocab_size)
     return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=name or size.hub_id)
-
-
-def _checkpoint(chosen: dict[str, Any]) -> CheckpointConfig:
-    folder = chosen["dir"]
-    if folder is None:
-        return CheckpointConfig()
-    return CheckpointConfig(save=folder, save_interval=chosen["save_interval"])

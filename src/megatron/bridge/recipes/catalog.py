@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All recipes by name, read from their source: listing them imports no torch.
+"""All recipes by name, and the values that they recommend, read from their source: listing them imports no torch.
 
-A recipe is a public name with ``_config`` in a module ``recipes/<family>/<module>.py``: a function, or an
-assignment with a docstring below it. The first line of the docstring reads
+A recipe is a public name with its stage and ``_config``, such as ``_pretrain_config``, in a module
+``recipes/<family>.py``: a function, or an assignment with a docstring below it. The first line of the docstring reads
 ``what it trains, N x GPU: M GB each, layout.``; ``make recipes`` writes M.
 """
 
 import ast
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
 Mode = Literal["pretrain", "sft"]
 Stage = Literal["pretrain", "sft", "distill", "dpo"]
+Value = str | int | None
+Tables = dict[str, dict[str, Value]]
 
+_DEFAULTS = {"pretrain": "PRETRAIN", "sft": "FINETUNE"}  # tables of ``builders.py``, by the mode of a recipe
+_PARAMETERS = {"mixed_precision_recipe": "precision"}
+"""Parameters of recipes whose defaults are recommended values, and the options they stand for."""
+
+_NAME = re.compile(r"[a-z0-9]\w*_(pretrain|finetune|distill|dpo)_config")
 _SUMMARY = re.compile(
     r"^(?P<what>.+), (?P<count>\d+) x (?P<kind>[^:,]+): (?P<memory>\d+) GB(?: each)?, (?P<layout>.+)\.$"
 )
@@ -64,15 +71,14 @@ class Recipe:
 @cache
 def catalog() -> dict[str, Recipe]:
     """Every recipe by name, in alphabetical order."""
-    root = Path(__file__).parent
-    found = [recipe for path in sorted(root.glob("*/*.py")) for recipe in _recipes_of(path, root)]
+    found = [recipe for path in Path(__file__).parent.glob("*.py") for recipe in _recipes_of(path)]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
 
 
-def name_functions(package: str) -> None:
+def name_functions(module: str) -> None:
     """Give the recipes of a family the names and docstrings in their source, so that they pickle and have a help."""
     for recipe in catalog().values():
-        if recipe.module.startswith(f"{package}."):
+        if recipe.module == module:
             function = recipe.function()
             function.__module__, function.__doc__ = recipe.module, recipe.docstring
             function.__name__ = function.__qualname__ = recipe.name
@@ -102,10 +108,9 @@ def _searchable(recipe: Recipe) -> str:
     return f"{recipe.name} {recipe.stage} {recipe.what} {recipe.gpus}x{recipe.gpu_kind}".lower()
 
 
-def _recipes_of(path: Path, root: Path) -> list[Recipe]:
-    module = f"{__package__}.{path.relative_to(root).with_suffix('').as_posix().replace('/', '.')}"
+def _recipes_of(path: Path) -> list[Recipe]:
     found = _documented(ast.parse(path.read_text()).body)
-    return [_parse(name, module, text) for name, text in found if "_config" in name and not name.startswith("_")]
+    return [_parse(name, f"{__package__}.{path.stem}", text) for name, text in found if _NAME.match(name)]
 
 
 def _documented(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
@@ -128,3 +133,57 @@ def _parse(name: str, module: str, docstring: str) -> Recipe:
     assert match, f"{module}.{name}: the docstring must begin with '{form}'"
     count, memory = int(match["count"]), int(match["memory"])
     return Recipe(name, module, match["what"], count, match["kind"], memory, match["layout"], docstring)
+
+
+def recommended(recipe: Recipe) -> dict[str, Value]:
+    """The options of ``recipe`` with literal values, its own or those of its stage; later ones win, as in builders.
+
+    Example:
+        >>> recommended(find("llama3_8b_16k_pretrain_config"))["seq_length"]
+        16384
+    """
+    family = recipe.module.rpartition(".")[2]
+    (own, recipes), (builders, _), (options, _) = map(_definitions, (family, "builders", "options"))
+    tables, node = {**options, **own}, recipes[recipe.name]
+    found = {**builders[_DEFAULTS[recipe.mode]]}
+    if isinstance(node, ast.FunctionDef):
+        for argument, default in zip(reversed(node.args.args), reversed(node.args.defaults), strict=False):
+            found |= _literals({_PARAMETERS.get(argument.arg, argument.arg): default})
+        node = node.body[-1]
+    assert isinstance(node, ast.Assign | ast.Return)
+    assert isinstance(node.value, ast.Call)
+    for shared in node.value.args:
+        found |= tables.get(shared.id, {}) if isinstance(shared, ast.Name) else {}
+    return found | _literals({keyword.arg: keyword.value for keyword in node.value.keywords})
+
+
+@cache
+def _definitions(module: str) -> tuple[Tables, dict[str, ast.stmt]]:
+    """The tables of options of a module of this package, and the statements that define its recipes."""
+    body = ast.parse(Path(__file__).with_name(f"{module}.py").read_text()).body
+    tables: Tables = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Dict):
+            tables[node.target.id] = _table(node.value, tables)
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    assigned = {ast.unparse(node.targets[0]): node for node in body if isinstance(node, ast.Assign)}
+    return tables, {**functions, **assigned}
+
+
+def _table(node: ast.Dict, tables: Tables) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    for key, value in zip(node.keys, node.values, strict=True):
+        if key is None and isinstance(value, ast.Name):  # **OTHER
+            found |= tables.get(value.id, {})
+        elif isinstance(key, ast.Constant):
+            found |= _literals({str(key.value): value})
+    return found
+
+
+def _literals(values: Mapping[Any, ast.expr]) -> dict[str, Value]:
+    """Those of ``values`` that are literals, by their keys."""
+    return {
+        key: value.value
+        for key, value in values.items()
+        if key is not None and isinstance(value, ast.Constant) and isinstance(value.value, str | int | None)
+    }

@@ -16,24 +16,15 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
     from megatron.bridge.training.distillation.teacher import set_shared_settings
 
     if config.dpo is not None:
-        return _reference_of(config, world_size)
-    distill = config.distill
-    if distill is None or distill.teacher is None or distill.cache is not None:
+        name, key, trusts = config.dpo.reference, "dpo.reference", config.dpo.trust_remote_code
+        if name is None:  # with adapters the model is its own reference
+            return None if config.peft else copy.deepcopy(config.model)
+    elif config.distill is not None and config.distill.teacher is not None and config.distill.cache is None:
+        name, key, trusts = config.distill.teacher, "distill.teacher", config.distill.trust_remote_code
+    else:
         return None
-    provider = _declared(distill.teacher, distill.trust_remote_code)
-    return None if provider is None else set_shared_settings(provider, distill.teacher, config, world_size)
-
-
-def _reference_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | None:
-    """The reference of preference tuning; a model that is its own reference has none."""
-    from megatron.bridge.training.distillation.teacher import set_shared_settings
-
-    assert config.dpo is not None, "dpo is not set"
-    name = config.dpo.reference
-    if name is None:
-        return None if config.peft else copy.deepcopy(config.model)
-    provider = _declared(name, config.dpo.trust_remote_code)
-    return None if provider is None else set_shared_settings(provider, name, config, world_size, "dpo.reference")
+    provider = _declared(name, trusts)
+    return None if provider is None else set_shared_settings(provider, name, config, world_size, key)
 
 
 def _declared(name: str, trust_remote_code: bool) -> Any:

@@ -8,9 +8,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.config import ConfigContainer, DistillConfig
 from megatron.bridge.training.distillation.cache import CachedTargets, open_cache
-from megatron.bridge.training.distillation.projections import add_projections
 from megatron.bridge.training.distillation.step import forward_step
-from megatron.bridge.training.distillation.student_teacher import bind, width
+from megatron.bridge.training.distillation.student_teacher import add_projections, bind, width
 from megatron.bridge.training.distillation.teacher import identity, load_teacher, teacher_provider
 from megatron.bridge.training.initialize.peft import fill_before_adding
 from megatron.bridge.training.pretrain import pretrain

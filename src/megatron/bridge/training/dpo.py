@@ -6,8 +6,13 @@ from megatron.bridge.training.callbacks.observe.report import FinetuningReport
 from megatron.bridge.training.distill import SameTeacher
 from megatron.bridge.training.distillation.teacher import identity
 from megatron.bridge.training.finetune import check_tokenizer
-from megatron.bridge.training.preference.reference import attach_base, attach_model, reference_of, reference_provider
-from megatron.bridge.training.preference.step import forward_step
+from megatron.bridge.training.preference import (
+    attach_base,
+    attach_model,
+    forward_step,
+    reference_of,
+    reference_provider,
+)
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.setup import AnyConfig, Callbacks, container_of, resolve_run
 from megatron.bridge.training.state import Run

@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.data.loaders import DataIterator
 from megatron.bridge.training.loop import forward_backward
-from megatron.bridge.training.optim.param_gather import gathered_params
+from megatron.bridge.training.optim.optimizer import gathered_params
 from megatron.bridge.training.state import BatchIterator, Run
 from megatron.bridge.training.step.losses import LossReport, LossTotals, mean_losses
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training.distillation.step import model_inputs
 from megatron.bridge.training.gpt_step import next_batch
-from megatron.bridge.training.preference.step import answer_of_token, sum_by_answer
+from megatron.bridge.training.preference import answer_of_token, sum_by_answer, sum_of_pairs
 from megatron.bridge.training.state import BatchIterator, LossFunction
 from megatron.bridge.training.step.losses import LossReport
 
@@ -55,9 +54,10 @@ def classification_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
     losses = F.cross_entropy(chosen, labels, reduction="none")
     count = mask.sum()
     right = (chosen.argmax(-1) == labels).sum()
-    report = {"classification loss": losses.detach().sum(), "accuracy": right}
+    sums = {"classification loss": losses.detach().sum(), "accuracy": right}
+    report = {name: torch.stack((value.double(), count.double())) for name, value in sums.items()}
     # 0 times the sum: a rank without a position in the loss still takes part in the backward pass
-    return losses.sum() + 0.0 * scores.sum(), count.to(torch.int), _report(report, count)
+    return losses.sum() + 0.0 * scores.sum(), count.to(torch.int), report
 
 
 def reward_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
@@ -68,7 +68,7 @@ def reward_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
     found = last_token(batch, scores)[:, 0]
     chosen, rejected = found[0::2], found[1::2]
     losses = -F.logsigmoid(chosen - rejected)
-    return _of_pairs(
+    return sum_of_pairs(
         losses,
         {
             "reward loss": losses,
@@ -91,7 +91,7 @@ def contrastive_loss(config: GPTModelProvider, batch: dict[str, Any], states: Te
     wanted = torch.arange(len(similarities), device=similarities.device)
     losses = F.cross_entropy(similarities, wanted, reduction="none")
     found = (similarities.argmax(-1) == wanted).float()
-    return _of_pairs(losses, {"contrastive loss": losses, "retrieval accuracy": found})
+    return sum_of_pairs(losses, {"contrastive loss": losses, "retrieval accuracy": found})
 
 
 def last_token(batch: dict[str, Any], values: Tensor) -> Tensor:
@@ -107,15 +107,3 @@ def mean_of_tokens(batch: dict[str, Any], values: Tensor) -> Tensor:
     inside = (positions <= last[answer_of_token(batch)]).float()
     sums = sum_by_answer(batch, values.flatten(0, 1).float() * inside[:, None])
     return sums / (last + 1)[:, None]
-
-
-def _of_pairs(losses: Tensor, reported: dict[str, Tensor]) -> Loss:
-    """Context-parallel ranks compute the same losses, so only the first of them counts pairs and reports."""
-    is_first = parallel_state.get_context_parallel_rank() == 0
-    pairs = torch.tensor(len(losses) * is_first, dtype=torch.int, device=losses.device)
-    sums = {name: value.detach().sum() * is_first for name, value in reported.items()}
-    return losses.sum(), pairs, _report(sums, pairs)
-
-
-def _report(sums: dict[str, Tensor], count: Tensor) -> LossReport:
-    return {name: torch.stack((value.double(), count.double())) for name, value in sums.items()}

@@ -9,9 +9,14 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.bridge.training.state import BatchIterator, Progress, Run, StepResult
 from megatron.bridge.training.step import cuda_graphs
-from megatron.bridge.training.step.aux_losses import add_mtp_losses, collect_mtp_losses, router_losses
-from megatron.bridge.training.step.loss_function import checked
-from megatron.bridge.training.step.losses import LossReport, mean_losses
+from megatron.bridge.training.step.forward_step import checked
+from megatron.bridge.training.step.losses import (
+    LossReport,
+    add_mtp_losses,
+    collect_mtp_losses,
+    mean_losses,
+    router_losses,
+)
 
 
 def train(run: Run) -> Progress:

@@ -5,7 +5,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,9 +29,8 @@ from megatron.bridge.training.config.batch_size import samples_of
 from megatron.bridge.training.config.rules import VOCABULARY_RULES, violations
 from megatron.bridge.training.evaluation import iterators_per_chunk
 from megatron.bridge.training.initialize.freezing import freezing_hook
-from megatron.bridge.training.initialize.parallel_sizes import ParallelSizes
 from megatron.bridge.training.initialize.peft import adapting_hook
-from megatron.bridge.training.initialize.rng import prepare_tracker, seed_everything
+from megatron.bridge.training.initialize.rank_state import current_sizes, prepare_tracker, seed_everything, sizes_of
 from megatron.bridge.training.optim.optimizer import build_optimizer
 from megatron.bridge.training.optim.scheduler import build_scheduler
 from megatron.bridge.training.resiliency import fault_tolerance
@@ -41,7 +40,7 @@ from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError, refuse
-from megatron.bridge.utils.lazy_names import lazy_names
+from megatron.bridge.utils.optional_imports import lazy_names
 
 Callbacks = Iterable[Callback] | CallbackManager
 AnyConfig = ConfigContainer | Resolved[ConfigContainer]
@@ -178,7 +177,7 @@ def _connect_processes(config: ConfigContainer) -> None:
 
 
 def _check_existing_groups(config: ConfigContainer) -> None:
-    existing, wanted = asdict(ParallelSizes.current()), asdict(ParallelSizes.of(config.model))
+    existing, wanted = current_sizes(), sizes_of(config.model)
     differing = [
         f"{name} parallel size {size}, not {wanted[name]}" for name, size in existing.items() if size != wanted[name]
     ]
@@ -253,8 +252,8 @@ def _image_share(config: ConfigContainer) -> tuple[int, int] | None:
 __getattr__ = lazy_names(
     __name__,
     {
-        "_create_peft_pre_wrap_hook": "megatron.bridge.training.facade.start:create_peft_pre_wrap_hook",
-        "_update_model_config_funcs": "megatron.bridge.training.facade.start:update_model_config_funcs",
+        "_create_peft_pre_wrap_hook": "megatron.bridge.training.facade:create_peft_pre_wrap_hook",
+        "_update_model_config_funcs": "megatron.bridge.training.facade:update_model_config_funcs",
     },
 )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.bridge.utils import torchrun_env
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.slurm import adopt_slurm_step
+from megatron.bridge.utils.torchrun_env import adopt_slurm_step
 
 
 def is_initialized() -> bool:

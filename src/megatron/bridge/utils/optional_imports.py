@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that only some runs need."""
+"""Packages that only some runs need, and names whose code is imported when they are first used."""
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -35,3 +36,20 @@ def missing_message(package: str, key: str, extra: str, is_setting: bool = True)
     install = f"install it with `uv pip install 'hf-megatron-bridge[{extra}]'`"
     instead = f", or leave {key.partition('=')[0]} unset" if is_setting else ""
     return f"{key} needs the package {package}, which is not installed: {install}{instead}"
+
+
+def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of ``module``.
+
+    Args:
+        module: Its name.
+        homes: Public name -> ``module:name`` where it is defined.
+    """
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, _, own = homes[name].partition(":")
+        return getattr(import_module(home), own)
+
+    return find

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other processes of this machine: whether one lives, and how to die with one."""
+"""Processes of this machine: whether one lives, how to die with one, and a port on which they can meet."""
 
 import ctypes
 import os
+import random
 import signal
 import socket
 from dataclasses import dataclass
@@ -62,3 +63,25 @@ def die_with_parent(signum: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
     if os.getppid() != parent:  # it ended just before
         os.kill(os.getpid(), signum)
+
+
+# below those that Linux, macOS and Windows give outgoing connections, which could take a port before its server does
+_FIRST, _LAST = 20_000, 32_000
+
+
+def free_port(count: int = 1) -> int:
+    """A port of 127.0.0.1 on which nothing listens, as are the ``count - 1`` after it."""
+    choose = random.SystemRandom()  # leaves the seeds of this process alone
+    while True:
+        first = choose.randrange(_FIRST, _LAST)
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -5,7 +5,7 @@ import pytest
 
 from megatron.bridge.data.config import BlendedDatasetConfig, FinetuningDatasetConfig, PackedSequenceSpecs
 from megatron.bridge.training.config.rules import violations
-from megatron.bridge.training.config.rules.data import (
+from megatron.bridge.training.config.rules.model import (
     packed_samples_fit_context_parallel,
     packed_samples_need_micro_batch_of_one,
 )

@@ -27,13 +27,14 @@ _MODEL |= {"add_bias_linear": True, "hidden_dropout": 0.1, "should_pad_vocab": T
 
 def build(run: MegatronLMRun) -> ConfigContainer:
     """The config of the command line, with Megatron-LM's defaults."""
+    dataset = MockGPTDatasetConfig if "mock-data" in run.arguments else GPTDatasetConfig
     config = ConfigContainer(
         model=_model(run),
         train=TrainingConfig(),
         validation=ValidationConfig(eval_interval=1000, eval_iters=100),
         optimizer=OptimizerConfig(min_lr=0.0),
         scheduler=SchedulerConfig(),
-        dataset=_dataset(run),
+        dataset=dataset(seq_length=1, num_workers=2),
         logger=LoggerConfig(log_interval=100),
         tokenizer=TokenizerConfig(),
         checkpoint=CheckpointConfig(),
@@ -51,8 +52,3 @@ def _model(run: MegatronLMRun) -> GPTModelProvider:
     if "multi-latent-attention" in run.arguments:
         return MLAModelProvider(**{**values, **LATENT_DEFAULTS, "position_embedding_type": "rope"})
     return GPTModelProvider(**values)
-
-
-def _dataset(run: MegatronLMRun) -> GPTDatasetConfig | MockGPTDatasetConfig:
-    kind = MockGPTDatasetConfig if "mock-data" in run.arguments else GPTDatasetConfig
-    return kind(seq_length=1, num_workers=2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+from megatron.bridge.cli.support.text_format import write_file
 
 
 @dataclass
@@ -38,8 +38,7 @@ class Translation:
         if output is None:
             sys.stdout.write(text)
         else:
-            with refuse_unwritable(f"--output={output}"):
-                write_text(output, text)
+            write_file("--output", output, text)
         sys.stderr.writelines(f"{line}\n" for line in self.report())
 
     def report(self) -> Iterator[str]:

@@ -22,6 +22,7 @@ from megatron.bridge.utils.config.serialize import copy_config
 from megatron.bridge.utils.errors import UserError
 
 PLAN_FILE, CONFIG_FILE = "plan.json", "toy.yaml"
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> int:
@@ -110,7 +111,9 @@ def _without_out_of_range_tokens(hf_config: dict[str, Any] | None) -> dict[str, 
 
     def is_out_of_range(key: str, value: Any) -> bool:
         numbers = value if isinstance(value, list) else [value]
-        return key in ("bos_token_id", "eos_token_id", "pad_token_id") and any(number is not None and number >= limit for number in numbers)
+        return key in ("bos_token_id", "eos_token_id", "pad_token_id") and any(
+            number is not None and number >= limit for number in numbers
+        )
 
     text = hf_config.get("text_config") or hf_config
     limit = text["vocab_size"]

@@ -16,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.rehearse.command import CONFIG_FILE, PLAN_FILE
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.ports import free_port
+from megatron.bridge.utils.loss_curves import LOSS, read_metrics
+from megatron.bridge.utils.processes import free_port
 
 
 def main(folder: Path) -> int:
@@ -66,8 +68,6 @@ class Rehearsal:
 
     def resume(self) -> tuple[str, str]:
         """Resume from the middle in new processes, and compare the losses bitwise."""
-        from megatron.bridge.checkpoint import paths
-
         steps = self.plan["steps"]
         source = paths.iteration_dir(self.first, steps)
         self.second.mkdir()
@@ -208,8 +208,6 @@ def _last_line(log: Path) -> str:
 
 
 def _losses(folder: Path) -> dict[int, float]:
-    from megatron.bridge.utils.loss_curves import LOSS, read_metrics
-
     return {row["step"]: row[LOSS] for row in read_metrics(folder) if row["kind"] == "train"}
 
 

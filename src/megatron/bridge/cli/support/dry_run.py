@@ -20,8 +20,7 @@ from megatron.bridge.autotune.search.candidate import as_overrides
 from megatron.bridge.autotune.search.explain import nearest_fit
 from megatron.bridge.autotune.search.search import Search
 from megatron.bridge.autotune.vision_tower import READ_ON_THE_HOST
-from megatron.bridge.cli.support import rank_diagram
-from megatron.bridge.cli.support.summary import describe, warnings
+from megatron.bridge.cli.support import summary
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.models.flops import local_flops_per_token
 from megatron.bridge.models.model_provider import ModelProvider
@@ -49,15 +48,15 @@ def report(job: Job, asked: int | None) -> Report:
         return _teacher_report(job, world_size)
     resolved = with_vocabulary(job.resolve(world_size, count_rows_here))
     config = resolved.config
-    lines = [f"{job.mode} from {job.source}", *_differences(job), *describe(config, world_size)]
+    lines = [f"{job.mode} from {job.source}", *_differences(job), *summary.describe(config, world_size)]
     if not given:
         lines.append(f"(for {world_size} processes; set another number with --world-size N)")
-    lines += ["", *rank_diagram.rank_table(config, world_size), ""]
+    lines += ["", *summary.rank_table(config, world_size), ""]
     teacher = teacher_of(config, world_size)
     memory = memory_per_rank(config, world_size, teacher)
     lines += [*_memory(config, memory), *_verdict(config, world_size, memory, job.gpu_kind)]
     lines += ["", *_compute(config, world_size, job.gpu_kind, teacher), ""]
-    notes = [*resolved.notes, *warnings(config), *elsewhere(config), *_caveats(config, teacher)]
+    notes = [*resolved.notes, *summary.warnings(config), *elsewhere(config), *_caveats(config, teacher)]
     problems = list(input_problems(resolved))
     lines += [*(f"note: {note}" for note in notes), *(f"the run would be refused: {each}" for each in problems)]
     runs = not problems and _fits(memory, job.gpu_kind)
@@ -84,9 +83,9 @@ def _teacher_report(job: Job, world_size: int) -> Report:
     alone = teacher_run(job.config, world_size).config
     lines = [
         f"cache-teacher from {job.source}",
-        *describe(alone, world_size),
+        *summary.describe(alone, world_size),
         "",
-        *rank_diagram.rank_table(alone, world_size),
+        *summary.rank_table(alone, world_size),
     ]
     return Report(annotated_yaml(job.config, job.origins), _comments(lines))
 
@@ -112,7 +111,7 @@ def _differences(job: Job) -> Iterator[str]:
 def _memory(config: "ConfigContainer", memory: list[RankMemory]) -> Iterator[str]:
     yield "memory per rank: states counted on the sharded model, activations estimated"
     yield from _images(config)
-    yield from rank_diagram.memory_table(memory, _stage_contents(config))
+    yield from summary.memory_table(memory, _stage_contents(config))
 
 
 def _images(config: "ConfigContainer") -> Iterator[str]:
@@ -139,7 +138,7 @@ def _verdict(config: "ConfigContainer", world_size: int, memory: list[RankMemory
         return
     most, found = fullest_stage(memory), _fits(memory, kind)
     verdict = f"{'fits' if found else 'does NOT fit'} with 10% left free"
-    need = rank_diagram.gigabytes(most.total)
+    need = summary.gigabytes(most.total)
     yield f"the fullest rank, of stage {most.stage}, needs {need} GB of {kind}: {verdict}"
     if not found and most.total == most.unsharded:
         host = "model.use_cpu_initialization=true, " if config.dist.use_torch_fsdp2 else ""

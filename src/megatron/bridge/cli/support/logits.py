@@ -3,6 +3,8 @@
 
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron.bridge.utils.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -24,7 +26,6 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     import torch
 
     from megatron.bridge.utils.console import console
-    from megatron.bridge.utils.errors import UserError
 
     try:
         tokenizer = bridge.hf_pretrained.tokenizer

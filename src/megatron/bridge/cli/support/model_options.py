@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of every subcommand that builds a model: which model, and its parallel sizes."""
+"""The options of subcommands that build a model (which model, and its parallel sizes) or generate text."""
 
 import argparse
+import re
+from dataclasses import fields
 from math import lcm, prod
+from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.cli.support.parser import count
+from megatron.bridge.utils.atomic import read_text
+from megatron.bridge.utils.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -61,7 +67,6 @@ def parallel_sizes(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check_sizes(args: argparse.Namespace) -> None:
     from megatron.bridge.utils import distributed
-    from megatron.bridge.utils.errors import UserError
 
     given = {name: size for name in ("tp", "pp", "vp", "ep", "etp") if (size := getattr(args, name)) is not None}
     for name, size in given.items():
@@ -101,3 +106,125 @@ def build_model(bridge: Any, sizes: dict[str, Any]) -> list[Any]:
     provider = bridge.to_megatron_provider()
     set_parallel_sizes(provider, sizes)
     return provider.provide_distributed_model(wrap_with_ddp=False)
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="PATH", help="Hugging Face directory or hub id, Megatron checkpoint, or run with adapters"
+    )
+    parser.add_argument("--adapter", metavar="DIR", help="run, checkpoint or peft directory to put on the model")
+    parser.add_argument("--tokenizer", metavar="ID", help="another tokenizer than the model's")
+    parser.add_argument("--template", metavar="FILE", type=Path, help="another chat template than the tokenizer's")
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and caches (default: as stored)")
+    sizes = parser.add_argument_group("parallel sizes; the processes are started unless torchrun has done so")
+    for name, text in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("ep", "expert-parallel")):
+        sizes.add_argument(f"--{name}", type=count, default=1, help=f"{text} size")
+    sizes.add_argument("--etp", type=count, help="tensor-parallel size of the experts")
+    memory = parser.add_argument_group("memory")
+    memory.add_argument("--max-context", type=count, metavar="N", help="tokens of a prompt and its completion")
+    memory.add_argument("--max-requests", type=count, default=32, metavar="N", help="texts at the same time")
+    memory.add_argument(
+        "--kv-memory", type=memory_size, default="4GB", metavar="SIZE", help="for keys, values and states (4GB)"
+    )
+    add_trust_remote_code(parser)
+    add_trust_checkpoint(parser)
+
+
+def add_named_adapters(parser: argparse.ArgumentParser, chosen_by: str) -> None:
+    parser.add_argument(
+        "--adapters",
+        action=_NamedPaths,
+        metavar="NAME=DIR",
+        help=f"an adapter, and its name, which is then {chosen_by}; may be repeated",
+    )
+
+
+class _NamedPaths(argparse.Action):
+    """Collects ``name=path``."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name, _, path = values.partition("=")
+        found = dict(getattr(namespace, self.dest) or {})
+        if not name or not path or name in found:
+            parser.error(f"{option_string} {values}: give NAME=DIR, each name once")
+        setattr(namespace, self.dest, {**found, name: path})
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How to continue a prompt; greedy by default."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to generate at most")
+    group.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest that sum up to P")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P of the best")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="divides logits of repeats")
+    group.add_argument("--seed", type=int, help="the same seed gives the same text in any batch and layout")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end here; may be repeated")
+
+
+def memory_size(text: str) -> int:
+    """The ``type`` of an option that takes bytes, such as ``4GB`` or ``512M``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 4GB or 512MB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
+    from megatron.bridge.inference.requests import Sampling
+
+    names = [field.name for field in fields(Sampling)]
+    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    Sampling.from_dict(values, "--")
+    return values
+
+
+_SAME = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context", "max_requests", "kv_memory")
+
+
+def load(args: argparse.Namespace) -> Any:
+    from megatron.bridge.inference.llm import LLM
+
+    return LLM(args.model, **llm_options(args))
+
+
+def llm_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``LLM`` takes beside the path, of the arguments of ``add_model_options``."""
+    names = (*_SAME, "trust_remote_code", "trust_checkpoint")
+    template = args.template and read_text(args.template, f"--template {args.template}")
+    named = {"adapters": getattr(args, "adapters", None), "template": template}
+    return {**named, **{name: getattr(args, name) for name in names}}
+
+
+def add_script_options(parser: argparse.ArgumentParser) -> None:
+    """The model and its layout under the names of the Megatron Bridge API's scripts."""
+    parser.add_argument("--hf_model_path", "--hf-model-path", metavar="ID", help="Hugging Face model")
+    parser.add_argument("--megatron_model_path", "--megatron-model-path", metavar="DIR", help="its checkpoint")
+    parser.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=20)
+    for name in ("tp", "pp", "ep"):
+        parser.add_argument(f"--{name}", type=count, default=1)
+    parser.add_argument("--etp", type=count)
+    parser.add_argument("--dtype", choices=DTYPES)
+    add_trust_remote_code(parser)
+    add_trust_checkpoint(parser)
+
+
+def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
+    from megatron.bridge.inference.llm import LLM
+
+    path, same = script_model(args)
+    return LLM(path, **same, **options)
+
+
+def script_model(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The path and the options of an ``LLM`` from ``add_script_options``."""
+    path = args.megatron_model_path or args.hf_model_path
+    if path is None:
+        raise UserError("no model: give --hf_model_path or --megatron_model_path")
+    names = ("tp", "pp", "ep", "etp", "dtype", "trust_remote_code", "trust_checkpoint")
+    same = {name: getattr(args, name) for name in names}
+    return path, {"tokenizer": args.hf_model_path if args.megatron_model_path else None, **same}

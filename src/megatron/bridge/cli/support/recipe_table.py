@@ -8,8 +8,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from megatron.bridge.recipes.catalog import Recipe
-from megatron.bridge.recipes.recommended import recommended
+from megatron.bridge.recipes.catalog import Recipe, recommended
 
 COLUMNS = ("recipe", "model", "size", "stage", "GPUs", "GB", "sequence", "precision")
 
@@ -34,10 +33,11 @@ def table(recipes: list[Recipe]) -> str:
 
 def row(recipe: Recipe) -> tuple[str, ...]:
     model, size = model_and_size(recipe.what)
-    sequence, precision = (recommended(recipe, option) for option in ("seq_length", "precision"))
+    options = recommended(recipe)
     gpus = f"{recipe.gpus} x {recipe.gpu_kind}"
-    short = str(precision or "").removesuffix("_mixed").removeprefix("bf16_with_")
-    return (recipe.name, model, size, recipe.stage, gpus, str(recipe.memory), str(sequence or ""), short)
+    short = str(options.get("precision") or "").removesuffix("_mixed").removeprefix("bf16_with_")
+    length = str(options.get("seq_length") or "")
+    return (recipe.name, model, size, recipe.stage, gpus, str(recipe.memory), length, short)
 
 
 def model_and_size(what: str) -> tuple[str, str]:

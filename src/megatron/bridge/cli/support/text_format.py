@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -49,6 +51,12 @@ def shape(sizes: Iterable[int]) -> str:
 
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Write the file that the user named with ``option``."""
+    with refuse_unwritable(f"{option} {path}", "choose another file"):
+        write_text(path, text)
 
 
 def table_console() -> "Console":

@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.recipes.catalog import Recipe, find
 from megatron.bridge.utils.atomic import read_text
+from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.utils.config.interpolation import references_in, resolve_tree
+from megatron.bridge.utils.config.names import importing, locate
+from megatron.bridge.utils.config.origins import Origins, leaf_values
+from megatron.bridge.utils.config.overrides import Change, Layer, apply_layers, check_sticks, settle_types
+from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron.bridge.recipes.catalog import Recipe
     from megatron.bridge.training.config import ConfigContainer, Resolved
-    from megatron.bridge.utils.config.origins import Origins
-    from megatron.bridge.utils.config.overrides import Change, Layer
 
 ADAPTERS = ("lora", "dora")
 DISTILL_MODES = ("distill", "cache-teacher")
@@ -32,12 +36,12 @@ class Job:
     """The job that the arguments of a command describe."""
 
     config: "ConfigContainer"  # all settings, not resolved yet
-    origins: "Origins"
+    origins: Origins
     source: str  # the recipe or the file, for messages
     mode: str  # one of ``MODES``
     world_size: int | None  # number of processes for which the recipe was made, if known
-    recipe: "Recipe | None" = None
-    changes: "list[Change]" = field(default_factory=list)  # settings from files and from the command line
+    recipe: Recipe | None = None
+    changes: list[Change] = field(default_factory=list)  # settings from files and from the command line
 
     @property
     def gpu_kind(self) -> str:
@@ -49,8 +53,6 @@ class Job:
 
         ``count_rows`` is that of ``ConfigContainer.resolve``.
         """
-        from megatron.bridge.utils.config.overrides import check_sticks
-
         resolved = self.config.resolve(world_size, self.origins, count_rows)
         check_sticks(resolved.config, self.changes)
         return resolved
@@ -100,8 +102,6 @@ def add_trust_config(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> Job:
-    from megatron.bridge.utils.config.names import importing
-
     with importing(args.trust_config):
         job = _configured(args)
     job.changes += _follow_checkpoint(job)
@@ -117,8 +117,6 @@ def prepare(args: argparse.Namespace) -> Job:
 
 def _configured(args: argparse.Namespace) -> Job:
     """The config of the recipe or file, with everything that was set on it."""
-    from megatron.bridge.utils.config.overrides import Layer, apply_layers
-
     overrides = [*args.overrides, *_overrides_after_data(args)]
     job, layers = _start(args)
     if args.mode in DISTILL_MODES:
@@ -137,10 +135,9 @@ def _add_distill_config(job: Job) -> None:
         job.config.distill = DistillConfig()
 
 
-def _follow_checkpoint(job: Job) -> "list[Change]":
+def _follow_checkpoint(job: Job) -> list[Change]:
     """Use the tokenizer of the weights that the user chose, unless the user chose a tokenizer, too."""
     from megatron.bridge.models.conversion.pretrained import tokenizer_of
-    from megatron.bridge.utils.config.overrides import Change
 
     tokenizer, weights = job.config.tokenizer, job.config.checkpoint.pretrained_checkpoint
     chosen = {change.key for change in job.changes}
@@ -154,10 +151,9 @@ def _follow_checkpoint(job: Job) -> "list[Change]":
     return [Change("tokenizer.tokenizer_model", old, found, "checkpoint.pretrained_checkpoint")]
 
 
-def _pack(job: Job) -> "list[Change]":
+def _pack(job: Job) -> list[Change]:
     """Pack samples into rows of ``seq_length`` tokens, with micro-batch size 1 unless the user set another."""
     from megatron.bridge.data.config import PackedSequenceSpecs, SFTDatasetConfig
-    from megatron.bridge.utils.config.overrides import Change
 
     dataset: Any = job.config.dataset
     if not isinstance(dataset, SFTDatasetConfig):
@@ -181,14 +177,12 @@ def _pack(job: Job) -> "list[Change]":
 def _overrides_after_data(args: argparse.Namespace) -> list[str]:
     """Move ``key=value`` words from ``--data``, which takes all words up to the next option, to the overrides."""
     words = args.data or []
-    overrides = [word for word in words if _OVERRIDE.match(word) and not _is_data(word)]
+    overrides = [
+        word for word in words if _OVERRIDE.match(word) and not (Path(word).exists() or Path(f"{word}.idx").exists())
+    ]
     if args.data is not None:
         args.data = [word for word in words if word not in overrides]
     return overrides
-
-
-def _is_data(word: str) -> bool:
-    return Path(word).exists() or Path(f"{word}.idx").exists()
 
 
 def _check_length(job: Job) -> None:
@@ -217,37 +211,27 @@ def _check_mode(job: Job, args: argparse.Namespace) -> None:
         raise UserError(f"--mode {job.mode}, but {job.source} has {found}: change its peft, or leave --mode out")
 
 
-def _start(args: argparse.Namespace) -> "tuple[Job, list[Layer]]":
+def _start(args: argparse.Namespace) -> tuple[Job, list[Layer]]:
     """The recipe or the whole file, and what a file sets on it."""
-    from megatron.bridge.utils.config.overrides import Layer
-
     values = _read_config(args.config) if args.config else None
     if values is not None and "_target_" in values:
         return _from_whole_file(args, values)
     if args.recipe is None:
         reason = f"{args.config} is not a whole config" if args.config else "there is nothing to run"
         raise UserError(f"{reason}: give --recipe NAME (--list shows the names)")
-    from megatron.bridge.recipes.catalog import find
-
     job = _from_recipe(find(args.recipe), args)
     return job, [Layer(f"file {args.config}", values)] if values else []
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    from megatron.bridge.utils.config import yaml_text
-
     values = yaml_text.read(read_text(path, f"--config {path}"), str(path))
     if not isinstance(values, dict):
         raise UserError(f"--config {path} holds no settings: write key: value lines, as --dry-run prints them")
     return values
 
 
-def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> "tuple[Job, list[Layer]]":
+def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> tuple[Job, list[Layer]]:
     from megatron.bridge.training.config import ConfigContainer
-    from megatron.bridge.utils.config.interpolation import references_in, resolve_tree
-    from megatron.bridge.utils.config.origins import Origins
-    from megatron.bridge.utils.config.overrides import Layer, apply_layers, settle_types
-    from megatron.bridge.utils.config.serialize import from_plain
 
     of_recipes = {"hf-model": args.hf_model, "data": args.data, "peft_scheme": args.peft_scheme}
     extra = [name for name, value in {"recipe": args.recipe, **of_recipes}.items() if value is not None]
@@ -266,9 +250,7 @@ def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> "tuple
     return Job(config, Origins.of(config, origin), str(args.config), mode, None), layers
 
 
-def _from_recipe(recipe: "Recipe", args: argparse.Namespace) -> Job:
-    from megatron.bridge.utils.config.origins import Origins, leaf_values
-
+def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> Job:
     options = _data_option(recipe, args.data) | _adapter_option(recipe, args)
     if args.hf_model is not None:
         options["hf_model"] = args.hf_model
@@ -279,7 +261,7 @@ def _from_recipe(recipe: "Recipe", args: argparse.Namespace) -> Job:
     return Job(config, origins, recipe.name, recipe.mode, recipe.gpus, recipe)
 
 
-def _adapter_option(recipe: "Recipe", args: argparse.Namespace) -> dict[str, Any]:
+def _adapter_option(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     mode = args.mode if args.mode in ADAPTERS else None
     scheme = args.peft_scheme or mode
     if scheme is None:
@@ -291,7 +273,7 @@ def _adapter_option(recipe: "Recipe", args: argparse.Namespace) -> dict[str, Any
     return {"peft": scheme}
 
 
-def _data_option(recipe: "Recipe", paths: list[str] | None) -> dict[str, Any]:
+def _data_option(recipe: Recipe, paths: list[str] | None) -> dict[str, Any]:
     if paths is None:
         return {}
     if recipe.mode == "pretrain":
@@ -308,8 +290,6 @@ STEPS = ("gpt_step", "vlm_step", "head_step")
 
 def forward_step(name: str | None, config: "ConfigContainer") -> Any:
     """The function that ``--step_func`` names; None stands for the one that the model needs."""
-    from megatron.bridge.utils.config.names import importing, locate
-
     has_tower = getattr(config.model, "vision", None) is not None
     if name is None:
         name = "head_step" if config.model.head else STEPS[has_tower]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving and loading the checkpoints of runs."""
 
-from megatron.bridge.utils.lazy_names import lazy_names
+from megatron.bridge.utils.optional_imports import lazy_names
 
-_HOME = "megatron.bridge.training.facade.checkpoints"
+_HOME = "megatron.bridge.training.facade"
 _CALLS = ("apply_peft_adapter_filter_to_state_dict", "checkpoint_exists", "init_checkpointing_context")
 _CALLS += ("load_checkpoint", "maybe_finalize_async_save", "save_checkpoint")
 # as the programs that call them spell them

@@ -8,7 +8,7 @@ a new run), and the persistent checkpoint that it follows (it is not used after 
 import socket
 import uuid
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron.bridge.checkpoint import paths, rank_local, saving
 from megatron.bridge.checkpoint.collective import forget_frames, on_every_rank, on_first_rank
 from megatron.bridge.checkpoint.manifest import DamagedError, VerifyMode
 from megatron.bridge.training.config import CheckpointConfig
-from megatron.bridge.training.initialize.parallel_sizes import ParallelSizes
+from megatron.bridge.training.initialize.rank_state import current_sizes
 from megatron.bridge.utils import atomic, distributed
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import first_few
@@ -48,7 +48,7 @@ def origin(root: Path, started: int | None) -> dict[str, Any]:
     except DamagedError:
         published = None
     after = {number for number in (published, started) if number is not None}
-    return {"after": sorted(after), "layout": asdict(ParallelSizes.current()), "rank": distributed.rank()}
+    return {"after": sorted(after), "layout": current_sizes(), "rank": distributed.rank()}
 
 
 def run_name(root: Path, make: bool = False) -> str | None:
@@ -132,7 +132,7 @@ def _unusable_local(mine: rank_local.RankLocalStore, number: int, root: Path, he
 
     def read() -> dict[str, Any]:
         found = mine.origin(number)
-        if (found["layout"], found["rank"]) != (asdict(ParallelSizes.current()), distributed.rank()):
+        if (found["layout"], found["rank"]) != (current_sizes(), distributed.rank()):
             raise DamagedError("it was saved with other parallel sizes")
         return found
 

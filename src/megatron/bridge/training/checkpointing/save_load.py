@@ -7,7 +7,7 @@ other parallel sizes it continues with the same samples; dropout differs, becaus
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,38 @@ from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
 from megatron.bridge.checkpoint.manifest import DamagedError
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion import pretrained
+from megatron.bridge.models.conversion.model_bridge import function_fields
 from megatron.bridge.models.hf_pretrained.hub import is_hf_model
-from megatron.bridge.training.checkpointing import megatron_lm, model_change, non_persistent
+from megatron.bridge.training.checkpointing import megatron_lm, non_persistent
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, SchedulerConfig
 from megatron.bridge.training.initialize import peft
-from megatron.bridge.training.initialize.parallel_sizes import ParallelSizes
-from megatron.bridge.training.initialize.rng import random_states, seed_everything, set_random_states
-from megatron.bridge.training.optim.optimizer import megatron_optimizers, set_update_count, update_count
+from megatron.bridge.training.initialize.rank_state import (
+    current_sizes,
+    random_states,
+    seed_everything,
+    set_random_states,
+)
+from megatron.bridge.training.optim.optimizer import (
+    gathered_params,
+    megatron_optimizers,
+    set_update_count,
+    update_count,
+)
 from megatron.bridge.training.optim.optimizer_state import (
     PREFIX,
     copy_loaded_masters,
     reload_main_weights,
     sharded_optimizer_state,
 )
-from megatron.bridge.training.optim.param_gather import gathered_params
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.console import print_rank_0
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, did_you_mean
 
 RUN = "run"
+MODEL = "model"
+VOCABULARY = "vocab_size"  # ``model_io.check_vocabulary`` compares it
 RANK = f"{model_io.RUN_STATE}.rank"
 
 # Values of the schedule that must match the checkpoint, and the keys that set them.
@@ -139,13 +150,13 @@ def run_state(run: Run) -> dict[str, Any]:
         state["optimizer"] = sharded_optimizer_state(run.optimizer, state)
     state[model_io.CONTENT_METADATA] = dict(model_io.MODEL_METADATA)
     state[RUN] = {
-        "layout": asdict(ParallelSizes.current()),
+        "layout": current_sizes(),
         "progress": run.progress.state_dict(),
         "scheduler": run.scheduler.state_dict() if run.scheduler else None,
         "optimizer": _optimizer_scalars(run) if config.save_optim else None,
         "random": config.save_rng,
         "base": chunk_info(run.model[0]).base,
-        model_change.KEY: model_change.function_of(run.config.model),
+        MODEL: function_of(run.config.model),
     }
     own = {"callbacks": _callback_states(run), "random": random_states() if config.save_rng else None}
     state[RANK] = ShardedObject(RANK, own, (distributed.world_size(),), (distributed.rank(),))
@@ -261,11 +272,11 @@ def resume(run: Run, directory: Path) -> None:
     state = _state_to_load(run, model_io.stored_metadata(common))
     load = _load_megatron_lm if from_megatron_lm else _load_run_state
     loaded = load(run, state, saved, directory)
-    _restore(run, saved, loaded, same=saved["layout"] == asdict(ParallelSizes.current()))
+    _restore(run, saved, loaded, same=saved["layout"] == current_sizes())
 
 
 def _load_run_state(run: Run, state: dict[str, Any], saved: dict[str, Any], directory: Path) -> dict[str, Any]:
-    same = saved["layout"] == asdict(ParallelSizes.current())
+    same = saved["layout"] == current_sizes()
     # with other parallel sizes no rank's own state matches; the states of callbacks are those of the first rank
     part = (distributed.world_size(), distributed.rank()) if same else (saved["layout"]["world"], 0)
     state[RANK] = ShardedObject(RANK, None, (part[0],), (part[1],), replica_id=0 if same else distributed.rank())
@@ -427,7 +438,7 @@ def _checked_run_state(run: Run, common: dict[str, Any], directory: Path) -> dic
     ):
         if wanted and not found:
             raise UserError(f"checkpoint {directory} was saved without {what}; set checkpoint.{key}=false")
-    model_change.check_same_function(run.config.model, saved, directory, config.allow_model_change)
+    check_same_function(run.config.model, saved, directory, config.allow_model_change)
     if run.scheduler and saved["scheduler"]:
         check_schedule(run, saved["scheduler"], directory)
     peft.check_base(run, saved, directory)
@@ -470,3 +481,42 @@ def _set_random(run: Run, states: dict[str, Any] | None, saved: dict[str, int] |
     sizes = ", ".join(f"{name} {size}" for name, size in (saved or {}).items())
     why = f"the checkpoint was saved with parallel sizes {sizes}" if sizes else "those of Megatron-LM are not loaded"
     print_rank_0(f"random states are reseeded: {why}")
+
+
+def function_of(provider: Any) -> dict[str, Any]:
+    """The settings of a model that change what it computes, as plain data."""
+    plain = to_plain(provider)
+    return {name: plain[name] for name in sorted(function_fields() - {VOCABULARY}) if name in plain}
+
+
+def check_same_function(provider: Any, saved: dict[str, Any], directory: Path, allowed: list[str]) -> None:
+    """Refuse a model that computes another function than the model of a checkpoint.
+
+    Earlier versions did not store the settings in the run state ``saved``; those that are ``allowed`` may differ
+    (``checkpoint.allow_model_change``).
+    """
+    current = function_of(provider)
+    for name in allowed:
+        if name not in current:
+            raise UserError(
+                f"checkpoint.allow_model_change={allowed}: model.{name} does not change what the model computes"
+                f"{did_you_mean(name, current)}"
+            )
+    before = saved.get(MODEL) or _from_run_config(directory)
+    changed = [
+        f"model.{name} is {value!r}, in the checkpoint {before[name]!r}"
+        for name, value in current.items()
+        if name in before and name not in allowed and value != before[name]
+    ]
+    if changed:
+        raise UserError(
+            f"checkpoint {directory} is of a model that computes something else: {'; '.join(changed)}; use the "
+            "checkpoint's values, or name what may change in checkpoint.allow_model_change"
+        )
+
+
+def _from_run_config(directory: Path) -> dict[str, Any]:
+    if not (directory / paths.RUN_CONFIG).is_file():
+        return {}  # Megatron-LM's
+    model = model_io.read_run_config(directory)["model"]
+    return model if isinstance(model, dict) else {}

@@ -5,58 +5,35 @@
 ``rules/`` checks the result, and ``container`` is the class that users make.
 """
 
-from megatron.bridge.data.config import DatasetConfig, FinetuningDatasetConfig, GPTDatasetConfig, MockGPTDatasetConfig
-from megatron.bridge.data.tokenizer import TokenizerConfig
-from megatron.bridge.training.config.blocks.checkpoint import CheckpointConfig
-from megatron.bridge.training.config.blocks.comm_overlap import CommOverlapConfig
-from megatron.bridge.training.config.blocks.distill import DistillConfig
-from megatron.bridge.training.config.blocks.distributed import DistributedDataParallelConfig, DistributedInitConfig
-from megatron.bridge.training.config.blocks.dpo import DPOConfig
-from megatron.bridge.training.config.blocks.logger import LoggerConfig
-from megatron.bridge.training.config.blocks.mixed_precision import MixedPrecisionConfig
-from megatron.bridge.training.config.blocks.optimizer import OptimizerConfig, ParameterOverride
-from megatron.bridge.training.config.blocks.profiling import ProfilingConfig
-from megatron.bridge.training.config.blocks.resiliency import (
-    FaultToleranceConfig,
-    InProcessRestartConfig,
-    NVRxStragglerDetectionConfig,
-    RerunStateMachineConfig,
-    StragglerDetectionConfig,
+from megatron.bridge.data.config import DatasetConfig as DatasetConfig
+from megatron.bridge.data.config import FinetuningDatasetConfig as FinetuningDatasetConfig
+from megatron.bridge.data.config import GPTDatasetConfig as GPTDatasetConfig
+from megatron.bridge.data.config import MockGPTDatasetConfig as MockGPTDatasetConfig
+from megatron.bridge.data.tokenizer import TokenizerConfig as TokenizerConfig
+from megatron.bridge.training.config.blocks.checkpoint import CheckpointConfig as CheckpointConfig
+from megatron.bridge.training.config.blocks.distributed import CommOverlapConfig as CommOverlapConfig
+from megatron.bridge.training.config.blocks.distributed import (
+    DistributedDataParallelConfig as DistributedDataParallelConfig,
 )
-from megatron.bridge.training.config.blocks.rng import RNGConfig
-from megatron.bridge.training.config.blocks.scheduler import SchedulerConfig
-from megatron.bridge.training.config.blocks.train import TrainingConfig
-from megatron.bridge.training.config.blocks.validation import ValidationConfig
-from megatron.bridge.training.config.container import ConfigContainer
-from megatron.bridge.training.config.resolve import Resolved, resolve
-
-__all__ = [
-    "CheckpointConfig",
-    "CommOverlapConfig",
-    "ConfigContainer",
-    "DPOConfig",
-    "DatasetConfig",
-    "DistillConfig",
-    "DistributedDataParallelConfig",
-    "DistributedInitConfig",
-    "FaultToleranceConfig",
-    "FinetuningDatasetConfig",
-    "GPTDatasetConfig",
-    "InProcessRestartConfig",
-    "LoggerConfig",
-    "MixedPrecisionConfig",
-    "MockGPTDatasetConfig",
-    "NVRxStragglerDetectionConfig",
-    "OptimizerConfig",
-    "ParameterOverride",
-    "ProfilingConfig",
-    "RNGConfig",
-    "RerunStateMachineConfig",
-    "Resolved",
-    "SchedulerConfig",
-    "StragglerDetectionConfig",
-    "TokenizerConfig",
-    "TrainingConfig",
-    "ValidationConfig",
-    "resolve",
-]
+from megatron.bridge.training.config.blocks.distributed import DistributedInitConfig as DistributedInitConfig
+from megatron.bridge.training.config.blocks.logger import LoggerConfig as LoggerConfig
+from megatron.bridge.training.config.blocks.logger import ProfilingConfig as ProfilingConfig
+from megatron.bridge.training.config.blocks.mixed_precision import MixedPrecisionConfig as MixedPrecisionConfig
+from megatron.bridge.training.config.blocks.objectives import DistillConfig as DistillConfig
+from megatron.bridge.training.config.blocks.objectives import DPOConfig as DPOConfig
+from megatron.bridge.training.config.blocks.optimizer import OptimizerConfig as OptimizerConfig
+from megatron.bridge.training.config.blocks.optimizer import ParameterOverride as ParameterOverride
+from megatron.bridge.training.config.blocks.resiliency import FaultToleranceConfig as FaultToleranceConfig
+from megatron.bridge.training.config.blocks.resiliency import InProcessRestartConfig as InProcessRestartConfig
+from megatron.bridge.training.config.blocks.resiliency import (
+    NVRxStragglerDetectionConfig as NVRxStragglerDetectionConfig,
+)
+from megatron.bridge.training.config.blocks.resiliency import RerunStateMachineConfig as RerunStateMachineConfig
+from megatron.bridge.training.config.blocks.resiliency import StragglerDetectionConfig as StragglerDetectionConfig
+from megatron.bridge.training.config.blocks.train import RNGConfig as RNGConfig
+from megatron.bridge.training.config.blocks.train import SchedulerConfig as SchedulerConfig
+from megatron.bridge.training.config.blocks.train import TrainingConfig as TrainingConfig
+from megatron.bridge.training.config.blocks.train import ValidationConfig as ValidationConfig
+from megatron.bridge.training.config.container import ConfigContainer as ConfigContainer
+from megatron.bridge.training.config.resolve import Resolved as Resolved
+from megatron.bridge.training.config.resolve import resolve as resolve

@@ -6,6 +6,8 @@ that the full batch is reached after ``samples`` samples. Megatron-Core 0.19 has
 and ignores an argument of the old form without a word, so the thresholds are made here.
 """
 
+from typing import NamedTuple
+
 from megatron.core.num_microbatches_calculator import (
     ConstantNumMicroBatchesCalculator,
     NumMicroBatchesCalculator,
@@ -13,6 +15,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron.bridge.training.config.blocks.train import TrainingConfig
+from megatron.bridge.training.config.run_config import RunConfig
 
 
 class BatchSize:
@@ -69,3 +72,30 @@ def _calculator(train: TrainingConfig) -> NumMicroBatchesCalculator:
         return ConstantNumMicroBatchesCalculator(train.global_batch_size, 1, 1, False, rank=1)
     schedule = " ".join(f"{threshold}:{size}" for threshold, size in stages(train))
     return StepBatchsizeNumMicroBatchesCalculator(1, 1, False, rank=1, schedule=schedule)
+
+
+class Lengths(NamedTuple):
+    """Parts of a schedule in samples."""
+
+    warmup: int  # until the peak of the learning rate
+    decay: int  # until its minimum, warm-up included
+    wsd_decay: int  # length of the last part of a WSD schedule, which ends with ``decay``
+    run: int  # until the last step
+
+
+def lengths(config: RunConfig) -> Lengths:
+    """The lengths of a resolved config's schedule."""
+    scheduler, batch = config.scheduler, BatchSize(config.train)
+    steps = scheduler.lr_decay_iters or 0
+    decay = batch.samples_after(steps) if scheduler.lr_decay_samples is None else scheduler.lr_decay_samples
+    if scheduler.lr_warmup_fraction is not None:
+        warmup = int(scheduler.lr_warmup_fraction * decay)
+    elif scheduler.lr_warmup_samples is not None:
+        warmup = scheduler.lr_warmup_samples
+    else:
+        warmup = batch.samples_after(scheduler.lr_warmup_iters)
+    wsd = scheduler.lr_wsd_decay_samples
+    if wsd is None:  # the last steps, which are as many samples as the batch has by then
+        last = scheduler.lr_wsd_decay_iters or 0
+        wsd = decay - batch.samples_after(steps - last) if steps else last * batch.final
+    return Lengths(warmup, decay, wsd, samples_of(config.train))

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ConfigContainer``: everything that a run needs, and the one way from it to what runs."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from megatron.bridge.training.config import own_loop
-from megatron.bridge.training.config.hardware import Hardware
+from megatron.bridge.data.config import MockGPTDatasetConfig
+from megatron.bridge.training.config.batch_size import lengths
 from megatron.bridge.training.config.resolve import Resolved, resolve
+from megatron.bridge.training.config.resolve.findings import Hardware
 from megatron.bridge.training.config.resolve.precision import without_quantization
 from megatron.bridge.training.config.rules import LOCAL_RULES, RULES, SIZE_RULES, violations
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.config.origins import Origins, non_defaults
-from megatron.bridge.utils.config.serialize import dump_yaml, load_yaml
+from megatron.bridge.utils.config.serialize import copy_config, dump_yaml, load_yaml
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError, refuse
 
@@ -59,8 +60,8 @@ class ConfigContainer(RunConfig):
     def validate(self, world_size: int | None = None) -> list[str]:
         """Check everything, and change nothing.
 
-        If ``dataset`` is None, the config is that of a program with a loop of its own, and ``own_loop.complete``
-        fills in what blocks leave open.
+        If ``dataset`` is None, the config is that of a program with a loop of its own, and what its blocks
+        leave open is filled in.
 
         Args:
             world_size: As for ``resolve``.
@@ -72,7 +73,7 @@ class ConfigContainer(RunConfig):
             UserError: one line for each problem, all of them together.
         """
         foreign = cast(Any, self.dataset) is None
-        return (own_loop.complete(self, world_size) if foreign else self.resolve(world_size)).notes
+        return (_complete_for_own_loop(self, world_size) if foreign else self.resolve(world_size)).notes
 
     def to_yaml(self) -> str:
         """The config as YAML that ``from_yaml`` reads back exactly."""
@@ -108,3 +109,38 @@ def _check_model(model: Any, hardware: Hardware) -> None:
         (model if hardware.runs_here else without_quantization(model)).finalize()
     except (ValueError, AssertionError) as error:
         raise UserError(f"model: {error}") from error
+
+
+def _complete_for_own_loop(config: Any, world_size: int | None) -> Resolved[Any]:
+    """Check the config of a program with a loop and data of its own (docs/rl.md), and fill in what it leaves open.
+
+    Such programs set every field whatever the model is, so settings of features that are off become notes.
+
+    Raises:
+        UserError: one line for each problem, all of them together.
+    """
+    checked: Any = copy_config(config)
+    checked.dataset = MockGPTDatasetConfig(seq_length=config.model.seq_length)
+    notes = list(_unset_ineffective(checked))
+    resolved, config.optimizer.params_dtype = checked.resolve(world_size), None
+    resolved.notes.extend(notes)
+    for name in ("ddp", "optimizer", "scheduler"):
+        block, derived = getattr(config, name), getattr(resolved.config, name)
+        for entry in fields(block):
+            if getattr(block, entry.name) is None:
+                setattr(block, entry.name, getattr(derived, entry.name))
+    config.scheduler.lengths = lengths(resolved.config)
+    return resolved
+
+
+def _unset_ineffective(config: Any) -> Iterator[str]:
+    """Unset what has no effect, and say so."""
+    for block, name, off, why in (
+        ("model", "expert_tensor_parallel_size", not config.model.num_moe_experts, "the model has no experts"),
+        ("ddp", "data_parallel_sharding_strategy", not config.ddp.use_megatron_fsdp, "weights are not sharded"),
+        ("optimizer", "params_dtype", True, "it follows the model"),
+        ("checkpoint", "save_interval", config.checkpoint.save is None, "checkpoint.save is not set yet"),
+    ):
+        if off and getattr(getattr(config, block), name) is not None:
+            setattr(getattr(config, block), name, None)
+            yield f"{block}.{name} has no effect: {why}"

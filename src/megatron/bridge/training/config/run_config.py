@@ -8,14 +8,15 @@ from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.peft.base import PEFT
 from megatron.bridge.training.config.blocks.checkpoint import CheckpointConfig
-from megatron.bridge.training.config.blocks.comm_overlap import CommOverlapConfig
-from megatron.bridge.training.config.blocks.distill import DistillConfig
-from megatron.bridge.training.config.blocks.distributed import DistributedDataParallelConfig, DistributedInitConfig
-from megatron.bridge.training.config.blocks.dpo import DPOConfig
-from megatron.bridge.training.config.blocks.logger import LoggerConfig
+from megatron.bridge.training.config.blocks.distributed import (
+    CommOverlapConfig,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+)
+from megatron.bridge.training.config.blocks.logger import LoggerConfig, ProfilingConfig
 from megatron.bridge.training.config.blocks.mixed_precision import MixedPrecisionConfig
+from megatron.bridge.training.config.blocks.objectives import DistillConfig, DPOConfig
 from megatron.bridge.training.config.blocks.optimizer import OptimizerConfig
-from megatron.bridge.training.config.blocks.profiling import ProfilingConfig
 from megatron.bridge.training.config.blocks.resiliency import (
     FaultToleranceConfig,
     InProcessRestartConfig,
@@ -23,10 +24,7 @@ from megatron.bridge.training.config.blocks.resiliency import (
     RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
-from megatron.bridge.training.config.blocks.rng import RNGConfig
-from megatron.bridge.training.config.blocks.scheduler import SchedulerConfig
-from megatron.bridge.training.config.blocks.train import TrainingConfig
-from megatron.bridge.training.config.blocks.validation import ValidationConfig
+from megatron.bridge.training.config.blocks.train import RNGConfig, SchedulerConfig, TrainingConfig, ValidationConfig
 from megatron.bridge.utils import distributed
 
 

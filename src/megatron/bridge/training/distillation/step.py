@@ -11,11 +11,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron.bridge.checkpoint.model_io import unwrap
-from megatron.bridge.training.config.blocks.distill import DistillConfig
+from megatron.bridge.training.config.blocks.objectives import DistillConfig
 from megatron.bridge.training.distillation.cache import cached_targets
 from megatron.bridge.training.distillation.divergence import TopTokens, kl_divergence, top_kl_divergence, top_tokens
-from megatron.bridge.training.distillation.projections import projected
-from megatron.bridge.training.distillation.student_teacher import WatchedLayer, pair_of
+from megatron.bridge.training.distillation.student_teacher import WatchedLayer, pair_of, projected
 from megatron.bridge.training.gpt_step import LOSS_NAME, next_batch, packed_parameters
 from megatron.bridge.training.state import BatchIterator, LossFunction, Run
 from megatron.bridge.training.step.losses import LossReport

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer, parameter groups, learning-rate schedule, and the optimizer state in a checkpoint."""
 
-from megatron.bridge.utils.lazy_names import lazy_names
+from megatron.bridge.utils.optional_imports import lazy_names
 
-__getattr__ = lazy_names(__name__, {"setup_optimizer": "megatron.bridge.training.facade.start:setup_optimizer"})
+__getattr__ = lazy_names(__name__, {"setup_optimizer": "megatron.bridge.training.facade:setup_optimizer"})

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build Megatron-Core's optimizer with allocated state, and access its parts."""
+"""Build Megatron-Core's optimizer with allocated state, access its parts, and complete the weights that it updates.
+
+With ``ddp.overlap_param_gather`` an optimizer step updates only the shard of each rank; the next forward pass
+gathers the other values, module by module. Code that reads weights outside of a training forward pass (saving,
+export, evaluation) must gather first, or it reads values of the previous step (off by 1e-3).
+"""
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.module import MegatronModule
@@ -166,3 +173,27 @@ def _step_tensor(parameter: torch.Tensor, group: dict[str, Any], step: int) -> t
     """Torch's update counter of one parameter: on the parameter's device for fused kernels, else on the CPU."""
     device = parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
     return torch.tensor(float(step), dtype=torch.float32, device=device)
+
+
+@contextmanager
+def gathered_params(chunks: list[MegatronModule]) -> Iterator[None]:
+    """Gather the weights inside the context, on all ranks. It does nothing without the overlap or when nested."""
+    overlapped = _overlapped(chunks)
+    gather_params(chunks)
+    yield
+    for chunk in overlapped:
+        chunk.enable_forward_pre_hook()
+
+
+def gather_params(chunks: list[MegatronModule]) -> None:
+    """Gather the weights and stop overlapping, after the last step."""
+    for chunk in _overlapped(chunks):
+        chunk.disable_forward_pre_hook(param_sync=True)
+
+
+def _overlapped(chunks: list[MegatronModule]) -> list[DistributedDataParallel]:
+    return [
+        chunk
+        for chunk in chunks
+        if isinstance(chunk, DistributedDataParallel) and chunk.remove_forward_pre_hook_handles
+    ]

@@ -7,7 +7,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.config.schedule_lengths import Lengths, lengths
+from megatron.bridge.training.config.batch_size import Lengths, lengths
 
 # Attributes that Megatron-Core does not save.
 EXTRA_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")

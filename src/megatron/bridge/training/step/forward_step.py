@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapt a forward step of any supported signature to the signature that Megatron-Core's schedules call."""
+"""Adapt a forward step of any supported signature, and what its loss function returns, to Megatron-Core's schedules."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, cast
+
+import torch
 
 from megatron.bridge.training.state import ForwardStep, Run
 from megatron.bridge.utils.errors import UserError
 
-FORMS = "(data_iterator, model) or (state, data_iterator, model), each with an optional return_schedule_plan=False"
+SIGNATURES = "(data_iterator, model) or (state, data_iterator, model), each with an optional return_schedule_plan=False"
 STATE_NAMES = ("state", "global_state", "run", "context")
 STATE_HINTS = ("GlobalState", "Run", "CallbackContext")
 SCHEDULE_PLAN = "return_schedule_plan"
@@ -30,7 +32,7 @@ def takes_state(step: Callable[..., Any]) -> bool:
         return True
     names = ", ".join(entry.name for entry in required)
     name = getattr(step, "__name__", type(step).__name__)
-    raise UserError(f"the forward step {name}({names}) has an unsupported signature: write it as {FORMS}")
+    raise UserError(f"the forward step {name}({names}) has an unsupported signature: write it as {SIGNATURES}")
 
 
 def returns_schedule_plan(step: Callable[..., Any]) -> bool:
@@ -57,3 +59,70 @@ def _is_state(entry: inspect.Parameter) -> bool:
         hint = entry.annotation if isinstance(entry.annotation, str) else entry.annotation.__name__
         return hint.rpartition(".")[2] in STATE_HINTS
     return entry.name in STATE_NAMES
+
+
+WITH_TOKENS = "(loss, num_tokens, report)"
+FORMS = f"(loss, report) or {WITH_TOKENS}"
+
+
+def checked(step: ForwardStep, per_token: bool) -> ForwardStep:
+    """``step`` with a check of its loss function; ``per_token`` is the model's ``calculate_per_token_loss``.
+
+    It raises a ``UserError`` for a loss or a report of a wrong form. In the reports that it returns, each value is
+    a tensor with one element, or with two: a sum and a count.
+    """
+
+    def call(*inputs: Any, **options: Any) -> Any:
+        found = step(*inputs, **options)
+        if not (isinstance(found, tuple) and len(found) == 2 and (callable(found[1]) or found[1] is None)):
+            raise UserError(f"the forward step returned {_form(found)}: return the output and a loss function")
+        output, function = found
+        return output, None if function is None else lambda tensor, **more: _checked(
+            function(tensor, **more), per_token
+        )
+
+    return call
+
+
+def _checked(found: Any, per_token: bool) -> tuple[Any, ...]:
+    if not isinstance(found, tuple | list) or len(found) not in (2, 3):
+        _refuse(f"returned {_form(found)}: return {FORMS}")
+    loss, *tokens, report = found
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        _refuse(f"returned {_form(loss)} as the loss: return a tensor with one element")
+    if per_token and not tokens:
+        _refuse("returned no num_tokens, which model.calculate_per_token_loss=True needs: return " + WITH_TOKENS)
+    if not isinstance(report, Mapping):
+        _refuse(f"returned {_form(report)} as the report: return a dict of numbers by name")
+    named = cast("Mapping[str, Any]", report)
+    device = loss.device  # numbers are made where they are added to other microbatches
+    values = {name: _value(name, value, device) for name, value in named.items()}
+    return loss, *(_count(number, device) for number in tokens), values
+
+
+def _count(tokens: Any, device: torch.device) -> torch.Tensor:
+    count = torch.as_tensor(tokens, device=device)
+    if count.numel() != 1 or count.is_floating_point():
+        _refuse(f"returned {_form(tokens)} as num_tokens: return one whole number")
+    return count
+
+
+def _value(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    parts = cast("list[Any]", value) if isinstance(value, tuple | list) else [value]
+    number = torch.cat([torch.as_tensor(part, device=device).detach().double().flatten() for part in parts])
+    if number.numel() not in (1, 2):
+        _refuse(f"reported {name} as {_form(value)}: report one number, or a sum and a count")
+    return number
+
+
+def _form(value: Any) -> str:
+    """What a wrong value is, in words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(cast('list[Any]', value))} values"
+    return f"a {type(value).__name__}"
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise UserError(f"the loss function {problem}")

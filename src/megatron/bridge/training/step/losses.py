@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce the reports of the loss function for microbatches to the losses of a global batch, equal on all ranks."""
+"""The losses of a global batch, equal on all ranks: those of the loss function, of MTP layers and of routers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
+from megatron.bridge.backends.kernels import mtp_loss
+from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.distributed import broadcast_object
 from megatron.bridge.utils.errors import UserError
 
@@ -69,3 +74,70 @@ def sum_and_count(value: torch.Tensor) -> torch.Tensor:
     """A reported value as a float64 tensor of sum and count; a scalar has count 1."""
     value = value.detach().double().flatten()
     return value if value.numel() == 2 else torch.cat((value, torch.ones_like(value)))
+
+
+_BALANCING_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+
+@contextmanager
+def collect_mtp_losses() -> Iterator[LossReport]:
+    """Collect sums and counts of the multi-token-prediction losses; `router_losses` reads the router losses."""
+    get_moe_metrics_tracker().clear()  # a step may be repeated
+    with mtp_loss.collect_losses() as totals:
+        yield totals
+
+
+def add_mtp_losses(totals: LossReport, reports: list[LossReport]) -> list[LossReport]:
+    """Add an equal part of ``totals`` to the report of each microbatch: only the sum of the reports is used."""
+    return [report | {name: total / len(reports) for name, total in totals.items()} for report in reports]
+
+
+def router_losses(config: ConfigContainer, microbatches: int) -> LossReport:
+    """Mean router losses of the step over layers, ``microbatches`` of a rank, and replicas; equal on all ranks.
+
+    The losses are not multiplied with their coefficients: perfectly balanced experts have a load-balancing loss
+    of 1. Megatron-Core's own reduction takes its groups from the routers of a rank, and a pipeline stage without
+    experts has none.
+    """
+    parts = _router_loss_ranks(config.model)
+    if not parts:
+        return {}
+    recorded = get_moe_metrics_tracker().metrics
+    layers = config.model.num_layers + (config.model.mtp_num_layers or 0)
+    device = torch.cuda.current_device()
+    table = torch.zeros(len(parts), layers, dtype=torch.float64, device=device)
+    for row, name in enumerate(parts):
+        if name in recorded:
+            table[row] += recorded[name].values[:layers]
+    dist.all_reduce(table)
+    # a layer without a router contributes zero, and the loss of a router is never zero
+    means = table.sum(1) / (table != 0).sum(1).clamp(min=1) / microbatches
+    return {name: mean / part for mean, (name, part) in zip(means, parts.items(), strict=True)}
+
+
+def _router_loss_ranks(model: Any) -> dict[str, int]:
+    """For each router loss, over how many ranks Megatron-Core reports a mean; over the other ranks it is a sum."""
+    group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    indexers = {"indexer_loss": group.size()} if getattr(model, "dsa_indexer_loss_coeff", None) else {}
+    if not model.num_moe_experts:
+        return indexers
+    replicas = parallel_state.get_data_parallel_world_size()
+    parts = {
+        _BALANCING_NAMES[kind]: 1 if kind == "global_aux_loss" else replicas
+        for kind, coefficient in _balancing_types(model)
+        if kind in _BALANCING_NAMES and coefficient
+    }
+    if model.moe_z_loss_coeff is not None:
+        parts["z_loss"] = group.size()
+    return parts | indexers
+
+
+def _balancing_types(model: Any) -> list[tuple[str, float]]:
+    kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if isinstance(kinds, str):
+        return [(kinds, coefficients)]
+    return list(zip(kinds, coefficients, strict=True))

@@ -18,8 +18,7 @@ from typing import Any, cast, get_args, get_origin
 
 from megatron.bridge.utils.config import interpolation, yaml_text
 from megatron.bridge.utils.config.coerce import CoercionError, coerce, field_types
-from megatron.bridge.utils.config.names import importing, name_of
-from megatron.bridge.utils.config.public_names import import_path
+from megatron.bridge.utils.config.names import import_path, importing, name_of
 from megatron.bridge.utils.config.serialize import TARGET, config_fields, from_plain, is_group
 from megatron.bridge.utils.errors import UserError, nearest_keys, refuse, suggestion
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dataclasses to plain data and YAML, and back, exactly.
 
-A dataclass becomes a mapping whose ``_target_`` is its public name (``public_names``) or its dotted one. What is
+A dataclass becomes a mapping whose ``_target_`` is its public name (``names.PUBLIC_NAMES``) or its dotted one. What is
 referred to by name (functions, classes, enum members, torch dtypes) becomes ``{_target_: name, _call_: false}``; a
 ``functools.partial`` over an initialiser becomes ``{_target_: name, _partial_: {...}}``; tuples and paths become
 ``{_tuple_: [...]}`` and ``{_path_: ...}``. Reading builds dataclasses with public names and calls nothing else, so

@@ -89,12 +89,12 @@ def _write_config(
         (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _write_limits(directory: Path, limits: Mapping[str, int]) -> None:
+def _write_limits(directory: Path, limits: Mapping[str, float]) -> None:
     """The image processor's sizes, as the run had them; an older spelling goes, which would contradict them."""
     from transformers import AutoImageProcessor
 
     size = cast(Any, AutoImageProcessor).from_pretrained(directory).size
-    edges: dict[str, int] = {edge: limits.get(name, size[edge]) for name, edge in _IMAGE_LIMITS.items()}
+    edges: dict[str, float] = {edge: limits.get(name, size[edge]) for name, edge in _IMAGE_LIMITS.items()}
     for path in (directory / name for name in _PROCESSORS if (directory / name).is_file()):
         whole: dict[str, Any] = json.loads(path.read_text())
         values = whole.get("image_processor", whole)

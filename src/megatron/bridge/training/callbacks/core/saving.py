@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run saves checkpoints."""
+"""When a run saves checkpoints, and their Hugging Face copies."""
 
 from pathlib import Path
 
@@ -7,8 +7,10 @@ from megatron.bridge.checkpoint import paths, saving
 from megatron.bridge.checkpoint.async_writer import AsyncSaver
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.checkpoint.nvrx_writer import NvrxAsyncSaver
+from megatron.bridge.models.conversion.pretrained import is_megatron_checkpoint
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.checkpointing import non_persistent
+from megatron.bridge.training.checkpointing import hf_copy, non_persistent
+from megatron.bridge.training.checkpointing.hf_copy import CopyProcess
 from megatron.bridge.training.checkpointing.save_load import (
     remove_non_persistent,
     run_state,
@@ -16,6 +18,7 @@ from megatron.bridge.training.checkpointing.save_load import (
     save_run,
 )
 from megatron.bridge.training.state import Run
+from megatron.bridge.utils import distributed
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
 
@@ -84,3 +87,73 @@ def _is_newest(root: Path, step: int) -> bool:
         return paths.latest_iteration(root) == step
     except UserError:
         return False
+
+
+PATIENCE = 10.0  # seconds for which rank 0 waits before it tells the others that it still waits
+
+
+class HFCopies(Callback):
+    """Rank 0 makes a Hugging Face copy of each published checkpoint, one after the other, with ``also_hf``."""
+
+    def __init__(self) -> None:
+        self._running: CopyProcess | None = None
+        self._failed: set[Path] = set()
+        self._seen: int | None = None
+
+    def on_train_step_end(self, context: Run) -> None:
+        """Start a copy if a checkpoint was published meanwhile and no other copy is being made."""
+        if distributed.rank() == 0 and (self._running is not None or self._is_new(context)):
+            self._advance(context, 0.0)
+
+    def on_train_end(self, context: Run) -> None:
+        """Wait for all copies, unless the run is about to be restarted: it makes them when it goes on."""
+        if context.requeue:
+            return
+        while not distributed.all_ranks_agree(distributed.rank() != 0 or self._advance(context, PATIENCE)):
+            pass
+
+    def close(self, context: Run) -> None:
+        if self._running is not None:
+            self._running.let_go()
+            self._running = None
+
+    def _is_new(self, context: Run) -> bool:
+        """Whether the tracker was written since it was asked last."""
+        tracker = _root(context) / paths.TRACKER
+        before, self._seen = self._seen, tracker.stat().st_mtime_ns if tracker.is_file() else None
+        return self._seen != before
+
+    def _advance(self, context: Run, patience: float) -> bool:
+        """Finish the copy that is being made, and start the next; whether there is none."""
+        root, config = _root(context), context.config.checkpoint
+        if self._running is not None and not self._is_finished(self._running, patience):
+            return False
+        hf_copy.clean(root)
+        wanted = [it for it in hf_copy.missing(root) if hf_copy.copy_dir(root, it) not in self._failed]
+        if not wanted:
+            return True
+        source = config.pretrained_checkpoint  # of the tokenizer and the other files
+        if source is not None and is_megatron_checkpoint(source):
+            source = None
+        self._running = CopyProcess(root, wanted[0], source, config.trust_checkpoint)
+        return False
+
+    def _is_finished(self, copy: CopyProcess, patience: float) -> bool:
+        code = copy.wait(patience)
+        if code is None:
+            return False
+        if code == 0:
+            print_rank_0(f"Hugging Face copy: {copy.folder}")
+        elif copy.checkpoint.is_dir():  # else the run has deleted it meanwhile
+            self._failed.add(copy.folder)
+            print_rank_0(
+                f"no Hugging Face copy of {copy.checkpoint}: {copy.reason()}; the run goes on, export it with "
+                "megatron-bridge export"
+            )
+        copy.let_go()
+        self._running = None
+        return True
+
+
+def _root(context: Run) -> Path:
+    return Path(str(context.config.checkpoint.save))

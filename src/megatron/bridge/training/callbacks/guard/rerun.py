@@ -24,7 +24,7 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.guard.preemption import REQUEUE_EXIT_CODE
 from megatron.bridge.training.config import ConfigContainer, RerunStateMachineConfig
-from megatron.bridge.training.initialize.rng import random_states, set_random_states
+from megatron.bridge.training.initialize.rank_state import random_states, set_random_states
 from megatron.bridge.training.loop import forward_backward, zero_gradients
 from megatron.bridge.training.state import Run
 from megatron.bridge.training.step.losses import LossReport, sum_and_count

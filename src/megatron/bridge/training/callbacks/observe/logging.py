@@ -9,15 +9,16 @@ import torch
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.observe.metrics import (
+    DataWait,
     EnergyUse,
     Metrics,
+    StepTimers,
     Throughput,
     loss_scale,
     memory_metrics,
     params_norm,
 )
 from megatron.bridge.training.callbacks.observe.outputs import Output, outputs
-from megatron.bridge.training.callbacks.observe.timing import DataWait, StepTimers
 from megatron.bridge.training.config import ConfigContainer, TrainingConfig
 from megatron.bridge.training.state import Run
 from megatron.bridge.training.step.losses import LossReport

@@ -11,10 +11,8 @@ from typing import IO, Any, Protocol
 from rich.live import Live
 from rich.text import Text
 
-from megatron.bridge.training.callbacks.observe.metrics import Metrics
-from megatron.bridge.training.callbacks.observe.prometheus import PrometheusOutput
-from megatron.bridge.training.callbacks.observe.timing import PREFIX
-from megatron.bridge.training.callbacks.observe.trackers import MLflowOutput, WandbOutput
+from megatron.bridge.training.callbacks.observe.metrics import PREFIX, Metrics
+from megatron.bridge.training.callbacks.observe.trackers import MLflowOutput, PrometheusOutput, WandbOutput
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils import json_lines
 from megatron.bridge.utils.atomic import refuse_unwritable, write_text

@@ -35,26 +35,26 @@ class Profiling(Callback):
 
     def __init__(self, config: ConfigContainer) -> None:
         assert config.profiling is not None, "profiling is not configured"
-        self._config = config.profiling
+        self.config = config.profiling
         self._folder = Path(config.logger.log_dir or ".") / TRACES_DIR
-        ranks = self._config.profile_ranks
+        ranks = self.config.profile_ranks
         self._here = not ranks or distributed.rank() in ranks
-        self._ranges = _StepRanges(self._config)
+        self._ranges = _StepRanges(self.config)
         self._started = False  # equal on all ranks, like `open`, because ranks synchronize
         self.open = False
-        self._profilers: list[_Profiler] = []
-        self._memory = _MemoryHistory(self._config)
+        self._profilers: list[_PyTorchTrace | _NsysCapture] = []
+        self._memory = _MemoryHistory(self.config)
 
     def on_train_start(self, context: Run) -> None:
         """Start the memory history now: most memory is allocated in the first steps."""
-        config = self._config
+        config = self.config
         if config.record_memory_history and context.progress.step < config.profile_step_end:
             self.open = True
             if self._here:
                 self._memory.start(context)
 
     def on_train_step_start(self, context: Run) -> None:
-        config = self._config
+        config = self.config
         done = context.progress.step
         if config.profile_step_start <= done < config.profile_step_end:
             if not self._started:
@@ -78,10 +78,10 @@ class Profiling(Callback):
     def _start(self, context: Run) -> None:
         self._started = self.open = True
         met = _synchronized_time()  # on all ranks, also those that are not profiled
-        if self._here and self._config.use_nsys_profiler:
-            self._profilers.append(_NsysCapture(self._config))
-        if self._here and self._config.use_pytorch_profiler:
-            self._profilers.append(_PyTorchTrace(self._config, met))
+        if self._here and self.config.use_nsys_profiler:
+            self._profilers.append(_NsysCapture(self.config))
+        if self._here and self.config.use_pytorch_profiler:
+            self._profilers.append(_PyTorchTrace(self.config, met))
         for profiler in self._profilers:
             profiler.start(context)
 
@@ -101,11 +101,11 @@ class Profiling(Callback):
 class StopProfiling(Callback):
     """Stops ``profiling``, as a separate callback so that the time to write files does not count as step time."""
 
-    def __init__(self, config: ProfilingConfig, profiling: Profiling) -> None:
-        self._last, self._profiling = config.profile_step_end, profiling
+    def __init__(self, profiling: Profiling) -> None:
+        self._profiling = profiling
 
     def on_train_step_end(self, context: Run) -> None:
-        if context.progress.step >= self._last:
+        if context.progress.step >= self._profiling.config.profile_step_end:
             self._stop(context)
 
     def on_train_end(self, context: Run) -> None:
@@ -123,16 +123,7 @@ def _synchronized_time() -> int:
     return time.time_ns()
 
 
-class _Profiler:
-    """One profiler on this rank."""
-
-    def start(self, run: Run) -> None: ...
-
-    def stop(self, run: Run, folder: Path) -> Path | None:
-        """Stop, write the results, and return the file that was written."""
-
-
-class _PyTorchTrace(_Profiler):
+class _PyTorchTrace:
     """A trace in Chrome's format for Perfetto: ``traces/steps_11-12/rank_0.json.gz``."""
 
     def __init__(self, config: ProfilingConfig, met: int) -> None:
@@ -164,7 +155,7 @@ class _PyTorchTrace(_Profiler):
         return path
 
 
-class _NsysCapture(_Profiler):
+class _NsysCapture:
     """Opens the capture range of ``nsys profile --capture-range=cudaProfilerApi``."""
 
     def __init__(self, config: ProfilingConfig) -> None:
@@ -185,7 +176,7 @@ class _NsysCapture(_Profiler):
         torch.cuda.profiler.stop()
 
 
-class _MemoryHistory(_Profiler):
+class _MemoryHistory:
     """Every GPU allocation with its stack, for https://docs.pytorch.org/memory_viz."""
 
     def __init__(self, config: ProfilingConfig) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.hf_pretrained.hub import on_this_machine
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.callbacks.observe import data_preview, sample_generation
+from megatron.bridge.training.callbacks.core import data
+from megatron.bridge.training.callbacks.observe import sample_generation
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import json_lines, loss_curves
@@ -55,7 +56,7 @@ def _losses(metrics: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _data(folder: Path) -> Iterator[str]:
-    path = folder / data_preview.SUMMARY
+    path = folder / data.SUMMARY
     if not path.exists():
         return
     yield "\n## Data\n"
@@ -68,7 +69,7 @@ def _data(folder: Path) -> Iterator[str]:
         counts = [report["samples"], report["tokens"], report["trained"], report["cut"], dropped]
         cells = [split["name"], *(f"{count:,}" for count in counts), fill]
         yield f"| {' | '.join(cells)} |"
-    yield f"\nSamples with the tokens that are trained on: `{data_preview.PAGE}`."
+    yield f"\nSamples with the tokens that are trained on: `{data.PAGE}`."
 
 
 def _answers(lines: list[dict[str, Any]]) -> Iterator[str]:

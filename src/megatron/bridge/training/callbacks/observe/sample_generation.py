@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of the model to a few prompts while it trains."""
+"""Answers of the model to a few prompts while it trains, under any layout."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.data.records.chat_template import ChatTemplate, template_text
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron.bridge.inference.engine import Engine, EngineConfig
 from megatron.bridge.inference.prompts import end_of_turn, parse_chat
+from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.generation import context_length, generate
+from megatron.bridge.training.evaluation import evaluation_mode
+from megatron.bridge.training.optim.optimizer import gathered_params
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import json_lines
 from megatron.bridge.utils.atomic import write_text
@@ -19,6 +22,7 @@ from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 SAMPLES_FILE = "samples.jsonl"
 Prompt = str | list[dict[str, Any]]
@@ -106,8 +110,8 @@ class GenerationSamples(Callback):
     def _tokens(self, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return tokenizer.tokenize(prompt)
-        chat = self._chat_template(tokenizer).prompt(parse_chat(prompt, _WHERE), _WHERE)
-        return tokenizer.continue_tokens(chat)
+        template = ChatTemplate(_transformers_tokenizer(tokenizer), self._template)
+        return tokenizer.continue_tokens(template.prompt(parse_chat(prompt, _WHERE), _WHERE))
 
     def _ends(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special token that the chat template puts after an answer, found by rendering one."""
@@ -115,9 +119,6 @@ class GenerationSamples(Callback):
         if prompt is None:
             return frozenset()
         return frozenset(end_of_turn(_transformers_tokenizer(tokenizer), self._template, prompt))
-
-    def _chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
-        return ChatTemplate(_transformers_tokenizer(tokenizer), self._template)
 
 
 def _transformers_tokenizer(tokenizer: Tokenizer) -> "PreTrainedTokenizerBase":
@@ -139,3 +140,37 @@ def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SAMPLES_FILE
     write_text(path, json_lines.text_until(path, lines[0]["step"] - 1) + json_lines.to_text(lines))
+
+
+Tokens = list[list[int]]
+
+
+def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int] = frozenset()) -> Tokens:
+    """Continue each prompt greedily up to the end-of-document token or one of ``stop``; called on all ranks.
+
+    Random states, gradients and weights do not change; the caches live as long as the call. Every rank gets the
+    new tokens of each prompt.
+    """
+    tokenizer = run.tokenizer
+    config = EngineConfig(
+        max_context=context_length(prompts, max_new_tokens, run.config.model.seq_length),
+        vocabulary=tokenizer.vocab_size,
+        ends=stop | {tokenizer.eod},
+        max_requests=len(prompts),
+    )
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    with gathered_params(run.model), evaluation_mode(run.model), Engine(run.model, config) as engine:
+        jobs = [engine.submit(prompt, sampling)[0] for prompt in prompts]
+        for _ in engine.run():
+            pass
+    return [job.completion.tokens for job in jobs]
+
+
+def context_length(prompts: Tokens, max_new_tokens: int, seq_length: int) -> int:
+    longest = max(map(len, prompts)) + max_new_tokens
+    if longest > seq_length:
+        raise UserError(
+            f"a prompt of {longest - max_new_tokens} tokens and {max_new_tokens} new tokens exceed "
+            f"model.seq_length={seq_length}: shorten the prompt, or generate fewer tokens"
+        )
+    return longest

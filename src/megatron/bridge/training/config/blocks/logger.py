@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs, trackers and metrics."""
+"""Logs, trackers, metrics and profiles."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -60,3 +60,29 @@ class LoggerConfig:
     """Steps between samples. None samples only before the first and after the last step."""
     sample_max_new_tokens: int = 64
     """The maximum number of tokens of an answer."""
+
+
+@dataclass
+class ProfilingConfig:
+    """Profiles of a few steps. Files go to ``traces`` in ``logger.log_dir``."""
+
+    use_pytorch_profiler: bool = False
+    """Write a trace of each profiled rank, for Perfetto."""
+    use_nsys_profiler: bool = False
+    """Open the capture range of ``nsys profile --capture-range=cudaProfilerApi``."""
+    profile_step_start: int = 10
+    """Start profiling after this step."""
+    profile_step_end: int = 12
+    """Stop profiling after this step."""
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks to profile. An empty list means all."""
+    record_shapes: bool = False
+    """Record the input shapes of operators."""
+    record_memory_history: bool = False
+    """Record every GPU allocation with its stack, from the start to ``profile_step_end``. The snapshot is written
+    at that step, or when the run fails.
+    """
+    memory_snapshot_path: str | None = None
+    """Snapshot file; ``_rank_N`` is added to its name. None means ``memory.pickle`` in ``traces``."""
+    nvtx_ranges: bool = False
+    """Add NVTX ranges for steps, forward and backward passes, and Megatron-Core's layers."""

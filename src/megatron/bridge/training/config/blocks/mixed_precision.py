@@ -2,7 +2,7 @@
 """Named precision recipes: number formats of weights, matrix products and gradient reduction."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -56,18 +56,8 @@ class MixedPrecisionConfig:
         return self.fp8_recipe if self.fp8 else self.fp4_recipe if self.fp4 else None
 
 
-MODEL_FIELDS = (
-    "fp8",
-    "fp8_recipe",
-    "fp8_amax_history_len",
-    "fp8_amax_compute_algo",
-    "first_last_layers_bf16",
-    "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
-    "fp4",
-    "fp4_recipe",
-)
-"""Fields that the model has under the same name."""
+MODEL_FIELDS = tuple(entry.name for entry in fields(MixedPrecisionConfig))[5:]
+"""Fields that the model has under the same name: those from ``fp8`` on."""
 
 
 def fp32() -> MixedPrecisionConfig:

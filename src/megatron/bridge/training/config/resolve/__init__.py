@@ -9,16 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.bridge.training.config.hardware import Hardware
-from megatron.bridge.training.config.resolve.data import derive_data
-from megatron.bridge.training.config.resolve.findings import Findings
-from megatron.bridge.training.config.resolve.overlap import derive_overlap, overlap_interleaved_messages
+from megatron.bridge.training.config.resolve.data import derive_data, derive_mtp_layers
+from megatron.bridge.training.config.resolve.findings import Findings, Hardware
+from megatron.bridge.training.config.resolve.parallelism import (
+    copy_param_gather,
+    derive_overlap,
+    derive_sharding,
+    overlap_interleaved_messages,
+)
 from megatron.bridge.training.config.resolve.precision import check_quantization, derive_precision
 from megatron.bridge.training.config.resolve.requirements import check_requirements
 from megatron.bridge.training.config.resolve.schedule import derive_folders, derive_length, derive_schedule
-from megatron.bridge.training.config.resolve.sharding import copy_param_gather, derive_sharding
 from megatron.bridge.training.config.resolve.usual_ranges import unusual_numbers
-from megatron.bridge.training.config.resolve.weights import derive_mtp_layers
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config.origins import Origins, leaf_values
 from megatron.bridge.utils.config.serialize import copy_config

@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.bridge.training.config.rules.lookup import value_of
+from megatron.bridge.training.config.rules.values import value_of
 from megatron.bridge.training.config.run_config import RunConfig
 
 # What GPT-3, Llama, Qwen, DeepSeek-V3, OLMo 2, SmolLM2 and guides to fine-tuning use, and three to ten times as

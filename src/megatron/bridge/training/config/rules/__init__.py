@@ -11,26 +11,20 @@ from types import ModuleType
 
 from megatron.bridge.training.config.rules import (
     checkpoint,
-    cuda_graphs,
-    data,
-    distill,
-    dpo,
-    exclusions,
     experts,
     fields,
-    heads,
     layout,
+    machine,
     model,
+    objectives,
     optimizers,
-    overlap,
-    packages,
+    performance,
     profiling,
     ranges,
-    resiliency,
+    related_settings,
     schedule,
     sharding,
     stages,
-    unused_settings,
 )
 from megatron.bridge.training.config.run_config import RunConfig
 
@@ -57,22 +51,16 @@ SIZE_RULES: tuple[Rule, ...] = (
 )
 
 # What this machine must have; not asked of a config that is validated for another one.
-LOCAL_RULES: tuple[Rule, ...] = (
-    packages.packages_are_installed,
-    resiliency.nvrx_straggler_needs_a_gpu,
-    profiling.gpu_metrics_need_a_gpu,
-)
+LOCAL_RULES: tuple[Rule, ...] = tuple(_rules_of([machine]))
 
 _MODULES = (
-    *(ranges, fields, layout, stages, experts, model, optimizers, schedule, distill, dpo, heads, overlap, data),
-    *(profiling, cuda_graphs, sharding, checkpoint, resiliency, exclusions, unused_settings),
+    *(ranges, fields, layout, stages, experts, model, optimizers, schedule, objectives),
+    *(performance, profiling, sharding, checkpoint, related_settings),
 )
-RULES: tuple[Rule, ...] = tuple(
-    rule for rule in _rules_of(_MODULES) if rule not in SIZE_RULES and rule not in LOCAL_RULES
-)
+RULES: tuple[Rule, ...] = tuple(rule for rule in _rules_of(_MODULES) if rule not in SIZE_RULES)
 
 # Rules that read the vocabulary size, which may come from the tokenizer.
-VOCABULARY_RULES: tuple[Rule, ...] = (layout.tp_divides_vocabulary, distill.distill_settings_are_valid)
+VOCABULARY_RULES: tuple[Rule, ...] = (layout.tp_divides_vocabulary, objectives.distill_settings_are_valid)
 
 
 def violations(rules: Iterable[Rule], config: RunConfig, world_size: int) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron.bridge.training.config.rules.nearest_values import indivisible, multiple_near
+from megatron.bridge.training.config.rules.values import indivisible, multiple_near
 from megatron.bridge.training.config.run_config import RunConfig
 
 _COUNT = "model.num_moe_experts"

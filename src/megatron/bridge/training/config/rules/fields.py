@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from megatron.bridge.training.config.rules.lookup import default_of, value_of
+from megatron.bridge.training.config.rules.values import default_of, value_of
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config.coerce import field_types
 from megatron.bridge.utils.config.serialize import phantom_attributes
@@ -14,23 +14,20 @@ from megatron.bridge.utils.config.serialize import phantom_attributes
 _ABSENT = "not available in this version, leave it unset"
 _CORE_ENGINE = "a setting of Megatron-Core's inference engine, which is not used here: unset it"
 _DEAD = (
-    *("model.gtp_weight_remat_size", "model.tensor_parallel_num_weight_shards"),
-    *("model.expert_gtp_weight_remat_size", "model.expert_tensor_parallel_num_weight_shards"),
-    *("model.pipeline_model_parallel_comm_backend", "model.hybrid_context_parallel", "model.qk_clip"),
-    *("model.log_max_attention_logit", "model.moe_per_layer_logging", "model.mtp_hybrid_override_pattern"),
-    *("model.use_grouped_gemm_for_dense_mlp", "model.use_te_rng_tracker"),
+    "gtp_weight_remat_size tensor_parallel_num_weight_shards expert_gtp_weight_remat_size log_max_attention_logit "
+    "expert_tensor_parallel_num_weight_shards pipeline_model_parallel_comm_backend hybrid_context_parallel qk_clip "
+    "moe_per_layer_logging mtp_hybrid_override_pattern use_grouped_gemm_for_dense_mlp use_te_rng_tracker"
 )
 _OF_CORE_ENGINE = (
-    *("flash_decode", "nccl_all_reduce_for_prefill", "symmetric_ar_type", "use_inference_optimized_layers"),
-    *("inference_cuda_graph_scope", "inference_rng_tracker", "inference_sampling_seed", "mlp_chunks_for_prefill"),
-    *("inference_fuse_tp_communication", "inference_disable_triton_nvls_kernels"),
-    *("inference_grouped_gemm_backend", "inference_moe_disable_fused_quant_kernels"),
-    *("inference_moe_token_dispatcher_type", "moe_pad_experts_for_cuda_graph_inference"),
+    "flash_decode nccl_all_reduce_for_prefill symmetric_ar_type use_inference_optimized_layers inference_rng_tracker "
+    "inference_cuda_graph_scope inference_sampling_seed mlp_chunks_for_prefill inference_fuse_tp_communication "
+    "inference_disable_triton_nvls_kernels inference_grouped_gemm_backend inference_moe_token_dispatcher_type "
+    "inference_moe_disable_fused_quant_kernels moe_pad_experts_for_cuda_graph_inference"
 )
 UNAVAILABLE = {
     "tensor_inspect": _ABSENT,
-    **dict.fromkeys(_DEAD, _ABSENT),
-    **{f"model.{name}": _CORE_ENGINE for name in _OF_CORE_ENGINE},
+    **{f"model.{name}": _ABSENT for name in _DEAD.split()},
+    **{f"model.{name}": _CORE_ENGINE for name in _OF_CORE_ENGINE.split()},
     **dict.fromkeys(("model.enable_cuda_graph", "model.external_cuda_graph"), "use model.cuda_graph_impl=local"),
     "optimizer.optimizer_cuda_graph": _ABSENT,
     # Megatron-Core declares these and never reads them

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from megatron.bridge.backends.attention.context_parallel import repeats_for_heads
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
-from megatron.bridge.training.config.rules.lookup import value_of
-from megatron.bridge.training.config.rules.nearest_values import indivisible, multiple_near, near, unmet
 from megatron.bridge.training.config.rules.stages import SPLIT, given
+from megatron.bridge.training.config.rules.values import indivisible, multiple_near, near, unmet, value_of
 from megatron.bridge.training.config.run_config import RunConfig
 
 _TENSOR = "model.tensor_model_parallel_size"

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on what the model computes."""
+"""Rules on what the model computes, and on the rows that it gets."""
 
 from collections.abc import Iterator
 
 import torch.nn.functional as F
 
-from megatron.bridge.training.config.rules.nearest_values import indivisible
+from megatron.bridge.data.energon import EnergonProvider
+from megatron.bridge.training.config.resolve.data import has_tower, sequence_multiple, tuning_parts
+from megatron.bridge.training.config.rules.values import indivisible
 from megatron.bridge.training.config.run_config import RunConfig
 
 
@@ -47,4 +49,54 @@ def sequence_fits_model(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"dataset.seq_length={length} is longer than model.seq_length={limit}: lower it to {limit}, or raise "
             "model.seq_length"
+        )
+
+
+def packed_samples_need_micro_batch_of_one(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Attention over packed samples takes one row at a time."""
+    micro = config.train.micro_batch_size
+    if micro > 1 and any(part.packed for part in tuning_parts(config.dataset)):
+        yield (
+            f"train.micro_batch_size={micro} with packed samples: a packed row already holds several samples, so "
+            f"set train.micro_batch_size=1 and lower train.global_batch_size, which counts rows"
+        )
+
+
+def packed_samples_fit_context_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Context parallelism splits each sample of a row into equal chunks."""
+    for part in tuning_parts(config.dataset):
+        needed = sequence_multiple(config, part.padding_free)
+        if part.joins_samples and part.sequence_multiple % needed:
+            yield (
+                f"dataset.packed_sequence_specs.pad_seq_to_mult={part.sequence_multiple} is no multiple of "
+                f"{needed}, which the context and sequence parallel layout needs: leave it unset, or use {needed}"
+            )
+
+
+def images_need_a_vision_tower(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Only a model with a vision tower learns from images."""
+    for part in tuning_parts(config.dataset):
+        if part.hf_processor_path is not None and not has_tower(config):
+            yield (
+                f"dataset.hf_processor_path={part.hf_processor_path}, but the model has no vision tower: train a "
+                "vision-language model, or leave it unset"
+            )
+        for name in ("media_root", "min_pixels", "max_pixels", "max_image_tokens"):
+            if part.hf_processor_path is None and (value := getattr(part, name)) is not None:
+                yield (
+                    f"dataset.{name}={value} has no effect, because no image processor is used: leave it unset, "
+                    "or train a vision-language model whose folder has a preprocessor_config.json"
+                )
+
+
+def energon_readers_fit_batch(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Each step reads the same number of samples from every reader, under any layout."""
+    if not isinstance(config.dataset, EnergonProvider) or config.dataset.readers is None:
+        return
+    readers, batch = config.dataset.readers, config.train.global_batch_size
+    ranks = config.data_parallel_size(world_size)
+    if readers < 1 or readers % ranks or batch % readers:
+        yield (
+            f"dataset.readers={readers} must be a multiple of the data parallel size {ranks} and divide "
+            f"train.global_batch_size={batch}: leave it unset, or change one of the three"
         )

@@ -8,7 +8,7 @@ import torch
 
 from megatron.bridge.training.config.blocks.optimizer import STATE_NAMES
 from megatron.bridge.training.config.rules.experts import expert_ranks
-from megatron.bridge.training.config.rules.nearest_values import divisors, near, unmet
+from megatron.bridge.training.config.rules.values import divisors, near, unmet
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.errors import did_you_mean
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on profiling and GPU metrics."""
+"""Rules on profiling."""
 
 from collections.abc import Iterator
 
-from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.training.config.run_config import RunConfig
 
 TOOLS = ("use_pytorch_profiler", "use_nsys_profiler", "record_memory_history", "nvtx_ranges")
-OF_GPUS = TOOLS[1:]
 
 
 def profiling_has_tool_steps_and_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -52,11 +50,3 @@ def profiles_need_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"profiling.{to_a_file[0]}=True without a folder: give logger.log_dir or checkpoint.save"
     if profiling.record_shapes and not (profiling.use_pytorch_profiler or profiling.use_nsys_profiler):
         yield "profiling.record_shapes=True has no effect without a profiler: choose one, or remove it"
-
-
-def gpu_metrics_need_a_gpu(config: RunConfig, world_size: int) -> Iterator[str]:
-    """GPU memory, power and kernels cannot be measured without a GPU."""
-    wanted = [f"profiling.{name}" for name in OF_GPUS if getattr(config.profiling, name, False)]
-    wanted += ["logger.log_energy"] if config.logger.log_energy else []
-    if wanted and not has_cuda():
-        yield f"{wanted[0]}=True needs a GPU: leave it out here (profiling.use_pytorch_profiler works everywhere)"

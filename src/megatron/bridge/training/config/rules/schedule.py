@@ -3,12 +3,10 @@
 
 from collections.abc import Iterator
 
-from megatron.bridge.training.config.batch_size import stages
+from megatron.bridge.training.config.batch_size import lengths, stages
 from megatron.bridge.training.config.blocks.optimizer import ParameterOverride
-from megatron.bridge.training.config.rules.lookup import value_of
-from megatron.bridge.training.config.rules.nearest_values import divisors, multiple_near, near
+from megatron.bridge.training.config.rules.values import divisors, multiple_near, near, value_of
 from megatron.bridge.training.config.run_config import RunConfig
-from megatron.bridge.training.config.schedule_lengths import lengths
 
 
 def rampup_reaches_global_batch_size(config: RunConfig, world_size: int) -> Iterator[str]:

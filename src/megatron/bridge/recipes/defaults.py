@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters that fine-tuning recipes use by default, and SQuAD, the default data set of fine-tuning examples."""
+
+from typing import Any
+
+from megatron.bridge.data.builders.hf_dataset import HFDatasetConfig
+from megatron.bridge.data.config import PackedSequenceSpecs
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.mamba_provider import MambaModelProvider
+from megatron.bridge.peft.base import PEFT
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+METHODS: dict[str, type[LoRA] | type[DoRA]] = {"lora": LoRA, "dora": DoRA}
+
+TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+LATENT_TARGETS = ["*.self_attention.linear_*", "linear_fc1", "linear_fc2"]
+"""Targets for multi-latent attention, whose projections differ between model sizes."""
+RECURRENT_TARGETS = [*TARGETS, "out_proj"]
+"""Targets for Mamba layers and delta nets, whose fused input projections get no adapters under TP."""
+
+
+def default_peft_config(peft_scheme: str | PEFT, model: GPTModelProvider | None = None, **changes: Any) -> PEFT:
+    """Adapters of rank 16 and alpha 32 on all linear layers of attention and MLP.
+
+    Args:
+        peft_scheme: ``lora`` or ``dora``; a ``PEFT`` object is returned unchanged.
+        model: The model to adapt. None means plain attention in every layer.
+        **changes: Fields of the adapter to set.
+
+    Raises:
+        UserError: the scheme is unknown.
+    """
+    if isinstance(peft_scheme, PEFT):
+        return peft_scheme
+    if peft_scheme not in METHODS:
+        hint = did_you_mean(peft_scheme, METHODS) or f": choose {' or '.join(METHODS)}"
+        raise UserError(f"peft={peft_scheme} is not known{hint}; peft=None trains all weights")
+    recommended: dict[str, Any] = {"target_modules": _targets(model), "dim": 16, "alpha": 32}
+    return METHODS[peft_scheme](**{**recommended, **changes})
+
+
+def _targets(model: GPTModelProvider | None) -> list[str]:
+    if model is None:
+        return [*TARGETS]
+    if model.multi_latent_attention:
+        return [*LATENT_TARGETS]
+    recurrent = isinstance(model, MambaModelProvider) or model.experimental_attention_variant is not None
+    return [*(RECURRENT_TARGETS if recurrent else TARGETS)]
+
+
+def squad_example(record: dict[str, Any]) -> dict[str, str]:
+    """Prompt and completion: the text with a question, and the first of its answers."""
+    prompt = f"Context: {record['context']} Question: {record['question']} Answer:"
+    return {"prompt": prompt, "completion": f" {record['answers']['text'][0].strip()}"}
+
+
+def default_squad_config(
+    seq_length: int, packed_sequence: bool = True, pad_seq_to_mult: int | None = None
+) -> HFDatasetConfig:
+    """SQuAD: questions whose answers are part of a given text.
+
+    Args:
+        seq_length: Tokens per row.
+        packed_sequence: Whether to pack several samples into one row.
+        pad_seq_to_mult: Pad each sample to a multiple of this length. None pads as the parallel layout requires.
+    """
+    packing = PackedSequenceSpecs(packed_sequence_size=seq_length, pad_seq_to_mult=pad_seq_to_mult)
+    return HFDatasetConfig(
+        seq_length=seq_length,
+        dataset_name="rajpurkar/squad",
+        process_example_fn=squad_example,
+        validation_split="validation",
+        do_test=False,
+        packed_sequence_specs=packing if packed_sequence else None,
+    )

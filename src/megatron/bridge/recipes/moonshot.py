@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of the Moonshot family."""
+
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.catalog import name_functions
+from megatron.bridge.recipes.options import layout
+
+# Kimi K2, and Kimi-Linear with a learning rate of our own.
+#
+# That of K2 is from "Kimi K2: Open Agentic Intelligence" (2025); the optimizer here is Adam. K2 has 32 interleaved
+# stages of two layers, except that the first has one layer and the embedding, and the last has only the loss. Its
+# published ``model_type``, ``kimi_k2``, is another name of DeepSeek-V3's.
+
+KIMI_LINEAR_48B = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
+
+kimi_k2_pretrain_config = pretrain_recipe(
+    "moonshotai/Kimi-K2-Instruct",
+    layout(tp=8, pp=16, vp=2, ep=16, etp=1),
+    seq_length=4096,
+    global_batch_size=4096,
+    lr=2e-4,
+    min_lr=2e-5,
+    pipeline_layout="Et|(tt|)*30L",
+)
+"""Kimi K2 1T-A32B pretraining, 1024 x H100 80GB: 59 GB each, TP8 PP16 EP16."""
+kimi_linear_48b_pretrain_config = pretrain_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
+"""Kimi-Linear 48B-A3B pretraining, 32 x H100 80GB: 69 GB each, TP2 EP8."""
+
+kimi_k2_finetune_config = finetune_recipe(
+    "moonshotai/Kimi-K2-Instruct", layout(tp=8, pp=16, vp=2, ep=16, etp=1), pipeline_layout="Et|(tt|)*30L"
+)
+"""Kimi K2 1T-A32B full fine-tuning, 512 x H100 80GB: 72 GB each, TP8 PP16 EP16."""
+kimi_linear_48b_finetune_config = finetune_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1))
+"""Kimi-Linear 48B-A3B full fine-tuning, 32 x H100 80GB: 69 GB each, TP2 EP8."""
+
+# Moonlight. The learning rate is from "Muon is Scalable for LLM Training" (2025); the optimizer here is Adam.
+
+MOONLIGHT_16B = "moonshotai/Moonlight-16B-A3B"
+
+moonlight_16b_pretrain_config = pretrain_recipe(MOONLIGHT_16B, layout(ep=4), seq_length=4096, lr=4.2e-4, min_lr=4.2e-5)
+"""Moonlight 16B-A3B pretraining, 16 x H100 80GB: 62 GB each, EP4."""
+
+moonlight_16b_finetune_config = finetune_recipe(MOONLIGHT_16B, layout(tp=2, ep=4, etp=1))
+"""Moonlight 16B-A3B full fine-tuning, 8 x H100 80GB: 60 GB each, TP2 EP4."""
+
+name_functions(__name__)

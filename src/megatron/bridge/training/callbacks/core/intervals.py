@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens at some steps: evaluation, garbage collection, and the end of a run."""
+
+import gc
+
+from megatron.bridge.training.callbacks.base import Callback
+from megatron.bridge.training.config import ConfigContainer, TrainingConfig
+from megatron.bridge.training.evaluation import evaluate
+from megatron.bridge.training.optim.optimizer import gather_params
+from megatron.bridge.training.state import Run
+
+
+class Evaluation(Callback):
+    """Evaluates every ``validation.eval_interval`` steps and after the last step; on the test data at the end."""
+
+    def __init__(self, config: ConfigContainer) -> None:
+        self._interval = config.validation.eval_interval
+        self._train_iters = config.train.train_iters
+        self._evaluated_step: int | None = None
+
+    def on_train_step_end(self, context: Run) -> None:
+        if context.is_due(self._interval):
+            self._validate(context)
+
+    def on_train_end(self, context: Run) -> None:
+        """Evaluate the final weights, unless this step was just evaluated; then evaluate on the test data."""
+        if context.requeue:
+            return  # these are not the final weights, and the remaining time is needed for saving
+        if context.progress.step != self._evaluated_step:
+            self._validate(context)
+        if context.data.test is not None and context.progress.step >= self._train_iters:
+            evaluate(context, "test")
+
+    def _validate(self, run: Run) -> None:
+        if run.data.valid is not None:
+            evaluate(run)
+            self._evaluated_step = run.progress.step
+
+
+class ExitInterval(Callback):
+    """Ends the run after a step whose number is a multiple of ``train.exit_interval``."""
+
+    def __init__(self, train: TrainingConfig) -> None:
+        self._interval = train.exit_interval
+
+    def on_train_step_end(self, context: Run) -> None:
+        if context.is_due(self._interval):
+            context.stop_reason = f"train.exit_interval={self._interval}"
+
+
+class ParamGather(Callback):
+    """Completes an overlapped parameter gather after the last step, so that the model can be used afterwards."""
+
+    def on_train_end(self, context: Run) -> None:
+        gather_params(context.model)
+
+
+class GarbageCollection(Callback):
+    """With ``train.manual_gc``, collects at fixed steps: automatic collections make ranks wait for each other."""
+
+    def __init__(self, train: TrainingConfig) -> None:
+        self._manual = train.manual_gc
+        self._interval = train.manual_gc_interval
+        self._was_enabled = gc.isenabled()
+
+    def on_train_start(self, context: Run) -> None:
+        if self._manual:
+            self._was_enabled = gc.isenabled()
+            gc.disable()
+            gc.collect()
+
+    def on_train_step_end(self, context: Run) -> None:
+        if self._manual and context.is_due(self._interval):
+            gc.collect(1)
+
+    def on_eval_end(self, context: Run) -> None:
+        if self._manual:
+            gc.collect()  # an evaluation leaves iterators behind
+
+    def close(self, context: Run) -> None:
+        if self._manual and self._was_enabled:
+            gc.enable()

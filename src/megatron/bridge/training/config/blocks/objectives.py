@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model learns from a teacher, or from preferences."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(kw_only=True)
+class DistillConfig:
+    """What a student learns from its teacher, in addition to the next token or instead of it.
+
+    The loss of a token is ``ce_weight * CE + kl_weight * temperature**2 * KL(teacher || student) + hidden_weight *
+    hidden``. Tokens are averaged as in any other run. The weights need not add up to 1.
+    """
+
+    teacher: str | None = None
+    """Hugging Face directory or hub id, or a Megatron checkpoint."""
+    trust_remote_code: bool = False
+    """Run the teacher's own Python code to read its config."""
+    ce_weight: float = 0.5
+    """Weight of the cross entropy with the data, logged as ``lm loss``."""
+    kl_weight: float = 0.5
+    """Weight of the KL divergence from the teacher, logged as ``kl loss`` (in nats, without ``temperature**2``).
+    """
+    temperature: float = 1.0
+    """Divides the logits of student and teacher. ``temperature**2`` keeps the scale of the gradients."""
+    top_k: int | None = None
+    """Learn the teacher's ``top_k`` most likely tokens one by one and all others as one. None uses all tokens."""
+    hidden_weight: float = 0.0
+    """Weight of ``hidden loss``: the mean squared difference of hidden states, over the width and over the pairs
+    in ``hidden_layers``.
+    """
+    hidden_layers: dict[int, int] = field(default_factory=dict[int, int])
+    """Layer of the student -> layer of the teacher to match. Outputs are compared before the final norm, and
+    layers count from 1. If the widths differ, a linear map from student to teacher is trained with the student.
+    """
+    cache: str | None = None
+    """Folder with the teacher's ``top_k`` logits of the training data, as ``--mode cache-teacher`` writes it. With
+    a cache, no teacher runs.
+    """
+
+
+PreferenceLossType = Literal["sigmoid", "ipo", "hinge", "kto"]
+
+
+@dataclass(kw_only=True)
+class DPOConfig:
+    """Direct preference optimization: the model learns to prefer one of two answers, measured against a reference.
+
+    With ``h = (log p(chosen) - log r(chosen)) - (log p(rejected) - log r(rejected))``, where p is the trained
+    model and r the reference, the loss of a pair is
+
+    * ``sigmoid``: ``-log sigmoid(beta h)`` (https://arxiv.org/abs/2305.18290),
+    * ``ipo``: ``(h - 1 / (2 beta))**2``, with means over tokens in place of sums (https://arxiv.org/abs/2310.12036),
+    * ``hinge``: ``max(0, 1 - beta h)`` (https://arxiv.org/abs/2305.10425).
+
+    ``kto`` (https://arxiv.org/abs/2402.01306) needs no pairs: each answer is desirable or undesirable, and with
+    ``h = log p - log r`` its loss is ``desirable_weight * (1 - sigmoid(beta (h - z0)))`` or
+    ``undesirable_weight * (1 - sigmoid(beta (z0 - h)))``. ``z0``, an estimate of KL without gradient, is the mean
+    of ``h`` over prompts with answers to other prompts, in one microbatch of all data-parallel ranks; at least 0.
+
+    Losses are averaged over pairs, or over answers.
+    """
+
+    loss_type: PreferenceLossType = "sigmoid"
+    """The loss of a pair, or ``kto``."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference: the smaller, the further the model may move away."""
+    label_smoothing: float = 0.0
+    """Assumed probability that the two answers of a pair were swapped, below 0.5 (``sigmoid`` only)."""
+    desirable_weight: float = 1.0
+    """Weight of the losses of desirable answers (``kto`` only)."""
+    undesirable_weight: float = 1.0
+    """Weight of the losses of undesirable answers (``kto`` only)."""
+    reference: str | None = None
+    """Hugging Face directory or hub id, or a Megatron checkpoint. None uses the model as it was at the start: with
+    adapters, the trained model without them, which takes no memory; else a second copy of the weights of
+    ``checkpoint.pretrained_checkpoint``."""
+    trust_remote_code: bool = False
+    """Run the reference's own Python code to read its config."""
