@@ -45,6 +45,13 @@ def test_what_fails_is_named(folder, capfd, monkeypatch):
     assert "the rehearsal failed: training, rank 0: ValueError: this step is broken" in lines[-1]
 
 
+def test_a_run_with_a_vision_tower(folder, capfd):
+    code, lines = rehearsed(capfd, "--recipe", "smolvlm2_256m_finetune_config", "--world-size", "1")
+    assert code == 0, lines[-1]
+    assert any(line.startswith("shrunk: dataset: no images") for line in lines)
+    assert sum(line.startswith("proven") for line in lines) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -54,6 +61,11 @@ def test_what_fails_is_named(folder, capfd, monkeypatch):
         ("--recipe", "gemma3_12b_finetune_config", "checkpoint.pretrained_checkpoint=x"),
         ("--recipe", "llama3_70b_finetune_config", "--mode", "lora", "checkpoint.pretrained_checkpoint=x"),
         ("--recipe", "gpt_oss_20b_finetune_config", "--mode", "lora", "checkpoint.pretrained_checkpoint=x"),
+        ("--recipe", "qwen2_vl_2b_finetune_config"),
+        ("--recipe", "qwen25_vl_7b_finetune_config"),
+        ("--recipe", "qwen3_vl_30b_a3b_finetune_config"),
+        ("--recipe", "gemma3_vl_4b_finetune_config"),
+        ("--recipe", "glm_45v_finetune_config"),
     ],
     ids=lambda arguments: arguments[1],
 )

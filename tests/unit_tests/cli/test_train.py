@@ -574,12 +574,6 @@ def test_parameter_count_is_that_of_the_built_model(model_parallel, shape):
     assert parameter_count(provider) == built
 
 
-def test_a_rehearsal_of_a_vision_tower_is_refused(capsys):
-    code, _, errors = run(capsys, "train", "--recipe", "qwen25_vl_3b_finetune_config", "--rehearse", "2")
-    assert code == 1
-    assert "--rehearse does not support the vision tower of qwen25_vl_3b_finetune_config" in errors
-
-
 def test_a_vision_model_is_trained_by_its_own_step(capsys):
     code, text, _ = run(capsys, "train", "--recipe", "qwen25_vl_3b_finetune_config", "--dry-run")
     assert code == 0

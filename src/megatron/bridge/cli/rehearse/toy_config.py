@@ -197,7 +197,8 @@ def _moe_sizes(model: Any, dimensions: ParallelDimensions) -> dict[str, Any]:
     values: dict[str, Any] = {
         "num_moe_experts": max(4, 2 * dimensions.expert),
         "moe_router_topk": min(model.moe_router_topk, 2),
-        "moe_ffn_hidden_size": HIDDEN_SIZE // 2,
+        # twice this must not be the width: transformers turns stacked experts by their shape
+        "moe_ffn_hidden_size": HIDDEN_SIZE * 3 // 4,
     }
     if model.moe_shared_expert_intermediate_size:
         values["moe_shared_expert_intermediate_size"] = HIDDEN_SIZE // 2

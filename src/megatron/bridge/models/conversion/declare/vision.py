@@ -136,11 +136,10 @@ class VisionBridge(DecoderBridge):
         return {**known, **provider.vision, _TEXT: text}
 
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """What has changed in either part; that embeddings are tied is for the whole config to say."""
+        """What has changed in either part; the dtype, and that embeddings are tied, are for the whole config to say."""
         text = self._text_config(hf_config)
         changed = self._text_bridge(hf_config).changed_config(provider, text)
-        changed.pop("dtype", None)
-        whole = {_TIED: changed.pop(_TIED)} if _TIED in changed else {}
+        whole = {key: changed.pop(key) for key in (_TIED, "dtype") if key in changed}
         rope: dict[str, Any] = hf_config[_TEXT].get(_ROPE) or {}
         sections = provider.mrope_section and [*provider.mrope_section]
         if sections and rope.get("mrope_section", sections) != sections:
