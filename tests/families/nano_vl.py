@@ -6,14 +6,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import NemotronHForCausalLM, PreTrainedModel
+from transformers import GenerationMixin, NemotronHForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import CausalLMOutput
 
 from megatron.bridge.models.hf_pretrained.nano_vl_config import NanoVLConfig
 
 
-class NemotronH_Nano_VL_V2(PreTrainedModel):
+class NemotronH_Nano_VL_V2(PreTrainedModel, GenerationMixin):
     """Tiles go through the tower; four neighboring patches become one token, which replaces ``<image>``."""
 
     config_class = NanoVLConfig
@@ -34,6 +34,7 @@ class NemotronH_Nano_VL_V2(PreTrainedModel):
 
     def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None, **options: Any) -> CausalLMOutput:
         """Logits of samples; ``pixel_values`` are the tiles of all their images."""
+        assert options.pop("inputs_embeds", None) is None
         embedded = self.language_model.get_input_embeddings()(input_ids)
         if pixel_values is not None:
             features = self.mlp1(shuffled(self.vision_model["radio_model"](pixel_values)))

@@ -5,11 +5,12 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.hf_pretrained.nano_vl_config import NanoVLConfig
 from megatron.bridge.models.vision.tower import dummy_media, encode
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.utils.errors import UserError
 from tests.families.nano_vl import shuffled
 from tests.families.own_models import model_class
@@ -130,3 +131,16 @@ def test_tiles_that_are_not_square(vision_case):
         found = encode(model.vision, {"pixel_values": pixels})
     assert found.counts == [6, 6]
     assert harness.harness.distance(expected, found.rows, expected.std()) < 1e-5
+
+
+def test_adapters_have_the_names_of_the_remote_modules(vision_case, tmp_path):
+    case = vision_case(NAME)
+    bridge, provider = provider_of(case)
+    targets = ["linear_fc2", "vision.vision_model.encoder.layer.*.qkv", "vision.multi_modal_projector.linear_1"]
+    provider.register_pre_wrap_hook(LoRA(target_modules=targets, dim=4, alpha=8))
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    bridge.save_hf_adapter(model, tmp_path, show_progress=False)
+    names = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / "adapter_model.safetensors")}
+    modules = {name.rpartition(".lora_")[0] for name in names}
+    decoder = {f"language_model.backbone.layers.{layer}.mixer.down_proj" for layer in (1, 3)}
+    assert modules == decoder | {"mlp1.1", *(f"vision_model.radio_model.model.blocks.{n}.attn.qkv" for n in (0, 1))}

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import register_bridge
 from megatron.bridge.models.nemotron import radio_names
 from megatron.bridge.models.nemotron.nemotron_h_omni_bridge import NemotronHOmniBridge
@@ -20,3 +21,7 @@ class NemotronNanoVLBridge(NemotronHOmniBridge):
         super()._check(whole)
         if (version := whole.get("ps_version", "v1")) != "v2":
             raise UserError(f"ps_version={version!r}, which transposes tiles, is not supported: v2 is")
+
+    def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
+        """Modules of the remote code are called as its tensors."""
+        return registry
