@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.families.own_models import model_class
 from tests.families.vision.rows import ROWS
 
 SPECIAL = (
@@ -89,6 +90,14 @@ def _glm(row: str) -> Toy:
     return Toy(row, "<|image|>", mark, *processors, film=film)
 
 
+def _pixtral(row: str) -> Toy:
+    return Toy(
+        *(row, "[IMG]", "[IMG]"),
+        ("PixtralImageProcessor", {"size": {"longest_edge": 32}, "patch_size": _square(4)}),
+        ("PixtralProcessor", {"patch_size": 4, "spatial_merge_size": 2}),
+    )
+
+
 def _square(side: int) -> dict[str, int]:
     return {"height": side, "width": side}
 
@@ -132,11 +141,7 @@ TOYS: dict[str, Toy] = {
             "NemotronH_Omni_Reasoning_V3VideoProcessor",
             audio="ParakeetFeatureExtractor",
         ),
-        Toy(
-            *("mistral3", "[IMG]", "[IMG]"),
-            ("PixtralImageProcessor", {"size": {"longest_edge": 32}, "patch_size": _square(4)}),
-            ("PixtralProcessor", {"patch_size": 4, "spatial_merge_size": 2}),
-        ),
+        *(_pixtral(row) for row in ("mistral3", "ministral3_vl")),
         Toy(
             *("llava", "<image>", "<image>"),
             ("CLIPImageProcessor", {"size": {"shortest_edge": 16}, "crop_size": _square(16)}),
@@ -203,6 +208,26 @@ TOYS: dict[str, Toy] = {
 }
 
 
+REMOTE_TOYS: dict[str, Toy] = {
+    "nemotron_nano_vl": Toy(
+        *("nemotron_nano_vl", "<image>", "<image>"),
+        (
+            "NemotronNanoVLV2ImageProcessor",
+            {
+                "auto_map": {"AutoImageProcessor": "image_processing.NemotronNanoVLV2ImageProcessor"},
+                "image_size": 16,
+                "patch_size": 4,
+                "max_num_tiles": 4,
+                "norm_mean": [0.48, 0.46, 0.41],
+                "norm_std": [0.27, 0.26, 0.28],
+            },
+        ),
+        ("NemotronNanoVLV2Processor", {}),
+    ),
+}
+"""Those whose processors are remote code on the hub."""
+
+
 def make_tokenizer(toy: Toy) -> Any:
     """Bytes and special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -243,27 +268,26 @@ def hf_config(toy: Toy, tokenizer: Any, **changes: Any) -> Any:
             config[other] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
     config["text_config"] |= {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
     config |= changes
-    import transformers
-
-    model = getattr(transformers, row.model)
-    found = model.config_class(**config)
+    found = model_class(row.model).config_class(**config)
     found.architectures = [row.model]
     return found
 
 
 def save(name: str, folder: Path, weights: bool = False, **changes: Any) -> Path:
     """Write the toy ``name``; returns ``folder``."""
-    import transformers
-
-    toy = TOYS[name]
+    toy = {**TOYS, **REMOTE_TOYS}[name]
     tokenizer, config = make_tokenizer(toy), None
     config = hf_config(toy, tokenizer, **changes)
     if weights:
         torch.manual_seed(0)
-        getattr(transformers, ROWS[name].model)(config).save_pretrained(folder)
+        model_class(ROWS[name].model)(config).save_pretrained(folder)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    image_processor(toy).save_pretrained(folder)
+    if name in TOYS:
+        image_processor(toy).save_pretrained(folder)
+    else:
+        said = {"image_processor_type": toy.images[0], **toy.images[1]}
+        (folder / "preprocessor_config.json").write_text(json.dumps(said))
     values = {"processor_class": toy.processor[0], **toy.processor[1]}
     path = folder / "processor_config.json"
     known = json.loads(path.read_text()) if path.exists() else {}

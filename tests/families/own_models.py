@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
 from megatron.bridge.models.hf_pretrained.deci_config import DeciConfig
+from tests.families.nano_vl import NemotronH_Nano_VL_V2
 
 
 class DeciLMForCausalLM(llama.LlamaForCausalLM):
@@ -70,7 +71,7 @@ class One(nn.Module):
         return linear(hidden_states), None
 
 
-_OWN = {"DeciLMForCausalLM": DeciLMForCausalLM}
+_OWN = {"DeciLMForCausalLM": DeciLMForCausalLM, "NemotronH_Nano_VL_V2": NemotronH_Nano_VL_V2}
 transformers.AutoConfig.register("nemotron-nas", DeciConfig)
 transformers.AutoModelForCausalLM.register(DeciConfig, DeciLMForCausalLM)
 

@@ -10,6 +10,7 @@ from tests.families.vision.samples import (
     packed_patches,
     patches,
     pixtral,
+    some_tiles,
     tiles,
     video,
     video_as_images,
@@ -162,6 +163,30 @@ NEMOTRON_OMNI = {
     "vision_hidden_size": 16,
     "projector_hidden_size": 24,
     "image_token_id": IMAGE_TOKEN,
+}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 32,
+    "patch_size": 4,
+}
+# queries grow at positions 8, 16, 24, ... of the test's 40
+MINISTRAL3 = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 70.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    }
 }
 CLIP = {**SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3, "projection_dim": 16}
 LLAMA = {**TEXT, "model_type": "llama", "head_dim": 8}
@@ -372,20 +397,35 @@ MORE = (
         "Mistral3ForConditionalGeneration",
         {
             "text_config": {**LLAMA, "model_type": "mistral", "sliding_window": 7},
-            "vision_config": {
-                "model_type": "pixtral",
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "head_dim": 8,
-                "image_size": 32,
-                "patch_size": 4,
-            },
+            "vision_config": PIXTRAL,
             "image_token_index": IMAGE_TOKEN,
         },
         image=pixtral,
         layouts=("tp2", "pp2", "cp2"),
+    ),
+    VisionRow(
+        "ministral3_vl",
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {**LLAMA, "model_type": "ministral3", **MINISTRAL3},
+            "vision_config": PIXTRAL,
+            "image_token_index": IMAGE_TOKEN,
+            "tie_word_embeddings": False,
+        },
+        image=pixtral,
+        layouts=("tp2", "pp2", "cp2"),
+    ),
+    VisionRow(
+        "ministral3_vl_tied",
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {**LLAMA, "model_type": "ministral3", **MINISTRAL3},
+            "vision_config": PIXTRAL,
+            "image_token_index": IMAGE_TOKEN,
+            "tie_word_embeddings": True,
+        },
+        image=pixtral,
+        layouts=("pp2",),
     ),
     VisionRow(
         "smolvlm",
@@ -469,6 +509,20 @@ MORE = (
         encoded=encoded_video,
         mixes=False,
         layouts=("tp2", "ep2"),
+    ),
+    VisionRow(
+        "nemotron_nano_vl",
+        "NemotronH_Nano_VL_V2",
+        {
+            "text_config": NEMOTRON_H,
+            **NEMOTRON_OMNI,
+            "vision_config": {key: value for key, value in RADIO.items() if key != "video_temporal_patch_size"},
+            "force_image_size": 16,
+            "ps_version": "v2",
+        },
+        carried=("vision_model.radio_model.input_conditioner.",),
+        image=some_tiles,
+        layouts=("tp2", "sp2", "unshared", "pp2", "cp2", "dp2"),
     ),
     VisionRow(
         "paligemma",

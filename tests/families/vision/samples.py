@@ -158,6 +158,15 @@ def whole_images(tokens: int) -> Maker:
     return make
 
 
+def some_tiles(config: Any, which: int, generator: torch.Generator) -> Piece:
+    """An image as one to three tiles, each with a token for four patches."""
+    side, count = config.force_image_size, (1, 2, 3)[which]
+    pixels = torch.randn(count, 3, side, side, generator=generator)
+    return Piece(
+        {"pixel_values": pixels}, [IMAGE_TOKEN] * (count * (side // config.vision_config.patch_size // 2) ** 2)
+    )
+
+
 def _side(vision: Any) -> int:
     return vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
 

@@ -39,6 +39,8 @@ CELLS = [
     ("qwen3_vl", "CP2", "padded"),
     ("mistral3", "TP2+SP", "packed"),
     ("smolvlm", "DP2", "padded"),
+    *(("nemotron_nano_vl", layout, "padded") for layout in LAYOUTS),
+    *(("ministral3_vl", layout, "packed") for layout in ("TP2+SP", "CP2")),
 ]
 IN_CI = [*CELLS[:2], *CELLS[3:5]]
 

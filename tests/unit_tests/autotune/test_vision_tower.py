@@ -24,7 +24,17 @@ from tests.one_stage import run_stage
 from tests.unit_tests.autotune.test_memory import configured
 
 TOKENS = 1024
-NAMES = ["qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3_vl", "llava", "internvl", "mistral3", "paligemma"]
+NAMES = [
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "glm4v",
+    "gemma3_vl",
+    "llava",
+    "internvl",
+    "mistral3",
+    "paligemma",
+    "nemotron_nano_vl",
+]
 
 
 def hf_config(name, depth=None):

@@ -45,7 +45,7 @@ IN_CI = {
 NAMES = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in ROWS]
 META = torch.device("meta")
 READ_BY_TRANSFORMERS = (
-    "mistral3",
+    *("mistral3", "ministral3_vl", "ministral3_vl_tied"),
     "idefics3",
     "smolvlm",
     "nemotron_h_omni",

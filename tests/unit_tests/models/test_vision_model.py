@@ -128,6 +128,7 @@ RENAMED = {
         "multi_modal_projector.": "model.multi_modal_projector.",
     },
     "llava_next": {"vision_tower.": "vision_tower.vision_model."},
+    "nemotron_nano_vl": {"language_model.backbone.": "language_model.model."},
 }
 
 
@@ -155,7 +156,9 @@ def test_other_names(vision_case, tmp_path, name):
     assert all(torch.equal(value, written[key]) for key, value in source.items())
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llava_next", "smolvlm", "nemotron_h_omni_experts"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl_moe", "llava_next", "smolvlm", "nemotron_h_omni_experts", "nemotron_nano_vl"]
+)
 def test_text_alone(vision_case, tmp_path, name):
     """Without a tower the text model is the same, and an export copies the tower from its source."""
     case = vision_case(name)
@@ -168,7 +171,7 @@ def test_text_alone(vision_case, tmp_path, name):
     assert harness.harness.different_files(case, tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "paligemma2", "nemotron_h_omni"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "paligemma2", "nemotron_h_omni", "nemotron_nano_vl"])
 def test_a_config_is_written_without_a_source(vision_case, tmp_path, name):
     case = vision_case(name)
     bridge, provider = provider_of(case)
@@ -293,7 +296,7 @@ def test_images_are_shared_out_evenly():
     assert share_out([], 3) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llava_next", "nemotron_h_omni"])
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llava_next", "nemotron_h_omni", "nemotron_nano_vl"])
 def test_a_megatron_checkpoint(vision_case, tmp_path, name):
     """Through a Megatron checkpoint and back: the same logits and every byte."""
     case = vision_case(name)

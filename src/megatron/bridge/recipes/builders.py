@@ -119,9 +119,9 @@ def pretrain(
         UserError: ``options`` has a key that is not in ``PretrainOptions``.
     """
     size, chosen = sized(size), _chosen(PretrainOptions, PRETRAIN, *shared, recommended, options)
-    data_paths = chosen["data_paths"]
+    data_paths, with_images = chosen["data_paths"], isinstance(size, VisionSize)
     if data_paths is None:
-        dataset = _mock_data(chosen)
+        dataset = _mock_data(chosen, with_images)
     else:
         dataset = GPTDatasetConfig(
             seq_length=chosen["seq_length"],
@@ -129,7 +129,8 @@ def pretrain(
             split=chosen["split"],
             random_seed=chosen["seed"],
         )
-    return _assemble(size, chosen, dataset, weight_decay=0.1, mock=data_paths is None)
+    mock = data_paths is None and not with_images  # images need the model's own tokenizer
+    return _assemble(size, chosen, dataset, weight_decay=0.1, mock=mock)
 
 
 def distill(
@@ -162,7 +163,7 @@ def sft(
     chosen = _chosen(FinetuneOptions, FINETUNE, *shared, recommended, adapters, options)
     size = sized(size)
     with_images = isinstance(size, VisionSize)
-    mock = chosen["dataset_root"] is None and not with_images  # images need the model's own tokenizer
+    mock = chosen["dataset_root"] is None and not with_images
     config = _assemble(size, chosen, _tuning_data(chosen, with_images), weight_decay=0.01, mock=mock)
     config.checkpoint.pretrained_checkpoint = chosen["pretrained_checkpoint"] or chosen["hf_model"]
     if chosen["peft"] is not None:
@@ -260,13 +261,14 @@ def _tuning_data(chosen: dict[str, Any], with_images: bool) -> DatasetConfig:
         if is_read_by_datasets(root):
             return HFDatasetConfig(seq_length=length, dataset_name=root, seed=seed)
         return FinetuningDatasetConfig(seq_length=length, dataset_root=root, seed=seed)
+    return _mock_data(chosen, with_images)
+
+
+def _mock_data(chosen: dict[str, Any], with_images: bool) -> DatasetConfig:
+    length, seed = chosen["seq_length"], chosen["seed"]
     if with_images:
         return MockVLMConversationProvider(seq_length=length, seed=seed, random_seed=seed)
-    return _mock_data(chosen)
-
-
-def _mock_data(chosen: dict[str, Any]) -> MockGPTDatasetConfig:
-    return MockGPTDatasetConfig(seq_length=chosen["seq_length"], random_seed=chosen["seed"])
+    return MockGPTDatasetConfig(seq_length=length, random_seed=seed)
 
 
 def _assemble(size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: float, mock: bool) -> ConfigContainer:

@@ -8,9 +8,6 @@ from megatron.bridge.recipes.sizes import size_of
 
 # Llama-Nemotron: Llama 3, pruned by a search, so that its layers differ. Learning rates are our own.
 
-# fmt: off
-# fmt: on
-
 LLAMA_NEMOTRON_8B = "nvidia/Llama-3.1-Nemotron-Nano-8B-v1"
 LLAMA_NEMOTRON_49B = "nvidia/Llama-3_3-Nemotron-Super-49B-v1"
 LLAMA_NEMOTRON_253B = "nvidia/Llama-3_1-Nemotron-Ultra-253B-v1"
@@ -114,5 +111,20 @@ nemotron_nano_12b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-N
 """Nemotron Nano 12B v2 full fine-tuning, 8 x H100 80GB: 45 GB each, TP4."""
 nemotron_3_nano_finetune_config = finetune_recipe(NEMOTRON_3_NANO, layout(tp=2, ep=8, etp=1))
 """Nemotron 3 Nano 30B-A3B full fine-tuning, 16 x H100 80GB: 63 GB each, TP2 EP8."""
+
+# Nemotron Nano VL v2. Learning rates and the batch size of pretraining are Megatron Bridge's.
+#
+# The published config could not be read (docs/vision.md says which of its numbers are not known): pass the model as
+# ``hf_model`` to train what the hub has. The memory is that of samples that consist of images, which are shared out
+# evenly over tensor-parallel ranks.
+
+NEMOTRON_NANO_VL = "nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-BF16"
+
+nemotron_nano_v2_vl_12b_pretrain_config = pretrain_recipe(
+    NEMOTRON_NANO_VL, layout(tp=4), seq_length=4096, global_batch_size=32, lr=3e-4, min_lr=3e-5
+)
+"""Nemotron Nano v2 VL 12B pretraining, 8 x H100 80GB: 61 GB each, TP4."""
+nemotron_nano_v2_vl_12b_finetune_config = finetune_recipe(NEMOTRON_NANO_VL, layout(tp=4), lr=1e-5, min_lr=1e-6)
+"""Nemotron Nano v2 VL 12B full fine-tuning, 8 x H100 80GB: 61 GB each, TP4."""
 
 name_functions(__name__)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.hf_pretrained.own_configs import own_config
 
 _CONFIGS = Path(__file__).with_name("configs")
 _OLD = {"rope_scaling", "rope_theta"}
@@ -18,10 +19,8 @@ def hf_config(numbers: Mapping[str, Any]) -> Any:
     """Build the transformers config that has the entries ``numbers``, without remote code."""
     from transformers import AutoConfig
 
-    from megatron.bridge.models.hf_pretrained.deci_config import DeciConfig
-
-    if numbers["model_type"] == DeciConfig.model_type:
-        return DeciConfig(**numbers)
+    if (own := own_config(numbers["model_type"])) is not None:
+        return own(**numbers)
     return cast(Any, AutoConfig).for_model(**numbers)
 
 

@@ -145,6 +145,21 @@ class NemotronOmni(Expansion):
         return f"{start}{super().text(height, width)}{end}"
 
 
+class NemotronTiles(Expansion):
+    """Nemotron Nano VL v2: tiles of one size, between two tokens."""
+
+    def __init__(self, processor: Any, values: Values, hf: Any) -> None:
+        known = values.get("image_token_id", values.get("img_context_token_id"))
+        super().__init__(processor, {**values, "image_token_id": known}, hf)
+
+    def count(self, height: int, width: int) -> int:
+        return self.processor.tokens * self.processor.count(height, width)
+
+    def text(self, height: int, width: int) -> str:
+        start, end = self.values.get("img_start_token", "<img>"), self.values.get("img_end_token", "</img>")
+        return f"{start}{super().text(height, width)}{end}"
+
+
 class Pixtral(Expansion):
     """Mistral 3: rows of tokens, with a token behind each row."""
 
@@ -315,6 +330,7 @@ EXPANSIONS: Mapping[str, type[Expansion]] = {
     "gemma3": Gemma,
     "paligemma": PaliGemma,
     "nemotron_h_omni": NemotronOmni,
+    "NemotronH_Nano_VL_V2": NemotronTiles,
     "mistral3": Pixtral,
     "llava": Llava,
     "llava_next": LlavaNext,

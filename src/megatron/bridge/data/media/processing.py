@@ -21,6 +21,7 @@ from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
 from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
+from megatron.bridge.data.media.tiles import TileProcessor
 from megatron.bridge.data.media.videos import VideoProcessor, refer_video
 from megatron.bridge.models.vision.media import share_out
 from megatron.bridge.utils import strict_json
@@ -29,6 +30,8 @@ from megatron.bridge.utils.errors import UserError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_REMOTE = ("NemotronH_Nano_VL_V2",)
+"""Models whose config and image processor are remote code, which need not run."""
 _TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "pixel_attention_mask")
 
 
@@ -53,7 +56,7 @@ class MediaProcessor:
                 f"dataset.hf_processor_path={path} is a {kind or 'model without model_type'}: images are "
                 f"supported for {', '.join(EXPANSIONS)}"
             )
-        self.hf_processor = _image_processor(path, rules)
+        self.hf_processor = _image_processor(path, rules, config if kind in _REMOTE else None)
         own = _json(path, "processor_config.json")
         values = {**config, **{key: value for key, value in own.items() if value is not None}}
         self.expansion = EXPANSIONS[kind](self.hf_processor, values, hf)
@@ -218,9 +221,12 @@ def _unusable(image: ImageReference, error: Exception) -> UserError:
     )
 
 
-def _config(path: str) -> dict[str, Any]:
+def _config(path: str) -> Mapping[str, Any]:
     from transformers import AutoConfig
 
+    raw = _json(path, "config.json")
+    if raw.get("model_type") in _REMOTE:
+        return raw
     try:
         return AutoConfig.from_pretrained(path).to_dict()
     except (OSError, ValueError, KeyError) as error:
@@ -230,11 +236,15 @@ def _config(path: str) -> dict[str, Any]:
         ) from error
 
 
-def _image_processor(path: str, rules: MediaRules) -> Any:
+def _image_processor(path: str, rules: MediaRules, remote: Mapping[str, Any] | None) -> Any:
     from transformers import AutoImageProcessor
 
     try:
-        processor: Any = AutoImageProcessor.from_pretrained(path)
+        processor: Any = (
+            AutoImageProcessor.from_pretrained(path)
+            if remote is None
+            else TileProcessor({**remote, **_json(path, "preprocessor_config.json")}, path)
+        )
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         raise UserError(
             f"dataset.hf_processor_path={path} has no image processor that can be loaded ({one_line(error)}): "

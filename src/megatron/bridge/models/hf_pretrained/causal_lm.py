@@ -14,6 +14,7 @@ import torch
 
 from megatron.bridge.models.hf_pretrained import hub, quantized_checkpoint
 from megatron.bridge.models.hf_pretrained.model_folder import RECORD
+from megatron.bridge.models.hf_pretrained.own_configs import own_config
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.utils import atomic, strict_json
 from megatron.bridge.utils.errors import UserError, did_you_mean
@@ -95,10 +96,8 @@ class PreTrainedCausalLM:
         kind = raw.get("model_type", "")
         alias = _OMNI if kind == _OMNI and raw.get("sound_config") else _ALIASES.get(kind)
         try:
-            if raw.get("model_type") == "nemotron-nas":  # remote code on the hub that need not run
-                from megatron.bridge.models.hf_pretrained.deci_config import DeciConfig
-
-                config: Any = DeciConfig.from_dict(raw)
+            if (own := own_config(kind)) is not None:
+                config: Any = own.from_pretrained(self.directory)
             elif alias is None:
                 remote = self.trust_remote_code and not _is_native(raw)
                 config = auto.from_pretrained(self.directory, trust_remote_code=remote)

@@ -16,7 +16,8 @@ def as_stored(tower: Any, has_scales: bool) -> nn.Module:
     config = tower.config.vision_config
     # transformers casts pixels to what its config says, which is how the tower was made and not how it is used
     config.dtype = next(tower.parameters()).dtype
-    if rate := tower.config.video_pruning_rate:
+    videos = tower.vision_model.embeddings.video_patch_projection is not None
+    if videos and (rate := tower.config.video_pruning_rate):
         raise UserError(f"vision.video_pruning_rate={rate} is not supported: set it to 0")
     if not has_scales and config.layerscale_value != 1:
         raise UserError(
@@ -25,7 +26,8 @@ def as_stored(tower: Any, has_scales: bool) -> nn.Module:
         )
     tower.vision_model.register_buffer("summary_idxs", tower.vision_model.summary_idxs, persistent=False)
     tower.vision_model.register_forward_pre_hook(_with_grid, with_kwargs=True)
-    tower.vision_model.embeddings.register_forward_hook(_with_both)
+    if videos:
+        tower.vision_model.embeddings.register_forward_hook(_with_both)
     for layer in tower.vision_model.encoder.layer:
         _fuse(layer.attention)
         if not has_scales:

@@ -17,11 +17,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatron.bridge.models.hf_pretrained.own_configs import own_config
 from megatron.bridge.models.vision.varlen import use_varlen
 from megatron.bridge.utils.errors import UserError
 
 _LANGUAGE = ("language_model", "text_model", "lm_head")
 _AUDIO = ("audio_tower", "embed_audio")
+_TILES = "NemotronH_Nano_VL_V2"
 _LISTS_OF_IMAGES = ("idefics3", "smolvlm")  # they take a list of images for each sample
 _LAYER = re.compile(r"\.layers?\.(\d+)\.")
 _IMAGE, _VIDEO = "get_image_features", "get_video_features"
@@ -44,7 +46,6 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
         vision: the Hugging Face config as plain values; of ``text_config``, the width is enough.
         initialize: draw the first weights; False leaves them undefined, for weights that are loaded.
     """
-    import transformers
     from transformers.initialization import no_init_weights
 
     config = hf_config(vision)
@@ -53,11 +54,9 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
     if hasattr(text, "layers_block_type"):
         text.layers_block_type = []
-    bare = type(config) in transformers.MODEL_MAPPING
-    auto: Any = transformers.AutoModel if bare else transformers.AutoModelForImageTextToText
     try:
         with nullcontext() if initialize else no_init_weights():
-            tower = auto.from_config(config, dtype=torch.float32)
+            tower = _builder(config)(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(f"vision: transformers cannot build this tower: {error}") from error
     for name in (*_LANGUAGE, *_AUDIO):
@@ -72,12 +71,27 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
     return tower
 
 
+def _builder(config: Any) -> Any:
+    """What builds transformers' model of ``config``."""
+    import transformers
+
+    if config.model_type == _TILES:
+        from megatron.bridge.models.vision.nano_vl import NanoVLModel
+
+        return NanoVLModel._from_config
+    bare = type(config) in transformers.MODEL_MAPPING
+    auto: Any = transformers.AutoModel if bare else transformers.AutoModelForImageTextToText
+    return auto.from_config
+
+
 def hf_config(vision: Mapping[str, Any]) -> Any:
     """Transformers' config object of the plain values ``vision``."""
     import transformers
 
     values = copy.deepcopy(dict(vision))
-    return cast(Any, transformers.AutoConfig).for_model(values.pop("model_type"), **values)
+    kind = values.pop("model_type")
+    own = own_config(kind)
+    return cast(Any, transformers.AutoConfig).for_model(kind, **values) if own is None else own(**values)
 
 
 def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
@@ -174,6 +188,8 @@ def _patches(vision: Any) -> dict[str, Tensor]:
 def _size(config: Any) -> int:
     """Pixels along a side."""
     vision = config.vision_config
+    if config.model_type == _TILES:
+        return config.force_image_size or vision.image_size
     if config.model_type == "mistral3":
         return vision.patch_size * config.spatial_merge_size
     return vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
