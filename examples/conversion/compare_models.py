@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a model in transformers and in Megatron and compare the logits.
 
-``python compare_models.py --hf-model ID [--megatron-path DIR] [--prompt TEXT]``
+``python compare_models.py --hf-model ID [--megatron-path DIR] [--prompt TEXT] [--image-path FILE ...]``
 """
 
 import argparse
@@ -29,12 +29,23 @@ def main(argv: Sequence[str]) -> int:
 
     sizes = model_options.parallel_sizes(args)
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
-    ids, tokenizer = logits.tokens(bridge, args.prompt)
+    ids, tokenizer, extra, hf_extra = inputs(bridge, args)
     model = megatron_model(bridge, sizes, args)
-    found = compare_logits.run_megatron(model, ids)
-    reference, report, tolerance = logits.judged(bridge, ids, found, args.tolerance)
+    found = compare_logits.run_megatron(model, ids, **extra)
+    reference, report, tolerance = logits.judged(bridge, ids, found, args.tolerance, hf_extra)
     print_next_tokens(reference.logits[0, -1], found.logits[0, -1], tokenizer)
     return print_report(report, tolerance, tokenizer)
+
+
+def inputs(bridge: Any, args: argparse.Namespace) -> tuple["Tensor", Any, dict[str, Any], dict[str, Any]]:
+    """Token ids, tokenizer, and what both models take beside them."""
+    if not args.image_path:
+        return *logits.tokens(bridge, args.prompt), {}, {}
+    from megatron.bridge.inference.image_prompt import image_prompt
+
+    prompt = image_prompt(bridge.hf_pretrained.directory, args.image_path, args.prompt or "Describe this image.")
+    ids, extra = prompt.inputs()
+    return ids, prompt.hf, extra, prompt.hf_inputs()
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -46,6 +57,9 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     model_options.add_model_arguments(parser, "--hf-model-path", "--model-name")
     parser.add_argument("--megatron-path", type=Path, help="take Megatron's weights from this checkpoint instead")
     parser.add_argument("--prompt", help="text to run (default: a sentence, or random tokens without a tokenizer)")
+    parser.add_argument(
+        "--image-path", "--image_path", action="append", help="image that the prompt is about; may be repeated"
+    )
     parser.add_argument("--dtype", choices=model_options.DTYPES, default="float32", help="dtype of both models")
     parser.add_argument("--tolerance", type=float, help="largest difference over the logits' standard deviation")
     return parser.parse_args(argv)

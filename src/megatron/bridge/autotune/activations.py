@@ -212,12 +212,17 @@ def sizes_of(config: ConfigContainer) -> Sizes:
     )
 
 
+def images_of_row(config: ConfigContainer) -> int:
+    """Tokens of images that a row may have."""
+    return getattr(config.dataset, "max_image_tokens", None) or config.dataset.seq_length
+
+
 def _image_tokens(config: ConfigContainer) -> int:
     """As many as samples may have, shared out evenly over the ranks that share images."""
     model: Any = config.model
     if getattr(model, "vision", None) is None:
         return 0
-    most = getattr(config.dataset, "max_image_tokens", None) or config.dataset.seq_length
+    most = images_of_row(config)
     ranks = model.tensor_model_parallel_size * model.context_parallel_size if model.share_images else 1
     return -(-config.train.micro_batch_size * most // ranks)
 

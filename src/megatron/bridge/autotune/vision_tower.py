@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a vision tower for the images of a microbatch, counted on tensors without memory.
+"""Memory and operations of a vision tower for images, counted on tensors without memory.
 
 A tower is transformers' own code, for which there are no formulas. Its forward and its backward pass run on the meta
 device, and the storages that are alive are counted. Attention keeps what fused kernels keep: no scores.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.models.vision.tower import dummy_media, encode
@@ -51,6 +52,17 @@ def tower_counts(tower: Any, tokens: int) -> TowerCounts:
             found.rows.backward(torch.empty_like(found.rows))
     scale = tokens / sum(found.counts)
     return TowerCounts(round(kept * scale), round((live.peak - kept) * scale))
+
+
+def tower_flops(tower: Any, tokens: int) -> float:
+    """Operations of a forward and a backward pass for ``tokens`` tokens of images; see ``tower_counts``."""
+    if tower.config.model_type in READ_ON_THE_HOST or not tokens:
+        return 0.0
+    with FlopCounterMode(display=False) as counter, _HostSizes(), _dropped_gradients(tower):
+        found = encode(tower, _images(tower, tokens))
+        if found.rows.requires_grad:
+            found.rows.backward(torch.empty_like(found.rows))
+    return counter.get_total_flops() * tokens / sum(found.counts)
 
 
 def _images(tower: Any, tokens: int) -> dict[str, Tensor]:

@@ -222,5 +222,5 @@ def test_the_command_line_is_read_before_the_data(tmp_path, tokenizer_dir, capsy
     ]
     assert main(command) == 1
     told = capsys.readouterr().err
-    assert "--html=/nope/page.html" in told
+    assert "--html /nope/page.html" in told
     assert "No such file or directory" in told

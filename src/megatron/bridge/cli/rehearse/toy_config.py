@@ -201,7 +201,7 @@ def _moe_sizes(model: Any, dimensions: ParallelDimensions) -> dict[str, Any]:
         "moe_ffn_hidden_size": HIDDEN_SIZE * 3 // 4,
     }
     if model.moe_shared_expert_intermediate_size:
-        values["moe_shared_expert_intermediate_size"] = HIDDEN_SIZE // 2
+        values["moe_shared_expert_intermediate_size"] = HIDDEN_SIZE * 3 // 4
     if model.moe_router_num_groups:
         values |= {"moe_router_num_groups": 2, "moe_router_group_topk": min(model.moe_router_group_topk or 2, 2)}
     return values

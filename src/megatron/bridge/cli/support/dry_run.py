@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron.bridge.autotune import meta_model
-from megatron.bridge.autotune.activations import sizes_of
+from megatron.bridge.autotune.activations import images_of_row, sizes_of
 from megatron.bridge.autotune.gpus import GPUS, fits, gpu_name
 from megatron.bridge.autotune.memory import RankMemory, fullest_stage, memory_per_rank
 from megatron.bridge.autotune.predict import predict
@@ -19,7 +19,7 @@ from megatron.bridge.autotune.report import page, time_lines
 from megatron.bridge.autotune.search.candidate import as_overrides
 from megatron.bridge.autotune.search.explain import nearest_fit
 from megatron.bridge.autotune.search.search import Search
-from megatron.bridge.autotune.vision_tower import READ_ON_THE_HOST
+from megatron.bridge.autotune.vision_tower import READ_ON_THE_HOST, tower_flops
 from megatron.bridge.cli.support import summary
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.models.flops import local_flops_per_token
@@ -178,9 +178,19 @@ def _compute(config: "ConfigContainer", world_size: int, kind: str, teacher: "Mo
     step = config.train.global_batch_size * length * token
     total = BatchSize(config.train).samples_after(config.train.train_iters) * length * token
     yield f"compute: {step:.3g} model FLOPs per step, {total:.3g} in total, without recomputation"
+    yield from _compute_of_tower(config)
     if kind in GPUS:
         steps = round(total / step)
         yield from time_lines(predict(config, world_size, kind), steps, f"{world_size} x {kind}")
+
+
+def _compute_of_tower(config: "ConfigContainer") -> Iterator[str]:
+    """Operations of the vision tower for samples with as many tokens of images as they may have."""
+    tower = getattr(meta_model.whole_model(config.model), "vision", None)
+    if tower is None or not (flops := tower_flops(tower, tokens := images_of_row(config))):
+        return
+    batch = config.train.global_batch_size
+    yield f"vision tower: {flops * batch:.3g} FLOPs more per step, with {tokens:,} tokens of images in each row"
 
 
 def _model_with_adapters(config: "ConfigContainer") -> Any:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The logits that ``verify`` and examples/conversion/compare_models.py compare."""
 
+import inspect
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.bridge.utils.errors import UserError
@@ -46,24 +47,24 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
 
 
 def judged(
-    bridge: Any, ids: "Tensor", found: "ModelOutputs", given: float | None = None
+    bridge: Any, ids: "Tensor", found: "ModelOutputs", given: float | None = None, extra: dict[str, Any] | None = None
 ) -> "tuple[ModelOutputs, LogitComparison, float]":
     """What transformers computes for the tokens, how far ``found`` is from that, and how far it may be.
 
     Half precision moves the logits of some models by more than the tolerance, in transformers, too. Such a model
     is compared with transformers in float32, from which it may be twice as far as transformers in half precision
-    is. A tolerance that the user has ``given`` is taken as it is.
+    is. A tolerance that the user has ``given`` is taken as it is. ``extra`` are further inputs of transformers' model.
     """
     import torch
 
     from megatron.bridge.models.conversion.check.compare_logits import compare
     from megatron.bridge.utils.console import console
 
-    reference = reference_activations(bridge, ids)
+    reference = reference_activations(bridge, ids, extra=extra)
     report, usual = compare(reference, found), tolerance_of(bridge.hf_config.dtype)
     if given is not None or report.relative <= usual or usual == TOLERANCES["float32"]:
         return reference, report, usual if given is None else given
-    exact = reference_activations(bridge, ids, torch.float32)
+    exact = reference_activations(bridge, ids, torch.float32, extra)
     rounding = compare(exact, reference).relative
     console().print(
         f"logits differ by {report.relative:.3g} of their standard deviation; {bridge.hf_config.dtype} moves "
@@ -72,7 +73,9 @@ def judged(
     return exact, compare(exact, found), 2 * rounding
 
 
-def reference_activations(bridge: Any, ids: "Tensor", dtype: Any = None) -> "ModelOutputs":
+def reference_activations(
+    bridge: Any, ids: "Tensor", dtype: Any = None, extra: dict[str, Any] | None = None
+) -> "ModelOutputs":
     """What transformers computes for the tokens in ``dtype``, or in that of the model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -92,4 +95,6 @@ def reference_activations(bridge: Any, ids: "Tensor", dtype: Any = None) -> "Mod
     )
     device = torch.cuda.current_device()
     model: Any = hf.eval()
-    return compare_logits.run_hf(model.to(device), ids.to(device))
+    known = inspect.signature(model.forward).parameters
+    inputs = {name: value.to(device) for name, value in (extra or {}).items() if name in known}
+    return compare_logits.run_hf(model.to(device), ids.to(device), **inputs)

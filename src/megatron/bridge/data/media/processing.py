@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _REMOTE = ("NemotronH_Nano_VL_V2",)
 """Models whose config and image processor are remote code, which need not run."""
+BY_SAMPLE = ("idefics3", "smolvlm")
+"""Families in which transformers' tensors are [samples, tiles, ...]."""
 _TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "pixel_attention_mask")
 
 
@@ -191,7 +193,7 @@ class MediaProcessor:
         except (ValueError, RuntimeError) as error:
             raise _unusable(image, error) from error
         tensors = {name: torch.as_tensor(found[name]) for name in _TENSORS if name in found}
-        if self.kind in ("idefics3", "smolvlm"):  # [samples, tiles, ...], of one sample
+        if self.kind in BY_SAMPLE:  # of one sample
             tensors = {name: value[0] for name, value in tensors.items()}
         return tensors
 
@@ -224,10 +226,10 @@ def _unusable(image: ImageReference, error: Exception) -> UserError:
 def _config(path: str) -> Mapping[str, Any]:
     from transformers import AutoConfig
 
-    raw = _json(path, "config.json")
-    if raw.get("model_type") in _REMOTE:
-        return raw
     try:
+        raw = _json(path, "config.json")
+        if raw.get("model_type") in _REMOTE:
+            return raw
         return AutoConfig.from_pretrained(path).to_dict()
     except (OSError, ValueError, KeyError) as error:
         raise UserError(

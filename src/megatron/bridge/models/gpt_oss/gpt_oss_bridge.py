@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss: attention sinks, alternating windows, experts with biases behind a clamped, shifted gate."""
 
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.fusions import fused_bias_geglu
 
 from megatron.bridge.models.families import *
 
@@ -34,7 +34,7 @@ class GptOssBridge(DecoderBridge):
         **SOFTMAX_ROUTING,
         "add_bias_linear": True,
         "softmax_type": "learnable",
-        "activation_func": quick_gelu,
+        "activation_func": fused_bias_geglu.quick_gelu,
         "glu_linear_offset": 1.0,
     }
     irrelevant = {

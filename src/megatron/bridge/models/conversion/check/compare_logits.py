@@ -67,7 +67,8 @@ def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
 
 
 @torch.no_grad()
-def run_hf(model: Any, ids: Tensor) -> ModelOutputs:
+def run_hf(model: Any, ids: Tensor, **extra: Any) -> ModelOutputs:
+    """Run transformers' model on token ids [rows, sequence]; ``extra`` are tensors of images, for example."""
     # the outermost list of modules; architectures have other names for it than ``layers``
     layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     hidden: dict[str, Tensor] = {}
@@ -79,15 +80,18 @@ def run_hf(model: Any, ids: Tensor) -> ModelOutputs:
     first = layers[0].register_forward_pre_hook(keep_embedding)
     try:
         with _recorded({f"layer {index}": layer for index, layer in enumerate(layers)}, hidden):
-            logits = model(input_ids=ids, use_cache=False).logits
+            logits = model(input_ids=ids, use_cache=False, **extra).logits
     finally:
         first.remove()
     return ModelOutputs(logits.cpu(), hidden)
 
 
 @torch.no_grad()
-def run_megatron(chunks: Sequence[nn.Module], ids: Tensor) -> ModelOutputs:
-    """Run this rank's chunks on token ids [rows, sequence]; the result is whole on every rank."""
+def run_megatron(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> ModelOutputs:
+    """Run this rank's chunks on token ids [rows, sequence]; the result is whole on every rank.
+
+    ``extra`` are further arguments of the model: ``media``, or ``position_ids`` instead of the usual ones.
+    """
     hidden: dict[str, Tensor] = {}
     modules: dict[str, nn.Module] = {}
     for chunk in map(unwrap, chunks):
@@ -97,7 +101,7 @@ def run_megatron(chunks: Sequence[nn.Module], ids: Tensor) -> ModelOutputs:
             number = global_name(chunk, f"decoder.layers.{index}.").split(".")[2]
             modules[f"layer {number}"] = layer
     with _recorded(modules, hidden):
-        logits = _pipeline(chunks, ids)
+        logits = _pipeline(chunks, ids, extra)
     config: Any = unwrap(chunks[0]).config
     whole = {name: _batch_first(state, config) for name, state in hidden.items()}
     stages = exchange.all_gather_stages((logits, whole))
@@ -107,11 +111,24 @@ def run_megatron(chunks: Sequence[nn.Module], ids: Tensor) -> ModelOutputs:
     )
 
 
-def _pipeline(chunks: Sequence[nn.Module], ids: Tensor) -> Tensor | None:
+@torch.no_grad()
+def logits_of(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> Tensor:
+    """The logits alone, on every rank; see ``run_megatron``."""
+    return next(found for found in exchange.all_gather_stages(_pipeline(chunks, ids, extra)) if found is not None)
+
+
+def _pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -> Tensor | None:
     """One forward pass through all stages; the logits on the last one."""
     found: list[Tensor] = []
     ids = ids.to(torch.cuda.current_device())
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    usual = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    inputs: dict[str, Any] = {"attention_mask": None, **extra}
+    inputs["position_ids"] = extra.get("position_ids", usual).to(ids.device)
+    dtype = cast(Any, unwrap(chunks[0])).config.params_dtype
+    media: dict[str, Tensor] = extra.get("media") or {}
+    if media:  # sizes stay on the host, which reads them
+        moved = {name: value.to(ids.device, dtype) for name, value in media.items() if value.is_floating_point()}
+        inputs["media"] = media | moved
 
     def step(_: Any, chunk: Any) -> tuple[Tensor, Any]:
         def keep(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -120,7 +137,7 @@ def _pipeline(chunks: Sequence[nn.Module], ids: Tensor) -> Tensor | None:
             found.append(torch.cat(shards, dim=-1).cpu())
             return logits.sum(), {}
 
-        return chunk(input_ids=ids, position_ids=positions, attention_mask=None), keep
+        return chunk(input_ids=ids, **inputs), keep
 
     get_forward_backward_func()(
         forward_step_func=step,
