@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.bridge.data.samplers import (
+    BalancedSampler,
     MegatronPretrainingBatchSampler,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
@@ -153,3 +154,34 @@ def test_random_order_resumes_where_it_stopped(layout, sharded):
     for _ in range(steps * accumulation):
         next(whole)
     assert [next(whole) for _ in range(8)] == [next(resumed) for _ in range(8)]
+
+
+@given(layouts(), st.lists(st.integers(0, 50), min_size=1, max_size=70))
+def test_a_balanced_global_batch_has_the_same_samples(layout, costs):
+    micro, ranks, accumulation, total, steps = layout
+    batch = micro * ranks * accumulation
+    sizes = (total, steps * batch, micro, batch)
+    samplers = [BalancedSampler(lambda k: costs[k % len(costs)], *sizes, rank, ranks) for rank in range(ranks)]
+    left = total // batch - steps
+    found = global_batches(samplers, accumulation, left)
+    assert [sorted(ids) for ids in found] == [
+        list(range(k * batch, (k + 1) * batch)) for k in range(steps, total // batch)
+    ]
+
+
+def test_2000_mixed_images_are_balanced_over_ranks():
+    """The largest rank's patches over the mean, averaged over global batches of 64 images on 8 ranks."""
+    rng = np.random.default_rng(0)
+    sides = rng.lognormal(np.log(700), 0.6, (2000, 2)).clip(56, 3000)  # from icons to photographs
+    costs = (sides // 28).prod(1).astype(int)
+
+    def unbalance(make):
+        draws = [list(make(rank)) for rank in range(8)]
+        steps = [[sum(costs[i] for ids in ranks for i in ids) for ranks in zip(*[iter(draw)] * 4)] for draw in draws]  # noqa: B905
+        work = np.array(steps)
+        return float((work.max(0) / work.mean(0)).mean())
+
+    usual = unbalance(lambda rank: MegatronPretrainingSampler(2000, 0, 2, rank, 8))
+    balanced = unbalance(lambda rank: BalancedSampler(lambda k: int(costs[k]), 2000, 0, 2, 64, rank, 8))
+    assert balanced <= 1.1 < 1.5 < usual
+    print(f"max/mean {usual:.2f} in random order, {balanced:.3f} balanced")  # noqa: T201

@@ -18,7 +18,7 @@ from megatron.bridge.data.finetuning.builder import build_finetuning_datasets
 from megatron.bridge.data.loaders import build_iterators, collate
 from megatron.bridge.data.media.positions import mrope_positions
 from megatron.bridge.data.preview.collect import preview
-from megatron.bridge.data.preview.render import to_html
+from megatron.bridge.data.preview.render import summary, to_html
 from megatron.bridge.data.records.formats import parse
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from megatron.bridge.data.vlm_datasets.hf_provider import MAKERS
@@ -235,6 +235,8 @@ def test_the_preview_shows_images(folder, tokenizer):
     dataset = finetuning(folder)
     data = build_iterators(dataset, tokenizer, (8, 0, 0), 2, 4)
     found = preview(dataset, data, tokenizer, (2, 4, 2))
+    assert "images by Qwen2VLImageProcessorPil, 64 to 768 pixels" in list(summary(found.splits[0]))
+    assert [batch.images for batch in found.first_batches] == [8, 10]
     shown = [part for sample in found.splits[0].samples for part in sample if part.image]
     assert [part.text for part in shown] == [
         "[image 20x12 -> 4 tokens]",

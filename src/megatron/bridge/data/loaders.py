@@ -12,6 +12,7 @@ from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig, DatasetRe
 from megatron.bridge.data.media.processing import join_media
 from megatron.bridge.data.pretraining.blend import get_blend_and_blend_per_split
 from megatron.bridge.data.samplers import (
+    BalancedSampler,
     MegatronPretrainingBatchSampler,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
@@ -72,6 +73,7 @@ class BatchIterator:
         read_ahead: without workers, a thread makes the next batch while this one is used. The dataset must then
             not use anything that the training uses, such as torch's random number generator.
         vocab_size: of the model, whose ids are below it; None checks none.
+        balance: give all ranks about as many tokens of images in a global batch, all of which have one size.
     """
 
     def __init__(
@@ -213,6 +215,7 @@ def build_iterators(
     consumed_valid: int = 0,
     image_share: tuple[int, int] | None = (0, 1),
     vocab_size: int | None = None,
+    balance: bool = True,
 ) -> Iterators:
     """Build the iterators of one data-parallel rank. All ranks must call this.
 
@@ -227,6 +230,7 @@ def build_iterators(
         consumed_valid: the same for validation.
         image_share: see ``DatasetRequest``.
         vocab_size: of the model, whose ids are below it; None checks none.
+        balance: give all ranks about as many tokens of images in a global batch, all of which have one size.
 
     Raises:
         UserError: the data is missing, damaged or too small.
@@ -242,7 +246,7 @@ def build_iterators(
         if dataset is None:
             return None
         _check_length(split, len(dataset), size, dataset_config, global_batch_size)
-        return make_iterator(dataset, dataset_config, shard, consumed, vocab_size=vocab_size)
+        return make_iterator(dataset, dataset_config, shard, consumed, vocab_size=vocab_size, balance=balance)
 
     return Iterators(*map(iterator, SPLITS, sizes, splits, (consumed_train, consumed_valid, 0)))
 
@@ -254,12 +258,15 @@ def make_iterator(
     consumed: int = 0,
     prefetch: bool = True,
     vocab_size: int | None = None,
+    balance: bool = True,
 ) -> BatchIterator:
     """The microbatches of a rank after the first ``consumed`` samples; ``prefetch=False`` reads nothing ahead."""
     micro, whole, rank, ranks = shard
     common = (len(dataset), consumed, micro, rank, ranks)
 
     def make_sampler() -> Sampler:
+        if balance and config.dataloader_type != "cyclic" and ranks > 1 and getattr(dataset, "has_images", False):
+            return BalancedSampler(dataset.image_tokens, len(dataset), consumed, micro, whole, rank, ranks)
         if config.dataloader_type == "single":
             return MegatronPretrainingSampler(*common)
         if config.dataloader_type == "batch":

@@ -5,7 +5,7 @@ A sampler yields the sample ids of one microbatch at a time. Whatever the layout
 the samples ``[k * global_batch_size, (k + 1) * global_batch_size)`` of the order.
 """
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,9 +81,40 @@ class MegatronPretrainingBatchSampler(_Sampler):
     def __iter__(self) -> Iterator[list[int]]:
         last = self.total_samples - self.global_batch_size
         for first in range(self.consumed_samples, last + 1, self.global_batch_size):
-            mine = range(first, first + self.global_batch_size)[self.data_parallel_rank :: self.data_parallel_size]
+            mine = self._dealt(range(first, first + self.global_batch_size))
             for place in range(0, len(mine), self.micro_batch_size):
                 yield list(mine[place : place + self.micro_batch_size])
+
+    def _dealt(self, ids: range) -> Sequence[int]:
+        """This rank's samples of a global batch."""
+        return ids[self.data_parallel_rank :: self.data_parallel_size]
+
+
+class BalancedSampler(MegatronPretrainingBatchSampler):
+    """Samples in order, once; the samples of a global batch are dealt out so that all ranks have about as much work.
+
+    Each rank gets as many samples, the most expensive ones first. Further parameters are those of
+    ``MegatronPretrainingBatchSampler``.
+
+    Args:
+        cost: the work that a sample id makes.
+    """
+
+    def __init__(self, cost: Callable[[int], int], *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.cost = cost
+
+    def _dealt(self, ids: range) -> list[int]:
+        room = len(ids) // self.data_parallel_size
+        held: list[list[int]] = [[] for _ in range(self.data_parallel_size)]
+        work = [0] * self.data_parallel_size
+        costs = {number: self.cost(number) for number in ids}
+        for number in sorted(ids, key=lambda number: (-costs[number], number)):
+            free = (rank for rank in range(len(held)) if len(held[rank]) < room)
+            rank = min(free, key=lambda rank: (work[rank], rank))
+            held[rank].append(number)
+            work[rank] += costs[number]
+        return sorted(held[self.data_parallel_rank])
 
 
 class MegatronPretrainingRandomSampler(_Sampler):

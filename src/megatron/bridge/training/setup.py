@@ -238,6 +238,7 @@ def build_data(
         consumed_train=consumed,
         image_share=share,
         vocab_size=config.model.vocab_size,
+        balance=config.train.rampup_batch_size is None,
     )
 
 

@@ -68,6 +68,20 @@ class SampleRows(Dataset[Row]):
         return row if self.media is None else with_images(row, samples, self.media)
 
     @property
+    def has_images(self) -> bool:
+        """Whether rows may have images or videos."""
+        return self.media is not None
+
+    def image_tokens(self, index: int) -> int:
+        """Tokens of images and videos of a row."""
+        return self._image_tokens([index])
+
+    def _image_tokens(self, places: Sequence[int]) -> int:
+        if self.media is None:
+            return 0
+        return sum(self.media.tokens(image) for place in places for image in self.samples.images_of(place))
+
+    @property
     def fill(self) -> float | None:
         """Fraction of all rows that is not padding; None if rows have no fixed length."""
         if self.seq_length is None:
@@ -110,6 +124,9 @@ class PackedRows(SampleRows):
 
     def __getitem__(self, index: int) -> Row:
         return self._row(self.plan[index].tolist())
+
+    def image_tokens(self, index: int) -> int:
+        return self._image_tokens(self.plan[index].tolist())
 
 
 def make_row(
@@ -187,8 +204,14 @@ class EpochRows(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < self.size:
             raise IndexError(index)
-        epoch, place = divmod(index, len(self.rows))
-        return self.rows[self._row(epoch, place)]
+        return self.rows[self._row(*divmod(index, len(self.rows)))]
+
+    @property
+    def has_images(self) -> bool:
+        return getattr(self.rows, "has_images", False)
+
+    def image_tokens(self, index: int) -> int:
+        return self.rows.image_tokens(self._row(*divmod(index, len(self.rows))))
 
     def _row(self, epoch: int, place: int) -> int:
         if self.seed is None:
@@ -225,3 +248,10 @@ class BlendedRows(Dataset[Row]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self.parts[self.part_of[index]][int(self.place_in[index])]
+
+    @property
+    def has_images(self) -> bool:
+        return all(getattr(part, "has_images", False) for part in self.parts)
+
+    def image_tokens(self, index: int) -> int:
+        return self.parts[self.part_of[index]].image_tokens(int(self.place_in[index]))

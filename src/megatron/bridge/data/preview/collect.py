@@ -47,6 +47,7 @@ class SplitPreview:
     rows: int
     fill: float | None  # fraction of the rows that is not padding; None if rows have no fixed length
     samples: list[list[TextSegment]]
+    media: str  # the processor of images; "" without one
     titles: list[str]  # of each sample: its number, which answer of a pair it is, or its label
 
 
@@ -59,6 +60,7 @@ class RankBatch:
     tokens: int  # input tokens, including padding
     trained: int
     sequences: int  # samples, of which a packed row holds several
+    images: int | None  # tokens of images; None where there are none
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class _FirstBatch(NamedTuple):
     rank: int
     batch: Batch
     sample_ids: list[int]
+    images: int | None
 
 
 def preview(
@@ -134,6 +137,7 @@ def _preview_split(name: str, dataset: EpochRows, tokenizer: Tokenizer, samples:
         histogram=histogram(lengths),
         rows=len(rows),
         fill=rows.fill,
+        media=str(rows.media or ""),
         samples=[segments(rows.samples[place], tokenizer, rows.media) for place in range(len(titles))],
         titles=titles,
     )
@@ -203,11 +207,14 @@ def _first_batches(
         else:
             assert isinstance(train, BatchIterator), type(train)
             batches = make_iterator(train.dataset, config, shard, prefetch=False)
-        yield _FirstBatch(rank, next(batches), batches.sample_ids)
+        batch, ids = next(batches), batches.sample_ids
+        dataset: Any = batches.dataset if isinstance(batches, BatchIterator) else None
+        images = sum(map(dataset.image_tokens, ids)) if getattr(dataset, "has_images", False) else None
+        yield _FirstBatch(rank, batch, ids, images)
 
 
-def _rank_batch(rank: int, batch: Batch, ids: list[int]) -> RankBatch:
-    return RankBatch(rank, ids, batch["tokens"].numel(), int(batch["loss_mask"].sum()), _sequences(batch))
+def _rank_batch(rank: int, batch: Batch, ids: list[int], images: int | None) -> RankBatch:
+    return RankBatch(rank, ids, batch["tokens"].numel(), int(batch["loss_mask"].sum()), _sequences(batch), images)
 
 
 def _sequences(batch: Batch) -> int:

@@ -93,6 +93,8 @@ def _split(split: SplitPreview) -> ConsoleRenderable:
 def summary(split: SplitPreview) -> Iterator[str]:
     """Counts, lengths and packing, one sentence each."""
     yield f"{split.report.records:,} records of {split.source}: {'; '.join(split.report.lines())}"
+    if split.media:
+        yield f"images by {split.media}"
     yield f"length: mean {split.mean:.0f}, median {split.median:.0f}, longest {split.longest:,} tokens"
     fill = "" if split.fill is None else f", {split.fill:.2%} full"
     yield f"{split.rows:,} rows in an epoch{fill}"
@@ -123,9 +125,10 @@ def _text(segments: list[TextSegment]) -> Text:
 
 
 def _batches(batches: list[RankBatch]) -> Table:
-    columns = ("data rank", "samples", "sequences", "tokens", "in the loss")
+    columns = ["data rank", "samples", "sequences", "tokens", "in the loss"]
+    columns += [] if batches[0].images is None else ["of images"]
     table = Table(*columns, title="first microbatch of each data-parallel rank", box=None)
     for batch in batches:
-        counts = (batch.sequences, batch.tokens, batch.trained)
+        counts = (batch.sequences, batch.tokens, batch.trained, *([] if batch.images is None else [batch.images]))
         table.add_row(str(batch.rank), ", ".join(map(str, batch.samples)), *(f"{count:,}" for count in counts))
     return table
