@@ -4,7 +4,10 @@
 import base64
 import json
 import os
+import threading
+from collections import Counter
 from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -320,3 +323,38 @@ def test_folders_without_a_processor_are_refused(tmp_path, tokenizer):
     for path in (tmp_path, tmp_path / "missing"):
         rules = EncodingRules(1000, media=MediaRules(str(path), "."))
         refuses(lambda: RecordEncoder(tokenizer, rules), "dataset.hf_processor_path", str(path))  # noqa: B023
+
+
+@pytest.fixture
+def server(folder):
+    """A web server on the loopback interface with the pictures; how often each was asked for."""
+    asked = Counter()
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=str(folder))
+
+        def do_GET(self):
+            asked[self.path] += 1
+            super().do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{found.server_port}", asked
+        found.shutdown()
+
+
+def test_an_address_is_downloaded_once_where_that_is_allowed(tokenizer, rules, encode, server):
+    address, asked = server
+    allowed = RecordEncoder(tokenizer, replace(rules, media=replace(rules.media, fetches=True)))
+    record = chat({"type": "image_url", "image_url": {"url": f"{address}/a.png"}}, TEXT)
+    found = [allowed([("file:3", record)]).samples[0] for _ in range(2)]
+    assert asked == {"/a.png": 1}
+    assert found[0].tokens.tolist() == encode(chat(image("a.png"), TEXT)).samples[0].tokens.tolist()
+    for path, words in (("/missing.png", ("404",)), ("/page.jpg", ("cannot be read",))):
+        wrong = chat(image(f"{address}{path}", "url"), TEXT)
+        refuses(lambda record=wrong: allowed([("file:3", record)]), "file:3", *words)
+    refuses(lambda: encode(record), "file:3", "dataset.fetch_urls")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
+from megatron.bridge.data.media.fetching import fetched
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
 from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
@@ -103,6 +104,8 @@ class MediaProcessor:
 
     def references(self, named: Iterable[tuple[str, Any]], where: str) -> list[MediaReference]:
         """References to what a record names: ``image`` or ``video``, and what it says about it."""
+        if self._rules.fetches:
+            named = [(kind, fetched(raw, self.root, where)) for kind, raw in named]
         found = [(refer_video if kind == "video" else refer)(raw, self.root, where) for kind, raw in named]
         if any(isinstance(item, VideoReference) for item in found):
             self._load_videos(where)

@@ -98,7 +98,7 @@ def source_of(raw: Any, root: Path, where: str, kind: str) -> str:
     if raw.startswith(_DATA):
         return raw
     if raw.startswith(_URLS):
-        raise UserError(f"{where}: the {kind} {raw} is on the network: download it, and give its path")
+        raise UserError(f"{where}: the {kind} {raw} is on the network: download it, or set dataset.fetch_urls=true")
     return str(_inside(raw.removeprefix(_FILE), root, where, kind))
 
 

@@ -95,6 +95,9 @@ class RecordDatasetConfig(DatasetConfig):
     max_image_tokens: int | None = None
     """Tokens of images that a sample, or a packed row, has at most, which bounds the memory of the vision tower. A
     sample with more is treated as one that is too long. None stands for ``seq_length``."""
+    fetch_urls: bool = False
+    """Download images and videos that records name by an address (http, https), once, into ``.fetched`` below
+    ``media_root``. A record can then make this machine send requests to any address that it reaches."""
     fps: float | None = None
     """Frames of each second of a video that are used. None leaves it to the video processor."""
     max_frames: int | None = None
@@ -149,7 +152,7 @@ class RecordDatasetConfig(DatasetConfig):
         """How images are processed; None if there are none."""
         if self.hf_processor_path is None:
             return None
-        limits = (self.min_pixels, self.max_pixels, self.max_image_tokens, self.fps, self.max_frames)
+        limits = (self.min_pixels, self.max_pixels, self.max_image_tokens, self.fetch_urls, self.fps, self.max_frames)
         return MediaRules(self.hf_processor_path, self.media_folder, *limits)
 
     def problems(self) -> list[str]:
