@@ -113,6 +113,23 @@ def test_a_resumed_run_goes_on_bitwise(folders, tmp_path):
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
+def resumed(folder, root, iterations, model=None):
+    saved = {"save": str(root), "save_interval": 2, "load": str(root)}
+    checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), **saved)
+    return vision_run.run(
+        folder, model=model, checkpoint=checkpoint, train={"train_iters": 4, "exit_interval": iterations}
+    )
+
+
+def test_a_run_changes_its_layout_in_the_middle(two_workers, folders, singles, tmp_path):
+    folder = folders("qwen2_5_vl")
+    whole = resumed(folder, tmp_path / "whole", 4)
+    leave()
+    first = two_workers.run(resumed, folder, tmp_path / "half", 2, LAYOUTS["TP2+SP"])[0]
+    rest = two_workers.run(resumed, folder, tmp_path / "half", 4, LAYOUTS["CP2"])[0]
+    assert first.losses + rest.losses == pytest.approx(whole.losses, rel=1e-5)
+
+
 def train_to_the_end(folder, root):
     saved = {"save": str(root), "save_interval": 1, "most_recent_k": 2, "load": str(root)}
     checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), **saved)
