@@ -104,6 +104,7 @@ def test_the_preview_shows_videos(folder):
     tokenizer = HuggingFaceTokenizer(str(folder))
     data = build_iterators(dataset, tokenizer, (1, 0, 0), 1, 1)
     found = preview(dataset, data, tokenizer, (1, 1, 1))
+    assert found.splits[0].media.endswith("pixels; videos by Qwen2VLVideoProcessor, all frames")
     shown = [part.text for part in found.splits[0].samples[0] if part.image]
     assert shown == [f"[video 44x30, 8 frames -> {found.splits[0].report.image_tokens} tokens]"]
     assert to_html(found).count("data:image/png;base64,") == 4  # frames of it

@@ -91,6 +91,20 @@ def run_cell(folder, layout, kind):
     return vision_run.run(folder, model=LAYOUTS[layout], kind=kind)
 
 
+@pytest.mark.slow
+def test_loss_curves_of_four_processes_and_of_one_are_the_same(four_workers, folders):
+    folder, train = folders("qwen2_5_vl"), {"train_iters": 30}
+    single = vision_run.run(folder, train=train)
+    leave()
+    layout = LAYOUTS["TP2+SP"] | LAYOUTS["CP2"]
+    assert single.losses[-1] < 0.8 * single.losses[0]
+    assert four_workers.run(run_long, folder, layout, train)[0].losses == pytest.approx(single.losses, rel=1e-3)
+
+
+def run_long(folder, layout, train):
+    return vision_run.run(folder, model=layout, train=train)
+
+
 def test_losses_of_packed_and_padded_samples_are_equal(singles):
     """One step over all samples: how they share rows changes nothing."""
     padded, free = (singles("qwen2_5_vl", kind) for kind in ("padded", "padding-free"))

@@ -84,12 +84,13 @@ class MediaProcessor:
         """What a chat template writes for a video, or for an image."""
         return self.videos.placeholder if isinstance(media, VideoReference) else self.expansion.placeholder
 
-    def __str__(self) -> str:
-        """The processor, and how many pixels an image has at least and at most, where it says that."""
+    def description(self, has_videos: bool) -> str:
+        """The processors, and their limits where they say them: pixels of an image, frames of a video."""
         size = getattr(self.hf_processor, "size", None) or {}
         limits = [f"{size[edge]:,}" for edge in ("shortest_edge", "longest_edge") if size.get(edge)]
-        name = type(self.hf_processor).__name__
-        return f"{name}, {' to '.join(limits)} pixels" if len(limits) == 2 else name
+        pixels = f", {' to '.join(limits)} pixels" if len(limits) == 2 else ""
+        videos = f"; videos by {self.videos.description}" if has_videos else ""
+        return f"images by {type(self.hf_processor).__name__}{pixels}{videos}"
 
     def key(self) -> str:
         """A hash of everything that the tokens of an image depend on."""

@@ -51,6 +51,14 @@ class VideoProcessor:
         self._per_second: float | None = values["vision_config"]["tokens_per_second"] if kind == "qwen2_5_vl" else None
         self._sized: dict[tuple[Any, ...], Any] = {}
 
+    @property
+    def description(self) -> str:
+        """The processor, and which frames it uses."""
+        found = self.processor.video_processor
+        most = getattr(found, "max_frames", None) or getattr(found, "num_frames", None)
+        chosen = f"{found.fps or 'some'} frames per second" + (f", at most {most:,}" if most else "")
+        return f"{type(found).__name__}, {chosen if found.do_sample_frames else 'all frames'}"
+
     def text(self, video: VideoReference) -> str:
         return self.processor.replace_video_token(self._without_pixels(video), 0)
 

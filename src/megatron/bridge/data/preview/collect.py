@@ -47,7 +47,7 @@ class SplitPreview:
     rows: int
     fill: float | None  # fraction of the rows that is not padding; None if rows have no fixed length
     samples: list[list[TextSegment]]
-    media: str  # the processor of images; "" without one
+    media: str  # the processors of images and videos; "" without one
     titles: list[str]  # of each sample: its number, which answer of a pair it is, or its label
 
 
@@ -137,7 +137,7 @@ def _preview_split(name: str, dataset: EpochRows, tokenizer: Tokenizer, samples:
         histogram=histogram(lengths),
         rows=len(rows),
         fill=rows.fill,
-        media=str(rows.media or ""),
+        media=rows.media.description(dataset.report.videos > 0) if rows.media else "",
         samples=[segments(rows.samples[place], tokenizer, rows.media) for place in range(len(titles))],
         titles=titles,
     )

@@ -94,7 +94,7 @@ def summary(split: SplitPreview) -> Iterator[str]:
     """Counts, lengths and packing, one sentence each."""
     yield f"{split.report.records:,} records of {split.source}: {'; '.join(split.report.lines())}"
     if split.media:
-        yield f"images by {split.media}"
+        yield split.media
     yield f"length: mean {split.mean:.0f}, median {split.median:.0f}, longest {split.longest:,} tokens"
     fill = "" if split.fill is None else f", {split.fill:.2%} full"
     yield f"{split.rows:,} rows in an epoch{fill}"
