@@ -63,7 +63,8 @@ def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool 
         if hasattr(tower, name):
             delattr(tower, name)
     for parameter in tower.parameters():
-        parameter.data = parameter.data.to(dtype)
+        drawn = parameter.data
+        parameter.data = drawn.to(dtype) if initialize else torch.empty_like(drawn, dtype=dtype)
     for module in tower.modules():
         module.keeps_buffers_exact = True
     if hasattr(tower, "visual"):
