@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run every benchmark in a process of its own: ``python -m benchmarks``."""
+"""Run every benchmark in a process of its own: ``python -m benchmarks``, or one: ``python -m benchmarks NAME ...``."""
 
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ COMMANDS = (
     "conversion.py --planning tests/families/published/deepseek-ai--DeepSeek-V3.json",
     "training.py --size 32m",
     "training.py --size 100m --rounds 2",
+    "vision_training.py",
     "checkpoint.py --parameters 200",
     "overhead.py",
     "startup.py",
@@ -32,12 +35,16 @@ COMMANDS = (
 
 
 def main() -> int:
-    """Run them in turn; the exit code is 1 if one failed."""
-    failed = 0
-    for command in COMMANDS:
-        script, *arguments = command.split()
+    """Run them, or the one that is named, in turn; the exit code is 1 if one failed."""
+    failed, (name, *options) = 0, sys.argv[1:] or [""]
+    # scripts import each other by name, and packages from the repository
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    for command in [shlex.join([f"{name}.py", *options])] if name else COMMANDS:
+        script, *arguments = shlex.split(command)
         print(f"\n## benchmarks/{command}\n", flush=True)
-        done = subprocess.run([sys.executable, str(Path(__file__).with_name(script)), *arguments], check=False)
+        path = str(Path(__file__).with_name(script))
+        done = subprocess.run([sys.executable, path, *arguments], check=False, env=environment)
         failed |= done.returncode != 0
     return failed
 
