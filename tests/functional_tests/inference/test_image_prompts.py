@@ -52,7 +52,10 @@ def built(folder, **sizes):
     return [chunk.eval() for chunk in model]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vl", "internvl", "smolvlm"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2_5_vl", "gemma3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("internvl", "smolvlm"))],
+)
 def test_answers_are_those_of_transformers(run_in_process, folders, name):
     prompt = asked(folders(name))
     assert answer(built(folders(name)), prompt, TOKENS) == hf_answer(folders(name), prompt)

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["packed", pytest.param("padded", marks=pytest.mark.slow)])
 def test_both_train_on_the_same(folder, layout):
     torch.set_num_threads(1)
     theirs = vision_training.Trainer(folder, ARGS, layout, "fp32")
@@ -53,6 +53,7 @@ def test_speed_is_in_tokens():
     assert lines[1] == ["Megatron Bridge", "1", "2000", "3.00", "150", "1.50", "2.00"]
 
 
+@pytest.mark.slow
 def test_the_command():
     words = "--size toy --seq-length 256 --rounds 1 --steps 1 --wait 1 --threads 1 --layout packed --precision bf16"
     command = [sys.executable, "-m", "benchmarks", "vision_training", *words.split()]
