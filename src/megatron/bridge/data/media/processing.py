@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images and videos as a model takes them: expanded placeholders before tokenizing, pixels when a batch is made.
 
-Pixels are computed by transformers' image processor of the checkpoint. Its composite processor is not used: it
-would decode images in order to count tokens, and would lose which characters belong to an answer.
+Pixels are computed by transformers' processors of the checkpoint. Its composite processor is not called: it would
+decode images in order to count tokens, and would lose which characters belong to an answer.
 """
 
 import hashlib
@@ -149,14 +149,14 @@ class MediaProcessor:
         """Positions [3, sequence] of the tokens of one sample."""
         image, video = self.token_ids
         types = np.where(tokens == image, IMAGE, np.where(tokens == video, VIDEO, TEXT))
-        films = [item for item in media if isinstance(item, VideoReference) and self._is_film(item)]
+        videos = [item for item in media if isinstance(item, VideoReference) and self._is_video(item)]
         return mrope_positions(
             types,
-            [grid for item in media if not self._is_film(item) for grid in self._grids(item)],
-            [self._grids(film)[0] for film in films],
+            [grid for item in media if not self._is_video(item) for grid in self._grids(item)],
+            [self._grids(item)[0] for item in videos],
             merge=self.hf_processor.merge_size,
-            time_steps=[self.videos.time_step(film) for film in films],
-            split_frames=bool(films) and self.videos.splits_frames,
+            time_steps=[self.videos.time_step(item) for item in videos],
+            split_frames=bool(videos) and self.videos.splits_frames,
         )
 
     def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
@@ -168,8 +168,8 @@ class MediaProcessor:
         parts = [self._part(item, own) for item, own in zip(media, self._own(media), strict=True)]
         return join_media(parts)
 
-    def _is_film(self, item: MediaReference) -> bool:
-        """Whether it is a video, and not, as such, a row of images."""
+    def _is_video(self, item: MediaReference) -> bool:
+        """Whether it is a video to the model, to which those of some families are rows of images."""
         return isinstance(item, VideoReference) and self.videos.has_own_token
 
     def _grids(self, item: MediaReference) -> list[Any]:
@@ -179,7 +179,7 @@ class MediaProcessor:
         """Of each grid whether this rank encodes it: shared out as the tower does it, images before videos."""
         rank, ranks = self.share or (0, 1)
         grids = [self._grids(item) if self.has_grids else [] for item in media]
-        order = sorted(range(len(media)), key=lambda place: self._is_film(media[place]))
+        order = sorted(range(len(media)), key=lambda place: self._is_video(media[place]))
         owners = iter(share_out([math.prod(grid) for place in order for grid in grids[place]], ranks))
         own = {place: [next(owners) == rank for _ in grids[place]] for place in order}
         return [own[place] for place in range(len(media))]
@@ -188,7 +188,7 @@ class MediaProcessor:
         """The tensors of one image or video; of patches, those of the grids that are this rank's ``own``."""
         if all(own):
             return self.videos.pixels(item) if isinstance(item, VideoReference) else self._pixels(item)
-        name, grids = ("video" if self._is_film(item) else "image"), self._grids(item)
+        name, grids = ("video" if self._is_video(item) else "image"), self._grids(item)
         tensors = {f"{name}_grid_thw": torch.tensor(grids)}
         if any(own):
             found = self._part(item, [])

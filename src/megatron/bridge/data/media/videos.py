@@ -55,9 +55,11 @@ class VideoProcessor:
     def description(self) -> str:
         """The processor, and which frames it uses."""
         found = self.processor.video_processor
+        if not found.do_sample_frames:
+            return f"{type(found).__name__}, all frames"
         most = getattr(found, "max_frames", None) or getattr(found, "num_frames", None)
-        chosen = f"{found.fps or 'some'} frames per second" + (f", at most {most:,}" if most else "")
-        return f"{type(found).__name__}, {chosen if found.do_sample_frames else 'all frames'}"
+        chosen = [f"{found.fps:g} frames per second"] if found.fps else []
+        return ", ".join([type(found).__name__, *chosen, *([f"at most {most:,} frames"] if most else [])])
 
     def text(self, video: VideoReference) -> str:
         return self.processor.replace_video_token(self._without_pixels(video), 0)
@@ -91,9 +93,8 @@ class VideoProcessor:
             return {name: found[name] for name in ("pixel_values_videos", "video_grid_thw")}
         if "video_grid_thw" in found:
             return {"pixel_values": found["pixel_values_videos"], "image_grid_thw": torch.tensor(self.grids(video))}
-        names = {"pixel_values_videos": "pixel_values", "pixel_values": "pixel_values"}
-        names["pixel_attention_mask"] = "pixel_attention_mask"
-        return {names[name]: value[0] for name, value in found.items() if name in names}
+        names = ("pixel_values_videos", "pixel_values", "pixel_attention_mask")
+        return {name.removesuffix("_videos"): found[name][0] for name in names if name in found}
 
     def _without_pixels(self, video: VideoReference) -> Any:
         """What the processor makes of a video of this size."""
@@ -101,13 +102,14 @@ class VideoProcessor:
         key = (video.frames, video.fps, video.height, video.width, listed)
         if key not in self._sized:
             empty = torch.empty(video.frames, 3, video.height, video.width, dtype=torch.uint8, device="meta")
-            found = self._sized[key] = self._processed(video, empty, False if listed else None)
+            found = self._processed(video, empty, False if listed else None)
             used = len(found["video_metadata"][0].frames_indices)
             if used * video.height * video.width > MAX_PIXELS:
                 raise UserError(
                     f"{video.where}: {used:,} frames of {_named(video)} with {video.width}x{video.height} pixels are "
                     f"more than {MAX_PIXELS:,} pixels: set dataset.fps and dataset.max_frames, or make it smaller"
                 )
+            self._sized[key] = found
         return self._sized[key]
 
     def _processed(self, video: VideoReference, frames: Tensor, sample: bool | None) -> Any:
