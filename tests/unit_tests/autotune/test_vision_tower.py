@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from megatron.core import tensor_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.autotune import activations, meta_model
@@ -13,7 +15,7 @@ from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.autotune.memory import memory_per_rank
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.search.search import candidate_of
-from megatron.bridge.autotune.vision_tower import NO_TOWER, _dropped_gradients, _images, tower_counts
+from megatron.bridge.autotune.vision_tower import NO_TOWER, _dropped_gradients, _images, tower_counts, tower_flops
 from megatron.bridge.backends.kernels import eager
 from megatron.bridge.models.vision.merge import media_rows
 from megatron.bridge.models.vision.tower import build_tower, encode
@@ -34,6 +36,8 @@ NAMES = [
     "mistral3",
     "paligemma",
     "nemotron_nano_vl",
+    "smolvlm",
+    "idefics3",
 ]
 
 
@@ -73,6 +77,18 @@ def test_counts_are_those_of_a_real_tower(name):
     assert counts.kept + counts.working == pytest.approx(live.peak * scale, rel=0.01)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_are_those_of_a_real_tower(name):
+    meta, tower = towers(name)
+    media = real(_images(meta, TOKENS))
+    # fused kernels of a CPU are not counted
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, _dropped_gradients(tower):
+        found = encode(tower, media)
+        found.rows.backward(torch.ones_like(found.rows))
+    expected = counter.get_total_flops() * TOKENS / sum(found.counts)
+    assert tower_flops(meta, TOKENS) == pytest.approx(expected, rel=0.01)
+
+
 def test_attention_of_the_tower_is_as_before():
     meta, _ = towers("qwen2_5_vl")
     name = meta.visual.config._attn_implementation
@@ -80,7 +96,7 @@ def test_attention_of_the_tower_is_as_before():
     assert meta.visual.config._attn_implementation == name
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "idefics3", "nemotron_h_omni"])
+@pytest.mark.parametrize("name", ["nemotron_h_omni"])
 def test_towers_that_read_their_images_are_not_counted(name):
     meta, _ = towers(name)
     assert tower_counts(meta, TOKENS) == NO_TOWER

@@ -20,7 +20,7 @@ from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.models.vision.tower import dummy_media, encode
 
 _NAME = "megatron_bridge_counted"
-READ_ON_THE_HOST = ("idefics3", "smolvlm", "nemotron_h_omni")
+READ_ON_THE_HOST = ("nemotron_h_omni",)
 """Towers whose code reads numbers of the images, which the meta device does not have."""
 
 
@@ -119,11 +119,21 @@ def _attend(
 
 
 class _HostSizes(TorchFunctionMode):
-    """Sizes of images that transformers would send to the device, to read them there, stay on the host."""
+    """What transformers reads of images: sizes stay on the host, and no image, and no part of one, is padding."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stays = getattr(func, "__name__", "") == "as_tensor"
-        return func(*args, **({} if stays else kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name == "as_tensor":
+            return func(*args)
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            chosen = args[1] if len(args) > 1 else None
+            if name in ("__getitem__", "__setitem__") and getattr(chosen, "dtype", None) == torch.bool:
+                return args[0].clone() if name == "__getitem__" else None
+            if name == "tolist":  # images of each sample
+                return [1] * len(args[0])
+            if name == "__bool__":  # whether all of a mask is set
+                return True
+        return func(*args, **(kwargs or {}))
 
 
 class _Attention(torch.autograd.Function):
