@@ -20,8 +20,6 @@ from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.models.vision.tower import dummy_media, encode
 
 _NAME = "megatron_bridge_counted"
-READ_ON_THE_HOST = ("nemotron_h_omni",)
-"""Towers whose code reads numbers of the images, which the meta device does not have."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,10 @@ def tower_counts(tower: Any, tokens: int) -> TowerCounts:
         tower: What ``build_tower`` made, on the meta device.
         tokens: Tokens of the decoder that features replace.
     """
-    if tower.config.model_type in READ_ON_THE_HOST or not tokens:
+    if not tokens:
         return NO_TOWER
     media = _images(tower, tokens)
-    with LiveBytes() as live, _HostSizes(), _fused_attention(tower), _dropped_gradients(tower):
+    with LiveBytes() as live, _HostSizes(tower), _fused_attention(tower), _dropped_gradients(tower):
         found = encode(tower, media)
         kept = live.now
         if found.rows.requires_grad:
@@ -56,9 +54,9 @@ def tower_counts(tower: Any, tokens: int) -> TowerCounts:
 
 def tower_flops(tower: Any, tokens: int) -> float:
     """Operations of a forward and a backward pass for ``tokens`` tokens of images; see ``tower_counts``."""
-    if tower.config.model_type in READ_ON_THE_HOST or not tokens:
+    if not tokens:
         return 0.0
-    with FlopCounterMode(display=False) as counter, _HostSizes(), _dropped_gradients(tower):
+    with FlopCounterMode(display=False) as counter, _HostSizes(tower), _dropped_gradients(tower):
         found = encode(tower, _images(tower, tokens))
         if found.rows.requires_grad:
             found.rows.backward(torch.empty_like(found.rows))
@@ -70,9 +68,9 @@ def _images(tower: Any, tokens: int) -> dict[str, Tensor]:
     dtype, height = next(tower.parameters()).dtype, math.isqrt(tokens)
     width = -(-tokens // height)
     media = {name: value.cpu() for name, value in dummy_media(tower).items()}
-    if "image_grid_thw" in media:
-        media["image_grid_thw"] = media["image_grid_thw"] * torch.tensor([1, height, width])
-        media["pixel_values"] = media["pixel_values"][:1].expand(int(media["image_grid_thw"].prod()), -1)
+    if grid := next((name for name in media if name.startswith("image_grid")), None):
+        media[grid] = media[grid] * torch.tensor([1, height, width][-media[grid].shape[-1] :])
+        media["pixel_values"] = media["pixel_values"][:1].expand(int(media[grid].prod()), -1)
     elif tower.config.model_type == "mistral3":
         side = media["image_sizes"][0, 0]
         media["image_sizes"] = torch.stack((side * height, side * width))[None]
@@ -121,13 +119,23 @@ def _attend(
 class _HostSizes(TorchFunctionMode):
     """What transformers reads of images: sizes stay on the host, and no image, and no part of one, is padding."""
 
+    def __init__(self, tower: Any) -> None:
+        super().__init__()
+        self._radio = getattr(tower, "vision_model", None)
+        self._has_rows = hasattr(self._radio, "summary_idxs")  # RADIO picks rows by sizes, and by this buffer
+        if self._has_rows:
+            self._radio.summary_idxs = torch.tensor(tower.config.vision_config.summary_idxs, device="cpu")
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "as_tensor":
+        if name == "as_tensor" or (name == "arange" and self._has_rows):
             return func(*args)
+        if name == "to" and self._has_rows and not (args[0].is_meta or args[0].is_floating_point()):
+            return args[0]
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
             chosen = args[1] if len(args) > 1 else None
-            if name in ("__getitem__", "__setitem__") and getattr(chosen, "dtype", None) == torch.bool:
+            masked = isinstance(chosen, Tensor) and chosen.is_meta and chosen.dtype == torch.bool
+            if name in ("__getitem__", "__setitem__") and masked:
                 return args[0].clone() if name == "__getitem__" else None
             if name == "tolist":  # images of each sample
                 return [1] * len(args[0])

@@ -19,7 +19,7 @@ from megatron.bridge.autotune.report import page, time_lines
 from megatron.bridge.autotune.search.candidate import as_overrides
 from megatron.bridge.autotune.search.explain import nearest_fit
 from megatron.bridge.autotune.search.search import Search
-from megatron.bridge.autotune.vision_tower import READ_ON_THE_HOST, tower_flops
+from megatron.bridge.autotune.vision_tower import tower_flops
 from megatron.bridge.cli.support import summary
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.models.flops import local_flops_per_token
@@ -118,9 +118,6 @@ def _images(config: "ConfigContainer") -> Iterator[str]:
     """What the memory of the vision tower holds for, if there is a tower."""
     vision = getattr(config.model, "vision", None)
     if vision is None:
-        return
-    if vision["model_type"] in READ_ON_THE_HOST:
-        yield f"not counted: activations of the vision tower, because {vision['model_type']} reads its images"
         return
     yield (
         f"each rank encodes up to {sizes_of(config).images:,} tokens of images at once: dataset.max_image_tokens "
