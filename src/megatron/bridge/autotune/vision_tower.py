@@ -121,27 +121,29 @@ class _HostSizes(TorchFunctionMode):
 
     def __init__(self, tower: Any) -> None:
         super().__init__()
-        self._radio = getattr(tower, "vision_model", None)
-        self._has_rows = hasattr(self._radio, "summary_idxs")  # RADIO picks rows by sizes, and by this buffer
-        if self._has_rows:
-            self._radio.summary_idxs = torch.tensor(tower.config.vision_config.summary_idxs, device="cpu")
+        radio: Any = getattr(tower, "vision_model", None)
+        self._picks_rows = hasattr(radio, "summary_idxs")  # by sizes of images, and by this buffer
+        if self._picks_rows:
+            radio.summary_idxs = torch.tensor(tower.config.vision_config.summary_idxs, device="cpu")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "as_tensor" or (name == "arange" and self._has_rows):
+        if name == "as_tensor" or (name == "arange" and self._picks_rows):
             return func(*args)
-        if name == "to" and self._has_rows and not (args[0].is_meta or args[0].is_floating_point()):
+        if name == "to" and self._picks_rows and not (args[0].is_meta or args[0].is_floating_point()):
             return args[0]
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
-            chosen = args[1] if len(args) > 1 else None
-            masked = isinstance(chosen, Tensor) and chosen.is_meta and chosen.dtype == torch.bool
-            if name in ("__getitem__", "__setitem__") and masked:
+            if name in ("__getitem__", "__setitem__") and _is_mask(args[1]):
                 return args[0].clone() if name == "__getitem__" else None
             if name == "tolist":  # images of each sample
                 return [1] * len(args[0])
             if name == "__bool__":  # whether all of a mask is set
                 return True
         return func(*args, **(kwargs or {}))
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.is_meta and index.dtype == torch.bool
 
 
 class _Attention(torch.autograd.Function):
