@@ -248,6 +248,6 @@ def test_pretraining_looks_at_its_data_first(tmp_path, run_in_process):
         ("test", 8),
     ]
     assert summary["first_batches"] == [
-        {"rank": 0, "samples": [0, 1], "tokens": 64, "trained": 64, "sequences": 2},
+        {"rank": 0, "samples": [0, 1], "tokens": 64, "trained": 64, "sequences": 2, "images": None},
     ]
     assert "8 samples x 32 = 256 tokens" in (tmp_path / "data_preview.html").read_text()
