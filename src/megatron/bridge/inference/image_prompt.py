@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,15 @@ class ImagePrompt:
     hf: Any  # tokenizer of transformers
     folder: Path  # of the model's files
 
+    @cached_property
+    def pixels(self) -> dict[str, Tensor]:
+        """The tensors of the images, which are decoded once for all tokens of an answer."""
+        return self.processor.pixels(self.images)
+
     def inputs(self, answer: Sequence[int] = ()) -> tuple[Tensor, dict[str, Any]]:
         """Token ids [1, sequence] with those of the answer so far, and what else a Megatron model takes."""
         tokens = np.array([*self.tokens, *answer])
-        extra: dict[str, Any] = {"media": self.processor.pixels(self.images)}
+        extra: dict[str, Any] = {"media": self.pixels}
         if self.processor.has_grids:
             extra["position_ids"] = torch.from_numpy(self.processor.positions(tokens, self.images))[:, None]
         return torch.from_numpy(tokens)[None], extra
@@ -43,7 +49,7 @@ class ImagePrompt:
         """What transformers' model takes beside token ids."""
         types = torch.tensor([[token in self.processor.token_ids for token in self.tokens]]).long()
         kinds = {"mm_token_type_ids": types, "token_type_ids": types}  # a model takes one of them, or none
-        pixels = self.processor.pixels(self.images)
+        pixels = self.pixels
         if self.processor.kind in BY_SAMPLE:
             pixels = {name: value[None] for name, value in pixels.items()}
         return pixels | kinds

@@ -165,7 +165,7 @@ class RecordTask(energon.DefaultTaskEncoder):
         lengths = np.array([len(sample["tokens"]) - 1 for sample in samples])
         media, images = self._encode.media, None
         if media is not None:
-            images = [sum(map(media.tokens, sample["images"])) for sample in samples]
+            images = [media.total_tokens(sample["images"]) for sample in samples]
         most = (media.max_image_tokens if media else None) or sum(images or [0])
         rows = pack(rounded_up(lengths, self._config.sequence_multiple), self._config.seq_length, images, most)
         return [[samples[place] for place in row.tolist()] for row in rows]

@@ -79,7 +79,7 @@ class SampleRows(Dataset[Row]):
     def _image_tokens(self, places: Sequence[int]) -> int:
         if self.media is None:
             return 0
-        return sum(self.media.tokens(image) for place in places for image in self.samples.images_of(place))
+        return sum(self.media.total_tokens(self.samples.images_of(place)) for place in places)
 
     @property
     def fill(self) -> float | None:
@@ -116,7 +116,7 @@ class PackedRows(SampleRows):
         super().__init__(samples, seq_length, padding, multiple, media)
         images, most = None, media.max_image_tokens if media else None
         if media is not None and most is not None:
-            images = [sum(map(media.tokens, samples.images_of(index))) for index in range(len(samples))]
+            images = [self._image_tokens([index]) for index in range(len(samples))]
         self.plan = pack(rounded_up(samples.lengths - 1, multiple), seq_length, images, most or 0)
 
     def __len__(self) -> int:

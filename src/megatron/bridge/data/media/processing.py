@@ -130,6 +130,10 @@ class MediaProcessor:
             return self.videos.tokens(media)
         return self._measured(self.expansion.count, media)
 
+    def total_tokens(self, media: Iterable[MediaReference]) -> int:
+        """Tokens of all ``media`` that features replace."""
+        return sum(map(self.tokens, media))
+
     def grid(self, image: ImageReference) -> Grid | None:
         """Frames, height and width in patches; None where positions have one axis."""
         return self._measured(self.expansion.grid, image)

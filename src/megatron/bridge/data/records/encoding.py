@@ -244,12 +244,12 @@ class RecordEncoder:
         )
 
     def _image_tokens(self, sample: Sample) -> int:
-        return 0 if self.media is None else sum(map(self.media.tokens, sample.images))
+        return 0 if self.media is None else self.media.total_tokens(sample.images)
 
     def _check_count(self, ids: np.ndarray, chat: RenderedChat) -> None:
         """Refuse a tokenizer that splits placeholders, or text that contains them."""
         assert self.media is not None
-        found, wanted = int(np.isin(ids, self.media.token_ids).sum()), sum(map(self.media.tokens, chat.images))
+        found, wanted = int(np.isin(ids, self.media.token_ids).sum()), self.media.total_tokens(chat.images)
         if found != wanted:
             where = chat.images[0].where if chat.images else "a record without images"
             raise UserError(
@@ -362,8 +362,8 @@ def expand(rendered: RenderedChat, images: Sequence[MediaReference], media: Medi
         )
     if not images:
         return rendered
+    ends = list(accumulate(map(len, pieces)))[1::2]
     pieces[1::2] = texts = [media.text(image) for image in images]
-    ends = [match.end() for match in re.finditer("|".join(map(re.escape, marks)), rendered.text)]
     shifts = [0, *accumulate(len(text) - len(mark) for text, mark in zip(texts, wanted, strict=True))]
 
     def moved(place: int) -> int:
