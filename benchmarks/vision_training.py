@@ -7,6 +7,8 @@ records are compared over the rounds, and their medians are summed up. The Train
 images: it decodes, tokenizes and pads a batch. Each candidate has a process of its own; one works at a time.
 
 * ``padded``: both pad each sample to ``--seq-length``.
+* ``padding_free``: both take the same samples in a step; this framework concatenates them, the Trainer pads to the
+  longest of a batch.
 * ``packed``: this framework packs samples into rows of that length, one a step; the Trainer pads to the longest of
   a batch.
 
@@ -56,6 +58,7 @@ TOY = toy_vision.TOYS["qwen2_5_vl"]
 PATCH, MERGE, IGNORED = 14, 2, -100
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
 TOLERANCES = {"bf16": 1e-3, "fp32": 1e-5}  # of the first loss, relative
+LAYOUTS = ["padded", "padding_free", "packed"]
 CANDIDATES = ("Megatron Bridge", "HF Trainer")
 STARTING = 8  # steps
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -332,6 +335,7 @@ def _config(folder: Path, args: argparse.Namespace, layout: str, precision: str,
             dataset_root=str(folder / "data"),
             seq_length=length,
             packed_sequence_specs=specs,
+            padding_free=layout == "padding_free",
             do_validation=False,
             do_test=False,
             num_workers=workers,
@@ -453,7 +457,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="30m")
     parser.add_argument("--precision", nargs="+", choices=TOLERANCES, default=list(TOLERANCES))
-    parser.add_argument("--layout", nargs="*", choices=("padded", "packed"), default=["padded", "packed"])
+    parser.add_argument("--layout", nargs="*", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--batch", type=int, default=2, help="samples of a step that are not packed")
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=4, help="0 measures the wait for data only")

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from megatron.bridge.data.media.media_rules import MediaRules
+from megatron.bridge.data.media.processing import MediaProcessor
 from megatron.bridge.data.media.references import ImageReference, decode
 from megatron.bridge.data.media.videos import SUPPORTED, decode_frames
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+from megatron.bridge.models.vision.media import can_share, costs, select, share_out
 from megatron.bridge.utils.errors import UserError
 from tests import toy_vision
 from tests.families.vision.rows import ROWS
@@ -85,6 +87,21 @@ def differences(name: str, folder: Path) -> Iterator[str]:
             yield f"{name} with {len(images)} images: learns {trained!r}"
 
     yield from _other_sizes(name, encoder.media, processor)
+    yield from _shares(name, encoder.media, folder, names[: 1 if name == "llava_onevision" else None])
+
+
+def _shares(name: str, media: MediaProcessor, folder: Path, names: list[str]) -> Iterator[str]:
+    """Ranks for which the pixels of their own images differ from those of a process that decodes all."""
+    images = media.references([("image", str(folder / image)) for image in names], "here")
+    whole = media.pixels(images)
+    owners = share_out(costs(whole), 2)
+    for rank in range(2):
+        media.share = (rank, 2)
+        share, own = media.pixels(images), [place for place, owner in enumerate(owners) if owner == rank]
+        expected, found = (select(tensors, own) for tensors in (whole, share))
+        if not can_share(share) or any(not value.equal(expected[key]) for key, value in found.items() if own):
+            yield f"{name}: the share of rank {rank}"
+    media.share = (0, 1)
 
 
 def films(name: str, folder: Path) -> Iterator[str]:

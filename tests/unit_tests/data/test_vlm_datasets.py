@@ -16,6 +16,7 @@ from megatron.bridge.data.config import (
 from megatron.bridge.data.dataset_config import DatasetRequest
 from megatron.bridge.data.finetuning.builder import build_finetuning_datasets
 from megatron.bridge.data.loaders import build_iterators, collate
+from megatron.bridge.data.media import processing, references
 from megatron.bridge.data.media.positions import mrope_positions
 from megatron.bridge.data.preview.collect import preview
 from megatron.bridge.data.preview.render import summary, to_html
@@ -103,6 +104,27 @@ def test_ranks_decode_the_patches_of_their_own_images(folder, tokenizer):
         for found in (media.select(share, own), media.select(whole, own)):
             assert found["pixel_values"].equal(share["pixel_values"])
             assert found["image_grid_thw"].equal(whole["image_grid_thw"][own])
+
+
+@pytest.mark.parametrize("name", ["mistral3", "llava_next", "internvl", "smolvlm"])
+def test_ranks_decode_their_own_images_and_tiles(name, tmp_path, monkeypatch):
+    folder, decoded = vision_run.write(name, tmp_path, weights=False), []
+    monkeypatch.setattr(processing, "decode", lambda image: decoded.append(image) or references.decode(image))
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    dataset = finetuning(folder, seq_length=512)
+    whole = batch(dataset, tokenizer, size=8)["media"]
+    costs, total = media.costs(whole), len(decoded)
+    owners = media.share_out(costs, 4)
+    for rank in range(4):
+        decoded.clear()
+        share = batch(dataset, tokenizer, size=8, image_share=(rank, 4))["media"]
+        assert 0 < len(decoded) < total
+        assert media.costs(share) == costs
+        assert media.can_share(share)
+        own = [place for place, owner in enumerate(owners) if owner == rank]
+        expected = media.select(whole, own)
+        assert share.keys() == whole.keys()
+        assert all(value.equal(expected[key]) for key, value in media.select(share, own).items())
 
 
 def test_workers_decode_the_same_pixels(folder, tokenizer):

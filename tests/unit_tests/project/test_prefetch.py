@@ -78,9 +78,13 @@ class Source:
             yield number
 
 
-def test_the_next_one_is_made_meanwhile_and_no_further_one():
+keeps = pytest.mark.parametrize("keep_thread", [True, False])
+
+
+@keeps
+def test_the_next_one_is_made_meanwhile_and_no_further_one(keep_thread):
     source = Source()
-    numbers = PrefetchIterator(iter(source))
+    numbers = PrefetchIterator(iter(source), keep_thread)
     for expected in range(20):
         wait_for(lambda done=expected: len(source.made) == done + 1)
         assert next(numbers) == expected
@@ -88,34 +92,37 @@ def test_the_next_one_is_made_meanwhile_and_no_further_one():
     time.sleep(0.02)
     assert source.made == list(range(21))
     assert threading.current_thread() not in source.threads
-    assert len(source.threads) == 1
+    if keep_thread:
+        assert len(source.threads) == 1
+    else:
+        wait_for(lambda: not any(thread.is_alive() for thread in source.threads))  # with their OpenMP threads
 
 
-def test_the_end_and_an_error_come_in_their_turn_and_stay():
-    assert list(PrefetchIterator(iter(Source(5)))) == list(range(5))
-    ended = PrefetchIterator(iter(Source(0)))
+@keeps
+def test_the_end_and_an_error_come_in_their_turn_and_stay(keep_thread):
+    assert list(PrefetchIterator(iter(Source(5)), keep_thread)) == list(range(5))
+    ended = PrefetchIterator(iter(Source(0)), keep_thread)
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(ended)
     source = Source(fail_at=2)
-    numbers = PrefetchIterator(iter(source))
+    numbers = PrefetchIterator(iter(source), keep_thread)
     assert [next(numbers), next(numbers)] == [0, 1]
     for _ in range(2):
         with pytest.raises(OSError, match="no such number"):
             next(numbers)
+    del numbers
+    gc.collect()
     wait_for(lambda: not any(thread.is_alive() for thread in source.threads))
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_its_thread_ends_when_it_is_closed_or_let_go_of(closed):
+@keeps
+def test_nothing_more_is_made_when_it_is_let_go_of(keep_thread):
     source = Source()
-    numbers = PrefetchIterator(iter(source))
+    numbers = PrefetchIterator(iter(source), keep_thread)
     next(numbers)
-    if closed:
-        numbers.close()
-    else:
-        del numbers
-        gc.collect()
+    del numbers
+    gc.collect()
     wait_for(lambda: not any(thread.is_alive() for thread in source.threads))
     assert len(source.made) <= 2
 
@@ -131,12 +138,14 @@ def numbers():
         time.sleep(0.2)
         os.write(1, b"let go of")
 
-kept = PrefetchIterator(numbers())
+kept = PrefetchIterator(numbers(), {keep_thread})
 next(kept)
 """
 
 
-def test_its_thread_ends_before_the_interpreter():
+@keeps
+def test_its_thread_ends_before_the_interpreter(keep_thread):
     """Else it is killed wherever it is: within torch that is `terminate called without an active exception`."""
-    ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=True)
+    script = AT_THE_END.format(keep_thread=keep_thread)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ended.stdout == "let go of"

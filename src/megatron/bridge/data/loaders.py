@@ -119,7 +119,7 @@ class BatchIterator:
     def _start(self) -> Iterator[tuple[list[int], Batch]]:
         if self._num_workers:
             batches: Any = iter(self._loader())  # starts the workers here, not in the thread
-            return PrefetchIterator(batches)
+            return PrefetchIterator(batches, keep_thread=True)
         located = _LocatedSamples(self.dataset)
         batches = (collate([located[index] for index in ids]) for ids in self._make_sampler())
         return PrefetchIterator(map(_pinned, batches)) if self._read_ahead else batches

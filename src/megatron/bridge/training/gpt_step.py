@@ -15,6 +15,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from megatron.bridge.backends.attention.block_mask import host_values, remember_on_host
 from megatron.bridge.data.finetuning.packing import cut_for_rank
 from megatron.bridge.training.state import BatchIterator, LossFunction
+from megatron.bridge.training.step.trained_tokens import only_trained
 from megatron.bridge.utils.errors import UserError
 
 LOSS_NAME = "lm loss"
@@ -28,10 +29,14 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
 
     Returns:
         The chunk's output (on the last stage the loss of each token, [micro_batch_size, sequence of this
-        context-parallel rank]) and the function that computes the loss from it.
+        context-parallel rank], which may be zero for tokens that are not trained) and the function that computes
+        the loss from it.
     """
-    batch = next_batch(data_iterator)
-    extra: dict[str, Any] = {"loss_mask": batch["loss_mask"]} if get_model_config(model).mtp_num_layers else {}
+    host = _host_batch(data_iterator)
+    batch = cut_sequences(on_device(host))
+    extra: dict[str, Any] = only_trained(model, cut_on_host(host["loss_mask"], host))
+    if get_model_config(model).mtp_num_layers:
+        extra["loss_mask"] = batch["loss_mask"]
     if "cu_seqlens" in batch:
         extra["packed_seq_params"] = packed_parameters(batch)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], **extra)
@@ -44,13 +49,17 @@ def next_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         UserError: The batch has images.
     """
+    return cut_sequences(on_device(_host_batch(data_iterator)))
+
+
+def _host_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
     batch = dict(next(data_iterator))
     if batch.pop("media", None):
         raise UserError(
             "gpt_step and distillation train on text, and the batch has images: use --step_func vlm_step or "
             "megatron.bridge.training.vlm_step.forward_step, or remove the images"
         )
-    return cut_sequences(on_device(batch))
+    return batch
 
 
 def on_device(batch: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +82,19 @@ def cut_sequences(batch: dict[str, Any]) -> dict[str, Any]:
     if "cu_seqlens" in batch:
         return _shard_packed(batch, group.rank(), group.size())
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+
+
+def cut_on_host(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """The part [b, s] of this context-parallel rank of ``values`` of whole sequences; ``batch`` is on the host, too."""
+    group: Any = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return values
+    return values[:, cut_for_rank(bounds_on_host(batch), group.rank(), group.size())]
+
+
+def bounds_on_host(batch: dict[str, Any]) -> np.ndarray:
+    """Where the sequences of each row begin and end; ``batch`` is on the host."""
+    return batch["cu_seqlens"].numpy() if "cu_seqlens" in batch else np.array([0, batch["tokens"].shape[1]])
 
 
 def _shard_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:

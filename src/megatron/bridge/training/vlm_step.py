@@ -4,17 +4,22 @@
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from megatron.bridge.backends.attention.block_mask import remember_on_host
-from megatron.bridge.data.finetuning.packing import cut_for_rank
 from megatron.bridge.models.vision.merge import look_ahead, media_rows, prompt_look_ahead
-from megatron.bridge.training.gpt_step import cut_sequences, masked_loss, on_device, packed_parameters
+from megatron.bridge.training.gpt_step import (
+    bounds_on_host,
+    cut_on_host,
+    cut_sequences,
+    masked_loss,
+    on_device,
+    packed_parameters,
+)
 from megatron.bridge.training.state import BatchIterator, LossFunction
+from megatron.bridge.training.step.trained_tokens import only_trained
 from megatron.bridge.utils.errors import UserError
 
 
@@ -26,7 +31,8 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
 
     Returns:
         The chunk's output (on the last stage the loss of each token, [micro_batch_size, sequence of this
-        context-parallel rank]) and the function that computes the loss from it.
+        context-parallel rank], which may be zero for tokens that are not trained) and the function that computes
+        the loss from it.
 
     Raises:
         UserError: The model has no vision tower, and the batch has images.
@@ -39,9 +45,11 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
             "the batch has images, and the model has no vision tower: train a vision-language model, or remove "
             "the images"
         )
-    rows = _cut(media_rows(batch["tokens"], config.image_token_id, config.video_token_id), batch) if media else None
+    rows = (
+        cut_on_host(media_rows(batch["tokens"], config.image_token_id, config.video_token_id), batch) if media else None
+    )
+    extra: dict[str, Any] = only_trained(model, cut_on_host(batch["loss_mask"], batch))
     batch = _places(batch, config)
-    extra: dict[str, Any] = {}
     if "cu_seqlens" in batch:
         extra["packed_seq_params"] = packed_parameters(batch)
     output = model(
@@ -64,23 +72,10 @@ def _media(media: dict[str, torch.Tensor] | None, config: Any) -> dict[str, torc
     return media | {name: value.to(config.params_dtype) for name, value in pixels.items()}
 
 
-def _cut(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-    """The part [b, s] of this context-parallel rank, on the host."""
-    group: Any = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
-        return values
-    return values[:, cut_for_rank(_bounds(batch), group.rank(), group.size())]
-
-
-def _bounds(batch: dict[str, Any]) -> np.ndarray:
-    """Where the sequences of each row begin and end."""
-    return batch["cu_seqlens"].numpy() if "cu_seqlens" in batch else np.array([0, batch["tokens"].shape[1]])
-
-
 def _sight(batch: dict[str, Any], config: Any) -> torch.Tensor:
     """How many tokens each token of whole sequences sees ahead."""
     if config.bidirectional_prompt:
-        return prompt_look_ahead(batch["loss_mask"], _bounds(batch).tolist())
+        return prompt_look_ahead(batch["loss_mask"], bounds_on_host(batch).tolist())
     return look_ahead(batch["tokens"], config.image_token_id)
 
 
@@ -94,7 +89,7 @@ def _places(batch: dict[str, Any], config: Any) -> dict[str, Any]:
     cut = cut_sequences({key: value for key, value in batch.items() if key != "position_ids"} | flat)
     cut["position_ids"] = positions if packed else cut["position_ids"].unflatten(0, positions.shape[:-1])
     if config.looks_ahead:
-        sight = _cut(_sight(host, config), host)
+        sight = cut_on_host(_sight(host, config), host)
         furthest = sight.flatten().tolist()  # each layer asks how far the furthest token sees
         cut["attention_mask"] = remember_on_host(sight.to(positions.device, non_blocking=True), furthest)
     return cut

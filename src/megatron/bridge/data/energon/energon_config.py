@@ -2,7 +2,7 @@
 """The config of WebDatasets and blends of them. It can be imported without Energon."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -107,6 +107,8 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
 
         self.finalize()
         self.check_sources()
+        if shard.micro_batch_size > 1 and request.image_share:  # several readers decode the images of a microbatch
+            request = replace(request, image_share=(0, 1))
         readers = self.readers or shard.dp_size
         names = (self.train_split, self.validation_split, self.test_split)
         fingerprint = self.fingerprint(readers)

@@ -140,7 +140,7 @@ class RecordTask(energon.DefaultTaskEncoder):
         self._padding = request.tokenizer.eod
         self._encode = RecordEncoder(request.tokenizer, config.encoding_rules())
         if (media := self._encode.media) is not None:
-            media.share = request.image_share and (0, 1)  # the images of a batch come from several readers
+            media.share = request.image_share
         self._unreported = EncodingReport()  # of records without samples
 
     @energon.stateless

@@ -24,18 +24,20 @@ from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, 
 from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
 from megatron.bridge.data.media.tiles import TileProcessor
 from megatron.bridge.data.media.videos import VideoProcessor, refer_video
-from megatron.bridge.models.vision.media import share_out
+from megatron.bridge.models.vision.media import can_share, costs, share_out
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, one_line
 
 if TYPE_CHECKING:
+    from PIL import Image
     from transformers import PreTrainedTokenizerBase
 
 _REMOTE = ("NemotronH_Nano_VL_V2",)
 """Models whose config and image processor are remote code, which need not run."""
 BY_SAMPLE = ("idefics3", "smolvlm")
 """Families in which transformers' tensors are [samples, tiles, ...]."""
-_TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "pixel_attention_mask")
+_GRID = "image_grid_hw"
+_TENSORS = ("pixel_values", "image_grid_thw", _GRID, "image_sizes", "pixel_attention_mask")
 
 
 class MediaProcessor:
@@ -66,6 +68,7 @@ class MediaProcessor:
         self.chat_template = _chat_template(path) or (None if hf.chat_template else self.expansion.template)
         self.kind = kind
         self._rules, self._values = rules, values
+        self._blanks: dict[str, dict[str, Tensor]] = {}
         self.token_ids = [self.expansion.token_id, values.get("video_token_id") or self.expansion.token_id]
         """The tokens whose embeddings features of the tower replace: of images, and of videos."""
 
@@ -166,8 +169,8 @@ class MediaProcessor:
     def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
         """The tensors of all ``media``, in their order, under the names of transformers' ``get_image_features``.
 
-        Those of videos are under the names of ``get_video_features`` where videos have a token of their own. Of
-        patches, only those of this rank's share are there.
+        Those of videos are under the names of ``get_video_features`` where videos have a token of their own. Images
+        of other ranks are not decoded: their patches are left out, and whole images are zeros.
         """
         parts = [self._part(item, own) for item, own in zip(media, self._own(media), strict=True)]
         return join_media(parts)
@@ -180,18 +183,33 @@ class MediaProcessor:
         return self.videos.grids(item) if isinstance(item, VideoReference) else [self.grid(item)]
 
     def _own(self, media: Sequence[MediaReference]) -> list[list[bool]]:
-        """Of each grid whether this rank encodes it: shared out as the tower does it, images before videos."""
+        """Of each grid or tile whether this rank encodes it: shared out as the tower does it, images before videos."""
         rank, ranks = self.share or (0, 1)
-        grids = [self._grids(item) if self.has_grids else [] for item in media]
+        if ranks == 1 or not (self.has_grids or self._can_share(media)):
+            return [[True]] * len(media)
+        sizes = [self._sizes(item) for item in media]
         order = sorted(range(len(media)), key=lambda place: self._is_video(media[place]))
-        owners = iter(share_out([math.prod(grid) for place in order for grid in grids[place]], ranks))
-        own = {place: [next(owners) == rank for _ in grids[place]] for place in order}
+        owners = iter(share_out([size for place in order for size in sizes[place]], ranks))
+        own = {place: [next(owners) == rank for _ in sizes[place]] for place in order}
         return [own[place] for place in range(len(media))]
+
+    def _can_share(self, media: Sequence[MediaReference]) -> bool:
+        images = [self._blank(item) for item in media if isinstance(item, ImageReference)]
+        return len(images) == len(media) and all(map(can_share, images))
+
+    def _sizes(self, item: MediaReference) -> list[int]:
+        """Patches of each grid, or a one for each tile: tiles are of equal size."""
+        if self.has_grids or isinstance(item, VideoReference):
+            return [math.prod(grid) for grid in self._grids(item)]
+        blank = self._blank(item)
+        return costs(blank) if _GRID in blank else [1] * len(blank["pixel_values"])
 
     def _part(self, item: MediaReference, own: list[bool]) -> dict[str, Tensor]:
         """The tensors of one image or video; of patches, those of the grids that are this rank's ``own``."""
         if all(own):
             return self.videos.pixels(item) if isinstance(item, VideoReference) else self._pixels(item)
+        if not self.has_grids and isinstance(item, ImageReference):
+            return self._pixels(item) if any(own) else self._without_pixels(item)
         name, grids = ("video" if self._is_video(item) else "image"), self._grids(item)
         tensors = {f"{name}_grid_thw": torch.tensor(grids)}
         if any(own):
@@ -201,8 +219,27 @@ class MediaProcessor:
             tensors[pixels] = torch.cat([part for part, mine in zip(patches, own, strict=True) if mine])
         return tensors
 
+    def _without_pixels(self, image: ImageReference) -> dict[str, Tensor]:
+        """What stands for an image of another rank: no patches, or zeros in the shape of its tiles."""
+        blank = self._blank(image)
+        return {name: value for name, value in blank.items() if _GRID not in blank or name == _GRID}
+
+    def _blank(self, image: ImageReference) -> dict[str, Tensor]:
+        """The tensors of an image of equal text, whose shapes are those of ``image``; its pixels are zeros."""
+        from PIL import Image
+
+        text = self.text(image)
+        if text not in self._blanks:
+            found = self._processed(image, Image.new("RGB", (image.width, image.height)))
+            pixels = {name: value for name, value in found.items() if name.startswith("pixel")}
+            zeros = {name: value.new_zeros(()).expand(value.shape) for name, value in pixels.items()}
+            self._blanks[text] = found | zeros
+        return self._blanks[text]
+
     def _pixels(self, image: ImageReference) -> dict[str, Tensor]:
-        decoded = decode(image)
+        return self._processed(image, decode(image))
+
+    def _processed(self, image: ImageReference, decoded: "Image.Image") -> dict[str, Tensor]:
         try:
             found = self.hf_processor(decoded, return_tensors="pt", **self.expansion.arguments)
         except (ValueError, RuntimeError) as error:

@@ -59,7 +59,11 @@ def share_out(costs: Sequence[int], ranks: int) -> list[int]:
     Example:
         >>> share_out([1, 5, 2, 3], 2)
         [0, 0, 1, 1]
+        >>> share_out([1, 1, 1, 1], 2)
+        [0, 0, 1, 1]
     """
+    if len(set(costs)) == 1:  # such as tiles: neighbors, which may be of one image, stay together
+        return [index * ranks // len(costs) for index in range(len(costs))]
     work, owners = [0] * ranks, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         owners[index] = min(range(ranks), key=lambda rank: (work[rank], rank))
