@@ -151,6 +151,10 @@ def test_images_are_shared_and_limited():
     two = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     assert images_of(run_config()) == 256
     assert images_of(run_config(**two)) == 128
+    large = run_config(**two)
+    tower = large.model.vision["vision_config"]
+    large.dataset.max_pixels = 200 * (tower["patch_size"] * tower["spatial_merge_size"]) ** 2
+    assert images_of(large) == 200, "one rank encodes the whole of an image"
     assert images_of(run_config(**two, share_images=False)) == 256
     config = run_config()
     config.dataset.max_image_tokens = 100

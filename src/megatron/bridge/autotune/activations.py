@@ -218,13 +218,21 @@ def images_of_row(config: ConfigContainer) -> int:
 
 
 def _image_tokens(config: ConfigContainer) -> int:
-    """As many as samples may have, shared out evenly over the ranks that share images."""
+    """As many as samples may have, shared out evenly over the ranks that share images; a whole image at least."""
     model: Any = config.model
     if getattr(model, "vision", None) is None:
         return 0
     most = images_of_row(config)
     ranks = model.tensor_model_parallel_size * model.context_parallel_size if model.share_images else 1
-    return -(-config.train.micro_batch_size * most // ranks)
+    return max(-(-config.train.micro_batch_size * most // ranks), min(most, _tokens_of_image(config)))
+
+
+def _tokens_of_image(config: ConfigContainer) -> int:
+    """Tokens of the largest image where ``dataset.max_pixels`` tells them, else 0."""
+    model: Any = config.model
+    tower = model.vision.get("vision_config") or {}
+    side = tower.get("patch_size", 1) * tower.get("spatial_merge_size", 1)
+    return (getattr(config.dataset, "max_pixels", None) or 0) // side**2
 
 
 def _is_fused(model: ModelProvider) -> bool:
