@@ -6,7 +6,7 @@ Most of those processors need torchvision, which the other tests do not have: th
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.processing import MediaProcessor
-from megatron.bridge.data.media.references import ImageReference, decode
+from megatron.bridge.data.media.references import ImageReference, MediaReference, decode
 from megatron.bridge.data.media.videos import SUPPORTED, decode_frames
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.record_config import EncodingRules
@@ -87,12 +87,12 @@ def differences(name: str, folder: Path) -> Iterator[str]:
             yield f"{name} with {len(images)} images: learns {trained!r}"
 
     yield from _other_sizes(name, encoder.media, processor)
-    yield from _shares(name, encoder.media, folder, names[: 1 if name == "llava_onevision" else None])
+    names = names[: 1 if name == "llava_onevision" else None]
+    yield from _shares(name, encoder.media, encoder.media.references([("image", name) for name in names], "here"))
 
 
-def _shares(name: str, media: MediaProcessor, folder: Path, names: list[str]) -> Iterator[str]:
+def _shares(name: str, media: MediaProcessor, images: Sequence[MediaReference]) -> Iterator[str]:
     """Ranks for which the pixels of their own images differ from those of a process that decodes all."""
-    images = media.references([("image", str(folder / image)) for image in names], "here")
     whole = media.pixels(images)
     owners = share_out(costs(whole), 2)
     for rank in range(2):
@@ -140,7 +140,9 @@ def _film(encoder: RecordEncoder, processor: Any, parts: list[Any], rules: Any, 
     expected = composite_sample(encoder, processor, record, rules)
     for what in _differing(encoder, sample, expected):
         yield f"{case}: {what}"
-    if encoder.media is not None and encoder.media.has_grids:
+    if encoder.media is not None and not encoder.media.has_grids:
+        yield from _shares(case, encoder.media, sample.images)
+    elif encoder.media is not None:
         found = encoder.media.positions(sample.tokens, sample.images)
         theirs = _positions(encoder.media.kind, expected)
         if not np.array_equal(found, theirs):

@@ -185,7 +185,7 @@ class MediaProcessor:
     def _own(self, media: Sequence[MediaReference]) -> list[list[bool]]:
         """Of each grid or tile whether this rank encodes it: shared out as the tower does it, images before videos."""
         rank, ranks = self.share or (0, 1)
-        if ranks == 1 or not (self.has_grids or self._can_share(media)):
+        if ranks == 1 or not (self.has_grids or all(can_share(self._blank(item)) for item in media)):
             return [[True]] * len(media)
         sizes = [self._sizes(item) for item in media]
         order = sorted(range(len(media)), key=lambda place: self._is_video(media[place]))
@@ -193,23 +193,20 @@ class MediaProcessor:
         own = {place: [next(owners) == rank for _ in sizes[place]] for place in order}
         return [own[place] for place in range(len(media))]
 
-    def _can_share(self, media: Sequence[MediaReference]) -> bool:
-        images = [self._blank(item) for item in media if isinstance(item, ImageReference)]
-        return len(images) == len(media) and all(map(can_share, images))
-
     def _sizes(self, item: MediaReference) -> list[int]:
         """Patches of each grid, or a one for each tile: tiles are of equal size."""
-        if self.has_grids or isinstance(item, VideoReference):
+        if self.has_grids:
             return [math.prod(grid) for grid in self._grids(item)]
         blank = self._blank(item)
         return costs(blank) if _GRID in blank else [1] * len(blank["pixel_values"])
 
     def _part(self, item: MediaReference, own: list[bool]) -> dict[str, Tensor]:
         """The tensors of one image or video; of patches, those of the grids that are this rank's ``own``."""
-        if all(own):
+        if all(own) or (any(own) and not self.has_grids):
             return self.videos.pixels(item) if isinstance(item, VideoReference) else self._pixels(item)
-        if not self.has_grids and isinstance(item, ImageReference):
-            return self._pixels(item) if any(own) else self._without_pixels(item)
+        if not self.has_grids:
+            blank = self._blank(item)
+            return {name: value for name, value in blank.items() if _GRID not in blank or name == _GRID}
         name, grids = ("video" if self._is_video(item) else "image"), self._grids(item)
         tensors = {f"{name}_grid_thw": torch.tensor(grids)}
         if any(own):
@@ -219,18 +216,15 @@ class MediaProcessor:
             tensors[pixels] = torch.cat([part for part, mine in zip(patches, own, strict=True) if mine])
         return tensors
 
-    def _without_pixels(self, image: ImageReference) -> dict[str, Tensor]:
-        """What stands for an image of another rank: no patches, or zeros in the shape of its tiles."""
-        blank = self._blank(image)
-        return {name: value for name, value in blank.items() if _GRID not in blank or name == _GRID}
-
-    def _blank(self, image: ImageReference) -> dict[str, Tensor]:
-        """The tensors of an image of equal text, whose shapes are those of ``image``; its pixels are zeros."""
+    def _blank(self, item: MediaReference) -> dict[str, Tensor]:
+        """The tensors of an image or video of equal text, whose shapes are those of ``item``; its pixels are zeros."""
         from PIL import Image
 
-        text = self.text(image)
+        if isinstance(item, VideoReference):
+            return self.videos.blank(item)
+        text = self.text(item)
         if text not in self._blanks:
-            found = self._processed(image, Image.new("RGB", (image.width, image.height)))
+            found = self._processed(item, Image.new("RGB", (item.width, item.height)))
             pixels = {name: value for name, value in found.items() if name.startswith("pixel")}
             zeros = {name: value.new_zeros(()).expand(value.shape) for name, value in pixels.items()}
             self._blanks[text] = found | zeros

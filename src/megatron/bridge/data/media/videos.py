@@ -88,7 +88,14 @@ class VideoProcessor:
 
     def pixels(self, video: VideoReference) -> dict[str, Tensor]:
         """Tensors of the video under the names of transformers' ``get_video_features``, or of images."""
-        found = self._processed(video, decode_frames(video, self.frames(video)), False)
+        return self._tensors(video, self._processed(video, decode_frames(video, self.frames(video)), False))
+
+    def blank(self, video: VideoReference) -> dict[str, Tensor]:
+        """Zeros of the shapes of ``pixels``."""
+        found = self._tensors(video, self._without_pixels(video))
+        return {name: torch.zeros((), dtype=value.dtype).expand(value.shape) for name, value in found.items()}
+
+    def _tensors(self, video: VideoReference, found: Any) -> dict[str, Tensor]:
         if self.has_own_token:
             return {name: found[name] for name in ("pixel_values_videos", "video_grid_thw")}
         if "video_grid_thw" in found:
