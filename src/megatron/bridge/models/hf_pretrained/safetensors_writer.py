@@ -120,8 +120,10 @@ def create(directory: Path, layouts: Iterable[OutputFile]) -> None:
 
 def not_finite(values: Tensor) -> int:
     """How many of ``values`` are NaN or infinite."""
-    if not values.is_floating_point() or values.dtype.itemsize == 1 or values.sum(dtype=torch.float32).isfinite():
-        return 0  # a sum is one pass over the memory without a copy; one that overflows is counted below
+    if not values.is_floating_point() or values.dtype.itemsize == 1 or not values.numel():
+        return 0
+    if torch.stack(values.aminmax()).isfinite().all():  # one pass over the memory without a copy
+        return 0
     return int(values.numel() - values.isfinite().sum())
 
 
