@@ -4,9 +4,11 @@
 import pytest
 import torch
 
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import gpt_step
+from megatron.bridge.training.config import CheckpointConfig
 from megatron.bridge.training.step import trained_tokens
-from tests.toy_run import run_toy, whole_weights
+from tests.toy_run import run_toy, save_llama, whole_weights
 
 
 def step(data_iterator, model):
@@ -19,16 +21,27 @@ def step(data_iterator, model):
     return gpt_step.forward_step(iter([batch]), model)
 
 
-@pytest.mark.parametrize("model", [{}, {"share_embeddings_and_output_weights": True}, {"mtp_num_layers": 1}])
-def test_losses_and_gradients_are_equal(monkeypatch, model):
+RUNS = {
+    "plain": {},
+    "tied": {"model": {"share_embeddings_and_output_weights": True}},
+    "further tokens": {"model": {"mtp_num_layers": 1}},
+    "adapted": {"model": {"num_layers": 2}, "peft": LoRA(target_modules=["linear_fc2", "output_layer"], dim=4)},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_and_gradients_are_equal(monkeypatch, tmp_path, name):
+    run = dict(RUNS[name])
+    if "peft" in run:
+        run["checkpoint"] = CheckpointConfig(pretrained_checkpoint=str(save_llama(tmp_path)))
     calls, losses = [], trained_tokens._losses
     monkeypatch.setattr(trained_tokens, "_losses", lambda **given: calls.append(given) or losses(**given))
-    found = run_toy({"model": model}, step)
+    found = run_toy(run, step)
     assert {len(given["context"]) for given in calls} >= {1}, "one microbatch trains no token"
     assert all(len(given["context"]) < given["labels"].numel() / 2 for given in calls)
     calls.clear()
     monkeypatch.setattr(trained_tokens, "WORTHWHILE", -1)
-    expected = run_toy({"model": model}, step)
+    expected = run_toy(run, step)
     assert not calls
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert found.held_out == pytest.approx(expected.held_out, rel=1e-6)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits and losses of the trained tokens only: of most conversations, they are a small part of all tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -54,18 +55,25 @@ def _losses(
     **_: Any,
 ) -> Tensor:
     """Losses [batch, sequence], zero but at the places in ``context``, which count along [sequence, batch]."""
-    gathers = output_layer.sequence_parallel
-    if gathers:
-        hidden_states = gather_from_sequence_parallel_region(
-            hidden_states, tensor_parallel_output_grad=False, group=output_layer.tp_group
-        )
-    chosen = hidden_states.flatten(0, 1).index_select(0, context).unsqueeze(1)
-    try:
-        output_layer.sequence_parallel = False
+    with _gathered(hidden_states, output_layer) as whole:
+        chosen = whole.flatten(0, 1).index_select(0, context).unsqueeze(1)
         logits, _ = output_layer(chosen, weight=output_weight)
-    finally:
-        output_layer.sequence_parallel = gathers
     targets = labels.t().flatten().index_select(0, context)
     losses = compute_language_model_loss(targets.unsqueeze(0), scale_logits(logits)).flatten()
     placed = losses.new_zeros(labels.numel()).index_copy(0, context, losses)
     return placed.view(labels.shape[::-1]).t().contiguous()
+
+
+@contextmanager
+def _gathered(hidden_states: Tensor, output_layer: Any) -> Iterator[Tensor]:
+    """Hidden states of all tokens, which the output layer does not gather meanwhile."""
+    if not getattr(output_layer, "sequence_parallel", False):
+        yield hidden_states
+        return
+    output_layer.sequence_parallel = False
+    try:  # the output layer sums the gradients of its ranks, so each takes its own part
+        yield gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False, group=output_layer.tp_group
+        )
+    finally:
+        output_layer.sequence_parallel = True
