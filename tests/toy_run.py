@@ -98,6 +98,15 @@ def _provider_class(fields):
     return MLAModelProvider if fields.get("multi_latent_attention") else GPTModelProvider
 
 
+def sparse_forward_step(data_iterator, model):
+    """A forward step whose loss mask leaves out most tokens, and those of every fourth microbatch all."""
+    batch = dict(next(data_iterator))
+    generator = torch.Generator().manual_seed(int(batch["tokens"].sum()))
+    mask = torch.rand(batch["loss_mask"].shape, generator=generator) < 0.3
+    batch["loss_mask"] = (mask & (int(batch["tokens"][0, 0]) % 4 > 0)).float()
+    return gpt_forward_step(iter([batch]), model)
+
+
 def local_shards(chunks):
     """Every weight of this rank; a shard knows its place in the whole weight, its data is a view."""
     for state in model_state(chunks, {}).values():

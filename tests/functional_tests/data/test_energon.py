@@ -26,6 +26,7 @@ from megatron.bridge.data.loaders import build_iterators, collate
 from megatron.bridge.data.preview.collect import preview
 from megatron.bridge.data.records.encoding import TOO_LONG
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, NullTokenizer
+from megatron.bridge.models.vision import media
 from megatron.bridge.training.config import CheckpointConfig, ValidationConfig
 from tests import toy_vision
 from tests.pages import blocks
@@ -338,10 +339,24 @@ def test_images_are_parts_of_samples(tmp_path, packed):
     for key in ("tokens", "labels", "loss_mask"):
         assert found[key].reshape(-1).sort().values.equal(expected[key].reshape(-1).sort().values)
     assert found["position_ids"].dim() == 3
-    patches = [media["pixel_values"].flatten().sort().values for media in (found["media"], expected["media"])]
+    patches = [batch["media"]["pixel_values"].flatten().sort().values for batch in (found, expected)]
     assert patches[0].equal(patches[1])
     later = build_iterators(energon, tokenizer, (count, 0, 0), count, count, image_share=None).train
     assert "media" not in next(later)
+
+    def drawn(micro, **share):
+        return next(build_iterators(energon, tokenizer, (count, 0, 0), micro, count, **share).train)["media"]
+
+    whole = drawn(1)
+    owners = media.share_out(media.costs(whole), 2)
+    for rank in range(2):
+        own = [place for place, owner in enumerate(owners) if owner == rank]
+        assert 0 < len(own) < len(owners)
+        mine = media.select(whole, own)["pixel_values"]
+        assert drawn(1, image_share=(rank, 2))["pixel_values"].equal(mine)
+        if count > 1:  # several readers decode the images of a microbatch
+            together = drawn(count, image_share=(rank, 2))["pixel_values"]
+            assert together.equal(found["media"]["pixel_values"])
 
 
 @needs_energon

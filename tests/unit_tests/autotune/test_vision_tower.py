@@ -155,6 +155,8 @@ def test_images_are_shared_and_limited():
     tower = large.model.vision["vision_config"]
     large.dataset.max_pixels = 200 * (tower["patch_size"] * tower["spatial_merge_size"]) ** 2
     assert images_of(large) == 200, "one rank encodes the whole of an image"
+    large.model.vision = large.model.vision | {"model_type": "glm4v"}
+    assert images_of(large) == 128, "GLM's limit is that of two frames, so an image has 100 tokens"
     assert images_of(run_config(**two, share_images=False)) == 256
     config = run_config()
     config.dataset.max_image_tokens = 100

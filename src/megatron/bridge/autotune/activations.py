@@ -230,9 +230,11 @@ def _image_tokens(config: ConfigContainer) -> int:
 def _tokens_of_image(config: ConfigContainer) -> int:
     """Tokens of the largest image where ``dataset.max_pixels`` tells them, else 0."""
     model: Any = config.model
-    tower = model.vision.get("vision_config") or {}
-    side = tower.get("patch_size", 1) * tower.get("spatial_merge_size", 1)
-    return (getattr(config.dataset, "max_pixels", None) or 0) // side**2
+    tower, limit = model.vision.get("vision_config") or {}, getattr(config.dataset, "max_pixels", None)
+    if limit is None or "patch_size" not in tower:
+        return 0
+    frames = tower["temporal_patch_size"] if "glm4v" in model.vision["model_type"] else 1  # GLM's limit is theirs
+    return limit // (frames * (tower["patch_size"] * tower.get("spatial_merge_size", 1)) ** 2)
 
 
 def _is_fused(model: ModelProvider) -> bool:

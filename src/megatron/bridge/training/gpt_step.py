@@ -15,17 +15,24 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from megatron.bridge.backends.attention.block_mask import host_values, remember_on_host
 from megatron.bridge.data.finetuning.packing import cut_for_rank
 from megatron.bridge.training.state import BatchIterator, LossFunction
-from megatron.bridge.training.step.trained_tokens import only_trained
+from megatron.bridge.training.step.trained_tokens import trained_token_arguments
 from megatron.bridge.utils.errors import UserError
 
 LOSS_NAME = "lm loss"
 
 
-def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[torch.Tensor, LossFunction]:
+def forward_step(
+    data_iterator: BatchIterator, model: MegatronModule, *, all_tokens: bool = False
+) -> tuple[torch.Tensor, LossFunction]:
     """Run one model chunk on the next microbatch.
 
     Every pipeline stage reads the batch: it is small compared with the activations, and all stages need its masks
     and the lengths of packed samples.
+
+    Args:
+        data_iterator: The microbatches of this rank.
+        model: The chunk, with its wrappers.
+        all_tokens: Compute the losses of tokens that are not trained, too, for a loss function of your own.
 
     Returns:
         The chunk's output (on the last stage the loss of each token, [micro_batch_size, sequence of this
@@ -34,7 +41,7 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
     """
     host = _host_batch(data_iterator)
     batch = cut_sequences(on_device(host))
-    extra: dict[str, Any] = only_trained(model, cut_on_host(host["loss_mask"], host))
+    extra: dict[str, Any] = {} if all_tokens else trained_token_arguments(model, host)
     if get_model_config(model).mtp_num_layers:
         extra["loss_mask"] = batch["loss_mask"]
     if "cu_seqlens" in batch:
@@ -82,19 +89,6 @@ def cut_sequences(batch: dict[str, Any]) -> dict[str, Any]:
     if "cu_seqlens" in batch:
         return _shard_packed(batch, group.rank(), group.size())
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
-
-
-def cut_on_host(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-    """The part [b, s] of this context-parallel rank of ``values`` of whole sequences; ``batch`` is on the host, too."""
-    group: Any = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
-        return values
-    return values[:, cut_for_rank(bounds_on_host(batch), group.rank(), group.size())]
-
-
-def bounds_on_host(batch: dict[str, Any]) -> np.ndarray:
-    """Where the sequences of each row begin and end; ``batch`` is on the host."""
-    return batch["cu_seqlens"].numpy() if "cu_seqlens" in batch else np.array([0, batch["tokens"].shape[1]])
 
 
 def _shard_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:

@@ -10,24 +10,25 @@ from megatron.core.utils import get_model_config
 
 from megatron.bridge.backends.attention.block_mask import remember_on_host
 from megatron.bridge.models.vision.merge import look_ahead, media_rows, prompt_look_ahead
-from megatron.bridge.training.gpt_step import (
-    bounds_on_host,
-    cut_on_host,
-    cut_sequences,
-    masked_loss,
-    on_device,
-    packed_parameters,
-)
+from megatron.bridge.training.gpt_step import cut_sequences, masked_loss, on_device, packed_parameters
 from megatron.bridge.training.state import BatchIterator, LossFunction
-from megatron.bridge.training.step.trained_tokens import only_trained
+from megatron.bridge.training.step.host_batch import bounds_on_host, cut_on_host
+from megatron.bridge.training.step.trained_tokens import trained_token_arguments
 from megatron.bridge.utils.errors import UserError
 
 
-def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[torch.Tensor, LossFunction]:
+def forward_step(
+    data_iterator: BatchIterator, model: MegatronModule, *, all_tokens: bool = False
+) -> tuple[torch.Tensor, LossFunction]:
     """Run one model chunk on the next microbatch.
 
     What depends on a whole sequence (positions, which feature belongs to which token, how far an image sees ahead)
     is computed before context parallelism cuts it.
+
+    Args:
+        data_iterator: The microbatches of this rank.
+        model: The chunk, with its wrappers.
+        all_tokens: Compute the losses of tokens that are not trained, too, for a loss function of your own.
 
     Returns:
         The chunk's output (on the last stage the loss of each token, [micro_batch_size, sequence of this
@@ -48,7 +49,7 @@ def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[t
     rows = (
         cut_on_host(media_rows(batch["tokens"], config.image_token_id, config.video_token_id), batch) if media else None
     )
-    extra: dict[str, Any] = only_trained(model, cut_on_host(batch["loss_mask"], batch))
+    extra: dict[str, Any] = {} if all_tokens else trained_token_arguments(model, batch)
     batch = _places(batch, config)
     if "cu_seqlens" in batch:
         extra["packed_seq_params"] = packed_parameters(batch)

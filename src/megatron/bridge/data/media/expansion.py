@@ -30,6 +30,8 @@ class Expansion:
     """Images that a sample may have; None for any number."""
     template: ClassVar[str | None] = None
     """The chat template of checkpoints that have none."""
+    has_patches: ClassVar[bool] = False
+    """Whether tensors hold the patches of all images, one image after another, and not an entry for each tile."""
 
     def __init__(self, processor: Any, values: Values, hf: Any) -> None:
         self.processor, self.values, self.hf = processor, values, hf
@@ -49,6 +51,10 @@ class Expansion:
         """Tokens that the tower's features replace."""
         raise NotImplementedError
 
+    def tiles(self, height: int, width: int) -> int:
+        """Entries of an image in its tensors, where these are not patches."""
+        return 1
+
     def grid(self, height: int, width: int) -> Grid | None:
         """Frames, height and width in patches; None where positions have one axis."""
         return None
@@ -60,6 +66,8 @@ class Expansion:
 
 class QwenPatches(Expansion):
     """Qwen2-VL to Qwen3-VL: as many tokens as the resized image has groups of patches."""
+
+    has_patches = True
 
     def grid(self, height: int, width: int) -> Grid:
         resized = self._resized(height, width)
@@ -131,6 +139,8 @@ class PaliGemma(Expansion):
 class NemotronOmni(Expansion):
     """Nemotron Omni: as many tokens as the resized image has groups of patches, between two tokens."""
 
+    has_patches = True
+
     def count(self, height: int, width: int) -> int:
         from transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni import get_patch_grid_size
 
@@ -152,8 +162,11 @@ class NemotronTiles(Expansion):
         known = values.get("image_token_id", values.get("img_context_token_id"))
         super().__init__(processor, {**values, "image_token_id": known}, hf)
 
+    def tiles(self, height: int, width: int) -> int:
+        return self.processor.count(height, width)
+
     def count(self, height: int, width: int) -> int:
-        return self.processor.tokens * self.processor.count(height, width)
+        return self.processor.tokens * self.tiles(height, width)
 
     def text(self, height: int, width: int) -> str:
         start, end = self.values.get("img_start_token", "<img>"), self.values.get("img_end_token", "</img>")
@@ -282,8 +295,11 @@ class InternVL(Expansion):
 
     options: ClassVar[Mapping[str, Any]] = {"crop_to_patches": True}
 
+    def tiles(self, height: int, width: int) -> int:
+        return self.processor.get_number_of_image_patches(height, width, dict(self.options))
+
     def count(self, height: int, width: int) -> int:
-        return self._per_tile * self.processor.get_number_of_image_patches(height, width, dict(self.options))
+        return self._per_tile * self.tiles(height, width)
 
     @property
     def _per_tile(self) -> int:
@@ -309,8 +325,11 @@ class Idefics(Expansion):
     def _per_tile(self) -> int:
         return self.values.get("image_seq_len", 169)
 
+    def tiles(self, height: int, width: int) -> int:
+        return math.prod(self._tiles(height, width)) + 1
+
     def count(self, height: int, width: int) -> int:
-        return self._per_tile * (math.prod(self._tiles(height, width)) + 1)
+        return self._per_tile * self.tiles(height, width)
 
     def text(self, height: int, width: int) -> str:
         around = self.named("fake_image_token", "<fake_token_around_image>")

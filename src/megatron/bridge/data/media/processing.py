@@ -24,7 +24,7 @@ from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, 
 from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
 from megatron.bridge.data.media.tiles import TileProcessor
 from megatron.bridge.data.media.videos import VideoProcessor, refer_video
-from megatron.bridge.models.vision.media import can_share, costs, share_out
+from megatron.bridge.models.vision.media import share_out
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, one_line
 
@@ -36,8 +36,8 @@ _REMOTE = ("NemotronH_Nano_VL_V2",)
 """Models whose config and image processor are remote code, which need not run."""
 BY_SAMPLE = ("idefics3", "smolvlm")
 """Families in which transformers' tensors are [samples, tiles, ...]."""
-_GRID = "image_grid_hw"
-_TENSORS = ("pixel_values", "image_grid_thw", _GRID, "image_sizes", "pixel_attention_mask")
+BLANKS = 1024  # shapes of images of other ranks that are remembered
+_TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "pixel_attention_mask")
 
 
 class MediaProcessor:
@@ -185,7 +185,7 @@ class MediaProcessor:
     def _own(self, media: Sequence[MediaReference]) -> list[list[bool]]:
         """Of each grid or tile whether this rank encodes it: shared out as the tower does it, images before videos."""
         rank, ranks = self.share or (0, 1)
-        if ranks == 1 or not (self.has_grids or all(can_share(self._blank(item)) for item in media)):
+        if ranks == 1:
             return [[True]] * len(media)
         sizes = [self._sizes(item) for item in media]
         order = sorted(range(len(media)), key=lambda place: self._is_video(media[place]))
@@ -194,19 +194,19 @@ class MediaProcessor:
         return [own[place] for place in range(len(media))]
 
     def _sizes(self, item: MediaReference) -> list[int]:
-        """Patches of each grid, or a one for each tile: tiles are of equal size."""
+        """How much work each grid is, or a one for each tile: tiles are of equal size."""
         if self.has_grids:
             return [math.prod(grid) for grid in self._grids(item)]
-        blank = self._blank(item)
-        return costs(blank) if _GRID in blank else [1] * len(blank["pixel_values"])
+        if isinstance(item, VideoReference):
+            return [1] * len(self.videos.blank(item)["pixel_values"])
+        return [self.tokens(item)] if self.expansion.has_patches else [1] * self._measured(self.expansion.tiles, item)
 
     def _part(self, item: MediaReference, own: list[bool]) -> dict[str, Tensor]:
         """The tensors of one image or video; of patches, those of the grids that are this rank's ``own``."""
         if all(own) or (any(own) and not self.has_grids):
             return self.videos.pixels(item) if isinstance(item, VideoReference) else self._pixels(item)
         if not self.has_grids:
-            blank = self._blank(item)
-            return {name: value for name, value in blank.items() if _GRID not in blank or name == _GRID}
+            return self.videos.blank(item) if isinstance(item, VideoReference) else self._blank(item)
         name, grids = ("video" if self._is_video(item) else "image"), self._grids(item)
         tensors = {f"{name}_grid_thw": torch.tensor(grids)}
         if any(own):
@@ -216,18 +216,22 @@ class MediaProcessor:
             tensors[pixels] = torch.cat([part for part, mine in zip(patches, own, strict=True) if mine])
         return tensors
 
-    def _blank(self, item: MediaReference) -> dict[str, Tensor]:
-        """The tensors of an image or video of equal text, whose shapes are those of ``item``; its pixels are zeros."""
+    def _blank(self, image: ImageReference) -> dict[str, Tensor]:
+        """What stands for an image of another rank: zeros in the shape of its tiles, or a grid without patches.
+
+        Images of equal text share it. They have as many tiles or patches; the sizes beside them may be another's,
+        which only the rank that encodes an image reads.
+        """
         from PIL import Image
 
-        if isinstance(item, VideoReference):
-            return self.videos.blank(item)
-        text = self.text(item)
+        text = self.text(image)
         if text not in self._blanks:
-            found = self._processed(item, Image.new("RGB", (item.width, item.height)))
-            pixels = {name: value for name, value in found.items() if name.startswith("pixel")}
-            zeros = {name: value.new_zeros(()).expand(value.shape) for name, value in pixels.items()}
-            self._blanks[text] = found | zeros
+            if len(self._blanks) == BLANKS:
+                self._blanks.clear()
+            found = self._processed(image, Image.new("RGB", (image.width, image.height)))
+            pixels = [name for name in found if name.startswith("pixel")]
+            zeros = {} if self.expansion.has_patches else {name: _zeros(found[name]) for name in pixels}
+            self._blanks[text] = {name: value for name, value in found.items() if name not in pixels} | zeros
         return self._blanks[text]
 
     def _pixels(self, image: ImageReference) -> dict[str, Tensor]:
@@ -242,6 +246,11 @@ class MediaProcessor:
         if self.kind in BY_SAMPLE:  # of one sample
             tensors = {name: value[0] for name, value in tensors.items()}
         return tensors
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Zeros of a shape, without its memory."""
+    return like.new_zeros(()).expand(like.shape)
 
 
 def join_media(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits and losses of the trained tokens only: of most conversations, they are a small part of all tokens."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -12,35 +15,48 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.training.step.host_batch import cut_on_host
 
 WORTHWHILE = 0.9  # share of trained tokens above which logits of all tokens are computed
 
 
-def only_trained(model: MegatronModule, mask: Tensor) -> dict[str, Any]:
+def trained_token_arguments(model: MegatronModule, batch: dict[str, Any]) -> dict[str, Any]:
     """Arguments with which a ``GPTModel`` computes logits of trained tokens only; the losses of others are zero.
 
     Args:
-        model: a chunk of a model, with its wrappers.
-        mask: [batch, sequence] of this rank's tokens on the host, 0 where a token is not in the loss.
+        model: A chunk of a model, with its wrappers.
+        batch: The whole microbatch on the host; its ``loss_mask`` is 0 where a token is not trained.
 
     Returns:
         Nothing if the model computes the logits of all tokens: most are trained, it is no last stage or no
-        ``GPTModel``, or the shape of logits must be fixed.
+        ``GPTModel``, the shape of logits must be fixed, or the batch is not on the host.
     """
     bare: Any = unwrap(model)
-    if not isinstance(bare, GPTModel) or not bare.post_process:
+    if not isinstance(bare, GPTModel) or not bare.post_process or not _takes_arguments(type(bare)):
         return {}
     config = bare.config
     if config.cuda_graph_impl != "none" or config.defer_embedding_wgrad_compute:
         return {}
     if config.sequence_parallel and type(bare.output_layer) is not ColumnParallelLinear:
         return {}
+    if batch["loss_mask"].device.type != "cpu":  # to read it would stop the queue of a GPU
+        return {}
+    mask = cut_on_host(batch["loss_mask"], batch)
     places = mask.t().flatten().nonzero().flatten()
     if len(places) > WORTHWHILE * mask.numel():
         return {}
-    places = places if len(places) else places.new_zeros(1)  # this token's loss is masked
+    if not len(places):  # their losses are masked; two of them, because compiled kernels have another form for one
+        places = torch.arange(min(2, mask.numel()), device=mask.device)
     device = next(bare.parameters()).device
+    places = places.pin_memory() if device.type == "cuda" else places
     return {"output_processor": _losses, "output_processor_context": places.to(device, non_blocking=True)}
+
+
+@cache
+def _takes_arguments(kind: type[GPTModel]) -> bool:
+    """Whether the forward pass of a model, such as one of a user's, takes what ``GPTModel`` takes."""
+    parameters = inspect.signature(kind.forward).parameters
+    return "output_processor" in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())
 
 
 def _losses(
