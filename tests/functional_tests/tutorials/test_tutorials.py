@@ -92,6 +92,23 @@ def test_the_reward_rises(tmp_path):
     assert (tmp_path / "runs/tutorials/rl/reward.png").stat().st_size
 
 
+@pytest.mark.slow
+def test_a_model_learns_to_name_colors(tmp_path):
+    """The commands of tutorials/vision/README.md."""
+    shapes = [str(tmp_path / "runs/tutorials/vision" / name) for name in ("pictures", "untrained")]
+    started(sys.executable, str(ROOT / "scripts/demo/prepare_shapes.py"), *shapes, folder=tmp_path)
+    sizes = ("model.seq_length=80", "dataset.seq_length=80", "dataset.do_test=false")
+    preview = ("data", "preview", "qwen25_vl_3b_finetune_config", "--hf-model", shapes[1], "--data", shapes[0])
+    command = (sys.executable, "-m", "megatron.bridge.cli.main", *preview, "--html", "preview.html", *sizes)
+    started(*command, folder=tmp_path)
+    assert "data:image" in (tmp_path / "preview.html").read_text()
+    output = started(sys.executable, str(ROOT / "tutorials/vision/00_finetune_on_pictures.py"), folder=tmp_path)
+    answers = re.findall(r"png: '(\w+) (\w+)', and is a (\w+) (\w+)", output)
+    assert len(answers) == 6
+    assert sum(said == right for said, _, right, _ in answers) >= 5
+    assert (tmp_path / "runs/tutorials/vision/exported/preprocessor_config.json").exists()
+
+
 # ---- tutorials/recipes/llama ------------------------------------------------------------------------------------
 
 

@@ -36,10 +36,7 @@ _VISION = """
 gemma3_vl_12b_finetune_config gemma3_vl_27b_finetune_config gemma3_vl_4b_finetune_config glm_45v_finetune_config
 qwen25_vl_32b_finetune_config qwen25_vl_3b_finetune_config qwen25_vl_72b_finetune_config
 qwen25_vl_7b_finetune_config qwen3_vl_235b_a22b_finetune_config qwen3_vl_30b_a3b_finetune_config
+qwen3_vl_235b_a22b_pretrain_config qwen3_vl_30b_a3b_pretrain_config qwen3_vl_8b_pretrain_config
 qwen3_vl_8b_finetune_config nemotron_nano_v2_vl_12b_finetune_config nemotron_nano_v2_vl_12b_pretrain_config
 """
-_LATER = """
-qwen3_vl_235b_a22b_pretrain_config qwen3_vl_30b_a3b_pretrain_config qwen3_vl_8b_pretrain_config
-"""
 RECIPES = [*_KNOWN.split(), *_VISION.split()]
-LATER = _LATER.split()  # these sizes are fine-tuned only

@@ -189,7 +189,6 @@ def test_no_golden_file_is_left_over():
 def test_names_that_users_know():
     missing = [name for name in public_names.RECIPES if name not in catalog()]
     assert not missing
-    assert not set(public_names.LATER) & set(catalog())
     assert callable(operator.attrgetter("default_peft_config", "default_squad_config")(recipes)[1])
     with pytest.raises(AttributeError, match="has no attribute 'llama3_8b'"):
         _ = recipes.llama3_8b

@@ -237,13 +237,32 @@ qwen35_35b_a3b_finetune_config = finetune_recipe(QWEN35_35B_A3B, layout(tp=2, ep
 #
 # The memory is that of samples that consist of images, which are shared out evenly over tensor-parallel ranks.
 
-qwen3_vl_8b_finetune_config = finetune_recipe("Qwen/Qwen3-VL-8B-Instruct", layout(tp=2))
-"""Qwen3-VL 8B full fine-tuning, 8 x H100 80GB: 64 GB each, TP2."""
-qwen3_vl_30b_a3b_finetune_config = finetune_recipe("Qwen/Qwen3-VL-30B-A3B-Instruct", layout(tp=4, ep=8, etp=1))
-"""Qwen3-VL 30B-A3B full fine-tuning, 16 x H100 80GB: 64 GB each, TP4 EP8."""
+QWEN3_VL_8B, QWEN3_VL_30B_A3B = "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct"
+QWEN3_VL_235B_A22B = "Qwen/Qwen3-VL-235B-A22B-Instruct"
+
+qwen3_vl_8b_pretrain_config = pretrain_recipe(QWEN3_VL_8B, layout(tp=2), seq_length=4096, lr=3e-4)
+"""Qwen3-VL 8B pretraining, 8 x H100 80GB: 64 GB each, TP2."""
+qwen3_vl_30b_a3b_pretrain_config = pretrain_recipe(
+    QWEN3_VL_30B_A3B, layout(tp=4, ep=8, etp=1), seq_length=4096, lr=3e-4
+)
+"""Qwen3-VL 30B-A3B pretraining, 16 x H100 80GB: 64 GB each, TP4 EP8."""
 # two virtual stages, because the first chunk must hold the three layers that features of images are added behind
+qwen3_vl_235b_a22b_pretrain_config = pretrain_recipe(
+    QWEN3_VL_235B_A22B,
+    layout(tp=8, pp=8, vp=2, ep=8, etp=1),
+    seq_length=4096,
+    lr=3e-4,
+    embedding_and_loss_are_layers=True,
+    recompute=["vision_model"],
+)
+"""Qwen3-VL 235B-A22B pretraining, 128 x H100 80GB: 71 GB each, TP8 PP8 EP8."""
+
+qwen3_vl_8b_finetune_config = finetune_recipe(QWEN3_VL_8B, layout(tp=2))
+"""Qwen3-VL 8B full fine-tuning, 8 x H100 80GB: 64 GB each, TP2."""
+qwen3_vl_30b_a3b_finetune_config = finetune_recipe(QWEN3_VL_30B_A3B, layout(tp=4, ep=8, etp=1))
+"""Qwen3-VL 30B-A3B full fine-tuning, 16 x H100 80GB: 64 GB each, TP4 EP8."""
 qwen3_vl_235b_a22b_finetune_config = finetune_recipe(
-    "Qwen/Qwen3-VL-235B-A22B-Instruct",
+    QWEN3_VL_235B_A22B,
     layout(tp=8, pp=8, vp=2, ep=8, etp=1),
     embedding_and_loss_are_layers=True,
     recompute=["vision_model"],
