@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``LLM`` that starts its own ranks: the same answers as in one process, refusals, and a rank that is killed."""
 
+import os
+import signal
+
 import pytest
 
 from megatron.bridge.inference.llm import LLM
@@ -32,9 +35,13 @@ def test_two_ranks_of_a_plain_script(model_dir):  # noqa: F811
         *_, stopped = llm.stream(TEXT[1], sampled, lambda: True)
         assert stopped.finish_reason == "cancelled"
         assert len(stopped.tokens) < 30
-        llm._workers._processes[1].kill()
+        rank = llm._workers._processes[1]
+        os.kill(rank.pid, signal.SIGSTOP)
+        llm._workers._send(1, "a message that is never read, so that the pipe is reset")
+        rank.kill()
+        rank.join()
         with pytest.raises(UserError, match=r"rank 1 of 2 ended"):
-            llm.generate(TEXT, greedy)
+            llm._workers._receive(1)
 
 
 def test_a_model_that_no_rank_can_load(tmp_path):

@@ -144,7 +144,7 @@ class Workers(AbstractContextManager["Workers"]):
             if pipe in ready:
                 try:
                     return pipe.recv()
-                except EOFError:
+                except (EOFError, OSError):  # reset, if the rank left messages unread
                     pass
             self._refuse_ended()
 
