@@ -42,7 +42,6 @@ config.model = AutoBridge.from_hf_pretrained(MODEL).to_megatron_provider(load_we
 config.model.seq_length = config.dataset.seq_length
 
 config.dataset.do_test = False  # there is no test.jsonl; without this line, that is an error
-config.dataset.hf_processor_path = MODEL  # whose image processor makes the pixels
 config.logger.log_interval = 40
 # config.model.freeze_vision_model = True leaves a pretrained tower as it is. This one has learned nothing.
 

@@ -218,7 +218,7 @@ def images_of_row(config: ConfigContainer) -> int:
 
 
 def _image_tokens(config: ConfigContainer) -> int:
-    """As many as samples may have, shared out evenly over the ranks that share images; a whole image at least."""
+    """As many as samples may have, shared out evenly over the ranks that share images; at least one whole image."""
     model: Any = config.model
     if getattr(model, "vision", None) is None:
         return 0
@@ -233,7 +233,8 @@ def _tokens_of_image(config: ConfigContainer) -> int:
     tower, limit = model.vision.get("vision_config") or {}, getattr(config.dataset, "max_pixels", None)
     if limit is None or "patch_size" not in tower:
         return 0
-    frames = tower["temporal_patch_size"] if "glm4v" in model.vision["model_type"] else 1  # GLM's limit is theirs
+    # the limit of GLM counts the pixels of all frames in a patch
+    frames = tower["temporal_patch_size"] if "glm4v" in model.vision["model_type"] else 1
     return limit // (frames * (tower["patch_size"] * tower.get("spatial_merge_size", 1)) ** 2)
 
 

@@ -173,7 +173,7 @@ def _serve(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) 
     while llm is not None:
         try:
             request = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # reset, if the script left answers unread
             return
         if request != "stop":  # which came too late
             _answer(pipe, partial(_iterate, llm, pipe, rank, *request))

@@ -55,7 +55,7 @@ smollm3_3b_finetune_config = finetune_recipe(SMOLLM3_3B, lr=1e-5)
 
 # SmolVLM2, small enough for a laptop. The learning rate is our own.
 #
-# Activations of the tower depend on the images and are not in the memory named here.
+# The memory is that of samples that consist of images.
 
 smolvlm2_256m_finetune_config = finetune_recipe("HuggingFaceTB/SmolVLM2-256M-Video-Instruct", lr=1e-4)
 """SmolVLM2 256M full fine-tuning, 1 x H100 80GB: 28 GB, no model parallelism."""

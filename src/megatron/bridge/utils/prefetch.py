@@ -51,10 +51,10 @@ class PrefetchIterator[T]:
 
     Args:
         items: The iterator; what it raises is raised where its item would have come, and again after that.
-        keep_thread: One thread makes all items; it ends when this object is let go of. Otherwise each item has a
-            thread of its own, for items that tensor operations make: a thread that stays keeps its OpenMP threads. If
-            these are more than the cores, OpenMP no longer spins between the operations of any thread, and a training
-            step takes 8% longer. To start a thread takes 0.1 to 1 ms if all cores are busy.
+        keep_thread: One thread makes all items; it ends when this object is garbage-collected. By default, each item
+            has its own thread, because a thread that runs tensor operations and stays also keeps its OpenMP threads.
+            With more of them than cores, OpenMP no longer spins between operations in any thread, and a training
+            step takes 8% longer. Starting a thread takes 0.1 to 1 ms if all cores are busy.
     """
 
     def __init__(self, items: Iterator[T], keep_thread: bool = False) -> None:
@@ -98,7 +98,7 @@ def _make[T](items: Iterator[T], made: Future[T]) -> None:
 def _make_all[T](items: Iterator[T], wanted: SimpleQueue[Future[T] | None]) -> None:
     while (made := wanted.get()) is not None:
         _make(items, made)
-        del made
+        del made  # else this thread holds the last item until the next one is wanted
 
 
 @atexit.register

@@ -23,7 +23,7 @@ from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
 from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
 from megatron.bridge.data.media.tiles import TileProcessor
-from megatron.bridge.data.media.videos import VideoProcessor, refer_video
+from megatron.bridge.data.media.videos import VideoProcessor, refer_video, zeros_without_memory
 from megatron.bridge.models.vision.media import share_out
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, one_line
@@ -36,7 +36,7 @@ _REMOTE = ("NemotronH_Nano_VL_V2",)
 """Models whose config and image processor are remote code, which need not run."""
 BY_SAMPLE = ("idefics3", "smolvlm")
 """Families in which transformers' tensors are [samples, tiles, ...]."""
-BLANKS = 1024  # shapes of images of other ranks that are remembered
+MAX_BLANKS = 1024  # cached tensors that stand for images of other ranks
 _TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "pixel_attention_mask")
 
 
@@ -194,7 +194,7 @@ class MediaProcessor:
         return [own[place] for place in range(len(media))]
 
     def _sizes(self, item: MediaReference) -> list[int]:
-        """How much work each grid is, or a one for each tile: tiles are of equal size."""
+        """The work for each grid, in proportion to its patches, or 1 for each tile: all tiles have one size."""
         if self.has_grids:
             return [math.prod(grid) for grid in self._grids(item)]
         if isinstance(item, VideoReference):
@@ -217,20 +217,20 @@ class MediaProcessor:
         return tensors
 
     def _blank(self, image: ImageReference) -> dict[str, Tensor]:
-        """What stands for an image of another rank: zeros in the shape of its tiles, or a grid without patches.
+        """Tensors in place of an image that another rank encodes: zeros in the shape of its tiles, or only its grid.
 
-        Images of equal text share it. They have as many tiles or patches; the sizes beside them may be another's,
-        which only the rank that encodes an image reads.
+        Images that expand to the same text share them, because they have the same number of tiles or patches.
+        ``image_sizes`` and grids may then be those of another image; only the rank that encodes an image reads them.
         """
         from PIL import Image
 
         text = self.text(image)
         if text not in self._blanks:
-            if len(self._blanks) == BLANKS:
+            if len(self._blanks) == MAX_BLANKS:
                 self._blanks.clear()
             found = self._processed(image, Image.new("RGB", (image.width, image.height)))
             pixels = [name for name in found if name.startswith("pixel")]
-            zeros = {} if self.expansion.has_patches else {name: _zeros(found[name]) for name in pixels}
+            zeros = {} if self.expansion.has_patches else {name: zeros_without_memory(found[name]) for name in pixels}
             self._blanks[text] = {name: value for name, value in found.items() if name not in pixels} | zeros
         return self._blanks[text]
 
@@ -246,11 +246,6 @@ class MediaProcessor:
         if self.kind in BY_SAMPLE:  # of one sample
             tensors = {name: value[0] for name, value in tensors.items()}
         return tensors
-
-
-def _zeros(like: Tensor) -> Tensor:
-    """Zeros of a shape, without its memory."""
-    return like.new_zeros(()).expand(like.shape)
 
 
 def join_media(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

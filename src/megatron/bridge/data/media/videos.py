@@ -93,7 +93,7 @@ class VideoProcessor:
     def blank(self, video: VideoReference) -> dict[str, Tensor]:
         """Zeros of the shapes of ``pixels``."""
         found = self._tensors(video, self._without_pixels(video))
-        return {name: torch.zeros((), dtype=value.dtype).expand(value.shape) for name, value in found.items()}
+        return {name: zeros_without_memory(value) for name, value in found.items()}
 
     def _tensors(self, video: VideoReference, found: Any) -> dict[str, Tensor]:
         if self.has_own_token:
@@ -142,6 +142,11 @@ class VideoProcessor:
                 f"{video.where}: {_named(video)} with {video.frames} frames of {video.width}x{video.height} pixels at "
                 f"{video.fps:g} frames per second cannot be used ({one_line(error)}): change it, or remove the record"
             ) from error
+
+
+def zeros_without_memory(like: Tensor) -> Tensor:
+    """Zeros on the CPU with the shape and dtype of ``like``; all of them are the same element in memory."""
+    return torch.zeros((), dtype=like.dtype).expand(like.shape)
 
 
 def refer_video(raw: Any, root: Path, where: str) -> VideoReference:

@@ -62,7 +62,7 @@ def share_out(costs: Sequence[int], ranks: int) -> list[int]:
         >>> share_out([1, 1, 1, 1], 2)
         [0, 0, 1, 1]
     """
-    if len(set(costs)) == 1:  # such as tiles: neighbors, which may be of one image, stay together
+    if len(set(costs)) == 1:  # such as tiles: in blocks, so that the tiles of an image stay together
         return [index * ranks // len(costs) for index in range(len(costs))]
     work, owners = [0] * ranks, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This context-parallel rank's part of a batch that is not on the device yet."""
+"""Slices of a batch in host memory for this context-parallel rank."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.bridge.data.finetuning.packing import cut_for_rank
 
 
 def cut_on_host(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-    """The part [b, s] of this context-parallel rank of ``values`` of whole sequences; ``batch`` is on the host, too."""
+    """The part [b, s] of this context-parallel rank of ``values`` of whole sequences; both are on the host."""
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values

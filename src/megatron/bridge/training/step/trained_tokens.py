@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits and losses of the trained tokens only: of most conversations, they are a small part of all tokens."""
+"""Logits and losses of trained tokens only. In most conversations, few of the tokens are trained."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -21,31 +21,31 @@ WORTHWHILE = 0.9  # share of trained tokens above which logits of all tokens are
 
 
 def trained_token_arguments(model: MegatronModule, batch: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with which a ``GPTModel`` computes logits of trained tokens only; the losses of others are zero.
+    """Keyword arguments that make a ``GPTModel`` compute logits of trained tokens only; other losses are zero.
 
     Args:
         model: A chunk of a model, with its wrappers.
         batch: The whole microbatch on the host; its ``loss_mask`` is 0 where a token is not trained.
 
     Returns:
-        Nothing if the model computes the logits of all tokens: most are trained, it is no last stage or no
-        ``GPTModel``, the shape of logits must be fixed, or the batch is not on the host.
+        An empty dict if the model computes the logits of all tokens: more than ``WORTHWHILE`` of them are trained,
+        the chunk is not the last stage or not a ``GPTModel``, logits need a fixed shape, or the batch is on a GPU.
     """
     bare: Any = unwrap(model)
-    if not isinstance(bare, GPTModel) or not bare.post_process or not _takes_arguments(type(bare)):
+    if not isinstance(bare, GPTModel) or not bare.post_process or not _accepts_output_processor(type(bare)):
         return {}
     config = bare.config
     if config.cuda_graph_impl != "none" or config.defer_embedding_wgrad_compute:
         return {}
     if config.sequence_parallel and type(bare.output_layer) is not ColumnParallelLinear:
         return {}
-    if batch["loss_mask"].device.type != "cpu":  # to read it would stop the queue of a GPU
+    if batch["loss_mask"].device.type != "cpu":  # reading it would synchronize with the GPU
         return {}
     mask = cut_on_host(batch["loss_mask"], batch)
     places = mask.t().flatten().nonzero().flatten()
     if len(places) > WORTHWHILE * mask.numel():
         return {}
-    if not len(places):  # their losses are masked; two of them, because compiled kernels have another form for one
+    if not len(places):  # any two: the mask drops their losses. torch.compile would compile again for one
         places = torch.arange(min(2, mask.numel()), device=mask.device)
     device = next(bare.parameters()).device
     places = places.pin_memory() if device.type == "cuda" else places
@@ -53,8 +53,8 @@ def trained_token_arguments(model: MegatronModule, batch: dict[str, Any]) -> dic
 
 
 @cache
-def _takes_arguments(kind: type[GPTModel]) -> bool:
-    """Whether the forward pass of a model, such as one of a user's, takes what ``GPTModel`` takes."""
+def _accepts_output_processor(kind: type[GPTModel]) -> bool:
+    """Whether the forward method of a ``GPTModel``, or of a subclass, accepts ``output_processor``."""
     parameters = inspect.signature(kind.forward).parameters
     return "output_processor" in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())
 
@@ -70,7 +70,7 @@ def _losses(
     scale_logits: Callable[[Tensor], Tensor],
     **_: Any,
 ) -> Tensor:
-    """Losses [batch, sequence], zero but at the places in ``context``, which count along [sequence, batch]."""
+    """Losses [batch, sequence], zero except at the indices ``context`` into the flattened [sequence, batch]."""
     with _gathered(hidden_states, output_layer) as whole:
         chosen = whole.flatten(0, 1).index_select(0, context).unsqueeze(1)
         logits, _ = output_layer(chosen, weight=output_weight)
@@ -82,7 +82,7 @@ def _losses(
 
 @contextmanager
 def _gathered(hidden_states: Tensor, output_layer: Any) -> Iterator[Tensor]:
-    """Hidden states of all tokens, which the output layer does not gather meanwhile."""
+    """Hidden states of all tokens; inside the context, the output layer does not gather them again."""
     if not getattr(output_layer, "sequence_parallel", False):
         yield hidden_states
         return
