@@ -41,11 +41,33 @@ def inputs(bridge: Any, args: argparse.Namespace) -> tuple["Tensor", Any, dict[s
     """Token ids, tokenizer, and what both models take beside them."""
     if not args.image_path:
         return *logits.tokens(bridge, args.prompt), {}, {}
-    from megatron.bridge.inference.image_prompt import image_prompt
+    return about_images(bridge.hf_pretrained.directory, args.image_path, args.prompt or "Describe this image.")
 
-    prompt = image_prompt(bridge.hf_pretrained.directory, args.image_path, args.prompt or "Describe this image.")
-    ids, extra = prompt.inputs()
-    return ids, prompt.hf, extra, prompt.hf_inputs()
+
+def about_images(
+    folder: str | Path, images: Sequence[str], question: str
+) -> tuple["Tensor", Any, dict[str, Any], dict[str, Any]]:
+    """What ``inputs`` returns, of a question about images."""
+    import torch
+
+    from megatron.bridge.data.media.media_rules import MediaRules
+    from megatron.bridge.data.media.processing import BY_SAMPLE
+    from megatron.bridge.data.tokenizer import load_hf_tokenizer
+    from megatron.bridge.inference.prompts import PromptReader, as_messages
+
+    reader = PromptReader(load_hf_tokenizer(str(folder)), media=MediaRules(str(folder), "/"))
+    tokens: Any = reader.tokens(as_messages(question, images), "--prompt")
+    pixels, ids = reader.pixels(tokens.images.references), torch.tensor([tokens])
+    positions = tokens.images.positions
+    extra = {} if positions is None else {"position_ids": torch.from_numpy(positions)[:, None]}
+    kinds = (torch.from_numpy(tokens.images.rows)[None] >= 0).long()
+    if reader.processor.kind == "paligemma":  # all of the prompt sees all of it, which is kind 0 in transformers
+        kinds = torch.zeros_like(ids)
+        extra["attention_mask"] = ids.shape[1] - 1 - torch.arange(ids.shape[1])[None]
+    # a model of transformers takes one of the kinds of tokens, or none
+    hf_pixels = {name: it[None] for name, it in pixels.items()} if reader.processor.kind in BY_SAMPLE else pixels
+    hf_extra = {**hf_pixels, "mm_token_type_ids": kinds, "token_type_ids": kinds}
+    return ids, reader.hf, {"media": pixels, **extra}, hf_extra
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:

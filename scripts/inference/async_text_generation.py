@@ -39,13 +39,13 @@ async def complete(client: EngineClient, ids: list[int], sampling: Any) -> Any:
 
 async def complete_all(workers: Workers, prompts: list[str], sampling: Any) -> None:
     """Write a JSON object for each prompt, those that are complete first."""
-    ((hf, *_),) = workers.iterate("facts", ())
-    if hf is None:
+    ((reader, *_),) = workers.iterate("facts", ())
+    if reader.hf is None:
         raise UserError("the model has no tokenizer: give --hf_model_path")
     client = EngineClient(workers, len(prompts), lambda reason: None)
 
     async def write(index: int, prompt: str) -> None:
-        found = await complete(client, hf.encode(prompt), sampling)
+        found = await complete(client, reader.hf.encode(prompt), sampling)
         record = {"index": index, **text_generation.record_of(prompt, found, sampling)}
         sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
 

@@ -14,7 +14,8 @@ import shutil
 from pathlib import Path
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.inference.image_prompt import answer, image_prompt
+from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.recipes.qwen import qwen25_vl_3b_finetune_config
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.vlm_step import forward_step
@@ -48,13 +49,14 @@ config.logger.log_interval = 40
 # Before the first step, the run reports the images, their tokens, and how many tokens are in the loss.
 run = finetune(config, forward_step)
 
-records = [json.loads(line) for line in (PICTURES / "validation.jsonl").read_text().splitlines()[:6]]
-for record in records:
-    image, question = (part.get("image") or part["text"] for part in record["messages"][0]["content"])
-    prompt = image_prompt(MODEL, [str(PICTURES / image)], question)
-    said = prompt.hf.decode(answer(run.model, prompt, max_new_tokens=16), skip_special_tokens=True)
-    print(f"{image}: {said.strip()!r}, and is a {record['messages'][1]['content']}")
-
 # A complete Hugging Face checkpoint, tower, image processor and tokenizer included; an export never overwrites.
 shutil.rmtree(OUT / "exported", ignore_errors=True)
 AutoBridge.from_hf_pretrained(MODEL).save_hf_pretrained(run.model, OUT / "exported")
+
+# Paths of pictures start from media_root, as in training.
+records = [json.loads(line) for line in (PICTURES / "validation.jsonl").read_text().splitlines()[:6]]
+questions = [record["messages"][:1] for record in records]
+with LLM(str(OUT / "exported"), media_root=str(PICTURES)) as llm:
+    for record, (completion,) in zip(records, llm.generate_each(questions, Sampling(max_new_tokens=16)), strict=True):
+        picture, answer = record["messages"][0]["content"][0]["image"], record["messages"][1]["content"]
+        print(f"{picture}: {completion.text.strip()!r}, and is a {answer}")

@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about images: logits and answers are those of transformers, in every layout."""
+"""Questions about images: answers are those of transformers, in every layout and in any company."""
 
+import base64
 import inspect
+import json
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
 from examples.conversion import compare_models, hf_to_megatron_generate_vlm
-from megatron.bridge import AutoBridge
-from megatron.bridge.inference.image_prompt import answer, image_prompt
+from megatron.bridge.cli.main import main
+from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.prompts import as_messages
+from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.console import console
 from tests import toy_vision
 from tests.refusals import refused
 
 TOKENS = 6
+SAMPLING = Sampling(max_new_tokens=TOKENS, ignore_eos=True, logprobs=0)
+QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3_vl", "paligemma")
+OTHERS = sorted(set(toy_vision.TOYS) - set(QUICK))
+ONE_IMAGE = ("paligemma", "llava_onevision")
 
 
 @pytest.fixture(scope="module")
@@ -31,45 +39,94 @@ def folders(tmp_path_factory):
     return folder
 
 
-def asked(folder):
-    return image_prompt(folder, [str(folder / "a.png"), str(folder / "b.png")], "What is it?")
+def question(folder, *names):
+    return as_messages("What is it?", [str(folder / name) for name in names])
 
 
-def hf_answer(folder, prompt):
+def hf_answer(folder, *names):
+    """Tokens and their log-probabilities."""
+    ids, _, _, extra = compare_models.about_images(folder, [str(folder / name) for name in names], "What is it?")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor([prompt.tokens])
     known = inspect.signature(model.forward).parameters
-    given = {name: value for name, value in prompt.hf_inputs().items() if name in known}
-    found = model.generate(input_ids=ids, **given, max_new_tokens=TOKENS, do_sample=False)
-    return found[0, ids.shape[1] :].tolist()
+    given = {name: value for name, value in extra.items() if name in known}
+    found = model.generate(
+        input_ids=ids,
+        **given,
+        max_new_tokens=TOKENS,
+        min_new_tokens=TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = found.sequences[0, ids.shape[1] :].tolist()
+    return tokens, [float(one[0].log_softmax(-1)[token]) for one, token in zip(found.logits, tokens, strict=True)]
 
 
-def built(folder, **sizes):
-    provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider()
-    for name, value in sizes.items():
-        setattr(provider, name, value)
-    model = provider.provide_distributed_model(wrap_with_ddp=False)
-    return [chunk.eval() for chunk in model]
+def assert_same(completion, expected):
+    tokens, logprobs = expected
+    assert completion.tokens == tokens
+    assert [one.logprob for one in completion.logprobs] == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["qwen2_5_vl", "gemma3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("internvl", "smolvlm"))],
-)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_answers_are_those_of_transformers(run_in_process, folders, name):
-    prompt = asked(folders(name))
-    assert answer(built(folders(name)), prompt, TOKENS) == hf_answer(folders(name), prompt)
+    folder = folders(name)
+    images = ("a.png",) if name in ONE_IMAGE else ("a.png", "b.png")
+    with LLM(str(folder)) as llm:
+        assert_same(llm.chat(question(folder, *images), SAMPLING), hf_answer(folder, *images))
 
 
-@pytest.mark.parametrize("layout", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+def mixed(folder):
+    """Conversations with two images, with none, and with one; and a text."""
+    return [question(folder, "a.png", "b.png"), question(folder), "The weather", question(folder, "b.png")]
+
+
+def alone(folder, prompts):
+    with LLM(str(folder)) as llm:
+        return [llm.generate_each([prompt], SAMPLING).__next__()[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_vl"])
+def test_answers_are_bitwise_those_of_any_company(run_in_process, folders, name):
+    """Even where so little memory makes prompts begin again, and steps hold less than a prompt with images."""
+    folder = folders(name)
+    prompts = [prompt for prompt in mixed(folder) for _ in range(2)]
+    expected = alone(folder, prompts)
+    with LLM(str(folder)) as llm:
+        per_token = llm.engine.config.kv_memory // llm.engine.lanes[0].arena.size
+    for small in ({}, {"rows": 16, "chunk": 8}, {"kv_memory": 96 * max(per_token, 128)}):
+        with LLM(str(folder), max_requests=3, **small) as llm:
+            assert [one[0] for one in llm.generate_each(prompts, SAMPLING)] == expected
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
 def test_answers_are_the_same_in_every_layout(two_workers, folders, layout):
-    folder = folders("qwen2_5_vl")
-    expected = hf_answer(folder, asked(folder))
-    assert two_workers.run(answered, folder, {layout: 2}) == [expected] * 2
+    folder = folders("qwen3_vl")
+    expected = hf_answer(folder, "a.png", "b.png")
+    for completion in two_workers.run(answered, folder, layout):
+        assert_same(completion, expected)
 
 
-def answered(folder, sizes):
-    return answer(built(folder, **sizes), asked(folder), TOKENS)
+def answered(folder, layout):
+    with LLM(str(folder), **layout) as llm:
+        return llm.chat(question(folder, "a.png", "b.png"), SAMPLING)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vl"])
+def test_log_probabilities_of_a_prompt_are_those_of_one_pass(run_in_process, folders, name):
+    folder = folders(name)
+    scoring = Sampling(max_new_tokens=0, prompt_logprobs=0)
+    with LLM(str(folder)) as llm:
+        found = next(llm.generate_each([question(folder, "a.png")], scoring))[0]
+    ids, _, _, extra = compare_models.about_images(folder, [str(folder / "a.png")], "What is it?")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    known = inspect.signature(model.forward).parameters
+    with torch.no_grad():
+        logits = model(input_ids=ids, **{name: value for name, value in extra.items() if name in known}).logits[0]
+    expected = logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(
+        torch.tensor([one.logprob for one in found.prompt_logprobs]), expected, atol=1e-4, rtol=0
+    )
 
 
 def test_the_scripts_run(run_in_process, folders, capsys):
@@ -77,13 +134,54 @@ def test_the_scripts_run(run_in_process, folders, capsys):
     shared = ["--image_path", str(folder / "a.png"), "--prompt", "What is it?"]
     assert hf_to_megatron_generate_vlm.main(["--hf_model_path", str(folder), *shared, "--max_new_tokens", "3"]) == 0
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "paligemma"])
+def test_logits_are_compared(run_in_process, folders, name):
+    folder = folders(name)
     with console().capture() as captured:
-        assert compare_models.main(["--hf-model", str(folder), *shared]) == 0
+        assert compare_models.main(["--hf-model", str(folder), "--image_path", str(folder / "a.png")]) == 0
     assert "the models agree" in captured.get()
 
 
-def test_what_cannot_be_asked_is_named(folders, tmp_path):
-    with refused("--image-path", "missing.png"):
-        image_prompt(folders("qwen2_5_vl"), [str(tmp_path / "missing.png")], "What?")
-    with refused("--hf_model_path"):
-        hf_to_megatron_generate_vlm.main(["--image_path", "a.png"])
+def test_files_of_conversations(run_in_process, folders, tmp_path, capsys):
+    """Parts of messages, lists beside them, and bytes; paths start from the folder of the file."""
+    folder = folders("qwen2_5_vl")
+    toy_vision.picture(tmp_path, "a.png", 20, 12)
+    data = "data:image/png;base64," + base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+    text = {"type": "text", "text": "What is it?"}
+    records = [
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, text]}]},
+        {"messages": [{"role": "user", "content": "<image>What is it?"}], "images": ["a.png"]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data}}, text]}]},
+    ]
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = ["--max-new-tokens", "4", "--ignore-eos"]
+    assert main(["generate", str(folder), "--prompts", str(prompts), "--out", str(out), *options]) == 0
+    found = [json.loads(line)["tokens"] for line in out.read_text().splitlines()]
+    assert found == [found[0]] * 3
+    capsys.readouterr()
+    one = ["--image", str(tmp_path / "a.png"), "--prompt", "What is it?"]
+    assert main(["generate", str(folder), *one, *options]) == 0
+    assert capsys.readouterr().out[:-1] == json.loads(out.read_text().splitlines()[0])["text"]
+
+
+def test_what_cannot_be_asked_is_named(run_in_process, folders, tmp_path):
+    folder = folders("qwen2_5_vl")
+    whole = (folder / "a.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    with LLM(str(folder)) as llm:
+        for name in ("missing.png", "cut.png"):
+            with refused("the prompt", name):
+                next(llm.stream(question(tmp_path, name)))
+        token = llm.hf.convert_tokens_to_ids("<|image_pad|>")
+        with refused(f"token {token}", "images"):
+            llm.generate([[1, token, 2]])
+        with refused("max_new_tokens"):
+            llm.chat(question(folder, *["a.png"] * 90), SAMPLING)
+        assert llm.chat(question(folder, "a.png"), SAMPLING).finish_reason == "length"
+    with LLM(str(folder), media_root=str(tmp_path)) as llm, refused("a.png", "media_root"):
+        llm.chat(question(folder, "a.png"))
+    with LLM(str(folders("paligemma"))) as llm, refused("prompt_logprobs"):
+        llm.logprobs("a")

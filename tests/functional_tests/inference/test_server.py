@@ -23,6 +23,7 @@ from megatron.bridge.cli.main import main
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.errors import UserError
+from tests import toy_vision
 from tests.unit_tests.data.conftest import TEXT, tokenizer_dir  # noqa: F401 - a fixture
 from tests.unit_tests.inference.test_adapter_bank import adapters  # noqa: F401 - a fixture
 from tests.unit_tests.inference.test_llm import model_dir  # noqa: F401 - a fixture
@@ -35,6 +36,9 @@ if BESIDE.is_dir():
 pytestmark = pytest.mark.skipif(
     find_spec("uvicorn") is None or find_spec("openai") is None, reason="no server: run scripts/extra.sh serve"
 )
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+"""A PNG of one red pixel."""
+IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
 KEY = "0123456789abcdef0123"
 OPTIONS = ["--dtype", "float32", "--kv-memory", "16MB", "--port", "0", "--name", "toy"]
 
@@ -263,8 +267,9 @@ def test_health_metrics_and_page(client, address):
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             400,
-            ["text"],
+            ["data:image", "'x'"],
         ),
+        ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, ["images", "remove them"]),
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 4000}]}, 400, ["128", "shorten"]),
     ],
 )
@@ -481,3 +486,28 @@ def test_sigterm_finishes_what_runs(server):
     assert process.wait(timeout=120) == 0
     with pytest.raises(urllib.error.URLError):
         fetch(address, "/health")
+
+
+def test_images_of_requests(tmp_path):
+    """A server of a vision-language model reads the images that a request holds."""
+    folder = toy_vision.save("qwen2_5_vl", tmp_path, weights=True)
+    content = [{"type": "text", "text": "What is it?"}, IMAGE]
+    messages = [{"role": "user", "content": content}]
+    sampling = Sampling(max_new_tokens=4, ignore_eos=True, logprobs=0)
+    with LLM(str(folder), dtype="float32", kv_memory=1 << 24) as llm:
+        expected = llm.chat(messages, sampling)
+    body = {"messages": messages, "max_tokens": 4, "ignore_eos": True, "temperature": 0, "logprobs": True}
+    with started(folder, MEGATRON_BRIDGE_API_KEY=KEY) as (_, address):
+        found = json.loads(fetch(address, "/v1/chat/completions", body)[2])
+        assert found["usage"]["prompt_tokens"] == len(expected.prompt_tokens)
+        logprobs = [one["logprob"] for one in found["choices"][0]["logprobs"]["content"]]
+        assert logprobs == [one.logprob for one in expected.logprobs]
+        for url in ("http://127.0.0.1/a.png", "/etc/hostname", "file:///etc/hostname", "data:text/plain,x"):
+            wrong = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+            status, message = refusal(address, "/v1/chat/completions", {"messages": wrong})
+            assert (status, "data:image/png" in message) == (400, True)
+        broken = [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}
+        ]
+        assert "messages" in refusal(address, "/v1/chat/completions", {"messages": broken})[1]
+        assert refusal(address, "/v1/chat/completions", b"[" * (1 << 21))[0] == 400

@@ -12,9 +12,11 @@ from transformers import AutoImageProcessor
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import paths
+from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import gpt_step
-from megatron.bridge.training.config import CheckpointConfig
+from megatron.bridge.training.config import CheckpointConfig, LoggerConfig
 from tests import vision_run
 from tests.refusals import refused
 from tests.toy_run import whole_weights
@@ -218,3 +220,31 @@ def test_adapters_train_on_both_parts(folders):
 def test_the_text_step_refuses_images(folders):
     with refused("gpt_step", "vlm_step"):
         vision_run.run(folders("qwen2_5_vl"), step=gpt_step.forward_step)
+
+
+ASKED = [{"role": "user", "content": [{"type": "image", "image": "1.png"}, {"type": "text", "text": "How many?"}]}]
+
+
+@pytest.mark.parametrize("layout", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}])
+def test_the_last_sample_of_a_run_is_what_its_checkpoint_answers(two_workers, folders, tmp_path, layout):
+    """The engine has the run's limits of images from the checkpoint."""
+    folder = folders("qwen2_5_vl")
+    two_workers.run(sampled_run, folder, tmp_path, layout)
+    said = [json.loads(line)["answer"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    found, usual = (answered(path, folder / "data") for path in (tmp_path / "run", folder))
+    assert said[-1] == found[0]
+    assert found[1] < usual[1]
+
+
+def sampled_run(folder, out, layout):
+    logger = LoggerConfig(log_dir=str(out), sample_prompts=[ASKED], sample_max_new_tokens=8)
+    checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), save=str(out / "run"))
+    limits = {"max_pixels": 192}
+    vision_run.run(folder, model=layout, dataset=limits, checkpoint=checkpoint, logger=logger, train={"train_iters": 2})
+
+
+def answered(path, root):
+    """Text of an answer, and tokens of its question."""
+    with LLM(str(path), media_root=str(root)) as llm:
+        completion = llm.chat(ASKED, Sampling(max_new_tokens=8))
+        return llm.hf.decode(completion.tokens), len(completion.prompt_tokens)

@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,8 @@ from megatron.bridge.cli.chat import Conversation
 from megatron.bridge.cli.main import main
 from megatron.bridge.inference.detokenizer import Detokenizer
 from megatron.bridge.inference.llm import LLM
-from megatron.bridge.inference.prompts import end_tokens, parse_chat
+from megatron.bridge.inference.prompt_images import PromptImages, TokensWithImages
+from megatron.bridge.inference.prompts import end_tokens
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
@@ -183,15 +185,15 @@ def test_the_text_model_of_a_vision_language_model(tmp_path, name):
     with LLM(str(tmp_path), kv_memory=1 << 22) as llm:
         completion = llm.generate(prompt, Sampling(max_new_tokens=12, ignore_eos=True))[0][0]
         assert completion.tokens == found[0, 5:].tolist()
+
+
+def test_images_for_a_model_without_a_tower_are_refused(llm):
     image = [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]
-    with pytest.raises(UserError, match="image"):
-        parse_chat(image, "messages")
-
-
-def test_prompts_that_see_both_ways(tmp_path):
-    harness.hf_model(VISION_ROWS["paligemma"]).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"bidirectional_prompt=True.*use transformers"):
-        LLM(str(tmp_path), kv_memory=1 << 22)
+    with pytest.raises(UserError, match=r"prompt 0.*images.*preprocessor_config\.json"):
+        llm.chat(image)
+    tokens = TokensWithImages([1, 2], PromptImages((), np.array([-1, 0])))
+    with pytest.raises(UserError, match="vision tower"):
+        llm.engine.submit(tokens, Sampling())
 
 
 # ---- commands ---------------------------------------------------------------------------------------------------
@@ -281,6 +283,12 @@ def test_a_chat_in_the_terminal(llm, tmp_path):
     assert "commands:" in written.getvalue()
     assert "error: /seed x" in written.getvalue()
     talk.run(iter(["/reset", None]).__next__, written.write)
+    assert len(talk.messages) == 1
+    (tmp_path / "a.png").write_bytes(b"")
+    lines = iter([f"/image {tmp_path / 'none.png'}", f"/image {tmp_path / 'a.png'}", "what?", None])
+    talk.run(lines.__next__, written.write)
+    assert f"error: /image {tmp_path / 'none.png'}" in written.getvalue()
+    assert "the prompt has images" in written.getvalue()
     assert len(talk.messages) == 1
 
 

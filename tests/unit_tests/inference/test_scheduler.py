@@ -88,7 +88,11 @@ def run_schedule(draw, limits):
             scheduler.add(going[-1])
         plan = scheduler.plan()
         assert plan.work, "a step without work"
-        assert plan.rows <= max(limits.rows, limits.chunk) + len(scheduler.running)
+        whole = {id(work.text): work for work in plan.work if work.text.is_whole and work.start == 0}.values()
+        longest = max((work.count for work in whole), default=0)
+        assert plan.rows <= max(limits.rows, limits.chunk, longest) + len(scheduler.running)
+        assert all(work.count == work.text.prompt_length for work in whole), "a whole prompt is cut"
+        assert sum(work.text.images is not None for work in whole) <= 1
         assert len(scheduler.running) <= limits.requests
         model.run(plan)
         sampled = [work.text for work in plan.work if work.samples]
@@ -111,7 +115,8 @@ def run_schedule(draw, limits):
 
 def make_text(draw):
     prompt = [7] * draw.choice((0, 8, 17)) + [draw.randrange(5) for _ in range(draw.randint(1, 20))]
-    return Text(list(prompt), len(prompt), len(prompt) + draw.randint(1, 40))
+    whole = {"images": draw.choice(["images", None]), "ahead": [0] * len(prompt)} if draw.random() < 0.3 else {}
+    return Text(list(prompt), len(prompt), len(prompt) + draw.randint(1, 40), **whole)
 
 
 def test_a_text_that_can_never_fit_is_refused():

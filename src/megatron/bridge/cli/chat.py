@@ -18,8 +18,9 @@ DESCRIPTION = "Chat with a model: its own template, answers as they come, Ctrl-C
 EXAMPLES = """example:
   megatron-bridge chat HuggingFaceTB/SmolLM2-135M-Instruct --system "Answer briefly."
 
-/reset starts again, /undo takes back the last question, /seed N sets the seed, /save FILE
-writes the messages as JSON, /quit or Ctrl-D ends.
+/image FILE shows an image with the next question, /reset starts again, /undo takes back the
+last question, /seed N sets the seed, /save FILE writes the messages as JSON, /quit or Ctrl-D
+ends.
 """
 
 
@@ -58,7 +59,8 @@ class Conversation:
     llm: Any
     sampling: Any
     system: str | None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # of the next question
 
     def __post_init__(self) -> None:
         self.reset()
@@ -72,11 +74,14 @@ class Conversation:
 
     def reset(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.images = []
 
     def _answer(self, question: str, write: Callable[[str], object]) -> None:
+        from megatron.bridge.inference.prompts import as_messages
+
         if not question.strip():
             return
-        asked = [*self.messages, {"role": "user", "content": question}]
+        asked = [*self.messages, *as_messages(question, self.images)]
         text = ""
         with _interrupts() as stopped:
             for piece in self.llm.stream(asked, self.sampling, stopped):
@@ -85,12 +90,14 @@ class Conversation:
                     write(piece)
                     sys.stdout.flush()
         write("\n")
-        self.messages = [*asked, {"role": "assistant", "content": text}]
+        self.messages, self.images = [*asked, {"role": "assistant", "content": text}], []
 
     def _command(self, line: str, write: Callable[[str], object]) -> None:
         name, _, value = line.partition(" ")
         if name == "/reset":
             self.reset()
+        elif name == "/image":
+            self._show(value.strip())
         elif name == "/undo":
             users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
             self.messages = self.messages[: users[-1]] if users else self.messages
@@ -101,7 +108,12 @@ class Conversation:
         elif name == "/save":
             self._save(value.strip())
         else:
-            write("commands: /reset, /undo, /seed N, /save FILE, /quit\n")
+            write("commands: /image FILE, /reset, /undo, /seed N, /save FILE, /quit\n")
+
+    def _show(self, name: str) -> None:
+        if not Path(name).is_file():
+            raise UserError(f"/image {name}: there is no such file")
+        self.images.append(name)
 
     def _save(self, name: str) -> None:
         try:

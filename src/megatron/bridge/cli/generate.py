@@ -17,8 +17,11 @@ EXAMPLES = """examples:
   megatron-bridge generate checkpoints/smollm2 --prompt "The capital of France is" --max-new-tokens 20
   megatron-bridge generate HuggingFaceTB/SmolLM2-135M-Instruct --prompts in.jsonl --out out.jsonl --chat
 
+  megatron-bridge generate Qwen/Qwen2.5-VL-3B-Instruct --image chart.png --prompt "What does it show?"
+
 A line of a .jsonl file is an object with prompt, text or input (a text or token ids) or
-messages; an id; and sampling parameters of its own. A line of another file is a prompt.
+messages, with images as in training data; an id; and sampling parameters of its own. A line
+of another file is a prompt.
 """
 
 
@@ -27,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
     source.add_argument("--prompt", metavar="TEXT", help="one prompt; its completion is printed")
+    parser.add_argument("--image", action="append", metavar="FILE", help="image that --prompt asks about; repeatable")
+    parser.add_argument("--media-root", metavar="DIR", help="folder of the images of --prompts (default: its own)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL file of completions")
     parser.add_argument("--chat", action="store_true", help="a text is the message of a user")
     model_options.add_sampling_options(parser)
@@ -42,15 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if (args.prompts is None) == (args.out is not None):
         raise UserError("--prompts and --out belong together: give both, or --prompt alone")
+    if args.image and args.prompts is not None:
+        raise UserError("--image is for --prompt: name the images of --prompts in its messages")
     sampling = model_options.sampling_values(args)
     return _print_one(args, sampling) if args.prompts is None else _write_all(args, sampling)
 
 
 def _print_one(args: argparse.Namespace, values: dict[str, Any]) -> int:
+    from megatron.bridge.inference.prompts import as_messages
     from megatron.bridge.inference.requests import Sampling
     from megatron.bridge.utils import distributed
 
-    prompt: Any = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
+    prompt: Any = as_messages(args.prompt, args.image or ()) if args.chat or args.image else args.prompt
     with model_options.load(args) as llm:
         for completions in llm.generate_each([prompt], Sampling(**values), ["--prompt"]):
             if distributed.rank() == 0:
@@ -67,7 +75,7 @@ def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
     lines = read_prompts(args.prompts, values, args.chat)
     if not args.out.parent.is_dir():
         raise UserError(f"--out {args.out} cannot be written: create its folder first")
-    with model_options.load(args) as llm:
+    with model_options.load(args, media_root=args.media_root or str(args.prompts.parent)) as llm:
         first = distributed.rank() == 0
         file = CompletionFile(args.out, lines) if first else None
         done = on_first_rank(lambda: file.done if file else 0)

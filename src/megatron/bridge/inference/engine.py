@@ -21,8 +21,9 @@ from megatron.bridge.inference import decoding_state
 from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.detokenizer import Detokenizer
+from megatron.bridge.inference.prompt_images import PromptSight
 from megatron.bridge.inference.requests import Completion, Sampling
-from megatron.bridge.inference.runner import Runner, share
+from megatron.bridge.inference.runner import Pixels, Runner, share
 from megatron.bridge.inference.sampling import Output, read_logprob, width_of
 from megatron.bridge.inference.scheduler import Limits, Plan, Scheduler, Text
 from megatron.bridge.utils.distributed import broadcast_object
@@ -70,10 +71,16 @@ class Engine(AbstractContextManager["Engine"]):
         chunks: this rank's chunks, in evaluation mode.
         hf: tokenizer of transformers; without one, completions have no text and stop texts are refused.
         adapters: those of the chunks, if they are named.
+        pixels: what decodes the images of prompts; without it, they are refused.
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], config: EngineConfig, hf: Any = None, adapters: AdapterNames | None = None
+        self,
+        chunks: Sequence[nn.Module],
+        config: EngineConfig,
+        hf: Any = None,
+        adapters: AdapterNames | None = None,
+        pixels: Pixels | None = None,
     ) -> None:
         self.config = config
         self.hf = hf
@@ -83,7 +90,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._switch = decoding_state.switch_length(bare)
         limits = _limits(chunks, config, reuses=self._switch is None)
         self._state = DecodingState(chunks, limits.tokens, limits.requests, config.pack)
-        self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters)
+        self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters, pixels)
+        self._sight = PromptSight(bare[0].config, pixels is not None)
         self.lanes = [Scheduler(limits) for _ in range(parallel_state.get_data_parallel_world_size())]
         self._lane = parallel_state.get_data_parallel_rank()
         self._jobs: dict[int, Job] = {}
@@ -106,13 +114,14 @@ class Engine(AbstractContextManager["Engine"]):
         if seed is None:
             seed = 0 if sampling.is_greedy else broadcast_object(secrets.randbits(63))
         lane = min(range(len(self.lanes)), key=lambda it: len(self.lanes[it].waiting) + len(self.lanes[it].running))
-        return [self._submit(list(prompt), sampling, seed, choice, lane) for choice in range(sampling.n)]
+        return [self._submit(prompt, sampling, seed, choice, lane) for choice in range(sampling.n)]
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what cannot be computed; see ``submit``."""
         if not prompt:
             raise UserError("the prompt has no tokens: give at least one, such as the tokenizer's bos_token")
-        for token in (*prompt, *sampling.stop_ids, *sampling.logit_bias):
+        self._sight.check(prompt, sampling)
+        for token in (*set(prompt) - self._sight.placeholders, *sampling.stop_ids, *sampling.logit_bias):
             if not 0 <= token < self.config.vocabulary:
                 raise UserError(
                     f"token {token} is not in the vocabulary of {self.config.vocabulary}: use its own tokenizer"
@@ -135,13 +144,13 @@ class Engine(AbstractContextManager["Engine"]):
                 f"kv_memory={self.config.kv_memory} holds: shorten it, lower max_new_tokens, or give more memory"
             )
 
-    def _submit(self, prompt: list[int], sampling: Sampling, seed: int, choice: int, lane: int) -> Job:
+    def _submit(self, prompt: Sequence[int], sampling: Sampling, seed: int, choice: int, lane: int) -> Job:
         wants_prompt = sampling.prompt_logprobs is not None and choice == 0
         limit = len(prompt) + sampling.max_new_tokens
         scored = sampling.score_from - 1 if wants_prompt else 0
-        facts = {"scored": scored, "adapter": sampling.adapter_name}
+        facts = {"scored": scored, "adapter": sampling.adapter_name, **self._sight.facts(prompt)}
         text = Text(list(prompt), len(prompt), limit, wants_prompt, self._switch, **facts)
-        completion = Completion(prompt, seed=seed, choice=choice)
+        completion = Completion(list(prompt), seed=seed, choice=choice)
         job = Job(completion, sampling, text, lane)
         if self.hf is not None:
             job.detokenizer = Detokenizer(self.hf, sampling.stop)

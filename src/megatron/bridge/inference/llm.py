@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron.bridge.inference.prompts import Messages, Prompt, as_list, chat_tokens, prompt_tokens
 from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
+    from megatron.bridge.inference.prompts import Messages, Prompt, PromptReader
     from megatron.bridge.inference.refit.replacement import WeightStep
 
 
@@ -34,6 +34,7 @@ class LLM:
         adapters: several of them by name; ``Sampling.adapter_name`` chooses one for each prompt.
         tokenizer: directory or hub id of another tokenizer.
         template: chat template instead of the tokenizer's.
+        media_root: folder that images of prompts lie in; None lets them lie anywhere.
         max_context: tokens of a prompt and its completion; those that the model was made for when None.
         max_requests: texts that are computed at the same time.
         kv_memory: bytes for keys, values and states on each rank.
@@ -59,6 +60,7 @@ class LLM:
         adapters: Mapping[str, str] | None = None,
         tokenizer: str | None = None,
         template: str | None = None,
+        media_root: str | None = None,
         max_context: int | None = None,
         max_requests: int = 32,
         kv_memory: int = 4 << 30,
@@ -76,37 +78,47 @@ class LLM:
             from megatron.bridge.inference.workers import Workers
 
             self._workers = self._cleanup.enter_context(Workers(wanted, LLM, str(path), options))
-            ((self.hf, self.max_context, self.declared_ends),) = self._workers.iterate("facts", ())
+            ((self.reader, self.max_context, self.declared_ends),) = self._workers.iterate("facts", ())
             return
-        self._template = template
         self._load(path, options)
 
     def _load(self, path: str, options: dict[str, Any]) -> None:
         import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
+        from megatron.bridge.checkpoint.model_io import unwrap
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
-        from megatron.bridge.inference.prompts import declared_ends, end_of_turn, end_tokens
+        from megatron.bridge.inference.prompts import PromptReader, declared_ends, end_of_turn, end_tokens
+        from megatron.bridge.models.vision.sharing import rank_share
         from megatron.bridge.utils import unpickling
 
         distributed.initialize()
-        more = {name: options[name] for name in ("dtype", "adapter", "adapters", "tokenizer", "trust_remote_code")}
+        names = ("dtype", "adapter", "adapters", "tokenizer", "trust_remote_code", "media_root")
+        more = {name: options[name] for name in names}
         with unpickling.trusting(options["trust_checkpoint"]):
             model = load(path, _sizes(options), **more)
         context = options["max_context"] or model.max_context
         if not 1 < context <= model.max_context:
             raise UserError(f"max_context={context} must be from 2 to {model.max_context}, which the model has")
+        reader = PromptReader(model.hf, options["template"], model.media, rank_share(unwrap(model.chunks[0]).config))
         ends = end_tokens(model.hf, model.folder)
-        if model.hf is not None and self._template is not None:
-            ends |= end_of_turn(model.hf, self._template)
+        if model.hf is not None and reader.template is not None:
+            ends |= end_of_turn(model.hf, reader.template, parts=model.media is not None)
         same = {name: options[name] for name in ("max_requests", "kv_memory", "chunk", "rows")}
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
-        self.hf, self.max_context, self.declared_ends = model.hf, context, declared_ends(model.folder)
-        self.engine = self._cleanup.enter_context(Engine(model.chunks, config, model.hf, model.adapters))
+        self.reader, self.max_context, self.declared_ends = reader, context, declared_ends(model.folder)
+        pixels = reader.pixels if model.media else None
+        engine = Engine(model.chunks, config, model.hf, model.adapters, pixels)
+        self.engine = self._cleanup.enter_context(engine)
         self._bridge, self._chunks = model.bridge, model.chunks
 
-    def facts(self) -> Iterator[tuple[Any, int, set[int]]]:
-        """Tokenizer, longest text and end tokens, for a process that has not loaded the model."""
-        yield self.hf, self.max_context, self.declared_ends
+    @property
+    def hf(self) -> Any:
+        """Tokenizer of transformers; None without one."""
+        return self.reader.hf
+
+    def facts(self) -> Iterator[tuple["PromptReader", int, set[int]]]:
+        """Reader of prompts, longest text and end tokens, for a process that has not loaded the model."""
+        yield self.reader, self.max_context, self.declared_ends
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +133,7 @@ class LLM:
     # ---- methods ------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+        self, prompts: "Prompt | Sequence[Prompt]", sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[list[Completion]]:
         """Continue prompts.
 
@@ -135,11 +147,13 @@ class LLM:
         Raises:
             UserError: an empty prompt, an id beyond the vocabulary, or a text that is too long.
         """
+        from megatron.bridge.inference.prompts import as_list
+
         return list(self.generate_each(as_list(prompts), sampling))
 
     def generate_each(
         self,
-        prompts: Sequence[Prompt | Messages],
+        prompts: "Sequence[Prompt | Messages]",
         sampling: Sampling | Sequence[Sampling] | None = None,
         places: Sequence[str] | None = None,
     ) -> Iterator[list[Completion]]:
@@ -168,7 +182,7 @@ class LLM:
         ]
         yield from self._complete(tokens, how)
 
-    def chat(self, messages: Messages, sampling: Sampling | None = None) -> Completion:
+    def chat(self, messages: "Messages", sampling: Sampling | None = None) -> Completion:
         """The next message of a conversation.
 
         Args:
@@ -178,7 +192,7 @@ class LLM:
         return next(iter(self.generate_each([messages], sampling)))[0]
 
     def stream(
-        self, prompt: Prompt | Messages, sampling: Sampling | None = None, stopped: Callable[[], bool] = lambda: False
+        self, prompt: "Prompt | Messages", sampling: Sampling | None = None, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[str | Completion]:
         """The pieces of a completion as they come.
 
@@ -206,7 +220,7 @@ class LLM:
             self.engine.cancel(job)
         yield job.completion
 
-    def logprobs(self, texts: Prompt | Sequence[Prompt], top: int = 0) -> list[list[TokenLogprob]]:
+    def logprobs(self, texts: "Prompt | Sequence[Prompt]", top: int = 0) -> list[list[TokenLogprob]]:
         """The log-probability of each token of texts but the first.
 
         Args:
@@ -242,12 +256,9 @@ class LLM:
         self._replacement.take(step)
         yield from ()
 
-    def _tokens(self, prompt: Prompt | Messages, where: str, sampling: Sampling) -> list[int]:
+    def _tokens(self, prompt: "Prompt | Messages", where: str, sampling: Sampling) -> list[int]:
         """The tokens of a prompt or a conversation, checked."""
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            tokens = chat_tokens(self.hf, prompt, self._template, where)  # type: ignore[arg-type]
-        else:
-            tokens = prompt_tokens(self.hf, prompt, where)  # type: ignore[arg-type]
+        tokens = self.reader.tokens(prompt, where)
         try:
             self.engine.check(tokens, sampling)
         except UserError as error:

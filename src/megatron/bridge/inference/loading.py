@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.bridge.checkpoint import loading, model_io, paths
 from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.data.media.media_rules import MediaRules, has_processor
 from megatron.bridge.data.tokenizer import load_hf_tokenizer
 from megatron.bridge.inference.adapter_bank import AdapterNames, add_adapters
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
@@ -34,6 +35,7 @@ class LoadedModel:
     max_context: int  # tokens that the model was made for
     bridge: AutoBridge | None = None  # of the architecture; None for a Megatron checkpoint
     adapters: AdapterNames | None = None  # those that requests choose by name
+    media: MediaRules | None = None  # how images are processed; None for a model without a vision tower
 
 
 def load(
@@ -44,6 +46,7 @@ def load(
     adapters: Mapping[str, str] | None = None,
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
+    media_root: str | None = None,
 ) -> LoadedModel:
     """Load a model under the parallel sizes of the running processes.
 
@@ -55,6 +58,7 @@ def load(
         adapter: a run with adapters, one of its checkpoints, or a directory of the peft library.
         adapters: several of them by name, for requests to choose from.
         tokenizer: directory or hub id of another tokenizer.
+        media_root: folder that images lie in; None lets them lie anywhere.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
@@ -74,8 +78,6 @@ def load(
         tokenizer = tokenizer or tokenizer_of(path)
     if getattr(provider, "head", None) is not None:
         raise UserError(f"{path} has head={provider.head} and generates no tokens: call the model of AutoBridge itself")
-    if getattr(provider, "bidirectional_prompt", False):
-        raise UserError(f"{path} has bidirectional_prompt=True, and prompts see back only here: use transformers")
     _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=hook, **precision)
@@ -85,7 +87,22 @@ def load(
     for chunk in chunks:
         chunk.eval()
     hf = _tokenizer(folder, tokenizer, trust_remote_code)
-    return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider), bridge, names)
+    media = None
+    if getattr(provider, "vision", None) is not None:
+        media = _media_rules(path if bridge is None else None, tokenizer or folder, media_root or "/")
+    return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider), bridge, names, media)
+
+
+def _media_rules(checkpoint: str | Path | None, beside: str | Path | None, root: str) -> MediaRules | None:
+    """The image processor of a checkpoint's run with its limits, or the one that lies beside the tokenizer."""
+    data: dict[str, Any] = {}
+    if checkpoint is not None and model_io.has_run_config(paths.resolve(checkpoint)):
+        data = model_io.read_run_config(checkpoint).get("dataset") or {}
+    path = data.get("hf_processor_path")
+    if path and has_processor(path):
+        limits: dict[str, Any] = {name: data.get(name) for name in ("min_pixels", "max_pixels", "fps", "max_frames")}
+        return MediaRules(path, root, **limits)
+    return MediaRules(str(beside), root) if beside is not None and has_processor(str(beside)) else None
 
 
 def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
@@ -94,8 +111,6 @@ def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
         setattr(provider, name, value)
     provider.backend = "torch"
     provider.sequence_parallel = False
-    if getattr(provider, "vision", None) is not None:
-        provider.vision = None  # prompts are text, so the text model alone is built
     if provider.mtp_num_layers:
         drop_mtp_layers(provider)
     pad_query_groups(provider)

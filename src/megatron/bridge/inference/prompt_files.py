@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron.bridge.data.records.jsonl import open_data, parse_record
+from megatron.bridge.data.records.media_parts import MEDIA_KEYS
 from megatron.bridge.inference.prompts import Messages, Prompt
 from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
 from megatron.bridge.utils.errors import UserError, did_you_mean
@@ -69,7 +70,8 @@ def _line(record: dict[str, Any], where: str, number: int, defaults: Mapping[str
     given = [key for key in _PROMPTS if key in record]
     if len(given) != 1:
         raise UserError(f"{where}: has {' and '.join(given) or 'no prompt'}: give one of {', '.join(_PROMPTS)}")
-    known = (*given, "id", *_OVERRIDES)
+    media = MEDIA_KEYS if given == ["messages"] else ()
+    known = (*given, "id", *_OVERRIDES, *media)
     for key in record:
         if key not in known:
             raise UserError(f"{where}: unknown key {key}{did_you_mean(key, known)}")
@@ -78,6 +80,8 @@ def _line(record: dict[str, Any], where: str, number: int, defaults: Mapping[str
         raise UserError(f"{where}: messages must be a list with at least one message")
     if given != ["messages"] and not _is_prompt(prompt):
         raise UserError(f"{where}: {given[0]} must be a text or a list of token ids, not {type(prompt).__name__}")
+    if beside := {key: record[key] for key in media if key in record}:
+        prompt = {"messages": prompt, **beside}
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     name = record.get("id", number)

@@ -7,16 +7,29 @@ token.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.data.records.chat_template import ChatTemplate
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.bridge.data.media import references
+from megatron.bridge.data.media.media_rules import MediaRules
+from megatron.bridge.data.media.processing import MediaProcessor, chat_template
+from megatron.bridge.data.media.references import MediaReference, VideoReference
+from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
+from megatron.bridge.data.records.encoding import expand
 from megatron.bridge.data.records.formats import Chat, parse
+from megatron.bridge.inference.prompt_images import PromptImages, TokensWithImages
+from megatron.bridge.models.vision.merge import media_rows
 from megatron.bridge.utils.errors import UserError
 
 Prompt = str | list[int]  # a text, or token ids
-Messages = list[dict[str, Any]]  # a conversation with ``role`` and ``content``
+Messages = list[dict[str, Any]] | Mapping[str, Any]
+"""A conversation with ``role`` and ``content``, or a record of ``messages`` and of ``images`` beside them."""
 _MARKER = "\ue000"  # of a private area: no template writes it itself
 
 
@@ -26,33 +39,96 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def prompt_tokens(hf: Any, prompt: Prompt, where: str) -> list[int]:
-    """Token ids of a prompt; a text gets the special tokens that its tokenizer adds, once."""
-    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-        return prompt
-    if not isinstance(prompt, str):
-        raise UserError(f"{where} is a {type(prompt).__name__}: give a text or a list of token ids")
-    if hf is None:
-        raise UserError(f"{where} is a text and the model has no tokenizer: give token ids, or --tokenizer")
-    bos = hf.bos_token
-    # a rendered template begins with the token that the tokenizer would add
-    return hf.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))
+def as_messages(question: str, images: Sequence[str | Path] = ()) -> list[dict[str, Any]]:
+    """The message of a user about images at paths."""
+    parts = [{"type": "image", "image": str(Path(image).absolute())} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}] if parts else question}]
 
 
-def chat_tokens(hf: Any, messages: Messages, template: str | None, where: str) -> list[int]:
-    """Token ids of a conversation, ready for the answer."""
-    if hf is None:
-        raise UserError(f"{where}: a conversation needs a tokenizer, which the model does not have")
-    text = ChatTemplate(hf, template).prompt(parse_chat(messages, where), where)
-    return hf.encode(text, add_special_tokens=False)
+class PromptReader:
+    """From prompts to token ids.
+
+    Args:
+        hf: tokenizer of transformers; None if there is none.
+        template: chat template instead of that of the image processor or the tokenizer.
+        media: how images are processed; None for a model that sees none.
+        share: of the ranks among which images are shared out, this one and how many there are.
+    """
+
+    def __init__(
+        self,
+        hf: Any,
+        template: str | None = None,
+        media: MediaRules | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.hf, self.media = hf, media
+        self.template = template or (chat_template(media.processor_path) if media else None)
+        self._share = share
+
+    @cached_property
+    def processor(self) -> MediaProcessor:
+        """Loaded with the first image."""
+        assert self.media is not None, "tokens() has refused images"
+        return MediaProcessor(self.media, self.hf)
+
+    def tokens(self, prompt: Prompt | Messages, where: str) -> list[int]:
+        """Token ids of a text with the special tokens that its tokenizer adds, or of a conversation to be answered.
+
+        Args:
+            prompt: a text, token ids, or a conversation.
+            where: what to call the prompt in the message of an error.
+
+        Raises:
+            UserError: it is nothing of this, the chat template refuses it, or an image cannot be read.
+        """
+        if isinstance(prompt, Mapping) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
+            return self._of_chat(prompt, where)  # type: ignore[arg-type]
+        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+            return prompt  # type: ignore[return-value]
+        if not isinstance(prompt, str):
+            raise UserError(f"{where} is a {type(prompt).__name__}: give a text or a list of token ids")
+        if self.hf is None:
+            raise UserError(f"{where} is a text and the model has no tokenizer: give token ids, or --tokenizer")
+        bos = self.hf.bos_token
+        # a rendered template begins with the token that the tokenizer would add
+        return self.hf.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))
+
+    def _of_chat(self, messages: Messages, where: str) -> list[int]:
+        if self.hf is None:
+            raise UserError(f"{where}: a conversation needs a tokenizer, which the model does not have")
+        chat = parse_chat(messages, where)
+        if chat.images:
+            return self._with_images(chat, where)
+        text = ChatTemplate(self.hf, self.template, parts=self.media is not None).prompt(chat, where)
+        return self.hf.encode(text, add_special_tokens=False)
+
+    def _with_images(self, chat: Chat, where: str) -> TokensWithImages:
+        if self.media is None:
+            raise UserError(
+                f"{where}: the prompt has images, and the model has no image processor: remove them, or give the "
+                "folder of a vision-language model with its preprocessor_config.json"
+            )
+        found = self.processor.references(((item.kind, item.raw) for item in chat.images), where)
+        text = ChatTemplate(self.hf, self.template or self.processor.chat_template, parts=True).prompt(chat, where)
+        text = expand(RenderedChat(text, [], []), found, self.processor, where).text
+        tokens = np.array(self.hf.encode(text, add_special_tokens=False))
+        for item in found:  # what is damaged is refused now, and not while others wait for the answer
+            self.processor.pixels([item]) if isinstance(item, VideoReference) else references.decode(item)
+        rows = media_rows(torch.from_numpy(tokens), *self.processor.token_ids).numpy()
+        positions = self.processor.positions(tokens, found) if self.processor.has_grids else None
+        return TokensWithImages(tokens.tolist(), PromptImages(tuple(found), rows, positions))
+
+    def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
+        """The tensors of this rank's share of images and videos."""
+        self.processor.share = self._share
+        return self.processor.pixels(media)
 
 
-def parse_chat(messages: Any, where: str) -> Chat:
-    """The conversation of a list of messages; ``where`` begins the message of an error."""
-    parsed = parse({"messages": messages}, where)
+def parse_chat(messages: Messages, where: str) -> Chat:
+    """The conversation of messages; ``where`` begins the message of an error."""
+    parsed = parse(messages if isinstance(messages, Mapping) else {"messages": messages}, where)
     assert isinstance(parsed, Chat), "messages are a chat"
-    if parsed.images:
-        raise UserError(f"{where}: an image in a prompt is not supported: remove it")
     return parsed
 
 
@@ -82,20 +158,25 @@ def declared_ends(folder: Path | None) -> set[int]:
     return {token for token in values if isinstance(token, int)}
 
 
-def end_of_turn(hf: Any, template: str | None = None, before: list[dict[str, Any]] | None = None) -> set[int]:
+def end_of_turn(
+    hf: Any, template: str | None = None, before: list[dict[str, Any]] | None = None, parts: bool = False
+) -> set[int]:
     """The special token that the chat template puts after an answer, found by rendering one.
 
     Args:
         hf: tokenizer of transformers.
         template: a template instead of the tokenizer's own.
         before: the conversation to answer; a question of one word when None.
+        parts: the template is that of a vision-language model; see ``ChatTemplate``.
     """
     if template is None and not hf.chat_template:
         return set()
     messages = [*(before or [{"role": "user", "content": "Hi"}]), {"role": "assistant", "content": _MARKER}]
     try:
-        text = ChatTemplate(hf, template).render(parse_chat(messages, "a sample"), "everything", "a sample").text
+        chat = parse_chat(messages, "a sample")
+        text = ChatTemplate(hf, template, parts=parts).render(chat, "everything", "a sample").text
     except UserError:  # a template that needs more than a question
         return set()
-    ids = hf.encode(text.rpartition(_MARKER)[2].lstrip(), add_special_tokens=False)
+    _, marker, rest = text.rpartition(_MARKER)
+    ids = hf.encode(rest.lstrip(), add_special_tokens=False) if marker else []
     return {token for token in ids[:1] if token in hf.added_tokens_decoder}

@@ -5,14 +5,16 @@ The last stage gathers the vocabulary of the rows that are needed and chooses to
 then tells everybody, so ranks cannot disagree.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from megatron.bridge.backends.attention.block_mask import remember_on_host
 from megatron.bridge.backends.decoding.step import Span, Step
 from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_state import DecodingState
@@ -20,6 +22,9 @@ from megatron.bridge.inference.sampling import Output, choose_outputs
 from megatron.bridge.inference.scheduler import Plan
 
 _DUMMY = [Span(0, 1, 0, 0, 0)]
+
+Pixels = Callable[[Sequence[Any]], dict[str, Tensor]]
+"""From references to images and videos to the tensors that a vision tower takes."""
 
 
 class Runner:
@@ -29,15 +34,23 @@ class Runner:
         chunks: this rank's chunks, one for each virtual stage, in evaluation mode.
         vocabulary: tokens without the padding of the vocabulary.
         adapters: those of the chunks that are named.
+        pixels: what decodes the images of prompts.
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], state: DecodingState, vocabulary: int, adapters: AdapterNames
+        self,
+        chunks: Sequence[nn.Module],
+        state: DecodingState,
+        vocabulary: int,
+        adapters: AdapterNames,
+        pixels: Pixels | None = None,
     ) -> None:
         self._chunks, self._adapters = chunks, adapters
         self._state = state
         self._vocabulary = vocabulary
+        self._pixels = pixels
         config: Any = state.bare[0].config
+        self._config = config
         self._hidden = (config.hidden_size, config.pipeline_dtype or config.params_dtype)
         self._split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._stages: Any = parallel_state.get_pipeline_model_parallel_group()
@@ -56,27 +69,68 @@ class Runner:
         """
         for copy in plan.copies:
             self._state.copy(copy.source, copy.target, copy.count)
-        tokens, spans = _packed(plan)
+        tokens, spans = self._packed(plan)
         step = Step(spans or _DUMMY, self._state.device)
         ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[None]
         self._state.begin(step, [output.row for output in outputs])
         self._adapters.begin(plan, self._state.device)
-        logits = self._forward(ids, step)
+        logits = self._forward(ids, step, self._inputs(plan, step))
         if logits is None or not _answers():
             return None
         logits = logits[0, : len(outputs), : self._vocabulary]
         return choose_outputs(logits, outputs, width)
 
-    def _forward(self, ids: Tensor, step: Step) -> Tensor | None:
+    def _packed(self, plan: Plan) -> tuple[list[int], list[Span]]:
+        tokens: list[int] = []
+        spans: list[Span] = []
+        for work in plan.work:
+            text = work.text
+            assert text.extent is not None
+            assert text.slot is not None
+            tokens += text.tokens[work.start : work.start + work.count]
+            ahead = None
+            if text.ahead is not None and work.start == 0:
+                seen = text.ahead + [0] * (work.count - len(text.ahead))
+                ahead = remember_on_host(torch.tensor([seen], device=self._state.device), seen)
+            spans.append(Span(work.row, work.count, work.start, text.extent, text.slot, text.long, ahead))
+        return tokens, spans
+
+    def _inputs(self, plan: Plan, step: Step) -> dict[str, Any]:
+        """What the model takes beside token ids."""
+        if getattr(self._config, "vision", None) is None:
+            return {"position_ids": step.positions[None], "attention_mask": None}
+        rows, positions = np.full((1, step.rows), -1), step.positions.expand(3, 1, -1)
+        for work in plan.work:
+            images, place = work.text.images, slice(work.row, work.row + work.count)
+            if images is not None and work.start == 0:
+                rows[0, work.row : work.row + len(images.rows)] = images.rows
+            if images is not None and images.positions is not None:
+                positions = positions.clone()
+                positions[:, 0, place] = torch.from_numpy(images.positions_of(work.start, work.count)).to(positions)
+        return {
+            "position_ids": positions if self._config.mrope_section else step.positions[None],
+            "attention_mask": torch.zeros_like(step.positions)[None] if self._config.looks_ahead else None,
+            "media": self._media(plan.images),
+            "media_rows": torch.from_numpy(rows),
+        }
+
+    def _media(self, images: Any) -> dict[str, Tensor] | None:
+        """The tensors of the images of a prompt, where the tower is; sizes stay on the host."""
+        if images is None or self._stages.rank() > 0:
+            return None
+        assert self._pixels is not None, "Engine.check has refused images"
+        device, dtype = self._state.device, self._config.params_dtype
+        found = self._pixels(images.references)
+        return {name: it.to(device, dtype) if it.is_floating_point() else it for name, it in found.items()}
+
+    def _forward(self, ids: Tensor, step: Step, inputs: dict[str, Any]) -> Tensor | None:
         """Logits [1, rows, vocabulary] on the last stage, None on the others."""
         first, last = self._stages.rank() == 0, self._stages.rank() == self._stages.size() - 1
         output: Tensor | None = None
         for index, chunk in enumerate(self._chunks):
             if not (first and index == 0):
                 self._state.bare[index].set_input_tensor(self._receive(step))
-            output = chunk(
-                input_ids=ids, position_ids=step.positions[None], attention_mask=None, runtime_gather_output=True
-            )
+            output = chunk(input_ids=ids, runtime_gather_output=True, **inputs)
             if not (last and index == len(self._chunks) - 1):
                 assert output is not None
                 dist.send(output.contiguous(), self._neighbor(1), group=self._stages)
@@ -97,18 +151,6 @@ class Runner:
 def _answers() -> bool:
     """Whether this rank of the last stage tells the others; context-parallel ranks all know the same."""
     return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
-
-
-def _packed(plan: Plan) -> tuple[list[int], list[Span]]:
-    tokens: list[int] = []
-    spans: list[Span] = []
-    for work in plan.work:
-        text = work.text
-        assert text.extent is not None
-        assert text.slot is not None
-        tokens += text.tokens[work.start : work.start + work.count]
-        spans.append(Span(work.row, work.count, work.start, text.extent, text.slot, text.long))
-    return tokens, spans
 
 
 def share(table: Tensor | None, rows: int, width: int, offset: int, device: torch.device) -> Tensor:

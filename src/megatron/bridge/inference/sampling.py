@@ -60,7 +60,7 @@ def penalized(logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
     if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(tokens)), device=logits.device)
+        seen = torch.tensor(sorted(it for it in set(tokens) if it < len(logits)), device=logits.device)
         old = logits[seen]
         penalty = sampling.repetition_penalty
         logits[seen] = torch.where(old < 0, old * penalty, old / penalty)

@@ -3,13 +3,14 @@
 
 Every rank runs the same scheduler on the same events, so nothing but sampled tokens has to be exchanged. Chunks of
 a prompt are cut at multiples of ``chunk`` positions, never by load, and a text that lost its memory is computed
-again exactly as before: its prompt in the same chunks, its generated tokens one by one. So a text does not depend
-on its company.
+again exactly as before: its prompt in the same chunks, its generated tokens one by one. A prompt with images, or
+whose tokens see ahead, is one chunk, and shares its caches with no other. So a text does not depend on its company.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.bridge.inference.arena import Arena
 from megatron.bridge.utils.errors import UserError
@@ -32,10 +33,14 @@ class Text:
     slot: int | None = None  # index of recurrent states; None without memory
     shares: bool = True  # whether its caches may serve other texts
     adapter: str | None = None  # name of the adapter that it is computed with
+    images: Any = None  # of the prompt
+    ahead: list[int] | None = None  # how many tokens behind it each token of the prompt sees; None: none sees any
 
     def __post_init__(self) -> None:
         # the last token of a text that is only scored has no successor
-        self.chunked = self.prompt_length if self.needs_sample else max(1, self.prompt_length - 1)
+        all_needed = self.needs_sample or self.is_whole
+        self.chunked = self.prompt_length if all_needed else max(1, self.prompt_length - 1)
+        self.shares = self.shares and not self.is_whole
         self.long = self.switch is not None and self.chunked > self.switch
 
     def begin_again(self) -> bool:
@@ -44,6 +49,11 @@ class Text:
             return False
         self.long, self.chunked, self.computed = True, self.computed, 0
         return True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt is one chunk."""
+        return self.images is not None or self.ahead is not None
 
     @property
     def needs_sample(self) -> bool:
@@ -93,6 +103,11 @@ class Plan:
     def outputs(self) -> int:
         """Rows whose logits are needed."""
         return sum(len(work.scored) + work.samples for work in self.work)
+
+    @property
+    def images(self) -> Any:
+        """The images of the text whose prompt has some."""
+        return next((work.text.images for work in self.work if work.start == 0 and work.text.images is not None), None)
 
 
 @dataclass(frozen=True)
@@ -160,7 +175,7 @@ class Scheduler:
                 self._plan_token(text, plan)
         for text in self.running:
             self._plan_prompt(text, plan)
-        while self.waiting and self._has_room(plan):
+        while self.waiting and self._has_room(plan, self.waiting[0]):
             if not self._admit(self.waiting[0], plan):
                 break
             self._plan_prompt(self.running[-1], plan)
@@ -177,16 +192,21 @@ class Scheduler:
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
-    def _has_room(self, plan: Plan) -> bool:
-        return not plan.rows or plan.rows + self.limits.chunk <= self.limits.rows
+    def _has_room(self, plan: Plan, text: Text) -> bool:
+        if text.images is not None and plan.images is not None:  # a step encodes the images of one text
+            return False
+        if text.is_whole and plan.rows <= len(self.running):  # a long one would wait until nothing else runs
+            return True
+        chunk = text.chunked if text.is_whole else self.limits.chunk
+        return not plan.rows or plan.rows + chunk <= self.limits.rows
 
     def _plan_token(self, text: Text, plan: Plan) -> None:
         if self._fits(text, text.computed + 1, plan):
             self._append(plan, text, text.computed, 1)
 
     def _plan_prompt(self, text: Text, plan: Plan) -> None:
-        start, chunk = text.computed, self.limits.chunk
-        while start < text.chunked and self._has_room(plan):
+        start, chunk = text.computed, text.chunked if text.is_whole else self.limits.chunk
+        while start < text.chunked and self._has_room(plan, text):
             count = min(chunk - start % chunk, text.chunked - start)
             self._append(plan, text, start, count)
             start += count
@@ -284,7 +304,7 @@ class Scheduler:
     def _donor(self, text: Text) -> tuple[Text | None, int]:
         """A text whose caches begin like ``text``, and how many tokens of it are of use."""
         found: tuple[Text | None, int] = None, 0
-        if not self.limits.reuses:
+        if not (self.limits.reuses and text.shares):
             return found
         needed = min(text.scored, text.prompt_length - 1) if text.wants_prompt else text.prompt_length - 1
         for stop, key in _prefixes(text, needed, self.limits.chunk):

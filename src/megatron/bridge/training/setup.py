@@ -21,6 +21,7 @@ from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import user_buffers
 from megatron.bridge.data.loaders import Iterators, build_iterators
 from megatron.bridge.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.bridge.models.vision.sharing import rank_share
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.defaults import default_callbacks
 from megatron.bridge.training.checkpointing.save_load import find_starting_point, load_run
@@ -232,7 +233,8 @@ def build_data(
     share: tuple[int, int] | None = (0, 1)
     if place is None:
         place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        share = _image_share(config)
+        # the tower is on the first stage
+        share = None if parallel_state.get_pipeline_model_parallel_rank() else rank_share(config.model)
     return build_iterators(
         *(config.dataset, tokenizer, sizes, micro, batch, *place),
         consumed_train=consumed,
@@ -240,14 +242,6 @@ def build_data(
         vocab_size=config.model.vocab_size,
         balance=config.train.rampup_batch_size is None,
     )
-
-
-def _image_share(config: ConfigContainer) -> tuple[int, int] | None:
-    """The vision tower is on the first stage, where ranks with the same samples share out its images."""
-    if parallel_state.get_pipeline_model_parallel_rank():
-        return None
-    group: Any = parallel_state.get_tensor_and_context_parallel_group()
-    return (group.rank(), group.size()) if getattr(config.model, "share_images", False) else (0, 1)
 
 
 __getattr__ = lazy_names(

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.bridge.utils.errors import UserError
+
 MASKED_ROWS = 512  # queries in a masked tile: 0.5 MB of mask per 1,000 keys
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -138,6 +140,19 @@ def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list
         None if tile.positions is None else shared[kind(tile, tile.positions)][:, -_length(tile.keys) :]
         for tile in plan
     ]
+
+
+def looking_ahead(mask: Tensor | None, window: AttentionWindow) -> tuple[Tensor | None, AttentionWindow]:
+    """No mask if no query sees ahead; else a window that reaches as far as the furthest of them."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask, window
+    reach = max(host_values(mask))
+    if window.left is not None and reach > window.left:  # the last of them would see all of them, windows or not
+        raise UserError(
+            f"{reach + 1} tokens see each other both ways, more than the attention window of {window.left + 1}: "
+            "use smaller images or shorter prompts"
+        )
+    return (mask, AttentionWindow(window.left, reach)) if reach else (None, AttentionWindow(window.left, 0))
 
 
 def hidden_ahead(ahead: Tensor, span: QuerySpan, tile: Tile) -> Tensor:

@@ -39,7 +39,7 @@ from megatron.bridge.backends.attention.block_mask import (
     Tile,
     chunk_spans,
     hidden_ahead,
-    host_values,
+    looking_ahead,
     packed_segments,
     packed_spans,
     slice_sequence,
@@ -164,7 +164,7 @@ class TorchAttention(MegatronModule):
             assert attention_mask is None or attention_mask.dtype != torch.bool, "packed rows have no mask"
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         window = self._mask_window(attn_mask_type or self.attn_mask_type)
-        attention_mask, window = _looking_ahead(attention_mask, window)
+        attention_mask, window = looking_ahead(attention_mask, window)
         attend = self._attend_parallel if self._cp(packed_seq_params) else self._attend_local
         out = attend((query, key, value), attention_mask, window, packed_seq_params if packed else None).flatten(2)
         return out.squeeze(1) if packed else out
@@ -329,19 +329,6 @@ def _pad_width(value: Tensor, query: Tensor) -> Tensor:
     """Values padded with zeros: fused kernels need them as wide as keys."""
     missing = query.size(-1) - value.size(-1)
     return F.pad(value, (0, missing)) if missing > 0 else value
-
-
-def _looking_ahead(mask: Tensor | None, window: AttentionWindow) -> tuple[Tensor | None, AttentionWindow]:
-    """No mask if no query sees ahead; else a window that reaches as far as the furthest of them."""
-    if mask is None or mask.dtype == torch.bool:
-        return mask, window
-    reach = max(host_values(mask))
-    if window.left is not None and reach > window.left:  # the last of them would see all of them, windows or not
-        raise UserError(
-            f"{reach + 1} tokens see each other both ways, more than the attention window of {window.left + 1}: "
-            "use smaller images or shorter prompts"
-        )
-    return (mask, AttentionWindow(window.left, reach)) if reach else (None, AttentionWindow(window.left, 0))
 
 
 def _mask_of_tile(mask: Tensor, span: QuerySpan, tile: Tile) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.bridge.backends.attention.block_mask import QuerySpan
+from megatron.bridge.backends.attention.block_mask import QuerySpan, looking_ahead
 from megatron.bridge.backends.decoding.step import Step
 
 
@@ -71,6 +71,7 @@ class AttentionCache:
             low = core.first_key(span.start)
             seen = slice(span.extent + low, span.extent + span.start + span.count)
             keys, values = self.keys[seen], self.values[seen]
+            mask = span.ahead if mask is None else mask  # noqa: PLW2901
             if span.count == 1 and simple and mask is None and keys.size(2) == values.size(2):
                 out[span.row] = _attend_one(query[span.row, 0], keys, values, core.scale)
             else:
@@ -132,5 +133,6 @@ def _attend_many(
     core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, span: QuerySpan
 ) -> Tensor:
     """[count, h, dv] of the last tokens of a text, by the code that trains."""
-    window, sinks = core._mask_window(core.attn_mask_type), core.softmax_offset
+    mask, window = looking_ahead(mask, core._mask_window(core.attn_mask_type))
+    sinks = core.softmax_offset
     return core._attend((query, keys.unsqueeze(1), values.unsqueeze(1)), mask, [span], window, sinks)[:, 0]

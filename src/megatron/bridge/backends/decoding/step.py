@@ -30,6 +30,7 @@ class Span:
     extent: int  # first token of the request's keys and values in the caches
     slot: int  # index of the request's recurrent states
     long: bool = False  # whether the text is so long that rotary embeddings use their frequencies for long texts
+    ahead: Tensor | None = None  # [1, count], how many tokens behind it each token sees; None: none sees any
 
 
 @dataclass(frozen=True)

@@ -186,10 +186,10 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
 _SAME = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context", "max_requests", "kv_memory")
 
 
-def load(args: argparse.Namespace) -> Any:
+def load(args: argparse.Namespace, **options: Any) -> Any:
     from megatron.bridge.inference.llm import LLM
 
-    return LLM(args.model, **llm_options(args))
+    return LLM(args.model, **llm_options(args), **options)
 
 
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class MediaProcessor:
         own = _json(path, "processor_config.json")
         values = {**config, **{key: value for key, value in own.items() if value is not None}}
         self.expansion = EXPANSIONS[kind](self.hf_processor, values, hf)
-        self.chat_template = _chat_template(path) or (None if hf.chat_template else self.expansion.template)
+        self.chat_template = chat_template(path) or (None if hf.chat_template else self.expansion.template)
         self.kind = kind
         self._rules, self._values = rules, values
         self._blanks: dict[str, dict[str, Tensor]] = {}
@@ -327,7 +327,7 @@ def _limit(processor: Any, edge: str, value: int | None, name: str) -> None:
         )
 
 
-def _chat_template(path: str) -> str | None:
+def chat_template(path: str) -> str | None:
     """The template of the processor, which goes before the tokenizer's; None if it has none of its own."""
     text = _text(path, "chat_template.jinja")
     if text is not None:

@@ -119,7 +119,8 @@ def _png(image: Any) -> bytes:
 
 def _inside(name: str, root: Path, where: str, kind: str) -> Path:
     try:
-        path, folder = (root / name).resolve(), root.resolve()
+        # no file is outside of the root of all files, where names are those of the command's own folder
+        path, folder = ((Path() if root == Path("/") else root) / name).resolve(), root.resolve()
     except (OSError, ValueError) as error:  # too long, or with a null byte
         raise UserError(f"{where}: the {kind} path {name!r} cannot be used: {error}") from error
     if not path.is_relative_to(folder):

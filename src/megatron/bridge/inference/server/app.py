@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from megatron.bridge.inference.prompts import chat_tokens, prompt_tokens
+from megatron.bridge.inference.prompts import PromptReader
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.inference.server import schemas
 from megatron.bridge.inference.server.answers import ChatFormat, CompletionFormat, Format, TokenTexts
@@ -37,9 +37,8 @@ class Server:
     """What the endpoints need."""
 
     name: str  # of the model
-    hf: Any  # its tokenizer
+    reader: PromptReader  # of its prompts
     max_context: int  # tokens of a prompt and its completion
-    template: str | None  # chat template instead of the tokenizer's
     seconds: float  # that a request may take
     created: int  # when the server started, in seconds since 1970
     adapters: tuple[str, ...] = ()  # names of adapters, which are models of their own to clients
@@ -50,6 +49,7 @@ class Server:
     _tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def __post_init__(self) -> None:
+        self.hf = self.reader.hf
         self.texts = TokenTexts(self.hf)
 
     def adapter_of(self, name: str | None) -> str | None:
@@ -208,14 +208,13 @@ def _add_tokenizer(app: FastAPI, server: Server) -> None:
     async def tokenizer_info() -> dict[str, Any]:
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "padding_side", "model_max_length")
         found = {name: getattr(hf, name, None) for name in names}
-        template = server.template or hf.chat_template
+        template = server.reader.template or hf.chat_template
         return {"tokenizer_class": type(hf).__name__, "chat_template": template, **found}
 
 
 def _tokens(server: Server, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        records = [message.as_record() for message in body.messages]
-        return chat_tokens(server.hf, records, server.template, "messages")
+        return server.reader.tokens([message.as_record() for message in body.messages], "messages")
     return server.hf.encode(body.prompt, add_special_tokens=body.add_special_tokens)
 
 
@@ -228,7 +227,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         adapter = server.adapter_of(body.model)
         hf = server.hf
         _check_ids(body.prompts)
-        prompts = [await server.tokenize(prompt_tokens, hf, prompt, "prompt") for prompt in body.prompts]
+        prompts = [await server.tokenize(server.reader.tokens, prompt, "prompt") for prompt in body.prompts]
         count = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         more = {"max_new_tokens": count, "logprobs": body.logprobs, "adapter_name": adapter}
         echoed = None
@@ -243,7 +242,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         adapter = server.adapter_of(body.model)
         records = [message.as_record() for message in body.messages]
-        prompt = await server.tokenize(chat_tokens, server.hf, records, server.template, "messages")
+        prompt = await server.tokenize(server.reader.tokens, records, "messages")
         room = server.check_length(len(prompt))
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         top = (body.top_logprobs or 0) if body.logprobs else None

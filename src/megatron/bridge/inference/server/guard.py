@@ -10,6 +10,7 @@ from typing import Any
 from megatron.bridge.inference.server.errors import ApiError, to_json
 
 OPEN_PATHS = ("/", "/health")  # answered without a key: the chat page asks for it, and load balancers have none
+TEXT_BYTES, IMAGE_BYTES = 1 << 20, 32 << 20  # bodies of text, and with images in them
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 Message = dict[str, Any]
@@ -25,7 +26,7 @@ class GuardConfig:
     # names under which the server may be called, against pages that point a name of their own at this machine; None
     # allows any
     hosts: frozenset[str] | None = None
-    body_bytes: int = 1 << 20  # size of the largest body
+    body_bytes: int = TEXT_BYTES  # size of the largest body
     seconds: float = 30.0  # how long a client may take to send its body, or to read a piece of the answer
 
 

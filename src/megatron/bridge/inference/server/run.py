@@ -19,7 +19,7 @@ from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.inference.server.app import Server, make_app
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
-from megatron.bridge.inference.server.guard import LOOPBACK, Guard, GuardConfig
+from megatron.bridge.inference.server.guard import IMAGE_BYTES, LOOPBACK, TEXT_BYTES, Guard, GuardConfig
 from megatron.bridge.inference.server.metrics import Metrics
 from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
@@ -48,13 +48,13 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
         )
     size = llm_module.ranks_of(options)
     with _bound(config) as sock, Workers(size, LLM, path, options) as workers:
-        ((hf, max_context, _),) = workers.iterate("facts", ())
-        if hf is None:
+        ((reader, max_context, _),) = workers.iterate("facts", ())
+        if reader.hf is None:
             raise UserError(f"{path} has no tokenizer, which a server needs: give --tokenizer")
         adapters = tuple(options.get("adapters") or ())
         if config.name in adapters:
             raise UserError(f"--adapters {config.name} is the name of the model itself: choose another, or give --name")
-        facts = (hf, max_context, options.get("template"), config.request_seconds, int(time.time()), adapters)
+        facts = (reader, max_context, config.request_seconds, int(time.time()), adapters)
         server = Server(config.name, *facts)
         _Run(server, workers, config, options.get("max_requests", 32)).run(sock)
 
@@ -92,10 +92,11 @@ class _Run:
     def run(self, sock: socket.socket) -> None:
         hosts = LOOPBACK | {self._config.host} if self._config.api_key is None else None
         app = make_app(self._server)
+        body_bytes = TEXT_BYTES if self._server.reader.media is None else IMAGE_BYTES
         app.router.lifespan_context = self._lifespan
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                Guard(app, GuardConfig(self._config.api_key, hosts)),
+                Guard(app, GuardConfig(self._config.api_key, hosts, body_bytes)),
                 lifespan="on",
                 log_level="warning",
                 access_log=False,

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
 from megatron.bridge.inference.requests import Sampling
 
@@ -146,22 +146,41 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(_Strict):
-    """A piece of a message; images are not supported."""
+    """A piece of a message."""
 
     type: Literal["text"]
     text: Text
+
+
+def _in_request(url: str) -> str:
+    if not url.startswith("data:image/"):
+        raise ValueError(f"{url[:60]!r} is not read from here: send the image itself, as data:image/png;base64,...")
+    return url
+
+
+class ImageUrl(_Strict):
+    """Where an image is: in the request."""
+
+    url: Annotated[Text, AfterValidator(_in_request)]
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(_Strict):
+    """An image of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
 
 
 class ChatMessage(_Strict):
     """One message of a conversation."""
 
     role: Text = Field(max_length=64)
-    content: Text | list[TextPart]
+    content: Text | list[Annotated[TextPart | ImagePart, Discriminator("type")]]
     name: Text | None = None
 
-    def as_record(self) -> dict[str, str]:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
+    def as_record(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
 
 
 class ChatRequest(GenerationRequest):

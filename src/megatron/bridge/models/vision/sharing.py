@@ -18,6 +18,14 @@ from megatron.bridge.models.vision.media import Media
 from megatron.bridge.models.vision.tower import encode
 
 
+def rank_share(config: Any) -> tuple[int, int]:
+    """Of the ranks among which a model's images are shared out, this one and how many there are."""
+    if not getattr(config, "share_images", False):
+        return 0, 1
+    group: Any = parallel_state.get_tensor_and_context_parallel_group()
+    return group.rank(), group.size()
+
+
 def features(tower: nn.Module, media: Media | None, share: bool, dummy: Media) -> tuple[Tensor | None, Tensor | None]:
     """Features of all images of a microbatch, images before videos.
 

@@ -2,14 +2,19 @@
 """Answers of the model to a few prompts while it trains, under any layout."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.data.records.chat_template import ChatTemplate, template_text
+from megatron.bridge.data.media.media_rules import MediaRules
+from megatron.bridge.data.records.chat_template import template_text
+from megatron.bridge.data.records.media_parts import text_of
+from megatron.bridge.data.records.record_config import RecordDatasetConfig
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron.bridge.inference.engine import Engine, EngineConfig
-from megatron.bridge.inference.prompts import end_of_turn, parse_chat
+from megatron.bridge.inference.prompts import Messages, PromptReader, end_of_turn, parse_chat
 from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.inference.runner import Pixels
+from megatron.bridge.models.vision.sharing import rank_share
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.evaluation import evaluation_mode
@@ -39,6 +44,7 @@ class GenerationSamples(Callback):
         interval: Steps between samples; with None only before the first and after the last step.
         max_new_tokens: The maximum length of an answer.
         chat_template: The template for conversations; None uses the tokenizer's own.
+        media: How images of conversations are processed; None refuses them.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class GenerationSamples(Callback):
         interval: int | None = None,
         max_new_tokens: int = 64,
         chat_template: str | None = None,
+        media: MediaRules | None = None,
     ) -> None:
         if not prompts or max_new_tokens < 1 or (interval is not None and interval < 1):
             raise UserError(
@@ -58,7 +65,7 @@ class GenerationSamples(Callback):
         self._prompts = prompts
         self._interval = interval
         self._max_new_tokens = max_new_tokens
-        self._template = chat_template
+        self._template, self._media = chat_template, media
         self._sampled_step: int | None = None
 
     @classmethod
@@ -67,8 +74,10 @@ class GenerationSamples(Callback):
         logger = config.logger
         if not logger.sample_prompts:
             return []
-        template = template_text(getattr(config.dataset, "chat_template", None))
-        return [cls(logger.sample_prompts, logger.sample_interval, logger.sample_max_new_tokens, template)]
+        data, settings = config.dataset, (logger.sample_interval, logger.sample_max_new_tokens)
+        template = template_text(getattr(data, "chat_template", None))
+        media = data.media_rules() if isinstance(data, RecordDatasetConfig) else None
+        return [cls(logger.sample_prompts, *settings, template, media)]
 
     def check(self, tokenizer: Tokenizer, seq_length: int) -> None:
         """Tokenize the prompts without generating.
@@ -76,7 +85,7 @@ class GenerationSamples(Callback):
         Raises:
             UserError: A prompt cannot be rendered, or does not fit into ``seq_length`` with its answer.
         """
-        context_length(self._all_tokens(tokenizer), self._max_new_tokens, seq_length)
+        context_length(self._all_tokens(tokenizer, self._reader(tokenizer)), self._max_new_tokens, seq_length)
 
     def on_train_start(self, context: Run) -> None:
         self._sample(context)
@@ -91,9 +100,11 @@ class GenerationSamples(Callback):
 
     def _sample(self, run: Run) -> None:
         self._sampled_step = run.progress.step
-        prompts = self._all_tokens(run.tokenizer)
-        answers = generate(run, prompts, self._max_new_tokens, self._ends(run.tokenizer))
-        texts = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in self._prompts]
+        reader = self._reader(run.tokenizer, rank_share(run.config.model))
+        pixels = reader.pixels if self._media else None
+        prompts = self._all_tokens(run.tokenizer, reader)
+        answers = generate(run, prompts, self._max_new_tokens, self._ends(run.tokenizer), pixels)
+        texts = [prompt if isinstance(prompt, str) else text_of(prompt[-1]["content"]) for prompt in self._prompts]
         lines = [
             {"step": run.progress.step, "prompt": text, "answer": run.tokenizer.detokenize(answer)}
             for text, answer in zip(texts, answers, strict=True)
@@ -104,21 +115,23 @@ class GenerationSamples(Callback):
         if folder is not None:
             on_first_rank(lambda: _append(Path(folder), lines))
 
-    def _all_tokens(self, tokenizer: Tokenizer) -> list[list[int]]:
-        return [self._tokens(tokenizer, prompt) for prompt in self._prompts]
+    def _reader(self, tokenizer: Tokenizer, share: tuple[int, int] = (0, 1)) -> PromptReader:
+        hf = tokenizer.hf if isinstance(tokenizer, HuggingFaceTokenizer) else None
+        return PromptReader(hf, self._template, self._media, share)
 
-    def _tokens(self, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return tokenizer.tokenize(prompt)
-        template = ChatTemplate(_transformers_tokenizer(tokenizer), self._template)
-        return tokenizer.continue_tokens(template.prompt(parse_chat(prompt, _WHERE), _WHERE))
+    def _all_tokens(self, tokenizer: Tokenizer, reader: PromptReader) -> list[list[int]]:
+        return [
+            tokenizer.tokenize(prompt) if isinstance(prompt, str) else reader.tokens(prompt, _WHERE)
+            for prompt in self._prompts
+        ]
 
     def _ends(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special token that the chat template puts after an answer, found by rendering one."""
         prompt = next((prompt for prompt in self._prompts if not isinstance(prompt, str)), None)
         if prompt is None:
             return frozenset()
-        return frozenset(end_of_turn(_transformers_tokenizer(tokenizer), self._template, prompt))
+        template = self._reader(tokenizer).template
+        return frozenset(end_of_turn(_transformers_tokenizer(tokenizer), template, prompt, self._media is not None))
 
 
 def _transformers_tokenizer(tokenizer: Tokenizer) -> "PreTrainedTokenizerBase":
@@ -130,7 +143,7 @@ def _transformers_tokenizer(tokenizer: Tokenizer) -> "PreTrainedTokenizerBase":
 def _check(prompt: Any) -> None:
     """Refuse what is neither a text nor a conversation."""
     if isinstance(prompt, list):
-        parse_chat(prompt, _WHERE)
+        parse_chat(cast(Messages, prompt), _WHERE)
     elif not isinstance(prompt, str) or not prompt:
         raise UserError(f"{_WHERE} {prompt!r} is neither a text nor a list of messages with role and content")
 
@@ -145,7 +158,13 @@ def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
 Tokens = list[list[int]]
 
 
-def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int] = frozenset()) -> Tokens:
+def generate(
+    run: Run,
+    prompts: Tokens,
+    max_new_tokens: int,
+    stop: frozenset[int] = frozenset(),
+    pixels: Pixels | None = None,
+) -> Tokens:
     """Continue each prompt greedily up to the end-of-document token or one of ``stop``; called on all ranks.
 
     Random states, gradients and weights do not change; the caches live as long as the call. Every rank gets the
@@ -159,7 +178,7 @@ def generate(run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int
         max_requests=len(prompts),
     )
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    with gathered_params(run.model), evaluation_mode(run.model), Engine(run.model, config) as engine:
+    with gathered_params(run.model), evaluation_mode(run.model), Engine(run.model, config, pixels=pixels) as engine:
         jobs = [engine.submit(prompt, sampling)[0] for prompt in prompts]
         for _ in engine.run():
             pass
