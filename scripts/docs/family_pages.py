@@ -61,13 +61,13 @@ def _architectures(family: str) -> list[str]:
 
 
 def _published(family: str) -> list[str]:
-    from megatron.bridge.models.conversion.model_bridge import _REGISTRY
+    from megatron.bridge.models.conversion.model_bridge import _REGISTRY, registered_name
 
     found = []
     for path in sorted((ROOT / "tests/families/published").glob("*.json")):
         owner, _, name = path.stem.partition("--")
         (architecture,) = json.loads(path.read_text())["architectures"]
-        home = OWNERS.get(owner) or _REGISTRY[architecture].bridge.__module__.split(".")[3]
+        home = OWNERS.get(owner) or _REGISTRY[registered_name(architecture)].bridge.__module__.split(".")[3]
         if home == family and not name.endswith("-text"):  # only the text part of this model is checked
             found.append(f"`{owner}/{name}`")
     return ["## On the hub", "", f"Tests check these published configs: {', '.join(found)}.", ""]

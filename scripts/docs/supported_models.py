@@ -31,10 +31,12 @@ def what_it_is(architecture: str) -> str:
 
 def _published() -> dict[str, list[str]]:
     """Architecture -> published models whose config.json is in the tests."""
+    from megatron.bridge.models.conversion.model_bridge import registered_name
+
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests" / "families").glob("published*/*.json")):
         (architecture,) = json.loads(path.read_text())["architectures"]
-        found.setdefault(architecture, []).append(path.stem.partition("--")[2])
+        found.setdefault(registered_name(architecture), []).append(path.stem.partition("--")[2])
     return found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2 and Qwen3 dense decoders."""
+"""Qwen2 and Qwen3 dense decoders, and what is made of their layers."""
 
 from tests.families.row import Row
 from tests.quantize import store_in_fp8
@@ -38,5 +38,6 @@ ROWS = [
         "Qwen3ForCausalLM",
         {**QWEN3, **WINDOWED, "layer_types": MIXED, "attention_bias": True, "tie_word_embeddings": True},
     ),
+    Row("mimo", "MiMoForCausalLM", {**QWEN3, "num_nextn_predict_layers": 1}, brief=True),
     Row("qwen3_fp8", "Qwen3ForCausalLM", QWEN3, layouts=("tp2", "pp2"), rewrite=store_in_fp8),
 ]

@@ -110,6 +110,12 @@ class Plain:
         return dict(self.keys_)
 
 
+def test_other_capitals_are_the_same_architecture():
+    found = model_bridge.bridge_for(Plain({"architectures": ["PhiMoEForCausalLM"]}))
+    assert type(found).__name__ == "PhimoeBridge"
+    assert model_bridge.is_known(Plain({"architectures": ["LLaMAForCausalLM"]}))
+
+
 @pytest.mark.parametrize("name", ["BloomForCausalLM", "ZayaForCausalLM"])
 def test_another_architecture_is_no_misspelling(name):
     with pytest.raises(UserError, match=rf"{name} is not supported: .*adding-a-family") as error:

@@ -30,13 +30,16 @@ ministral3_8b_finetune_config = finetune_recipe(MINISTRAL3_8B_VL, layout(tp=2))
 ministral3_14b_finetune_config = finetune_recipe(MINISTRAL3_14B_VL, layout(tp=4))
 """Ministral 3 14B full fine-tuning, 8 x H100 80GB: 60 GB each, TP4."""
 
-# Mistral 7B, NeMo and Small. Learning rates are our own: none are published.
+# Mistral 7B, NeMo and Small, and Ministral of 2024. Learning rates are our own: none are published.
 
+MINISTRAL_8B = "mistralai/Ministral-8B-Instruct-2410"
 MISTRAL_NEMO_12B = "mistralai/Mistral-Nemo-Base-2407"
 MISTRAL_SMALL_24B = "mistralai/Mistral-Small-24B-Base-2501"
 
 mistral_7b_pretrain_config = pretrain_recipe("mistralai/Mistral-7B-v0.3", layout(tp=2), seq_length=8192, lr=3e-4)
 """Mistral 7B pretraining, 8 x H100 80GB: 53 GB each, TP2."""
+ministral_8b_pretrain_config = pretrain_recipe(MINISTRAL_8B, layout(tp=2), seq_length=8192, lr=3e-4)
+"""Ministral 8B pretraining, 8 x H100 80GB: 59 GB each, TP2."""
 mistral_nemo_12b_pretrain_config = pretrain_recipe(MISTRAL_NEMO_12B, layout(tp=4), seq_length=8192, lr=3e-4)
 """Mistral NeMo 12B pretraining, 16 x H100 80GB: 42 GB each, TP4."""
 mistral_small_24b_pretrain_config = pretrain_recipe(MISTRAL_SMALL_24B, layout(tp=4), seq_length=8192, lr=2e-4)
@@ -44,6 +47,8 @@ mistral_small_24b_pretrain_config = pretrain_recipe(MISTRAL_SMALL_24B, layout(tp
 
 mistral_7b_finetune_config = finetune_recipe("mistralai/Mistral-7B-v0.3", layout(tp=2))
 """Mistral 7B full fine-tuning, 8 x H100 80GB: 43 GB each, TP2."""
+ministral_8b_finetune_config = finetune_recipe(MINISTRAL_8B, layout(tp=2))
+"""Ministral 8B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 mistral_nemo_12b_finetune_config = finetune_recipe(MISTRAL_NEMO_12B, layout(tp=2))
 """Mistral NeMo 12B full fine-tuning, 8 x H100 80GB: 70 GB each, TP2."""
 mistral_small_24b_finetune_config = finetune_recipe(MISTRAL_SMALL_24B, layout(tp=4))

@@ -42,6 +42,8 @@ helium_2b_pretrain_config = pretrain_recipe("kyutai/helium-1-preview-2b", _PRETR
 """Helium 2B pretraining, 8 x H100 80GB: 27 GB each, no model parallelism."""
 hunyuan_7b_pretrain_config = pretrain_recipe("tencent/Hunyuan-7B-Instruct", _PRETRAIN, layout(tp=2))
 """Hunyuan 7B pretraining, 16 x H100 80GB: 40 GB each, TP2."""
+mimo_7b_pretrain_config = pretrain_recipe("XiaomiMiMo/MiMo-7B-Base", _PRETRAIN, layout(tp=2))
+"""MiMo 7B pretraining, 16 x H100 80GB: 41 GB each, TP2."""
 nanochat_d20_pretrain_config = pretrain_recipe(NANOCHAT_D20, seq_length=2048, micro_batch_size=8, lr=1e-3)
 """NanoChat d20 561M pretraining, 8 x H100 80GB: 25 GB each, no model parallelism."""
 opt_1p3b_pretrain_config = pretrain_recipe("facebook/opt-1.3b", seq_length=2048, micro_batch_size=4, lr=3e-4)
@@ -85,6 +87,8 @@ helium_2b_finetune_config = finetune_recipe("kyutai/helium-1-preview-2b", lr=1e-
 """Helium 2B full fine-tuning, 8 x H100 80GB: 27 GB each, no model parallelism."""
 hunyuan_7b_finetune_config = finetune_recipe("tencent/Hunyuan-7B-Instruct", layout(tp=2))
 """Hunyuan 7B full fine-tuning, 8 x H100 80GB: 46 GB each, TP2."""
+mimo_7b_finetune_config = finetune_recipe("XiaomiMiMo/MiMo-7B-Base", layout(tp=2))
+"""MiMo 7B full fine-tuning, 8 x H100 80GB: 47 GB each, TP2."""
 nanochat_d20_finetune_config = finetune_recipe(NANOCHAT_D20, seq_length=2048, micro_batch_size=4, lr=3e-5)
 """NanoChat d20 561M full fine-tuning, 1 x H100 80GB: 21 GB, no model parallelism."""
 opt_1p3b_finetune_config = finetune_recipe("facebook/opt-1.3b", seq_length=2048, micro_batch_size=4, lr=1e-5)
@@ -112,6 +116,7 @@ DOTS_LLM1_142B = "rednote-hilab/dots.llm1.base"
 HUNYUAN_80B_A13B = "tencent/Hunyuan-A13B-Instruct"
 K_EXAONE_236B = "LGAI-EXAONE/K-EXAONE-236B-A23B"
 MINIMAX_M2_229B = "MiniMaxAI/MiniMax-M2"
+PHI35_MOE_42B = "microsoft/Phi-3.5-MoE-instruct"
 _LARGE: PretrainOptions = {"seq_length": 4096, "global_batch_size": 1024, "lr": 2e-4}
 _4_STAGES: LayoutOptions = {"pipeline_layout": "Et*15|t*16|t*16|t*15L"}
 _8_STAGES: LayoutOptions = {"pipeline_layout": "Et*7|(t*8|)*6t*7L"}
@@ -128,6 +133,8 @@ k_exaone_236b_pretrain_config = pretrain_recipe(K_EXAONE_236B, _LARGE, layout(tp
 """K-EXAONE 236B-A23B pretraining, 128 x H100 80GB: 63 GB each, TP4 PP4 EP16."""
 minimax_m2_229b_pretrain_config = pretrain_recipe(MINIMAX_M2_229B, _8_STAGES, _LARGE, layout(tp=2, pp=8, ep=8, etp=1))
 """MiniMax-M2 229B-A10B pretraining, 128 x H100 80GB: 69 GB each, TP2 PP8 EP8."""
+phi35_moe_42b_pretrain_config = pretrain_recipe(PHI35_MOE_42B, _PRETRAIN, layout(tp=2, pp=2, ep=8, etp=1))
+"""Phi-3.5-MoE 42B-A7B pretraining, 16 x H100 80GB: 61 GB each, TP2 PP2 EP8."""
 solar_open_100b_pretrain_config = pretrain_recipe("upstage/Solar-Open-100B", _LARGE, layout(tp=4, pp=2, ep=8, etp=1))
 """Solar Open 100B pretraining, 64 x H100 80GB: 72 GB each, TP4 PP2 EP8."""
 trinity_mini_26b_pretrain_config = pretrain_recipe("arcee-ai/Trinity-Mini", layout(ep=8), seq_length=4096, lr=3e-4)
@@ -145,6 +152,8 @@ k_exaone_236b_finetune_config = finetune_recipe(K_EXAONE_236B, layout(tp=4, pp=4
 """K-EXAONE 236B-A23B full fine-tuning, 128 x H100 80GB: 63 GB each, TP4 PP4 EP16."""
 minimax_m2_229b_finetune_config = finetune_recipe(MINIMAX_M2_229B, _8_STAGES, layout(tp=2, pp=8, ep=8, etp=1))
 """MiniMax-M2 229B-A10B full fine-tuning, 128 x H100 80GB: 69 GB each, TP2 PP8 EP8."""
+phi35_moe_42b_finetune_config = finetune_recipe(PHI35_MOE_42B, layout(tp=2, pp=2, ep=8, etp=1))
+"""Phi-3.5-MoE 42B-A7B full fine-tuning, 16 x H100 80GB: 61 GB each, TP2 PP2 EP8."""
 solar_open_100b_finetune_config = finetune_recipe("upstage/Solar-Open-100B", layout(tp=4, pp=2, ep=8, etp=1))
 """Solar Open 100B full fine-tuning, 64 x H100 80GB: 72 GB each, TP4 PP2 EP8."""
 trinity_mini_26b_finetune_config = finetune_recipe("arcee-ai/Trinity-Mini", layout(tp=2, ep=8, etp=1))

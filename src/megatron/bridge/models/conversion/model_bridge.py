@@ -405,7 +405,7 @@ def bridge_for(config: Any) -> MegatronModelBridge:
     Raises:
         UserError: the config names none, or none that is known.
     """
-    names = list(getattr(config, "architectures", None) or ())
+    names = list(map(registered_name, getattr(config, "architectures", None) or ()))
     if not names:
         raise UserError("the config names no architecture: add `architectures`, such as ['LlamaForCausalLM']")
     known = architectures()
@@ -426,8 +426,14 @@ def bridge_for(config: Any) -> MegatronModelBridge:
 
 def is_known(config: Any) -> bool:
     """Whether there is a bridge for one of the architectures that a Hugging Face config names."""
-    names = getattr(config, "architectures", None) or ()
+    names = map(registered_name, getattr(config, "architectures", None) or ())
     return any(name in architectures() or _headed(name, config) is not None for name in names)
+
+
+def registered_name(architecture: str) -> str:
+    """The registered name that differs in capitals only: Microsoft writes PhiMoE, transformers Phimoe."""
+    spelled = {name.lower(): name for name in architectures()}
+    return architecture if architecture in _REGISTRY else spelled.get(architecture.lower(), architecture)
 
 
 def _headed(architecture: str, config: Any) -> heads.HeadedClass | None:

@@ -14,4 +14,8 @@ def own_config(kind: str) -> Any:
         from megatron.bridge.models.hf_pretrained.nano_vl_config import NanoVLConfig
 
         return NanoVLConfig
+    if kind == "mimo":
+        from megatron.bridge.models.hf_pretrained.mimo_config import MiMoConfig
+
+        return MiMoConfig
     return None

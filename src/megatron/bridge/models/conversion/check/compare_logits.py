@@ -111,12 +111,6 @@ def run_megatron(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> Mode
     )
 
 
-@torch.no_grad()
-def logits_of(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> Tensor:
-    """The logits alone, on every rank; see ``run_megatron``."""
-    return next(found for found in exchange.all_gather_stages(_pipeline(chunks, ids, extra)) if found is not None)
-
-
 def _pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -> Tensor | None:
     """One forward pass through all stages; the logits on the last one."""
     found: list[Tensor] = []

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.bridge.models.conversion.declare.blocks import Block, SizedBlock, fused_norm
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, MegatronParamMapping, ReplicatedMapping
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    MegatronParamMapping,
+    ReplicatedMapping,
+    SwappedInputMapping,
+)
 
 _PROJECTIONS = {
     "linear_q_proj": "q_proj",
@@ -66,6 +71,8 @@ class MTPNames:
     eh_proj: str
     """Projection of both together."""
     norm: str
+    hidden_first: bool = False
+    """The projection takes the hidden state before the embedding."""
 
 
 def after_decoder_layers(config: Any, depth: int) -> MTPNames:
@@ -80,8 +87,8 @@ def mtp(
 ) -> SizedBlock:
     """Layers of multi-token prediction.
 
-    Each norms the embedding of the next token and the hidden state of this one, projects both together (the
-    embedding first), and goes on as a layer of the decoder and a final norm before the model's own output layer.
+    Each norms the embedding of the next token and the hidden state of this one, projects both together, and goes
+    on as a layer of the decoder and a final norm before the model's own output layer.
 
     Args:
         *layer: the blocks of a layer of the decoder, under its names.
@@ -98,10 +105,11 @@ def mtp(
 
 def _depth(layer: tuple[Block, ...], depth: int, layers: str, theirs: MTPNames) -> Block:
     ours = f"mtp.layers.{depth}"
+    projection = SwappedInputMapping if theirs.hidden_first else AutoMapping
     own: Block = (
         ReplicatedMapping(f"{ours}.enorm.weight", f"{theirs.enorm}.weight"),
         ReplicatedMapping(f"{ours}.hnorm.weight", f"{theirs.hnorm}.weight"),
-        AutoMapping(f"{ours}.eh_proj.weight", f"{theirs.eh_proj}.weight"),
+        projection(f"{ours}.eh_proj.weight", f"{theirs.eh_proj}.weight"),
         ReplicatedMapping(f"{ours}.final_layernorm.weight", f"{theirs.norm}.weight"),
     )
 

@@ -133,7 +133,7 @@ def _check(
     problems = _wrong_dtypes(plan, checkpoint, declared_dtype)
     skipped: set[str] = set()
     for task in plan.tasks:  # all of them, so that every rank finds the same problems
-        if not task.mapping.copies:
+        if not (task.mapping.copies or task.mapping.keeps_shapes):
             continue
         for problem in _missing(task, plan, checkpoint) or _wrong_shapes(task, checkpoint):
             if any(fnmatch(task.global_param_name, pattern) for pattern in allowed):

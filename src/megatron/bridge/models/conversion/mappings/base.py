@@ -210,6 +210,8 @@ class MegatronParamMapping:
     """Whether each Hugging Face tensor holds all experts, and this parameter is one of them."""
     transposed = False
     """Whether the Hugging Face matrices are [in, out]."""
+    keeps_shapes: ClassVar[bool] = False
+    """Whether a mapping that computes takes tensors of the shapes that ``blocks`` says, which are then checked."""
     expert: int | None = None
     """This parameter's expert where tensors are stacked; None while the number is a wildcard."""
 

@@ -5,9 +5,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.bridge.models.conversion.mappings.base import AttentionHeads, HFRange, MegatronParamMapping, ShardSpec
+from megatron.bridge.models.conversion.mappings.base import (
+    AttentionHeads,
+    AutoMapping,
+    HFRange,
+    HFWeights,
+    MegatronParamMapping,
+    ShardSpec,
+)
 
 
 class QKVMapping(MegatronParamMapping):
@@ -147,6 +154,22 @@ class InterleavedGatedMLPMapping(MegatronParamMapping):
         for rank in range(shard.parts):
             yield HFRange(self.hf_param, 2 * rank * half, half, step=2)
             yield HFRange(self.hf_param, 2 * rank * half + 1, half, step=2)
+
+
+class SwappedInputMapping(AutoMapping):
+    """A linear layer that takes the two halves of its input in the other order in Hugging Face."""
+
+    keeps_shapes = True
+
+    def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
+        return super().hf_to_megatron(_swapped(self._by_name(hf_weights)), megatron_module)
+
+    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
+        return _swapped(super().megatron_to_hf(megatron_weights, megatron_module))
+
+
+def _swapped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: weight.roll(weight.shape[1] // 2, dims=1) for name, weight in weights.items()}
 
 
 def _grouped(heads: AttentionHeads, roles: str, starts: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:

@@ -139,6 +139,8 @@ class RMSNorm2ZeroCenteredRMSNormMapping(ReplicatedMapping):
     prefer a Megatron norm of the same kind as Hugging Face's.
     """
 
+    keeps_shapes = True
+
     def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
         """The gain minus one."""
         (weight,) = self._by_name(hf_weights).values()
