@@ -91,6 +91,15 @@ def test_other_names_of_sizes_are_made_small_too(ported):
     assert "tensor transformer.h.*.attn.q_proj.weight: GPT2LMHeadModel does not name it" in said
 
 
+def test_what_decides_between_two_shapes_is_told(ported):
+    """GPTBigCode is GPT-2 with one key head and with matrices the other way round."""
+    code, said, _ = ported("GPTBigCode")
+    assert code == 1
+    assert "key multi_query in (True,): look at the fields of FalconForCausalLM" in said
+    assert re.search(r"c_fc\.weight .* shape \[192, 48\], the config means \[48, 192\]", said)
+    assert "num_key_value_heads in (1,)" in said
+
+
 def test_a_model_that_stays_large_is_refused_before_it_is_built(ported):
     code, said, _ = ported("XGLM", ffn_dim=200_000)
     assert code == 1
@@ -120,11 +129,17 @@ def test_mistakes(ported, tmp_path, capsys):
 
 def test_a_tiny_config_keeps_each_kind_of_layer():
     kinds = ["a", "a", "a", "a", "b", "c"]
-    config = {"num_hidden_layers": 6, "layer_types": kinds, "embd_dropout": 0.1, "q_lora_rank": None}
+    config = {
+        "num_hidden_layers": 6,
+        "layer_types": kinds,
+        "embd_dropout": 0.1,
+        "resid_pdrop": 0.1,
+        "q_lora_rank": None,
+    }
     tiny = tiny_config(config, {})
     assert set(tiny["layer_types"]) == {"a", "b", "c"}
     assert len(tiny["layer_types"]) == tiny["num_hidden_layers"] == 4
-    assert tiny["embd_dropout"] == 0.0
+    assert tiny["embd_dropout"] == tiny["resid_pdrop"] == 0.0
     assert tiny["q_lora_rank"] is None
 
 

@@ -27,7 +27,7 @@ _TINY |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embe
 _TINY |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_shared_experts": 1, "topk_group": 1}
 _TINY |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1}
 _TINY |= {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
-_TINY |= {"rotary_dim": 4}
+_TINY |= {"rotary_dim": 4, "n_inner": 72}
 _IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 _MOST = 20_000_000  # parameters of a tiny model: more take long, and a real one all of the memory
 _EPSILON = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
@@ -47,7 +47,7 @@ def tiny_config(config: Mapping[str, Any], renamed: Mapping[str, str], **sizes: 
             tiny[key] = [*value[:1], "sliding_attention"] * 2  # what it can mean, said or not
         elif isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
             tiny[key] = [*(value * 4)[:4], *(kind for kind in dict.fromkeys(value) if kind not in value[:4])][-4:]
-        elif key.endswith("dropout"):
+        elif "drop" in key and isinstance(value, float):
             tiny[key] = 0.0
     latent = {"num_key_value_heads": 6, "head_dim": 8} if "kv_lora_rank" in config else {}
     return tiny | latent | _IDS | sizes
@@ -77,7 +77,10 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
 def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
     reason = ""
     for sizes in ({}, {"head_dim": 8}):  # some heads must be as wide as hidden size / number of heads
-        row = Row(config.model_type, model, tiny_config(config.to_dict(), config.attribute_map, **sizes))
+        # what the class derives from other keys, such as key heads from multi_query, would contradict them
+        derived = (config.to_dict().keys() & _TINY.keys()) - {f.name for f in dataclasses.fields(config)}
+        full = {key: value for key, value in config.to_dict().items() if key not in derived}
+        row = Row(config.model_type, model, tiny_config(full, config.attribute_map, **sizes))
         try:
             with torch.device("meta"):
                 count = sum(parameter.numel() for parameter in model(model.config_class(**row.config)).parameters())
@@ -200,7 +203,8 @@ class Draft:
         if moved or any("norm" in name for name in self.left_over):
             self.blocks.append(f"attention(norm={norms[0]!r}, qk_norm={bool(query)})")
             self.blocks += ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"] if after else []
-        if plain or moved:
+        gated = self.parent.fixed.get("gated_linear_unit", True)
+        if moved or (plain and gated) or any("mlp" in name for name in self.left_over):
             names = ("gate_proj", "up_proj", "down_proj")
             if plain:  # the narrow side of each is the width of the model
                 pair = sorted(matrices, key=lambda name: ends[name][0] < ends[name][1])
@@ -237,7 +241,7 @@ class {name}Bridge({parent}):
         return [
             f"{self.architecture} is nearest to {self.base}",
             *(f"key {key}={self.config[key]!r}: {text} reads it" for key, text in self.claimed.items()),
-            *(f"key {key} in {values}: nothing reads it, others are refused" for key, values in self.unread.items()),
+            *(f"key {key} in {values}: {_other_readers(key)}" for key, values in self.unread.items()),
             *(f"tensor {name}: {self.base} does not name it" for name in self.left_over),
         ]
 
@@ -251,3 +255,9 @@ class {name}Bridge({parent}):
             return [f"{type(error).__name__}: {one_line(error, 600)}"]
         finally:
             model_bridge.forget(self.architecture)
+
+
+def _other_readers(key: str) -> str:
+    families = [name for name, fields in model_bridge.declared_fields().items() if any(f.hf == key for f in fields)]
+    read = f"look at the fields of {', '.join(families[:2])}" if families else "nothing reads it"
+    return f"{read}; others are refused"

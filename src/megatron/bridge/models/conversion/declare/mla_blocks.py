@@ -2,7 +2,7 @@
 """Parts of architectures with multi-latent attention, and layers of multi-token prediction."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.bridge.models.conversion.declare.blocks import Block, SizedBlock, fused_norm
@@ -71,7 +71,7 @@ class MTPNames:
     eh_proj: str
     """Projection of both together."""
     norm: str
-    hidden_first: bool = False
+    hidden_first: bool = field(default=False, kw_only=True)
     """The projection takes the hidden state before the embedding."""
 
 
