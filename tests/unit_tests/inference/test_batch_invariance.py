@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from megatron.bridge.inference.decoding_state import Kept
 from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.requests import Sampling
 from tests.families import decoding, harness
@@ -72,19 +73,25 @@ def together(model, config, requests, seed):
     return [jobs[index].completion for index in range(len(requests))]
 
 
+@pytest.mark.parametrize("schedules", [2, pytest.param(144, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_company_changes_no_bit(family_case, even_case, name, dtype):
+def test_company_changes_no_bit(family_case, even_case, name, dtype, schedules):
+    """With much and with little memory; 144 schedules of each model and precision are 2,016."""
     case = even_case if name == EVEN.name else family_case(name)
     model = decoding.decoder(case, "one", bf16=dtype == "bfloat16")
     requests = random_requests(1, case.row.config["vocab_size"], 12)
-    expected = alone(model, decoding.engine_config(case, **ROOMY), requests)
-    for seed, settings in enumerate((ROOMY, {**ROOMY, "kv_memory": tight(model), "max_requests": 5})):
-        assert together(model, decoding.engine_config(case, **settings), requests, seed) == expected
+    expected = [alone(model, config_of(case, rings), requests) for rings in (False, True)]
+    for seed in range(schedules):
+        rings = seed % 4 in (1, 2)
+        little = {"kv_memory": tight(model, rings), "max_requests": 5} if seed % 2 else {}
+        assert together(model, config_of(case, rings, **little), requests, seed) == expected[rings]
 
 
-def tight(model):
+def config_of(case, rings, **changes):
+    return decoding.engine_config(case, **{**ROOMY, "window_rings": rings, **changes})
+
+
+def tight(model, rings):
     """Memory for so few tokens that texts lose theirs and are computed again."""
-    from megatron.bridge.inference import decoding_state
-
-    return 96 * decoding_state.bytes_per_token(model) + 5 * decoding_state.bytes_per_request(model)
+    return sum(96 * it.per_token + 5 * it.per_request for it in Kept.of(model, rings))

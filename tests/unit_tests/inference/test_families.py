@@ -6,12 +6,14 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron.bridge.inference import decoding_state
 from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.peft.lora import LoRA
 from tests.families import decoding
 from tests.families.rows import ROWS
 
+WINDOWED = ("mistral_window", "gemma2", "gemma3", "gemma4", "gpt_oss", "cohere2", "llama4", "phimoe_long_rope")
 MIXED = ("llama_tied", "gemma2", "gemma4", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h_experts", "lfm2")
 
 
@@ -27,6 +29,18 @@ def test_greedy_texts_of_transformers(family_case, name):
     case = family_case(name)
     problems = decoding.differences(case, "one", decoding.references(case))
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_as_rings(family_case, name, chunk):
+    """Chunks shorter and longer than the window; a text is several times as long as its rings."""
+    case = family_case(name)
+    model = decoding.decoder(case, "one")
+    problems = decoding.differences_of(model, case, decoding.references(case), chunk=chunk, window_rings=True)
+    assert not problems, "\n".join(problems)
+    whole, rings = (sum(it.per_token for it in decoding_state.Kept.of(model, rings)) for rings in (False, True))
+    assert rings < whole
 
 
 @pytest.mark.parametrize("name", MIXED)

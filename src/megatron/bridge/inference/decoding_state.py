@@ -5,8 +5,9 @@ Nothing is replaced by another implementation: a layer asks its ``cache`` for wh
 log-probabilities are those of training. States are attached explicitly and removed again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.attention.sparse_attention import Indexer
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
-from megatron.bridge.backends.decoding.attention_cache import AttentionCache, LatentCache
+from megatron.bridge.backends.decoding.attention_cache import AttentionCache, LatentCache, WindowCache
 from megatron.bridge.backends.decoding.packed_linear import PackedForward, PackedLayer, PackedWeight, can_pack
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, Step, padded_rows
@@ -51,33 +52,20 @@ class DecodingState:
         tokens: tokens of all requests that the caches hold.
         requests: requests that have recurrent states.
         pack: on CPUs, keep weights as oneDNN wants them while attached; the parameters are empty meanwhile.
+        rings: see ``Kept.of``.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], tokens: int, requests: int, pack: bool = False) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], tokens: int, requests: int, pack: bool = False, rings: bool = False
+    ) -> None:
         self._pack = pack
         self.bare: list[Any] = [unwrap(chunk) for chunk in chunks]
         check_layers(self.bare)
         device = torch.device(torch.cuda.current_device())
-        self._caches: list[tuple[nn.Module, Any]] = []
-        self._cores = [(layer, _torch_core(layer)) for layer in _foreign_layers(self.bare)]
-        self._caches += [
-            (core, AttentionCache(tokens, *_shape(layer), core.config.params_dtype, device))
-            for layer, core in self._cores
-        ]
-        for layer in _latent_layers(self.bare):
-            cache = LatentCache(tokens, layer, layer.config.params_dtype, device)
-            core: Any = layer.core_attention
-            self._caches += [(layer, cache), (core, cache)]
-        for layer in _modules(self.bare, Indexer):
-            self._caches.append(
-                (layer, AttentionCache(tokens, *_index_shape(layer), layer.config.params_dtype, device))
-            )
-        absorbed = {id(module) for module, _ in self._caches}
-        for core, shape in _attention_layers(self.bare):
-            if id(core) not in absorbed:
-                self._caches.append((core, AttentionCache(tokens, *shape, core.config.params_dtype, device)))
-        for layer in _modules(self.bare, _RECURRENT):
-            self._caches.append((layer, RecurrentCache(requests, layer.state_shapes(), device)))
+        kept = Kept.of(self.bare, rings)
+        self._cores = [it.replaces for it in kept if it.replaces is not None]
+        made = [(it.modules, it.make(tokens, requests, device)) for it in kept]
+        self._caches = [(module, cache) for modules, cache in made for module in modules]
         self._rotary = {id(it): _Angles(it) for it in _modules(self.bare, RotaryEmbedding)}
         self.device = device
         config: Any = self.bare[0].config
@@ -169,7 +157,7 @@ class DecodingState:
 
     def copy(self, source: int, target: int, count: int) -> None:
         for cache in {id(cache): cache for _, cache in self._caches}.values():
-            if isinstance(cache, AttentionCache):
+            if isinstance(cache, AttentionCache) and not isinstance(cache, WindowCache):
                 cache.copy(source, target, count)
 
     def _angles_of(self, angles: "_Angles") -> Any:
@@ -280,6 +268,69 @@ def original_length(module: nn.Module) -> int | None:
 # ---- what a model consists of -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What layers remember of texts."""
+
+    modules: tuple[Any, ...]  # it becomes their ``cache``
+    make: Callable[[int, int, torch.device], Any]  # from tokens of all texts, texts, and the device
+    per_token: int = 0  # bytes
+    per_request: int = 0
+    replaces: tuple[Any, TorchAttention] | None = None  # a layer, and the core attention that it decodes with
+
+    @classmethod
+    def of(cls, chunks: Sequence[nn.Module], rings: bool = False) -> "list[Kept]":
+        """Of all layers of this rank.
+
+        Args:
+            rings: layers with a window keep the tokens that it can hold, and not all of a text.
+        """
+        bare = [unwrap(chunk) for chunk in chunks]
+        latent = [_latent(layer) for layer in _latent_layers(bare)]
+        absorbed = {id(module) for kept in latent for module in kept.modules}
+        foreign = [(layer, _torch_core(layer)) for layer in _foreign_layers(bare)]
+        own = [(layer, getattr(layer, "core_attention", None)) for chunk in bare for layer in chunk.modules()]
+        return [
+            *(_attention(layer, core, rings, (layer, core)) for layer, core in foreign),
+            *latent,
+            *(_plain(layer, _index_shape(layer)) for layer in _modules(bare, Indexer)),
+            *(
+                _attention(layer, core, rings)
+                for layer, core in own
+                if isinstance(core, TorchAttention) and id(core) not in absorbed
+            ),
+            *(_recurrent(layer) for layer in _modules(bare, _RECURRENT)),
+        ]
+
+
+def _attention(layer: Any, core: TorchAttention, rings: bool, replaces: Any = None) -> Kept:
+    if not rings or core.window_size is None:
+        return _plain(core, _shape(layer), replaces)
+    length, shape, dtype = core.window_size[0] + 1, _shape(layer), core.config.params_dtype
+    size = length * AttentionCache.bytes_per_token(*shape, dtype)
+    make: Any = lambda _, requests, device: WindowCache(requests, length, *shape, dtype, device)  # noqa: E731
+    return Kept((core,), make, per_request=size, replaces=replaces)
+
+
+def _plain(module: Any, shape: tuple[int, tuple[int, int]], replaces: Any = None) -> Kept:
+    dtype = module.config.params_dtype
+    make: Any = lambda tokens, _, device: AttentionCache(tokens, *shape, dtype, device)  # noqa: E731
+    return Kept((module,), make, AttentionCache.bytes_per_token(*shape, dtype), replaces=replaces)
+
+
+def _latent(layer: Any) -> Kept:
+    config = layer.config
+    size = (config.kv_lora_rank + config.qk_pos_emb_head_dim) * config.params_dtype.itemsize
+    make: Any = lambda tokens, _, device: LatentCache(tokens, layer, config.params_dtype, device)  # noqa: E731
+    return Kept((layer, layer.core_attention), make, size)
+
+
+def _recurrent(layer: Any) -> Kept:
+    shapes = layer.state_shapes()
+    make: Any = lambda _, requests, device: RecurrentCache(requests, shapes, device)  # noqa: E731
+    return Kept((layer,), make, per_request=sum(it.bytes for it in shapes))
+
+
 def _modules(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
     seen: set[int] = set()
     for chunk in chunks:
@@ -295,15 +346,6 @@ def _latent_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
         up = layer.linear_kv_up_proj
         if _is_plain(up) and not isinstance(up.weight, DTensor):
             yield layer
-
-
-def _attention_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[TorchAttention, tuple[int, tuple[int, int]]]]:
-    """Each core attention, with the key heads of this rank and the widths of a key and a value."""
-    for chunk in chunks:
-        for layer in chunk.modules():
-            core = getattr(layer, "core_attention", None)
-            if isinstance(core, TorchAttention):
-                yield core, _shape(layer)
 
 
 def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
@@ -355,33 +397,6 @@ def _torch_core(layer: Any) -> TorchAttention:
     made._forward_pre_hooks = own._forward_pre_hooks
     made._forward_pre_hooks_with_kwargs = own._forward_pre_hooks_with_kwargs
     return made
-
-
-def bytes_per_token(chunks: Sequence[nn.Module]) -> int:
-    """Memory of one token in the caches of this rank."""
-    bare = [unwrap(chunk) for chunk in chunks]
-    latent = list(_latent_layers(bare))
-    absorbed = {id(layer.core_attention) for layer in latent}
-    total = sum(
-        (it.config.kv_lora_rank + it.config.qk_pos_emb_head_dim) * it.config.params_dtype.itemsize for it in latent
-    )
-    foreign = [(layer, _shape(layer)) for layer in _foreign_layers(bare)]
-    foreign += [(layer, _index_shape(layer)) for layer in _modules(bare, Indexer)]
-    return total + sum(
-        AttentionCache.bytes_per_token(*shape, module.config.params_dtype)
-        for module, shape in (*_attention_layers(bare), *foreign)
-        if id(module) not in absorbed
-    )
-
-
-def bytes_per_request(chunks: Sequence[nn.Module]) -> int:
-    """Memory of the recurrent states of one request on this rank."""
-    layers = _modules([unwrap(chunk) for chunk in chunks], _RECURRENT)
-    return sum(it.bytes for layer in layers for it in layer.state_shapes())
-
-
-def is_recurrent(chunks: Sequence[nn.Module]) -> bool:
-    return any(True for _ in _modules([unwrap(chunk) for chunk in chunks], _RECURRENT))
 
 
 def switch_length(chunks: Sequence[nn.Module]) -> int | None:

@@ -45,6 +45,7 @@ class EngineConfig:
     max_requests: int = 32  # texts that are computed at the same time
     chunk: int = 256  # tokens of a prompt that are computed together
     rows: int = 1024  # new tokens of a step
+    window_rings: bool = False  # layers with a window keep what it can hold; then nothing is reused
     pack: bool = False  # on CPUs, store weights as oneDNN multiplies with them: about twice as fast
 
 
@@ -89,7 +90,7 @@ class Engine(AbstractContextManager["Engine"]):
         decoding_state.check_layers(bare)
         self._switch = decoding_state.switch_length(bare)
         limits = _limits(chunks, config, reuses=self._switch is None)
-        self._state = DecodingState(chunks, limits.tokens, limits.requests, config.pack)
+        self._state = DecodingState(chunks, limits.tokens, limits.requests, config.pack, config.window_rings)
         self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters, pixels)
         self._sight = PromptSight(bare[0].config, pixels is not None)
         self.lanes = [Scheduler(limits) for _ in range(parallel_state.get_data_parallel_world_size())]
@@ -283,7 +284,8 @@ def _output(job: Job, row: int, target: int | None) -> Output:
 
 def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
     """What fits into the memory of every rank."""
-    each, states = decoding_state.bytes_per_token(chunks), decoding_state.bytes_per_request(chunks)
+    kept = decoding_state.Kept.of(chunks, config.window_rings)
+    each, states = sum(it.per_token for it in kept), sum(it.per_request for it in kept)
     most = config.max_requests * -(-config.max_context // 16) * 16
     room = config.kv_memory - config.max_requests * states
     tokens = min(most, room // each if each else most)
@@ -296,6 +298,5 @@ def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> 
             f"kv_memory={config.kv_memory} holds {max(tokens, 0)} tokens beside the states of "
             f"max_requests={config.max_requests} requests: give more kv_memory, or allow fewer requests"
         )
-    recurrent = decoding_state.is_recurrent(chunks)
     chunk = min(config.chunk, config.rows)
-    return Limits(tokens, config.max_requests, chunk, config.rows, reuses=reuses and not recurrent)
+    return Limits(tokens, config.max_requests, chunk, config.rows, reuses=reuses and not states)

@@ -38,6 +38,8 @@ class LLM:
         max_context: tokens of a prompt and its completion; those that the model was made for when None.
         max_requests: texts that are computed at the same time.
         kv_memory: bytes for keys, values and states on each rank.
+        window_rings: layers with a sliding window keep what it can hold, and not all of a text: more texts fit, and
+            none reuses the beginning of another.
         chunk: tokens of a prompt that are computed together.
         rows: new tokens of a step.
         trust_remote_code: run Python code of the model's repository.
@@ -64,6 +66,7 @@ class LLM:
         max_context: int | None = None,
         max_requests: int = 32,
         kv_memory: int = 4 << 30,
+        window_rings: bool = False,
         chunk: int = 256,
         rows: int = 1024,
         trust_remote_code: bool = False,
@@ -103,7 +106,7 @@ class LLM:
         ends = end_tokens(model.hf, model.folder)
         if model.hf is not None and reader.template is not None:
             ends |= end_of_turn(model.hf, reader.template, parts=model.media is not None)
-        same = {name: options[name] for name in ("max_requests", "kv_memory", "chunk", "rows")}
+        same = {name: options[name] for name in ("max_requests", "kv_memory", "window_rings", "chunk", "rows")}
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
         self.reader, self.max_context, self.declared_ends = reader, context, declared_ends(model.folder)
         pixels = reader.pixels if model.media else None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.bridge.backends.attention.block_mask import QuerySpan, looking_ahead
-from megatron.bridge.backends.decoding.step import Step
+from megatron.bridge.backends.decoding.step import Span, Step
 
 
 class AttentionCache:
@@ -63,22 +63,62 @@ class AttentionCache:
 
     def read(self, core: Any, query: Tensor) -> Tensor:
         """Attention [rows, 1, h * dv] of queries [rows, 1, h, d] whose keys are stored."""
-        simple = core.softcap is None and core.softmax_offset is None
         out = query.new_zeros(query.size(0), query.size(2), self.values.size(2))
-        masks = core.masks or [None] * len(self.step.spans)
+        masks = core.masks or [span.ahead for span in self.step.spans]
         for span, mask in zip(self.step.spans, masks, strict=True):
             rows = slice(span.row, span.row + span.count)
-            low = core.first_key(span.start)
-            seen = slice(span.extent + low, span.extent + span.start + span.count)
-            keys, values = self.keys[seen], self.values[seen]
-            mask = span.ahead if mask is None else mask  # noqa: PLW2901
-            if span.count == 1 and simple and mask is None and keys.size(2) == values.size(2):
-                out[span.row] = _attend_one(query[span.row, 0], keys, values, core.scale)
-            else:
-                out[rows] = _attend_many(
-                    core, query[rows], keys, values, mask, QuerySpan(0, span.count, span.start - low, 0, len(keys))
-                )
+            seen = slice(span.extent + core.first_key(span.start), span.extent + span.start + span.count)
+            out[rows] = _attend(core, query[rows], self.keys[seen], self.values[seen], mask)
         return out.flatten(1).unsqueeze(1)
+
+
+class WindowCache(AttentionCache):
+    """Keys and values of the last ``length`` tokens of each text, all that a query of the layer's window can see.
+
+    A text has a ring of ``length`` places, and the token at position p is at place p modulo ``length``. One query
+    sees the tokens of the ring in this order, which is another one than theirs, but attention does not depend on it.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        length: int,
+        groups: int,
+        widths: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(requests * length, groups, widths, dtype, device)
+        self._length = length
+
+    def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As the base class's, span after span: chunks of one text follow one another."""
+        out = query.new_zeros(query.size(0), query.size(2), self.values.size(2))
+        for span in self.step.spans:
+            rows = slice(span.row, span.row + span.count)
+            keys, values = self._seen(span, core.first_key(span.start), key[rows, 0], value[rows, 0])
+            out[rows] = _attend(core, query[rows], keys, values, span.ahead)
+        return out.flatten(1).unsqueeze(1)
+
+    def _seen(self, span: Span, low: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values from position ``low`` on, the new ones included, which are stored."""
+        if span.count == 1:
+            self._store(span, key, value)
+            first = span.slot * self._length
+            seen = slice(first, first + span.start + 1 - low)
+            return self.keys[seen], self.values[seen]
+        old = self._places(span, low, span.start)
+        whole = torch.cat((self.keys[old], key)), torch.cat((self.values[old], value))
+        self._store(span, key, value)
+        return whole
+
+    def _places(self, span: Span, start: int, stop: int) -> Tensor:
+        return span.slot * self._length + torch.arange(start, stop, device=self.keys.device) % self._length
+
+    def _store(self, span: Span, key: Tensor, value: Tensor) -> None:
+        count = min(span.count, self._length)
+        places = self._places(span, span.start + span.count - count, span.start + span.count)
+        self.keys[places], self.values[places] = key[-count:], value[-count:]
 
 
 class LatentCache(AttentionCache):
@@ -119,6 +159,14 @@ class LatentCache(AttentionCache):
 
     def _weight(self) -> Tensor:
         return self._up.weight.unflatten(0, (self._heads, -1))
+
+
+def _attend(core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """[count, h, dv] of the last tokens of a text, [count, 1, h, d], that see the keys [s, g, d]."""
+    count, plain = len(query), core.softcap is None and core.softmax_offset is None
+    if count == 1 and plain and keys.size(2) == values.size(2) and (mask is None or mask.dtype != torch.bool):
+        return _attend_one(query[0, 0], keys, values, core.scale)[None]
+    return _attend_many(core, query, keys, values, mask, QuerySpan(0, count, len(keys) - count, 0, len(keys)))
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

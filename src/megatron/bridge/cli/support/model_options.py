@@ -129,6 +129,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--kv-memory", type=memory_size, default="4GB", metavar="SIZE", help="for keys, values and states (4GB)"
     )
+    memory.add_argument(
+        "--window-rings",
+        action="store_true",
+        help="layers with a sliding window keep what it can hold: more texts fit, no beginning is reused",
+    )
     add_trust_remote_code(parser)
     add_trust_checkpoint(parser)
 
@@ -194,7 +199,7 @@ def load(args: argparse.Namespace, **options: Any) -> Any:
 
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     """What ``LLM`` takes beside the path, of the arguments of ``add_model_options``."""
-    names = (*_SAME, "trust_remote_code", "trust_checkpoint")
+    names = (*_SAME, "window_rings", "trust_remote_code", "trust_checkpoint")
     template = args.template and read_text(args.template, f"--template {args.template}")
     named = {"adapters": getattr(args, "adapters", None), "template": template}
     return {**named, **{name: getattr(args, name) for name in names}}
