@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 # pyright: reportMissingTypeStubs=false, reportMissingImports=false
 """Detect ranks that are slower than the others: on any hardware, or each GPU's kernels with nvidia-resiliency-ext.
 
