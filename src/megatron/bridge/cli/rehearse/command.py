@@ -112,8 +112,9 @@ def _without_out_of_range_tokens(hf_config: dict[str, Any] | None) -> dict[str, 
     found = dict(hf_config)
     # not every architecture can do without the first two
     for key, inside in (("bos_token_id", 0), ("eos_token_id", 0), ("pad_token_id", None)):
-        ids = found.get(key) if isinstance(found.get(key), list) else [found.get(key)]
-        if any(number is not None and number >= text["vocab_size"] for number in ids):
+        value = found.get(key)
+        numbers = value if isinstance(value, list) else [value]
+        if any(number is not None and number >= text["vocab_size"] for number in numbers):
             found[key] = inside
     return found if text is hf_config else found | {"text_config": _without_out_of_range_tokens(text)}
 

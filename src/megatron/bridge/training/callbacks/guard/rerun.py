@@ -155,7 +155,7 @@ class SkipBatches(Callback):
     def on_train_start(self, context: Run) -> None:
         """Skip the configured steps, and those in which earlier starts of this run found a persistent error."""
         save = context.config.checkpoint.save
-        persistent = [] if save is None else on_first_rank(lambda: steps_to_skip(Path(save)))
+        persistent: dict[int, str] = {} if save is None else on_first_rank(lambda: steps_to_skip(Path(save)))
         self._steps = {*context.config.train.iterations_to_skip, *persistent}
         self._skip(context)
 

@@ -33,11 +33,8 @@ def sizes_are_positive(config: RunConfig, world_size: int) -> Iterator[str]:
 def world_size_fits_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     """The processes hold whole replicas of the model."""
     model = config.model
-    tensor, stages, context = (
-        model.tensor_model_parallel_size,
-        model.pipeline_model_parallel_size,
-        model.context_parallel_size,
-    )
+    tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
+    stages = model.pipeline_model_parallel_size
     ranks = tensor * stages * context
     if ranks > 0 and world_size % ranks:
         yield (
