@@ -233,7 +233,7 @@ def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
         packager=_packager(options),
         tunnel=_tunnel(options),
         retries=options.retries,
-        # so that the run saves and leaves before Slurm ends the job
+        # so that the run saves and leaves before Slurm ends the job; 0 sends nothing
         signal=f"TERM@{options.preempt_time}" if options.preempt_time else None,
         poll_estimated_start_time=not options.detach,
     )

@@ -179,11 +179,11 @@ def hierarchical_cp_has_two_levels(config: RunConfig, world_size: int) -> Iterat
     if not sizes and not asked:
         return
     groups = max(model.padded_heads[1] // model.tensor_model_parallel_size, 1)
-    two = sizes is not None and len(sizes) == 2 and math.prod(sizes) == size
+    two_levels = sizes is not None and len(sizes) == 2 and math.prod(sizes) == size
     divides = bool(sizes and groups % sizes[0] == 0)
     needs = {
         "model.cp_comm_type=a2a+p2p": asked,
-        f"two sizes whose product is model.context_parallel_size={size}": two,
+        f"two sizes whose product is model.context_parallel_size={size}": two_levels,
         f"a first size that divides the {groups} key heads of a tensor-parallel rank": divides,
     }
     yield from unmet(f"{key}={sizes}", needs)
