@@ -24,24 +24,24 @@ needs_models = pytest.mark.skipif(
 
 OPTIONS = KubernetesOptions(
     kind="jobset",
-    name="toy",
+    experiment_name="toy",
     namespace="team",
-    image="registry/bridge:1",
+    container_image="registry/bridge:1",
     program=("-m", "megatron.bridge.cli.main", "train", "--recipe", "r", "a.b=$(date)"),
     nodes=4,
     devices=8,
     cpu=False,
-    volumes=("shared:/shared", "corpora:/data", "shared:/again"),
-    resources={"memory": "900Gi", "cpu": "1500m"},
+    mount=("shared:/shared", "corpora:/data", "shared:/again"),
+    resource={"memory": "900Gi", "cpu": "1500m"},
     rdma="rdma/ib=4",
     env={"NCCL_DEBUG": "INFO"},
     retries=3,
-    grace_seconds=90,
+    preempt_time=90,
 )
 VARIANTS = {
     "everything": {},
     "one node": {"nodes": 1},
-    "no GPUs": {"cpu": True, "rdma": None, "resources": {}, "volumes": (), "env": {}, "namespace": None},
+    "no GPUs": {"cpu": True, "rdma": None, "resource": {}, "mount": (), "env": {}, "namespace": None},
 }
 
 
@@ -133,13 +133,13 @@ def test_a_pod_has_resources_volumes_and_literal_arguments(kind):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"name": "Toy_run"}, ("--experiment-name 'Toy_run'", "small letters")),
-        ({"name": "a" * 41}, ("--experiment-name", "at most 40")),
+        ({"experiment_name": "Toy_run"}, ("--experiment-name 'Toy_run'", "small letters")),
+        ({"experiment_name": "a" * 41}, ("--experiment-name", "at most 40")),
         ({"namespace": "My"}, ("--namespace 'My'", "small letters")),
-        ({"volumes": ("/local:/shared",)}, ("--mount /local:/shared", "CLAIM:/PATH")),
-        ({"volumes": ("a:/x", "b:/x")}, ("--mount has /x twice", "own path")),
-        ({"resources": {"memory": "900 GB"}}, ("--resource memory=900 GB", "memory=900Gi")),
-        ({"resources": {"nvidia.com/gpu": "4"}}, ("nvidia.com/gpu=4", "--devices")),
+        ({"mount": ("/local:/shared",)}, ("--mount /local:/shared", "CLAIM:/PATH")),
+        ({"mount": ("a:/x", "b:/x")}, ("--mount has /x twice", "own path")),
+        ({"resource": {"memory": "900 GB"}}, ("--resource memory=900 GB", "memory=900Gi")),
+        ({"resource": {"nvidia.com/gpu": "4"}}, ("nvidia.com/gpu=4", "--devices")),
         ({"rdma": "rdma/ib"}, ("--rdma rdma/ib", "NAME=COUNT")),
         ({"nodes": 0}, ("--nodes 0", "at least 1")),
     ],

@@ -168,12 +168,10 @@ def _convert(args: argparse.Namespace) -> int:
     from megatron.bridge.checkpoint.inspection import convert_checkpoint
 
     source = paths.resolve(args.path)
-    config = None
     kept = args.run_config or source / paths.RUN_CONFIG
-    if kept.is_file():
-        config = yaml_text.read(kept.read_text(), str(kept))
-    elif args.run_config is not None:
+    if args.run_config is not None and not kept.is_file():
         raise UserError(f"--run-config {kept} is not a file")
+    config = yaml_text.read(kept.read_text(), str(kept)) if kept.is_file() else None
     say(str(convert_checkpoint(source, args.target, config)))
     return 0
 

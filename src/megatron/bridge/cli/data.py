@@ -57,14 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             epilog=PREPROCESS_EXAMPLE,
         )
     )
-    _add_preview_arguments(
-        commands.add_parser(
-            "preview",
-            help="show what a run will train on",
-            description="Show samples with their loss masks, counts, lengths, packing and the first batches.",
-            epilog=PREVIEW_EXAMPLE,
-        )
+    preview = commands.add_parser(
+        "preview",
+        help="show what a run will train on",
+        description="Show samples with their loss masks, counts, lengths, packing and the first batches.",
+        epilog=PREVIEW_EXAMPLE,
     )
+    _add_config_arguments(preview)
+    preview.add_argument("--samples", type=count, default=3, metavar="N", help="samples to show (default: 3)")
+    preview.add_argument("--html", type=Path, metavar="FILE", help="also write a web page")
     _add_config_arguments(
         commands.add_parser(
             "prepare",
@@ -88,12 +89,6 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes of the run (default: as many as the recipe names, or 1)",
     )
-
-
-def _add_preview_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_config_arguments(parser)
-    parser.add_argument("--samples", type=count, default=3, metavar="N", help="samples to show (default: 3)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a web page")
 
 
 def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
@@ -216,11 +211,10 @@ def _as_training(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments of ``train`` that give the same config, from its own parser."""
     parser = Parser(prog="megatron-bridge data preview")
     train_job.add_job_options(parser)
-    kind = "--config" if args.source.endswith((".yaml", ".yml")) else "--recipe"
-    data = ["--data", args.data] if args.data else []
-    model = ["--hf-model", args.hf_model] if args.hf_model else []
-    trust = ["--trust-config"] if args.trust_config else []
-    return parser.parse_args([*args.overrides, kind, args.source, *data, *model, *trust])
+    source = {"config": Path(args.source)} if args.source.endswith((".yaml", ".yml")) else {"recipe": args.source}
+    data = [args.data] if args.data else None
+    same = {"hf_model": args.hf_model, "trust_config": args.trust_config}
+    return parser.parse_args(args.overrides, argparse.Namespace(data=data, **source, **same))
 
 
 def _run_preprocess(args: argparse.Namespace) -> int:

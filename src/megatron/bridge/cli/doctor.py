@@ -42,8 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatron.bridge.utils import distributed
 
-    if args.recipe is None and args.config is None and args.hf_model is None and args.overrides:
-        raise UserError(f"{args.overrides[0]} changes a run: name it with --recipe or --config")
     model = _model(args)
     joins = "RANK" in os.environ and not distributed.is_initialized()
     if joins:
@@ -71,6 +69,8 @@ def _leave() -> None:
 
 def _model(args: argparse.Namespace) -> "ModelProvider | None":
     if args.recipe is None and args.config is None and args.hf_model is None:
+        if args.overrides:
+            raise UserError(f"{args.overrides[0]} changes a run: name it with --recipe or --config")
         return None
     job = train_job.prepare(args)
     return job.resolve(job.world_size or 1).config.model

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import yaml
 
@@ -17,9 +17,6 @@ from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest
 from megatron.bridge.launchers.options import LaunchOptions
 from megatron.bridge.utils.config.origins import annotated_yaml
 from megatron.bridge.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron.bridge.launchers.options import LaunchOptions
 
 DESCRIPTION = "Start a recipe, or a script of your own, on this machine or on a Slurm cluster, through NeMo-Run."
 EXAMPLES = """examples:
@@ -214,25 +211,13 @@ def _write_manifest(args: argparse.Namespace) -> int:
         raise UserError("--on kubernetes needs --container-image: name an image that has this package")
     own_script = args.script != RUN_RECIPE
     program = [args.script] if own_script else ["-m", "megatron.bridge.cli.main", "train"]
-    found = manifest(
-        KubernetesOptions(
-            kind=args.kind or "jobset",
-            name=args.experiment_name or (args.recipe or Path(args.script).stem).replace("_", "-").lower(),
-            namespace=args.namespace,
-            image=args.container_image,
-            program=(*program, *_forwarded(args)),
-            nodes=args.nodes,
-            devices=args.devices,
-            cpu=args.cpu,
-            volumes=tuple(args.mount),
-            resources=dict(_variable(item, "--resource") for item in args.resource or ()),
-            rdma=args.rdma,
-            env=dict(_variable(item) for item in args.env),
-            retries=args.retries,
-            grace_seconds=args.preempt_time,
-        )
-    )
-    text = yaml.safe_dump(found, sort_keys=False)
+    own = {
+        "kind": args.kind or "jobset",
+        "program": (*program, *_forwarded(args)),
+        "experiment_name": args.experiment_name or (args.recipe or Path(args.script).stem).replace("_", "-").lower(),
+        "resource": dict(_variable(item, "--resource") for item in args.resource or ()),
+    }
+    text = yaml.safe_dump(manifest(KubernetesOptions(**_options_of(KubernetesOptions, args, own))), sort_keys=False)
     if not own_script:
         train_job.prepare(args).resolve(args.nodes * args.devices)
     if args.output is None:
@@ -248,12 +233,15 @@ def _options(args: argparse.Namespace) -> LaunchOptions:
         "script": _script(args.script),
         "arguments": tuple(_forwarded(args)),
         "experiment_name": args.experiment_name or args.recipe or Path(args.script).stem,
-        "env": dict(_variable(item) for item in args.env),
-        "mount": tuple(args.mount),
         "detach": args.detach and not args.tail_logs,
     }
-    given = {field.name: getattr(args, field.name) for field in fields(LaunchOptions) if field.name not in own}
-    return LaunchOptions(**given, **own)
+    return LaunchOptions(**_options_of(LaunchOptions, args, own))
+
+
+def _options_of(kind: Any, args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
+    """The values of the fields of a dataclass: its ``own``, and those of the options with the same names."""
+    own = own | {"env": dict(_variable(item) for item in args.env), "mount": tuple(args.mount)}
+    return own | {field.name: getattr(args, field.name) for field in fields(kind) if field.name not in own}
 
 
 def _script(name: str) -> Path:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distribution
-from megatron.bridge.cli.support.parser import Parser, Subparsers
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.startup import skip_gc_at_exit
 from megatron.bridge.utils.torchrun_env import adopt_slurm_step, read_number
@@ -100,17 +100,12 @@ def _parsers(
     subparsers: Any = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command, summary in SUBCOMMANDS.items():
         if module is not None and command == name:
-            add_subcommand(subparsers, command, module)
+            examples = getattr(module, "EXAMPLES", None)
+            chosen = subparsers.add_parser(command, help=summary, description=module.DESCRIPTION, epilog=examples)
+            module.add_arguments(chosen)
         else:
             subparsers.add_parser(command, help=summary)
     return parser, subparsers.choices
-
-
-def add_subcommand(subparsers: Subparsers, name: str, module: Any) -> None:
-    parser = subparsers.add_parser(
-        name, help=SUBCOMMANDS[name], description=module.DESCRIPTION, epilog=getattr(module, "EXAMPLES", None)
-    )
-    module.add_arguments(parser)
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:

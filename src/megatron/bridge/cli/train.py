@@ -114,7 +114,7 @@ def _dry_run(job: Job, args: argparse.Namespace) -> int:
     found = report(job, args.world_size)
     _print(found.summary if args.summary else found.config + found.summary)
     if args.timeline is not None:
-        write_file("--timeline", args.timeline, timeline_page(job, args.world_size, None))
+        write_file("--timeline", args.timeline, timeline_page(job, args.world_size))
     return 0 if found.runs else 1
 
 

@@ -131,7 +131,9 @@ def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
     found = replace(found, best=[price for price in found.best if _is_valid(job, search, price)])
     if not found.best:
         raise UserError(_nothing_fits(search, found))
-    _write(job, search, found, args)
+    _write_yaml(job, search, found.best[0], args.output)
+    if args.report is not None:
+        write_file("--report", args.report, _page(job, search, found))
     if args.explain is not None:
         return _explained(search, found, args)
     if args.json:
@@ -195,7 +197,7 @@ def _advice(job: Job, search: "Search", best: "Price") -> Iterator[str]:
 
 
 def _explained(search: "Search", found: "Found", args: argparse.Namespace) -> str:
-    from megatron.bridge.autotune.search.explain import alternatives, reason
+    from megatron.bridge.autotune.search.explain import alternatives, pareto, reason
 
     best = found.best[0]
     lines = [f"best: {best.candidate.label()}, {best.seconds:.3f} s, {best.fullest / 1e9:.1f} GB"]
@@ -205,7 +207,11 @@ def _explained(search: "Search", found: "Found", args: argparse.Namespace) -> st
         lines.append(_line(reason(search, best, candidate)))
     else:
         lines += [_line(each) for each in alternatives(search, best)]
-        lines += ["", "no other layout is both faster and smaller than one of these:", *_front(found)]
+        lines += ["", "no other layout is both faster and smaller than one of these:"]
+        lines += [
+            f"  {each.seconds:.3f} s, {each.fullest / 1e9:.1f} GB: {each.candidate.label()}"
+            for each in pareto(found.best)
+        ]
     lines += ["", "rules that refused layouts:"]
     lines += [f"{times:7,} x {rule}" for rule, times in found.refused.most_common(8)]
     return "\n".join(lines) + "\n"
@@ -213,13 +219,6 @@ def _explained(search: "Search", found: "Found", args: argparse.Namespace) -> st
 
 def _line(each: "Reason") -> str:
     return f"  {each.candidate.label()}: {each.text}"
-
-
-def _front(found: "Found") -> Iterator[str]:
-    from megatron.bridge.autotune.search.explain import pareto
-
-    for price in pareto(found.best):
-        yield f"  {price.seconds:.3f} s, {price.fullest / 1e9:.1f} GB: {price.candidate.label()}"
 
 
 def _fix(job: Job, search: "Search", args: argparse.Namespace) -> str:
@@ -231,8 +230,7 @@ def _fix(job: Job, search: "Search", args: argparse.Namespace) -> str:
     lines = [f"{goal.candidate.label()}: {goal.seconds:.3f} s, {goal.fullest / 1e9:.1f} GB"]
     lines += [_change(step) for step in steps_to(search, goal)] or ["the layout of the config fits"]
     lines += [" ".join(overrides(search, goal))]
-    if args.output is not None:
-        _write_yaml(job, search, goal, args.output)
+    _write_yaml(job, search, goal, args.output)
     return "\n".join(line for line in lines if line) + "\n"
 
 
@@ -266,13 +264,6 @@ def _as_json(job: Job, search: "Search", found: "Found") -> dict[str, Any]:
     }
 
 
-def _write(job: Job, search: "Search", found: "Found", args: argparse.Namespace) -> None:
-    if args.output is not None:
-        _write_yaml(job, search, found.best[0], args.output)
-    if args.report is not None:
-        write_file("--report", args.report, _page(job, search, found))
-
-
 def _with_layout(job: Job, search: "Search", price: "Price") -> Any:
     config = copy_config(job.config)
     apply_layers(config, [Layer("tune", overrides=overrides(search, price))])
@@ -288,8 +279,9 @@ def _is_valid(job: Job, search: "Search", price: "Price") -> bool:
     return True
 
 
-def _write_yaml(job: Job, search: "Search", price: "Price", path: Path) -> None:
-    write_file("--output", path, dump_yaml(_with_layout(job, search, price)))
+def _write_yaml(job: Job, search: "Search", price: "Price", path: Path | None) -> None:
+    if path is not None:
+        write_file("--output", path, dump_yaml(_with_layout(job, search, price)))
 
 
 def _page(job: Job, search: "Search", found: "Found") -> str:

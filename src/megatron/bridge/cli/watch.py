@@ -78,11 +78,9 @@ def _metrics(status: RunStatus, asked: list[str] | None) -> list[str]:
         if known and name not in known:
             hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
             raise UserError(f"--metric {name} is not in {status.folder}{hint}")
-    return (
-        list(dict.fromkeys(asked))
-        if asked
-        else [name for name in (loss_curves.LOSS, loss_curves.THROUGHPUT) if name in known]
-    )
+    if asked:
+        return list(dict.fromkeys(asked))
+    return [name for name in (loss_curves.LOSS, loss_curves.THROUGHPUT) if name in known]
 
 
 def _view(status: RunStatus, metrics: list[str]) -> "Group":

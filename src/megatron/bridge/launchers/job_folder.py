@@ -3,7 +3,6 @@
 
 import json
 import shlex
-import subprocess
 import sys
 from dataclasses import asdict
 from importlib import metadata
@@ -12,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.utils.environment import CHANGES, SOURCES, git
 
 RECORD, AGAIN, CONFIG, VERSIONS = "launch.yaml", "launch_again.sh", "config.yaml", "versions.txt"
 
@@ -23,8 +23,8 @@ def write_job_folder(folder: Path, options: LaunchOptions, jobs: tuple[str, ...]
         "options": json.loads(json.dumps(asdict(options), default=str)),
         "jobs": list(jobs),
         "folder": str(Path.cwd()),
-        "commit": _git("rev-parse", "HEAD"),
-        "changed": _git("status", "--porcelain", "--untracked-files=no").splitlines(),
+        "commit": (git(SOURCES, "rev-parse", "HEAD") or "").strip(),
+        "changed": (git(SOURCES, *CHANGES) or "").strip().splitlines(),
     }
     (folder / RECORD).write_text(yaml.safe_dump(record, sort_keys=False))
     again = folder / AGAIN
@@ -39,9 +39,3 @@ def write_job_folder(folder: Path, options: LaunchOptions, jobs: tuple[str, ...]
         (folder / CONFIG).write_text(config)
     lines = sorted(f"{item.name}=={item.version}" for item in metadata.distributions())
     (folder / VERSIONS).write_text("\n".join([f"python {sys.version.split()[0]}", *lines]) + "\n")
-
-
-def _git(*words: str) -> str:
-    package = str(Path(__file__).parent)
-    done = subprocess.run(["git", "-C", package, *words], capture_output=True, text=True, check=False)
-    return done.stdout.strip()

@@ -27,27 +27,27 @@ class KubernetesOptions:
     """
 
     kind: Kind
-    name: str
+    experiment_name: str
     namespace: str | None
-    image: str
+    container_image: str
     program: tuple[str, ...]
     nodes: int
     devices: int
     cpu: bool
-    volumes: tuple[str, ...]
-    resources: dict[str, str]
+    mount: tuple[str, ...]
+    resource: dict[str, str]
     rdma: str | None
     env: dict[str, str]
     retries: int
-    grace_seconds: int
+    preempt_time: int
 
     def validate(self) -> None:
-        problems = [*_name_problems(self), *_volume_problems(self.volumes), *_resource_problems(self)]
+        problems = [*_name_problems(self), *_volume_problems(self.mount), *_resource_problems(self)]
         refuse([*problems, *too_small(self, {"nodes": 1, "devices": 1, "retries": 0})])
 
 
 def _name_problems(options: KubernetesOptions) -> list[str]:
-    names = {"--experiment-name": options.name}
+    names = {"--experiment-name": options.experiment_name}
     if options.namespace is not None:
         names["--namespace"] = options.namespace
     return [
@@ -72,13 +72,13 @@ def _volume_problems(volumes: tuple[str, ...]) -> list[str]:
 def _resource_problems(options: KubernetesOptions) -> list[str]:
     problems = [
         f"--resource {name}={quantity} is not a resource: write NAME=QUANTITY, such as memory=900Gi"
-        for name, quantity in options.resources.items()
+        for name, quantity in options.resource.items()
         if not (_RESOURCE.fullmatch(name) and _QUANTITY.fullmatch(quantity))
     ]
     if options.rdma is not None and not re.fullmatch(rf"{_RESOURCE.pattern}=[1-9]\d*", options.rdma):
         problems.append(f"--rdma {options.rdma} is not a resource: write NAME=COUNT, such as rdma/ib=8")
-    if GPU in options.resources:
-        problems.append(f"--resource {GPU}={options.resources[GPU]}: give the number of GPUs with --devices")
+    if GPU in options.resource:
+        problems.append(f"--resource {GPU}={options.resource[GPU]}: give the number of GPUs with --devices")
     return problems
 
 
@@ -89,12 +89,12 @@ def manifest(options: KubernetesOptions) -> dict[str, Any]:
 
 def _metadata(options: KubernetesOptions) -> dict[str, Any]:
     namespace = {} if options.namespace is None else {"namespace": options.namespace}
-    return {"name": options.name, **namespace}
+    return {"name": options.experiment_name, **namespace}
 
 
 def _jobset(options: KubernetesOptions) -> dict[str, Any]:
     # JobSet gives each pod this host name, with the name of the set as its domain
-    first = f"{options.name}-{REPLICATED_JOB}-0-0.{options.name}"
+    first = f"{options.experiment_name}-{REPLICATED_JOB}-0-0.{options.experiment_name}"
     words = [f"--nnodes={options.nodes}", f"--nproc-per-node={options.devices}"]
     words += ["--node-rank=$(JOB_COMPLETION_INDEX)", f"--master-addr={first}", f"--master-port={PORT}"]
     job = {
@@ -135,19 +135,19 @@ def _pytorchjob(options: KubernetesOptions) -> dict[str, Any]:
 
 
 def _pod(options: KubernetesOptions, torchrun: list[str]) -> dict[str, Any]:
-    claims = list(dict.fromkeys(volume.partition(":")[0] for volume in options.volumes))
+    claims = list(dict.fromkeys(volume.partition(":")[0] for volume in options.mount))
     names = {claim: f"claim-{number}" for number, claim in enumerate(claims)}
     volumes: list[dict[str, Any]] = [
         # the data loaders and NCCL share memory, and a container has 64 MB by default
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         *({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in names.items()),
     ]
-    parts = [volume.partition(":") for volume in options.volumes]
+    parts = [volume.partition(":") for volume in options.mount]
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     mounts += [{"name": names[claim], "mountPath": place} for claim, _, place in parts]
     container: dict[str, Any] = {
         "name": "pytorch",  # the training operator looks for this name
-        "image": options.image,
+        "image": options.container_image,
         "command": ["torchrun", *torchrun, *map(_literal, options.program)],
         "volumeMounts": mounts,
     }
@@ -157,7 +157,7 @@ def _pod(options: KubernetesOptions, torchrun: list[str]) -> dict[str, Any]:
         container["resources"] = {"requests": resources, "limits": dict(resources)}
     if options.rdma is not None:
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # adapters need pinned memory
-    return {"terminationGracePeriodSeconds": options.grace_seconds, "containers": [container], "volumes": volumes}
+    return {"terminationGracePeriodSeconds": options.preempt_time, "containers": [container], "volumes": volumes}
 
 
 def _literal(text: str) -> str:
@@ -168,4 +168,4 @@ def _literal(text: str) -> str:
 def _resources(options: KubernetesOptions) -> dict[str, str]:
     gpus = {} if options.cpu else {GPU: str(options.devices)}
     rdma = {} if options.rdma is None else dict([options.rdma.split("=")])
-    return {**gpus, **options.resources, **rdma}
+    return {**gpus, **options.resource, **rdma}

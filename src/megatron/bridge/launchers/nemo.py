@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false
-"""NeMo-Run behind one module: executors, packagers and plugins from ``LaunchOptions``."""
+"""NeMo-Run behind one module: executors and packagers from ``LaunchOptions``."""
 
 import os
 import shlex
@@ -40,34 +40,6 @@ PERFORMANCE_ENV = {
     # long runs with changing shapes fragment the caching allocator otherwise
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"
 }
-
-
-@dataclass(kw_only=True)
-class PerfEnvPlugin(run.Plugin):
-    """Environment variables that GPU runs are faster with; what the user set wins."""
-
-    def setup(self, task: Any, executor: run.Executor) -> None:
-        executor.env_vars = {**PERFORMANCE_ENV, **executor.env_vars}
-
-
-@dataclass(kw_only=True)
-class PreemptionPlugin(run.Plugin):
-    """Slurm sends SIGTERM ``preempt_time`` seconds before it ends the job, so that the run saves and leaves."""
-
-    preempt_time: int = 120
-
-    def setup(self, task: Any, executor: run.Executor) -> None:
-        """Ask for the signal; 0 leaves it out."""
-        if isinstance(executor, run.SlurmExecutor) and self.preempt_time:
-            executor.signal = f"TERM@{self.preempt_time}"
-
-
-@dataclass(kw_only=True)
-class NsysPlugin(run.Plugin):
-    """Nsight Systems around every process, for the steps of ``profiling`` in the run's config."""
-
-    def setup(self, task: Any, executor: run.Executor) -> None:
-        executor.get_launcher().nsys_profile = True
 
 
 @dataclass(kw_only=True)
@@ -152,7 +124,7 @@ def _experiment(options: LaunchOptions) -> Iterator[Any]:
             if before:
                 executor.dependency_type = "afterany"  # the one before may end with "start me again"
             name = TASK if options.chain == 1 else f"{TASK}-{number + 1}"
-            before = [experiment.add(_task(options), executor, name, _plugins(options), dependencies=before)]
+            before = [experiment.add(_task(options), executor, name, dependencies=before)]
         yield experiment
 
 
@@ -224,26 +196,24 @@ def _packager(options: LaunchOptions) -> Packager:
 
 
 def _launcher(options: LaunchOptions) -> Launcher:
-    return Torchrun() if options.launcher == "torchrun" else Launcher()
+    """What starts the processes; with ``nsys`` under Nsight Systems, for the steps of the config's ``profiling``."""
+    return (Torchrun if options.launcher == "torchrun" else Launcher)(nsys_profile=options.nsys)
 
 
-def _plugins(options: LaunchOptions) -> list[Any]:
-    plugins: list[Any] = [PreemptionPlugin(preempt_time=options.preempt_time)]
-    if options.perf_env and not options.cpu:
-        plugins.append(PerfEnvPlugin())
-    if options.nsys:
-        plugins.append(NsysPlugin())
-    return plugins
+def _performance_env(options: LaunchOptions) -> dict[str, str]:
+    """Environment variables that GPU runs are faster with; what the user set wins."""
+    return PERFORMANCE_ENV if options.perf_env and not options.cpu else {}
 
 
 def _local(options: LaunchOptions) -> run.LocalExecutor:
     binaries = str(Path(sys.executable).parent)
-    env = {"PATH": f"{binaries}:{os.environ['PATH']}", **options.env}
+    env = {**_performance_env(options), "PATH": f"{binaries}:{os.environ['PATH']}", **options.env}
     return run.LocalExecutor(ntasks_per_node=options.devices, launcher=_launcher(options), env_vars=env)
 
 
 def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
     packaged = {} if options.packager == "none" else {"PYTHONPATH": f"{CODE}/src"}
+    env = {**_performance_env(options), **packaged, **options.env}
     return run.SlurmExecutor(
         account=options.account,  # pyright: ignore[reportArgumentType]  None asks for none
         partition=options.partition,
@@ -257,12 +227,14 @@ def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
         container_image=options.container_image,
         container_mounts=list(options.mount),
         srun_args=_srun_arguments(options),
-        env_vars={name: shlex.quote(value) for name, value in {**packaged, **options.env}.items()},
+        env_vars={name: shlex.quote(value) for name, value in env.items()},
         setup_lines=_activate(options),
         launcher=_launcher(options),
         packager=_packager(options),
         tunnel=_tunnel(options),
         retries=options.retries,
+        # so that the run saves and leaves before Slurm ends the job; 0 sends nothing
+        signal=f"TERM@{options.preempt_time}" if options.preempt_time else None,
         poll_estimated_start_time=not options.detach,
     )
 

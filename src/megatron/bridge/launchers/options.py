@@ -13,18 +13,10 @@ PackagerName = Literal["pattern", "git", "none"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
-_CLUSTER_ONLY = {
-    "partition": None,
-    "account": None,
-    "gres": None,
-    "ssh_tunnel": False,
-    "container_image": None,
-    "chain": 1,
-    "retries": 0,
-}
+_CLUSTER_ONLY = ("partition", "account", "gres", "ssh_tunnel", "container_image", "chain", "retries")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
     """One launch; the options of ``megatron-bridge launch`` say what each attribute means.
 
@@ -39,19 +31,19 @@ class LaunchOptions:
     devices: int
     nodes: int
     cpu: bool
-    partition: str | None
-    account: str | None
+    partition: str | None = None
+    account: str | None = None
     time: str
     preempt_time: int
-    gres: str | None
-    retries: int
-    chain: int
-    ssh_tunnel: bool
+    gres: str | None = None
+    retries: int = 0
+    chain: int = 1
+    ssh_tunnel: bool = False
     host: str | None
     user: str | None
     identity: Path | None
     remote_job_dir: Path | None
-    container_image: str | None
+    container_image: str | None = None
     mount: tuple[str, ...]
     venv: Path | None
     packager: PackagerName
@@ -101,8 +93,8 @@ def _local(options: LaunchOptions) -> list[str]:
     """What has a meaning on a cluster only."""
     problems = [
         f"{_flag(name)} belongs to a cluster: leave it out, or leave out --local"
-        for name, default in _CLUSTER_ONLY.items()
-        if getattr(options, name) != default
+        for name in _CLUSTER_ONLY
+        if getattr(options, name) != getattr(LaunchOptions, name)  # its default
     ]
     if options.nodes > 1:
         problems.append(f"--nodes {options.nodes}: --local runs on this machine alone; leave one of them out")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.utils.environment import CHANGES, git
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 SSH_PORT, CONNECT_SECONDS = 22, 10
@@ -140,17 +141,12 @@ def _hint(text: str) -> str:
 
 
 def _check_git(script: Path) -> None:
-    folder = str(script.absolute().parent)
-    status = subprocess.run(
-        ["git", "-C", folder, "status", "--porcelain", "--untracked-files=no"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if status.returncode:
+    folder = script.absolute().parent
+    changed = git(folder, *CHANGES)
+    if changed is None:
         raise UserError(f"--packager git: {folder} is not in a git repository; use --packager pattern")
-    if status.stdout:
-        first = status.stdout.splitlines()[0][3:]
+    if changed:
+        first = changed.splitlines()[0][3:]
         raise UserError(
             f"--packager git sends the last commit, without the changes in {first}: commit them, or use "
             f"--packager pattern, which sends the code as it is"

@@ -15,6 +15,7 @@ from megatron.bridge.version import __version__
 PACKAGES = ("torch", "megatron-core", "transformers", "datasets", "numpy", "safetensors", "transformer-engine")
 SOURCES = Path(__file__).resolve().parents[1]
 DIFF_BYTES = 1_000_000
+CHANGES = ("status", "--porcelain", "--untracked-files=no")  # git's command for the files that differ from the commit
 _SECONDS = 10.0  # a repository on a slow disk must not keep a run from starting
 
 
@@ -61,15 +62,15 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
     A package that is installed inside of somebody's repository, but is no part of it, has no state.
     """
-    top = _git(folder, "rev-parse", "--show-toplevel")
-    commit = _git(folder, "rev-parse", "HEAD")
-    if top is None or commit is None or (folder == SOURCES and not _git(folder, "ls-files", "version.py")):
+    top = git(folder, "rev-parse", "--show-toplevel")
+    commit = git(folder, "rev-parse", "HEAD")
+    if top is None or commit is None or (folder == SOURCES and not git(folder, "ls-files", "version.py")):
         return None
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    changed = git(folder, *CHANGES)
     return {
         "top": top.strip(),
         "commit": commit.strip(),
-        "branch": (_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
+        "branch": (git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
         "dirty": None if changed is None else bool(changed.strip()),
     }
 
@@ -77,7 +78,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 def git_diff(states: dict[str, Any]) -> str:
     """What differs from the commits of ``states``, as ``git apply`` takes it; files unknown to git are left out."""
     tops = dict.fromkeys(state["top"] for state in states.values() if state is not None and state["dirty"])
-    diffs = (_git(Path(top), "diff", "HEAD", "--no-color", "--no-ext-diff") for top in tops)
+    diffs = (git(Path(top), "diff", "HEAD", "--no-color", "--no-ext-diff") for top in tops)
     return "".join(_shortened(diff or "") for diff in diffs)
 
 
@@ -87,7 +88,8 @@ def _shortened(text: str) -> str:
     return f"{text[:DIFF_BYTES]}\n# {len(text) - DIFF_BYTES:,} further characters are left out\n"
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def git(folder: Path, *words: str) -> str | None:
+    """What a command of git prints in ``folder``; None if it fails, takes long, or is not there."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words],

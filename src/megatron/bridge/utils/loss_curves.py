@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Curves of runs from ``metrics.jsonl``, as a picture."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,17 +77,13 @@ def _places(rows: Sequence[json_lines.Row], axis: Axis, source: str) -> Any:
     from numpy import interp
 
     steps = [row["step"] for row in train]
-    known = [row[name] / 1e9 for row in train] if axis == "tokens" else list(_hours(train))
-    if axis == "time":  # it begins at nothing
-        steps, known = [0, *steps], [0.0, *known]
+    if axis == "tokens":
+        known = [row[name] / 1e9 for row in train]
+    else:  # it begins at nothing
+        steps = [0, *steps]
+        seconds = ((step - before) * row[name] for (before, step), row in zip(pairwise(steps), train, strict=True))
+        known = [total / 3600 for total in accumulate(seconds, initial=0.0)]
     return lambda step: float(interp(step, steps, known))
-
-
-def _hours(train: Iterable[json_lines.Row]) -> Iterator[float]:
-    total = 0.0
-    for before, row in pairwise([{"step": 0}, *train]):
-        total += (row["step"] - before["step"]) * row["step time"] / 3600
-        yield total
 
 
 def smoothed(values: Sequence[float], points: int) -> list[float]:

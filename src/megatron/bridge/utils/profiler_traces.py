@@ -46,11 +46,8 @@ def find_traces(place: Path) -> dict[int, Path]:
         raise UserError(f"{place} holds no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true")
     if len(folders) > 1:
         raise UserError(f"{place} holds several sets of traces: give one of {', '.join(map(str, folders))}")
-    found = {}
-    for path in sorted(folders[0].iterdir()):
-        if name := _NAME.fullmatch(path.name):
-            found[int(name[1])] = path
-    return dict(sorted(found.items()))
+    paths = sorted(folders[0].iterdir())
+    return dict(sorted((int(name[1]), path) for path in paths if (name := _NAME.fullmatch(path.name))))
 
 
 def merge(traces: dict[int, Path], target: Path, clock: Clock = "wall") -> MergedTrace:
@@ -136,15 +133,14 @@ class _TraceMerger:
 
     def _shift(self, base: int, met: int | None, path: Path) -> float:
         """Microseconds to add to the times of a rank."""
-        first = self._base is None
-        if first:
+        if self._base is None:
             self._base = base
         if met is None and self._clock == "barrier":
             raise UserError(f"{path} does not tell when the ranks met: leave --clock barrier out")
         if met is not None:
             self._met.append(met)
         moved = self._met[0] - met if self._clock == "barrier" and met is not None else 0
-        return (base - cast(int, self._base) + moved) / 1e3
+        return (base - self._base + moved) / 1e3
 
     def _events_of(
         self, rank: int, name: str, events: Iterable[dict[str, Any]], shift: float

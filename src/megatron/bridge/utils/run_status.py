@@ -16,6 +16,8 @@ from megatron.bridge.utils.errors import UserError
 CONFIG = "run_config.yaml"
 TRACKER = "latest_checkpointed_iteration.txt"
 SILENCE = 120.0  # seconds without a new line after which a run is not taken for a running one, if its steps are short
+_FORMATS = {"tokens per second": "{:,.0f}", "step time": "{:.3g} s", "MFU": "{:.1%}", "peak memory GB": "{:.2f}"}
+_FORMATS |= {"consumed tokens": "{:,}", "skipped steps": "{}"}
 _TIMER = re.compile(r"time/(.+) rank (\d+)")
 
 
@@ -65,14 +67,7 @@ class RunStatus:
         if self.state == "running" and self.train_iters is not None and self._step_time:
             seconds = max(0.0, (self.train_iters - self.step) * self._step_time - self.age)
             found["time"] = remaining(timedelta(seconds=round(seconds)), now)
-        formats = {
-            "tokens per second": "{:,.0f}",
-            "step time": "{:.3g} s",
-            "MFU": "{:.1%}",
-            "peak memory GB": "{:.2f}",
-        }
-        formats |= {"consumed tokens": "{:,}", "skipped steps": "{}"}
-        found |= {name: form.format(last[name]) for name, form in formats.items() if name in last}
+        found |= {name: form.format(last[name]) for name, form in _FORMATS.items() if name in last}
         found["checkpoint"] = self.checkpoint
         return found | self._slowest_rank(last)
 

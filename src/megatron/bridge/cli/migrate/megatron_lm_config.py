@@ -4,41 +4,30 @@
 from typing import Any
 
 from megatron.bridge.cli.migrate.megatron_lm import LATENT_DEFAULTS, MegatronLMRun
-from megatron.bridge.data.config import GPTDatasetConfig, MockGPTDatasetConfig
-from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.mamba_provider import MambaModelProvider
 from megatron.bridge.models.mla_provider import MLAModelProvider
-from megatron.bridge.training.config import (
-    CheckpointConfig,
-    ConfigContainer,
-    DistributedDataParallelConfig,
-    LoggerConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from megatron.bridge.training import config as blocks
 from megatron.bridge.utils.config.overrides import apply_overrides
 
 _MODEL: dict[str, Any] = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}
 _MODEL |= {"add_bias_linear": True, "hidden_dropout": 0.1, "should_pad_vocab": True}
 
 
-def build(run: MegatronLMRun) -> ConfigContainer:
+def build(run: MegatronLMRun) -> blocks.ConfigContainer:
     """The config of the command line, with Megatron-LM's defaults."""
-    dataset = MockGPTDatasetConfig if "mock-data" in run.arguments else GPTDatasetConfig
-    config = ConfigContainer(
+    dataset = blocks.MockGPTDatasetConfig if "mock-data" in run.arguments else blocks.GPTDatasetConfig
+    config = blocks.ConfigContainer(
         model=_model(run),
-        train=TrainingConfig(),
-        validation=ValidationConfig(eval_interval=1000, eval_iters=100),
-        optimizer=OptimizerConfig(min_lr=0.0),
-        scheduler=SchedulerConfig(),
+        train=blocks.TrainingConfig(),
+        validation=blocks.ValidationConfig(eval_interval=1000, eval_iters=100),
+        optimizer=blocks.OptimizerConfig(min_lr=0.0),
+        scheduler=blocks.SchedulerConfig(),
         dataset=dataset(seq_length=1, num_workers=2),
-        logger=LoggerConfig(log_interval=100),
-        tokenizer=TokenizerConfig(),
-        checkpoint=CheckpointConfig(),
-        ddp=DistributedDataParallelConfig(use_distributed_optimizer=False),
+        logger=blocks.LoggerConfig(log_interval=100),
+        tokenizer=blocks.TokenizerConfig(),
+        checkpoint=blocks.CheckpointConfig(),
+        ddp=blocks.DistributedDataParallelConfig(use_distributed_optimizer=False),
     )
     apply_overrides(config, run.translation.overrides(), "Megatron-LM")
     return config

@@ -22,7 +22,6 @@ from megatron.bridge.utils.config.serialize import copy_config
 from megatron.bridge.utils.errors import UserError
 
 PLAN_FILE, CONFIG_FILE = "plan.json", "toy.yaml"
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> int:
@@ -109,16 +108,14 @@ def _without_out_of_range_tokens(hf_config: dict[str, Any] | None) -> dict[str, 
     if hf_config is None:
         return None
 
-    def is_out_of_range(key: str, value: Any) -> bool:
-        numbers = value if isinstance(value, list) else [value]
-        return key in ("bos_token_id", "eos_token_id", "pad_token_id") and any(
-            number is not None and number >= limit for number in numbers
-        )
-
     text = hf_config.get("text_config") or hf_config
-    limit = text["vocab_size"]
-    inside = {"bos_token_id": 0, "eos_token_id": 0}  # not every architecture can do without these
-    found = {key: inside.get(key) if is_out_of_range(key, value) else value for key, value in hf_config.items()}
+    found = dict(hf_config)
+    # not every architecture can do without the first two
+    for key, inside in (("bos_token_id", 0), ("eos_token_id", 0), ("pad_token_id", None)):
+        value = found.get(key)
+        numbers = value if isinstance(value, list) else [value]
+        if any(number is not None and number >= text["vocab_size"] for number in numbers):
+            found[key] = inside
     return found if text is hf_config else found | {"text_config": _without_out_of_range_tokens(text)}
 
 

@@ -7,13 +7,13 @@ each part costs this rank, and what the first rank has to do for all others.
 
 import pickle
 import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.cli.support.text_format import say
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.utils.errors import UserError
 
@@ -65,10 +65,10 @@ def rehearse_rank(job: Job, rank: int, asked: int | None) -> int:
     if not 0 <= rank < world_size:
         raise UserError(f"--rehearse-rank {rank}, but the ranks of --world-size {world_size} are 0 to {world_size - 1}")
     config = resolved_config(job, world_size)
-    _say(f"rank {rank} of {world_size} of {job.source}: set-up without memory and without other processes")
-    _say(f"{'part':<24}{'seconds':>9}{'cpu':>9}{'MB':>9}{'received':>10}")
-    set_up(config, rank, world_size, lambda part: _say(_line(part)))
-    _say("not rehearsed: the connections of NCCL, the network, the file system, and the step itself")
+    say(f"rank {rank} of {world_size} of {job.source}: set-up without memory and without other processes")
+    say(f"{'part':<24}{'seconds':>9}{'cpu':>9}{'MB':>9}{'received':>10}")
+    set_up(config, rank, world_size, lambda part: say(_line(part)))
+    say("not rehearsed: the connections of NCCL, the network, the file system, and the step itself")
     return 0
 
 
@@ -184,12 +184,6 @@ def _slices_only(plan: bytes) -> Any:
     """A plan without whole tensors and objects, of which only one rank can have each."""
     found = pickle.loads(plan)
     return replace(found, items=[item for item in found.items if item.type.name == "SHARD"])
-
-
-def _say(line: str) -> None:
-    """Print a line; the process is not rank 0, which alone prints in a run."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def _line(part: Part) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.rehearse.toy_tower import shrink_tower
+from megatron.bridge.training.initialize.rank_state import sizes_of
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
@@ -89,15 +90,9 @@ def _rehearse_without_images(toy: Toy) -> None:
 
 
 def parallel_dimensions(config: "ConfigContainer", world_size: int) -> ParallelDimensions:
-    model = config.model
-    return ParallelDimensions(
-        tensor=model.tensor_model_parallel_size,
-        pipeline=model.pipeline_model_parallel_size,
-        context=model.context_parallel_size,
-        data=config.data_parallel_size(world_size),
-        expert=model.expert_model_parallel_size,
-        expert_tensor=model.expert_tensor_ranks,
-    )
+    sizes = sizes_of(config.model)
+    kept = {name: sizes[name] for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
+    return ParallelDimensions(**kept, data=config.data_parallel_size(world_size))
 
 
 def shrink_dimensions(dimensions: ParallelDimensions) -> ParallelDimensions:

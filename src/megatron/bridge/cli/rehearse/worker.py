@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.rehearse.command import CONFIG_FILE, PLAN_FILE
+from megatron.bridge.cli.support.text_format import say
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.loss_curves import LOSS, read_metrics
 from megatron.bridge.utils.processes import free_port
@@ -38,15 +39,10 @@ def main(folder: Path) -> int:
         try:
             what, result = stage()
         except UserError as error:
-            _print_result(failed=str(error))
+            say(json.dumps({"failed": str(error)}))
             return 0
-        _print_result(what=what, result=result, seconds=time.perf_counter() - started)
+        say(json.dumps({"what": what, "result": result, "seconds": time.perf_counter() - started}))
     return 0
-
-
-def _print_result(**result: Any) -> None:
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.stdout.flush()
 
 
 class Rehearsal:

@@ -63,14 +63,11 @@ def report(job: Job, asked: int | None) -> Report:
     return Report(annotated_yaml(resolved.config, resolved.origins), _comments(lines), runs)
 
 
-def timeline_page(job: Job, asked: int | None, gpu: str | None) -> str:
-    """The HTML page of ``--timeline``: the pipeline of a step, and where its time goes.
-
-    ``asked`` and ``gpu`` are what the user gave; None takes the recipe's.
-    """
+def timeline_page(job: Job, asked: int | None) -> str:
+    """The HTML page of ``--timeline``, for ``asked`` processes: the pipeline of a step, and where its time goes."""
     world_size = asked or job.world_size or 1
     config = job.resolve(world_size, count_rows_here).config
-    kind = gpu_name(gpu or job.gpu_kind)
+    kind = gpu_name(job.gpu_kind)
     prediction = predict(config, world_size, kind)
     lines = list(time_lines(prediction, config.train.train_iters, f"{world_size} x {kind}"))
     return page(f"{job.source} on {world_size} x {kind}", prediction, [("Summary", f"<p>{lines[0]}</p>")])
@@ -152,19 +149,11 @@ def _stage_contents(config: "ConfigContainer") -> list[str]:
     for chunks in meta_model.stage_chunks(config.model):
         first: Any = chunks[0]
         last: Any = chunks[-1]
-        spans = [
-            _layer_range([layer.layer_number - 1 for layer in chunk.decoder.layers]) for chunk in cast(Any, chunks)
-        ]
-        layers = ", ".join(span for span in spans if span)
+        groups = [chunk.decoder.layers for chunk in cast(Any, chunks) if len(chunk.decoder.layers)]
+        layers = ", ".join(summary.span(group[0].layer_number - 1, len(group)) for group in groups)
         parts = ["embedding" if first.pre_process else "", f"layers {layers}" if layers else ""]
         held.append(", ".join(part for part in [*parts, "loss" if last.post_process else ""] if part))
     return held
-
-
-def _layer_range(numbers: list[int]) -> str:
-    if len(numbers) < 2:
-        return "".join(map(str, numbers))
-    return f"{numbers[0]}-{numbers[-1]}"
 
 
 def _compute(config: "ConfigContainer", world_size: int, kind: str, teacher: "ModelProvider | None") -> Iterator[str]:

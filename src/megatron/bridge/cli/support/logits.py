@@ -17,11 +17,6 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """Largest allowed difference of two logits over their standard deviation; half precision keeps about 3 digits."""
 
 
-def tolerance_of(dtype: Any) -> float:
-    """The tolerance for a dtype or its name. None is float32, in which such a model is built."""
-    return TOLERANCES[str(dtype or "float32").removeprefix("torch.")]
-
-
 def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     """(token ids [1, sequence], tokenizer or None)."""
     import torch
@@ -61,7 +56,9 @@ def judged(
     from megatron.bridge.utils.console import console
 
     reference = reference_activations(bridge, ids, extra=extra)
-    report, usual = compare(reference, found), tolerance_of(bridge.hf_config.dtype)
+    report = compare(reference, found)
+    dtype = bridge.hf_config.dtype or torch.float32  # in which a model without a dtype is built
+    usual = TOLERANCES[str(dtype).removeprefix("torch.")]
     if given is not None or report.relative <= usual or usual == TOLERANCES["float32"]:
         return reference, report, usual if given is None else given
     exact = reference_activations(bridge, ids, torch.float32, extra)

@@ -5,8 +5,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-type Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
 MOST = 1 << 20  # processes, which layouts and reports count one by one
 MOST_WORKERS = 1024
 

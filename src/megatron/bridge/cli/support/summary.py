@@ -40,7 +40,7 @@ def rank_table(config: "ConfigContainer", world_size: int) -> Iterator[str]:
     cell = model.tensor_model_parallel_size * model.context_parallel_size
     columns = _shortened(replicas, _COLUMNS)
     texts = {
-        (stage, replica): _range((stage * replicas + replica) * cell, cell)
+        (stage, replica): span((stage * replicas + replica) * cell, cell)
         for stage in range(stages)
         for replica in range(replicas)
     }
@@ -60,7 +60,7 @@ def _groups(config: "ConfigContainer", world_size: int) -> Iterator[str]:
     model = config.model
     tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
     if tensor * context > 1:
-        shares = [f"tensor groups of {tensor}: {_range(0, tensor)}"] if tensor > 1 else []
+        shares = [f"tensor groups of {tensor}: {span(0, tensor)}"] if tensor > 1 else []
         shares += [f"context groups of {context}: {_list(0, context, tensor)}"] if context > 1 else []
         yield f"in a cell: {'; '.join(shares)}"
     if model.num_moe_experts:
@@ -127,7 +127,8 @@ def _shortened(count: int, most: int) -> list[int | None]:
     return [*range(count)] if count <= most else [*range(most - 1), None, count - 1]
 
 
-def _range(start: int, count: int) -> str:
+def span(start: int, count: int) -> str:
+    """``count`` consecutive numbers, in words."""
     return str(start) if count == 1 else f"{start}-{start + count - 1}"
 
 

@@ -50,7 +50,9 @@ def shape(sizes: Iterable[int]) -> str:
 
 
 def say(text: str) -> None:
+    """Print to standard output at once, on every rank."""
     sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def write_file(option: str, path: Path, text: str) -> None:

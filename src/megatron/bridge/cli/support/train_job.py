@@ -119,20 +119,14 @@ def _configured(args: argparse.Namespace) -> Job:
     """The config of the recipe or file, with everything that was set on it."""
     overrides = [*args.overrides, *_overrides_after_data(args)]
     job, layers = _start(args)
-    if args.mode in DISTILL_MODES:
-        _add_distill_config(job)
+    if args.mode in DISTILL_MODES and job.config.distill is None:
+        from megatron.bridge.training.config import DistillConfig
+
+        job.config.distill = DistillConfig()  # so that the keys of any recipe include ``distill.teacher``
     if args.seq_length is not None:
         overrides += [f"{group}.seq_length={args.seq_length}" for group in ("dataset", "model")]
     job.changes += apply_layers(job.config, [*layers, Layer("command line", overrides=overrides)])
     return job
-
-
-def _add_distill_config(job: Job) -> None:
-    """Add ``distill`` to the config, so that the keys of any recipe include ``distill.teacher``."""
-    from megatron.bridge.training.config import DistillConfig
-
-    if job.config.distill is None:
-        job.config.distill = DistillConfig()
 
 
 def _follow_checkpoint(job: Job) -> list[Change]:

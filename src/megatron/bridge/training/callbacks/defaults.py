@@ -31,17 +31,17 @@ def default_callbacks(
         None if hang is None else HangDetection(hang),
         None if config.straggler is None else StragglerDetection(config.straggler),
         None if nvrx is None or not nvrx.enabled else NVRxStragglerDetection(nvrx),
-        RunLock(config.checkpoint),  # before anything is written to the folder
-        RunMetadata(config),  # the resolved config is on disk before anything can fail
+        RunLock(),  # before anything is written to the folder
+        RunMetadata(),  # the resolved config is on disk before anything can fail
         profiling,  # profiles the step alone
-        GarbageCollection(config.train),
+        GarbageCollection(),
         DataPosition(),  # before any data is read
         DataPreview(),  # before any time is spent on wrong data
         ParamGather(),  # after the last step, before anything reads the weights
         Logging(config),  # a step is logged before it is evaluated
         profiling and StopProfiling(profiling),  # writing profiles does not count as time of the step
         NaNGuard(),  # a step with NaN is logged, but neither evaluated nor saved
-        Evaluation(config),
+        Evaluation(),
         *GenerationSamples.of(config),
         *users,  # their changes at a step belong to the checkpoint of that step
         # on the batches as the user's callbacks see them
@@ -49,7 +49,7 @@ def default_callbacks(
         CheckpointSaving(),  # before the next batch is read
         HFCopies() if config.checkpoint.also_hf else None,  # of what is published
         Preemption(config),  # when every rank is done with the step
-        ExitInterval(config.train),  # a run stops only after it is saved
-        SkipBatches(config),  # last, when all callbacks are done with the step
+        ExitInterval(),  # a run stops only after it is saved
+        SkipBatches(),  # last, when all callbacks are done with the step
     ]
     return CallbackManager([callback for callback in found if callback is not None])

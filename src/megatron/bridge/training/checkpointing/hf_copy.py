@@ -97,10 +97,8 @@ def export(checkpoint: Path, folder: Path, source: str | None) -> None:
     from megatron.bridge.models.conversion import describe
     from megatron.bridge.models.conversion.pretrained import tokenizer_of
 
-    staging = folder.with_name(folder.name + atomic.STAGING_SUFFIX)
-    shutil.rmtree(staging, ignore_errors=True)
     saved = manifest.read(checkpoint)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, atomic.published_directory(folder, overwrite=True) as staging:
         if source is None:
             from megatron.bridge.data.tokenizer import load_hf_tokenizer
 
@@ -110,10 +108,8 @@ def export(checkpoint: Path, folder: Path, source: str | None) -> None:
             tokenizer = None if name is None else load_hf_tokenizer(name)
             describe.write_description(checkpoint, Path(source), None, tokenizer)
         AutoBridge.from_hf_pretrained(source).export_ckpt(checkpoint, staging, show_progress=False)
-    if manifest.read(checkpoint) != saved:
-        shutil.rmtree(staging)
-        raise UserError(f"{checkpoint} was saved again while it was copied")
-    atomic.publish(staging, folder)
+        if manifest.read(checkpoint) != saved:
+            raise UserError(f"{checkpoint} was saved again while it was copied")
 
 
 def _exit_with_parent() -> None:

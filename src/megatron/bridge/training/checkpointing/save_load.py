@@ -23,24 +23,13 @@ from megatron.bridge.models.conversion.model_bridge import function_fields
 from megatron.bridge.models.hf_pretrained.hub import is_hf_model
 from megatron.bridge.training.checkpointing import megatron_lm, non_persistent
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, SchedulerConfig
-from megatron.bridge.training.initialize import peft
-from megatron.bridge.training.initialize.rank_state import (
-    current_sizes,
-    random_states,
-    seed_everything,
-    set_random_states,
-)
+from megatron.bridge.training.initialize import peft, rank_state
+from megatron.bridge.training.optim import optimizer_state
 from megatron.bridge.training.optim.optimizer import (
     gathered_params,
     megatron_optimizers,
     set_update_count,
     update_count,
-)
-from megatron.bridge.training.optim.optimizer_state import (
-    PREFIX,
-    copy_loaded_masters,
-    reload_main_weights,
-    sharded_optimizer_state,
 )
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed, unpickling
@@ -147,10 +136,10 @@ def run_state(run: Run) -> dict[str, Any]:
     config = run.config.checkpoint
     state = peft.saved_weights(run, model_io.MODEL_METADATA)
     if config.save_optim:
-        state["optimizer"] = sharded_optimizer_state(run.optimizer, state)
+        state["optimizer"] = optimizer_state.sharded_optimizer_state(run.optimizer, state)
     state[model_io.CONTENT_METADATA] = dict(model_io.MODEL_METADATA)
     state[RUN] = {
-        "layout": current_sizes(),
+        "layout": rank_state.current_sizes(),
         "progress": run.progress.state_dict(),
         "scheduler": run.scheduler.state_dict() if run.scheduler else None,
         "optimizer": _optimizer_scalars(run) if config.save_optim else None,
@@ -158,7 +147,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "base": chunk_info(run.model[0]).base,
         MODEL: function_of(run.config.model),
     }
-    own = {"callbacks": _callback_states(run), "random": random_states() if config.save_rng else None}
+    own = {"callbacks": _callback_states(run), "random": rank_state.random_states() if config.save_rng else None}
     state[RANK] = ShardedObject(RANK, own, (distributed.world_size(),), (distributed.rank(),))
     return state
 
@@ -259,7 +248,7 @@ def load_weights(run: Run, path: Path) -> None:
     if filled is not None and path == pretrained.local_weights(filled):
         return
     pretrained.load_weights(run.model, path)
-    reload_main_weights(run.optimizer)
+    optimizer_state.reload_main_weights(run.optimizer)
 
 
 def resume(run: Run, directory: Path) -> None:
@@ -272,15 +261,15 @@ def resume(run: Run, directory: Path) -> None:
     state = _state_to_load(run, model_io.stored_metadata(common))
     load = _load_megatron_lm if from_megatron_lm else _load_run_state
     loaded = load(run, state, saved, directory)
-    _restore(run, saved, loaded, same=saved["layout"] == current_sizes())
+    _restore(run, saved, loaded, same=saved["layout"] == rank_state.current_sizes())
 
 
 def _load_run_state(run: Run, state: dict[str, Any], saved: dict[str, Any], directory: Path) -> dict[str, Any]:
-    same = saved["layout"] == current_sizes()
+    same = saved["layout"] == rank_state.current_sizes()
     # with other parallel sizes no rank's own state matches; the states of callbacks are those of the first rank
     part = (distributed.world_size(), distributed.rank()) if same else (saved["layout"]["world"], 0)
     state[RANK] = ShardedObject(RANK, None, (part[0],), (part[1],), replica_id=0 if same else distributed.rank())
-    known = () if run.config.checkpoint.load_optim else (f"{PREFIX}.",)
+    known = () if run.config.checkpoint.load_optim else (f"{optimizer_state.PREFIX}.",)
     return loading.load(state, directory, known=known)
 
 
@@ -306,7 +295,7 @@ def _state_to_load(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
     """The sharded state dict of the tensors that a run loads from a checkpoint."""
     state = peft.saved_weights(run, metadata)
     if run.config.checkpoint.load_optim:
-        state["optimizer"] = sharded_optimizer_state(run.optimizer, state)
+        state["optimizer"] = optimizer_state.sharded_optimizer_state(run.optimizer, state)
     return state
 
 
@@ -456,9 +445,9 @@ def _scaler(part: Any) -> Any:
 
 def _set_optimizer(run: Run, saved: dict[str, Any] | None) -> None:
     if not run.config.checkpoint.load_optim or saved is None:
-        reload_main_weights(run.optimizer)
+        optimizer_state.reload_main_weights(run.optimizer)
         return
-    copy_loaded_masters(run.optimizer)
+    optimizer_state.copy_loaded_masters(run.optimizer)
     set_update_count(run.optimizer, saved["step"])
     for part, scaler in zip(megatron_optimizers(run.optimizer), saved["grad_scalers"], strict=False):
         if scaler and _scaler(part):
@@ -475,9 +464,9 @@ def _set_schedule(run: Run, saved: dict[str, Any]) -> None:
 
 def _set_random(run: Run, states: dict[str, Any] | None, saved: dict[str, int] | None) -> None:
     if states is not None:
-        set_random_states(states)
+        rank_state.set_random_states(states)
         return
-    seed_everything(run.config.rng, run.progress.step)
+    rank_state.seed_everything(run.config.rng, run.progress.step)
     sizes = ", ".join(f"{name} {size}" for name, size in (saved or {}).items())
     why = f"the checkpoint was saved with parallel sizes {sizes}" if sizes else "those of Megatron-LM are not loaded"
     print_rank_0(f"random states are reseeded: {why}")

@@ -115,11 +115,8 @@ def _draw_fault(config: FaultToleranceConfig, save: Path | None) -> tuple[str, i
     kinds = {"rank_killed": ["killed"], "rank_hung": ["stopped"]}
     kind = draw.choice(kinds.get(config.simulated_fault_type, ["killed", "stopped"]))
     rank = config.simulated_fault_rank
-    return (
-        kind,
-        draw.randrange(distributed.world_size()) if rank is None else rank,
-        config.simulated_fault_base_delay * draw.uniform(1.0, 1.2),
-    )
+    failing = draw.randrange(distributed.world_size()) if rank is None else rank
+    return kind, failing, config.simulated_fault_base_delay * draw.uniform(1.0, 1.2)
 
 
 def _fail(signum: signal.Signals, delay: float, save: Path | None) -> None:

@@ -4,7 +4,6 @@
 import gc
 
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.config import ConfigContainer, TrainingConfig
 from megatron.bridge.training.evaluation import evaluate
 from megatron.bridge.training.optim.optimizer import gather_params
 from megatron.bridge.training.state import Run
@@ -13,13 +12,11 @@ from megatron.bridge.training.state import Run
 class Evaluation(Callback):
     """Evaluates every ``validation.eval_interval`` steps and after the last step; on the test data at the end."""
 
-    def __init__(self, config: ConfigContainer) -> None:
-        self._interval = config.validation.eval_interval
-        self._train_iters = config.train.train_iters
+    def __init__(self) -> None:
         self._evaluated_step: int | None = None
 
     def on_train_step_end(self, context: Run) -> None:
-        if context.is_due(self._interval):
+        if context.is_due(context.config.validation.eval_interval):
             self._validate(context)
 
     def on_train_end(self, context: Run) -> None:
@@ -28,7 +25,7 @@ class Evaluation(Callback):
             return  # these are not the final weights, and the remaining time is needed for saving
         if context.progress.step != self._evaluated_step:
             self._validate(context)
-        if context.data.test is not None and context.progress.step >= self._train_iters:
+        if context.data.test is not None and context.progress.step >= context.config.train.train_iters:
             evaluate(context, "test")
 
     def _validate(self, run: Run) -> None:
@@ -40,12 +37,10 @@ class Evaluation(Callback):
 class ExitInterval(Callback):
     """Ends the run after a step whose number is a multiple of ``train.exit_interval``."""
 
-    def __init__(self, train: TrainingConfig) -> None:
-        self._interval = train.exit_interval
-
     def on_train_step_end(self, context: Run) -> None:
-        if context.is_due(self._interval):
-            context.stop_reason = f"train.exit_interval={self._interval}"
+        interval = context.config.train.exit_interval
+        if context.is_due(interval):
+            context.stop_reason = f"train.exit_interval={interval}"
 
 
 class ParamGather(Callback):
@@ -58,25 +53,24 @@ class ParamGather(Callback):
 class GarbageCollection(Callback):
     """With ``train.manual_gc``, collects at fixed steps: automatic collections make ranks wait for each other."""
 
-    def __init__(self, train: TrainingConfig) -> None:
-        self._manual = train.manual_gc
-        self._interval = train.manual_gc_interval
+    def __init__(self) -> None:
         self._was_enabled = gc.isenabled()
 
     def on_train_start(self, context: Run) -> None:
-        if self._manual:
+        if context.config.train.manual_gc:
             self._was_enabled = gc.isenabled()
             gc.disable()
             gc.collect()
 
     def on_train_step_end(self, context: Run) -> None:
-        if self._manual and context.is_due(self._interval):
+        train = context.config.train
+        if train.manual_gc and context.is_due(train.manual_gc_interval):
             gc.collect(1)
 
     def on_eval_end(self, context: Run) -> None:
-        if self._manual:
+        if context.config.train.manual_gc:
             gc.collect()  # an evaluation leaves iterators behind
 
     def close(self, context: Run) -> None:
-        if self._manual and self._was_enabled:
+        if context.config.train.manual_gc and self._was_enabled:
             gc.enable()

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.bridge.checkpoint import lock
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.config import CheckpointConfig, ConfigContainer
+from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.atomic import refuse_unwritable, write_text
@@ -22,18 +22,16 @@ class RunLock(Callback):
     The callback comes before all callbacks that write to the folder, so it is closed after them.
     """
 
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._root = None if config.save is None else Path(config.save)
-
     def on_train_start(self, context: Run) -> None:
         """Refuse a folder that cannot be written or belongs to another run now, not after hours."""
-        root = self._root
-        if root is not None:
-            on_first_rank(lambda: _lock_folder(root))
+        save = context.config.checkpoint.save
+        if save is not None:
+            on_first_rank(lambda: _lock_folder(Path(save)))
 
     def close(self, context: Run) -> None:
-        if self._root is not None and distributed.rank() == 0:
-            lock.release(self._root)
+        save = context.config.checkpoint.save
+        if save is not None and distributed.rank() == 0:
+            lock.release(Path(save))
 
 
 def _lock_folder(root: Path) -> None:
@@ -57,15 +55,12 @@ class RunMetadata(Callback):
     on.
     """
 
-    def __init__(self, config: ConfigContainer) -> None:
-        self._folder = Path(config.logger.log_dir) if config.logger.log_dir else None
-
     def on_train_start(self, context: Run) -> None:
-        config, folder = context.config, self._folder
+        config, folder = context.config, context.config.logger.log_dir
         if config.logger.log_non_default_values:
             config.log_non_default_values(context.origins)
-        if folder is not None:
-            on_first_rank(lambda: write_run_metadata(folder, config, context.origins, context.progress.step))
+        if folder:
+            on_first_rank(lambda: write_run_metadata(Path(folder), config, context.origins, context.progress.step))
 
 
 def write_run_metadata(folder: Path, config: ConfigContainer, origins: Origins, step: int) -> None:

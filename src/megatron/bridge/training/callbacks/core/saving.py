@@ -9,14 +9,8 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.checkpoint.nvrx_writer import NvrxAsyncSaver
 from megatron.bridge.models.conversion.pretrained import is_megatron_checkpoint
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.checkpointing import hf_copy, non_persistent
+from megatron.bridge.training.checkpointing import hf_copy, non_persistent, save_load
 from megatron.bridge.training.checkpointing.hf_copy import CopyProcess
-from megatron.bridge.training.checkpointing.save_load import (
-    remove_non_persistent,
-    run_state,
-    save_non_persistent,
-    save_run,
-)
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.console import print_rank_0
@@ -49,7 +43,7 @@ class CheckpointSaving(Callback):
         if context.is_due(config.save_interval):
             self._save(context)
         elif self._name is not None and context.is_due(config.non_persistent_save_interval):
-            save_non_persistent(context, self._name, self._started)
+            save_load.save_non_persistent(context, self._name, self._started)
 
     def on_train_end(self, context: Run) -> None:
         """Save the last step, unless it was just saved, and wait for the background writer."""
@@ -57,7 +51,7 @@ class CheckpointSaving(Callback):
         if self._background is not None:
             self._background.poll(wait=True)
         if self._name is not None:
-            remove_non_persistent(context, self._name)
+            save_load.remove_non_persistent(context, self._name)
         if self._saved is not None:
             place = paths.iteration_dir(Path(str(context.config.checkpoint.save)), self._saved)
             print_rank_0(f"checkpoint: {place}")
@@ -70,14 +64,14 @@ class CheckpointSaving(Callback):
         step = context.progress.step
         if context.config.checkpoint.save is not None and step != self._saved:
             self._started = step
-            save_run(context, self._background)
+            save_load.save_run(context, self._background)
             self._saved = step
 
 
 def _background_writer(run: Run) -> AsyncSaver:
     """A background writer with enough reserved memory for one checkpoint."""
     background = NvrxAsyncSaver() if run.config.checkpoint.async_strategy == "nvrx" else AsyncSaver()
-    background.reserve(saving.host_buffer_size(run_state(run)))
+    background.reserve(saving.host_buffer_size(save_load.run_state(run)))
     return background
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 from torch.distributed import distributed_c10d
@@ -126,17 +125,14 @@ def find_culprit(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat |
 def current_function(thread: int | None) -> tuple[str, bool]:
     """The function that a thread is in, and whether it is inside a collective."""
     frame = sys._current_frames().get(thread or 0)  # pyright: ignore[reportPrivateUsage]
-    where = "nowhere" if frame is None else _frame_name(frame)
+    where = "nowhere"
+    if frame is not None:
+        where = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
     while frame is not None:
         if f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
             return where, True
         frame = frame.f_back
     return where, False
-
-
-def _frame_name(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
 
 
 def _rank_list(ranks: Sequence[int]) -> str:

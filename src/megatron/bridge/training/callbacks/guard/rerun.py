@@ -23,7 +23,7 @@ from megatron.bridge.backends.fsdp.sharded_rows import local_rows, sharded_names
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.callbacks.guard.preemption import REQUEUE_EXIT_CODE
-from megatron.bridge.training.config import ConfigContainer, RerunStateMachineConfig
+from megatron.bridge.training.config import RerunStateMachineConfig
 from megatron.bridge.training.initialize.rank_state import random_states, set_random_states
 from megatron.bridge.training.loop import forward_backward, zero_gradients
 from megatron.bridge.training.state import Run
@@ -149,15 +149,14 @@ def mean_loss(reports: list[LossReport]) -> torch.Tensor:
 class SkipBatches(Callback):
     """Reads batches without training on them, and counts their steps as skipped."""
 
-    def __init__(self, config: ConfigContainer) -> None:
-        self._steps = set(config.train.iterations_to_skip)
-        self._save = config.checkpoint.save
+    def __init__(self) -> None:
+        self._steps: set[int] = set()
 
     def on_train_start(self, context: Run) -> None:
-        """Add the steps in which earlier starts of this run found a persistent error."""
-        if self._save is not None:
-            root = Path(self._save)
-            self._steps |= set(on_first_rank(lambda: steps_to_skip(root)))
+        """Skip the configured steps, and those in which earlier starts of this run found a persistent error."""
+        save = context.config.checkpoint.save
+        persistent: dict[int, str] = {} if save is None else on_first_rank(lambda: steps_to_skip(Path(save)))
+        self._steps = {*context.config.train.iterations_to_skip, *persistent}
         self._skip(context)
 
     def on_train_step_end(self, context: Run) -> None:

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportMissingTypeStubs=false
 # pyright: reportMissingTypeStubs=false, reportMissingImports=false
 """Detect ranks that are slower than the others: on any hardware, or each GPU's kernels with nvidia-resiliency-ext.
 
@@ -10,7 +9,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -88,7 +87,7 @@ class NVRxStragglerDetection(Callback):
         self._config = config
         module = import_optional("nvidia_resiliency_ext.attribution.straggler", "nvrx_straggler", "resiliency")
         self._detector: Any = module.Detector
-        self._section: AbstractContextManager[None] | None = None
+        self._section = ExitStack()
 
     def on_train_start(self, context: Run) -> None:
         wanted = {
@@ -103,15 +102,11 @@ class NVRxStragglerDetection(Callback):
         )
 
     def on_train_step_start(self, context: Run) -> None:
-        section: AbstractContextManager[None] = self._detector.detection_section(SECTION, profile_cuda=True)
-        section.__enter__()
-        self._section = section
+        self._section.enter_context(self._detector.detection_section(SECTION, profile_cuda=True))
 
     def on_train_step_end(self, context: Run) -> None:
         """Print which GPUs are slow, at the interval."""
-        assert self._section is not None, "the step has not started"
-        self._section.__exit__(None, None, None)
-        self._section = None
+        self._section.close()
         report = self._detector.generate_report_if_interval_elapsed()
         if not self._detector.is_interval_elapsed():
             return

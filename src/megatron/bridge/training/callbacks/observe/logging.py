@@ -8,18 +8,11 @@ import torch
 
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
-from megatron.bridge.training.callbacks.observe.metrics import (
-    DataWait,
-    EnergyUse,
-    Metrics,
-    StepTimers,
-    Throughput,
-    loss_scale,
-    memory_metrics,
-    params_norm,
-)
+from megatron.bridge.training.callbacks.observe import metrics
+from megatron.bridge.training.callbacks.observe.metrics import Metrics
 from megatron.bridge.training.callbacks.observe.outputs import Output, outputs
 from megatron.bridge.training.config import ConfigContainer, TrainingConfig
+from megatron.bridge.training.initialize.rank_state import sizes_of
 from megatron.bridge.training.state import Run
 from megatron.bridge.training.step.losses import LossReport
 from megatron.bridge.utils import distributed
@@ -40,10 +33,10 @@ class Logging(Callback):
         self._steps = self._samples = 0
         self._seconds = 0.0
         self._started = 0.0
-        self._speed: Throughput | None = None
-        self._energy: EnergyUse | None = None
-        self._timers = StepTimers(config.logger)
-        self._wait = DataWait()
+        self._speed: metrics.Throughput | None = None
+        self._energy: metrics.EnergyUse | None = None
+        self._timers = metrics.StepTimers(config.logger)
+        self._wait = metrics.DataWait()
 
     def state_dict(self) -> dict[str, Any]:
         """The sums since the last log line: a resumed run logs the same values as an uninterrupted one."""
@@ -57,8 +50,8 @@ class Logging(Callback):
         self._steps, self._samples, self._seconds = state["counts"]
 
     def on_train_start(self, context: Run) -> None:
-        self._speed = Throughput(self._config, context)
-        self._energy = EnergyUse(self._config.logger.log_energy)
+        self._speed = metrics.Throughput(self._config, context)
+        self._energy = metrics.EnergyUse(self._config.logger.log_energy)
         self._timers.attach(context)
         on_first_rank(lambda: self._open(context.progress.step))
         print_rank_0(announcement(self._config, context.progress.step))
@@ -135,7 +128,7 @@ class Logging(Callback):
             "consumed samples": run.progress.consumed_train_samples,
             "consumed tokens": run.progress.consumed_train_samples * config.dataset.seq_length,
             "skipped steps": run.progress.skipped_steps,
-            **loss_scale(run),
+            **metrics.loss_scale(run),
         }
         optional = {"grad norm": step.grad_norm, "zeros in grad": step.zeros_in_grad}
         return numbers | {name: float(value) for name, value in optional.items() if value is not None}
@@ -143,9 +136,10 @@ class Logging(Callback):
     def _measured(self, run: Run) -> Metrics:
         """The metrics that need communication between ranks."""
         assert self._energy is not None, "training has started"
-        norm: Metrics = {"params norm": params_norm(run.optimizer)} if self._config.logger.log_params_norm else {}
+        wanted = self._config.logger.log_params_norm
+        norm: Metrics = {"params norm": metrics.params_norm(run.optimizer)} if wanted else {}
         times = self._wait.read(self._steps) | self._timers.read(self._steps)
-        return norm | memory_metrics() | self._energy(self._steps) | times
+        return norm | metrics.memory_metrics() | self._energy(self._steps) | times
 
     def _write_losses(self, run: Run, kind: str) -> None:
         losses = {name: loss.item() for name, loss in (run.total_loss_dict or {}).items()}
@@ -165,16 +159,12 @@ def _ramp(train: TrainingConfig) -> str:
 
 def announcement(config: ConfigContainer, step: int) -> str:
     """One line about the training that is about to start."""
-    model, train, length = config.model, config.train, config.dataset.seq_length
+    train, length = config.train, config.dataset.seq_length
     if step >= train.train_iters:
         return f"nothing is left to train: the run is at step {step}, train.train_iters={train.train_iters}"
-    sizes = {
-        "tensor": model.tensor_model_parallel_size,
-        "pipeline": model.pipeline_model_parallel_size,
-        "context": model.context_parallel_size,
-        "data": config.data_parallel_size(),
-    }
-    layout = ", ".join(f"{name} parallel {size}" for name, size in sizes.items() if size > 1)
+    sizes = sizes_of(config.model) | {"data": config.data_parallel_size()}
+    parts = [(name, sizes[name]) for name in ("tensor", "pipeline", "context", "data")]
+    layout = ", ".join(f"{name} parallel {size}" for name, size in parts if size > 1)
     count = distributed.world_size()
     processes = f"{count} process{'es' if count > 1 else ''}"
     return (

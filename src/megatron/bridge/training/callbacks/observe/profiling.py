@@ -10,6 +10,7 @@ merges the traces of a run into one.
 import json
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -203,7 +204,7 @@ class _StepRanges:
 
     def __init__(self, config: ProfilingConfig) -> None:
         self._nvtx = config.nvtx_ranges
-        self._open: list[Any] = []
+        self._open: list[ExitStack] = []
 
     def begin_step(self, step: int) -> None:
         if self._nvtx:
@@ -213,26 +214,21 @@ class _StepRanges:
 
     def begin_optimizer(self) -> None:
         if self._open:
-            self._pop()
+            self._open.pop().close()
             self._push("optimizer")
 
     def end(self) -> None:
         while self._open:
-            self._pop()
+            self._open.pop().close()
         if self._nvtx:
             core_utils.configure_nvtx_profiling(False)
 
     def _push(self, name: str) -> None:
-        part = record_function(name)
-        part.__enter__()
+        part = ExitStack()
+        part.enter_context(record_function(name))
+        if self._nvtx:
+            part.enter_context(cast(Any, torch.cuda.nvtx).range(name))
         self._open.append(part)
-        if self._nvtx:
-            cast(Any, torch.cuda.nvtx).range_push(name)
-
-    def _pop(self) -> None:
-        if self._nvtx:
-            torch.cuda.nvtx.range_pop()
-        self._open.pop().__exit__(None, None, None)
 
 
 def process_name() -> str:

@@ -9,14 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.bridge.training.config.resolve import parallelism
 from megatron.bridge.training.config.resolve.data import derive_data, derive_mtp_layers
 from megatron.bridge.training.config.resolve.findings import Findings, Hardware
-from megatron.bridge.training.config.resolve.parallelism import (
-    copy_param_gather,
-    derive_overlap,
-    derive_sharding,
-    overlap_interleaved_messages,
-)
 from megatron.bridge.training.config.resolve.precision import check_quantization, derive_precision
 from megatron.bridge.training.config.resolve.requirements import check_requirements
 from megatron.bridge.training.config.resolve.schedule import derive_folders, derive_length, derive_schedule
@@ -78,11 +73,11 @@ def _derive(config: RunConfig, world_size: int, findings: Findings) -> None:
     derive_mtp_layers(config, findings)
     derive_precision(config, findings)
     check_quantization(config, findings)
-    derive_sharding(config, world_size, findings)
-    derive_overlap(config, world_size, findings)
-    copy_param_gather(config, findings)
+    parallelism.derive_sharding(config, world_size, findings)
+    parallelism.derive_overlap(config, world_size, findings)
+    parallelism.copy_param_gather(config, findings)
     check_requirements(config, findings)
-    overlap_interleaved_messages(config, findings)
+    parallelism.overlap_interleaved_messages(config, findings)
     derive_data(config, world_size, findings)
     derive_length(config, findings)
     derive_schedule(config, findings)

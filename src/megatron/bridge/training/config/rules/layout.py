@@ -33,11 +33,8 @@ def sizes_are_positive(config: RunConfig, world_size: int) -> Iterator[str]:
 def world_size_fits_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     """The processes hold whole replicas of the model."""
     model = config.model
-    tensor, stages, context = (
-        model.tensor_model_parallel_size,
-        model.pipeline_model_parallel_size,
-        model.context_parallel_size,
-    )
+    tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
+    stages = model.pipeline_model_parallel_size
     ranks = tensor * stages * context
     if ranks > 0 and world_size % ranks:
         yield (
@@ -182,13 +179,12 @@ def hierarchical_cp_has_two_levels(config: RunConfig, world_size: int) -> Iterat
     if not sizes and not asked:
         return
     groups = max(model.padded_heads[1] // model.tensor_model_parallel_size, 1)
+    two_levels = sizes is not None and len(sizes) == 2 and math.prod(sizes) == size
+    divides = bool(sizes and groups % sizes[0] == 0)
     needs = {
         "model.cp_comm_type=a2a+p2p": asked,
-        f"two sizes whose product is model.context_parallel_size={size}": sizes is not None
-        and len(sizes) == 2
-        and math.prod(sizes) == size,
-        f"a first size that divides the {groups} key heads of a tensor-parallel rank": bool(sizes)
-        and groups % (sizes or [1])[0] == 0,
+        f"two sizes whose product is model.context_parallel_size={size}": two_levels,
+        f"a first size that divides the {groups} key heads of a tensor-parallel rank": divides,
     }
     yield from unmet(f"{key}={sizes}", needs)
 

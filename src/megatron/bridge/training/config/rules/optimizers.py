@@ -80,10 +80,8 @@ def precise_optimizer_is_stored(config: RunConfig, world_size: int) -> Iterator[
         "optimizer.optimizer=adam": optimizer.optimizer == "adam",
         "ddp.use_distributed_optimizer=true": bool(config.ddp.use_distributed_optimizer),
         "optimizer.main_params_dtype=float32": optimizer.main_params_dtype == torch.float32,
-        **{
-            f"optimizer.{name}={legal}": getattr(optimizer, name) in dtypes
-            for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
-        },
+        f"optimizer.exp_avg_dtype={legal}": optimizer.exp_avg_dtype in dtypes,
+        f"optimizer.exp_avg_sq_dtype={legal}": optimizer.exp_avg_sq_dtype in dtypes,
     }
     if optimizer.use_precision_aware_optimizer:
         yield from unmet("optimizer.use_precision_aware_optimizer=True", needs)
