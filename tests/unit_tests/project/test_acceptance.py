@@ -3,6 +3,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -48,6 +49,16 @@ def test_a_failing_stage_stops_no_other(monkeypatch, tmp_path, capsys):
 def test_a_stage_that_hangs_keeps_what_it_found(monkeypatch, tmp_path):
     run = command(monkeypatch, tmp_path, a=f"{figures(speed=1)}\nimport time\ntime.sleep(99)")
     monkeypatch.setattr(acceptance, "STAGES", (Stage("a", "a", "", 1, 1),))
+    start = acceptance.subprocess.Popen
+
+    def printed(words, **options):
+        """The second begins when the figures are there, however long the process takes to start."""
+        process = start(words, **options)
+        while "scripts.gpu.stages" in words and not acceptance.last_figures(tmp_path / "a.log"):
+            time.sleep(0.05)
+        return process
+
+    monkeypatch.setattr(acceptance.subprocess, "Popen", printed)
     assert run() == 1
     found = json.loads((tmp_path / "results.json").read_text())["stages"]["a"]
     assert found["state"] == "failed"

@@ -116,8 +116,8 @@ class GenerationSamples(Callback):
             on_first_rank(lambda: _append(Path(folder), lines))
 
     def _reader(self, tokenizer: Tokenizer, share: tuple[int, int] = (0, 1)) -> PromptReader:
-        hf = tokenizer.hf if isinstance(tokenizer, HuggingFaceTokenizer) else None
-        return PromptReader(hf, self._template, self._media, share)
+        has_chat = any(not isinstance(prompt, str) for prompt in self._prompts)
+        return PromptReader(_transformers_tokenizer(tokenizer) if has_chat else None, self._template, self._media, share)
 
     def _all_tokens(self, tokenizer: Tokenizer, reader: PromptReader) -> list[list[int]]:
         return [

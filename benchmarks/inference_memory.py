@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of generation beside weights and caches: ``python -m benchmarks.inference_memory --dtype bfloat16``.
+
+A model of SmolLM2-135M's shape with random weights answers ``--batch`` prompts; the caches are as small as these texts
+need, so that all of their pages are touched. What the process has of its own (USS: mapped files that others could
+share do not count) is compared before the model is loaded, and while it generates; the floor is the bytes of all
+weights and of the caches.
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks.inference import make_model, prompts
+
+
+def own_bytes() -> int:
+    return psutil.Process().memory_full_info().uss
+
+
+class Highest:
+    """The most memory that the process has inside the context."""
+
+    def __enter__(self) -> "Highest":
+        self.bytes, self._over = 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.02):
+            self.bytes = max(self.bytes, own_bytes())
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def main() -> None:
+    """Print the floor and what was used."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # it leaves no memory here
+            pool.apply(make_model_only, (Path(folder), args.dtype))
+        measure(Path(folder), args)
+
+
+def make_model_only(folder: Path, dtype: str) -> None:
+    make_model(folder, dtype)
+
+
+def measure(folder: Path, args: argparse.Namespace) -> None:
+    """Load the model, generate, and print."""
+    from megatron.bridge.inference.decoding_state import Kept
+    from megatron.bridge.inference.engine import Engine  # noqa: F401 - the imports of LLM
+    from megatron.bridge.inference.llm import LLM
+    from megatron.bridge.inference.loading import load  # noqa: F401
+    from megatron.bridge.inference.requests import Sampling
+
+    texts = prompts(args.batch, 49152)
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    each = 2 * 30 * 3 * 64 * getattr(torch, args.dtype).itemsize  # keys and values of 30 layers with 3 heads of 64
+    arena = each * sum(-(-(len(text) + args.tokens) // 16) * 16 for text in texts)
+    before = own_bytes()
+    with Highest() as loading:
+        llm = LLM(str(folder), max_requests=args.batch, kv_memory=arena)
+    assert each == sum(it.per_token for it in Kept.of(llm._chunks))
+    with Highest() as highest:
+        llm.generate(texts, Sampling(max_new_tokens=args.tokens, ignore_eos=True))
+    llm.close()
+    floor = weights + arena
+    peaks = " and ".join(f"{(one.bytes - before) / 1e6:,.0f} MB" for one in (loading, highest))
+    print(  # noqa: T201
+        f"{args.dtype}, {args.batch} texts: weights {weights / 1e6:,.0f} MB + caches {arena / 1e6:,.0f} MB = "
+        f"{floor / 1e6:,.0f} MB; at most {peaks} while loading and generating, {(highest.bytes - before) / floor - 1:+.1%}"
+    )
+
+
+if __name__ == "__main__":
+    main()
