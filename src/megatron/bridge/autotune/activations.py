@@ -45,19 +45,18 @@ Without the kernels of mamba-ssm and flash-linear-attention, PyTorch keeps sever
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 
+from megatron.bridge.autotune.layers import INTO_RESIDUAL, is_dispatched, layers_of, weight_shape
 from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, pipeline_of, short_pipeline
 from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_counts
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 
-_INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
 _FP32 = 4
 _BLOCKS = ("self_attention", "mlp", "mixer")
 
@@ -84,6 +83,11 @@ class Sizes:
     joined: tuple[str, ...]  # linear layers whose output is put together anew, by attention
     gathered: int  # context ranks whose keys and values are kept
     recomputed: tuple[str, ...]  # modules
+
+    @property
+    def stream(self) -> int:
+        """Bytes of the residual stream, between two layers."""
+        return self.between * self.hidden * self.number
 
 
 @dataclass(frozen=True)
@@ -136,27 +140,21 @@ def stage_moments(
     model: ModelProvider, chunks: list[ChunkCounts], sizes: Sizes, pipeline: Pipeline, stage: int
 ) -> list[Moment]:
     """The fullest moment of each kind on a rank of ``stage``, from the counts of its chunks."""
-    kept = [_chunk(model, chunk, sizes) for chunk in chunks]
-    losses = [_loss(model, sizes) if chunk.has_loss else 0 for chunk in chunks]
-    received = _received(model, sizes)
+    kept, working = zip(*(_chunk(model, chunk, sizes) for chunk in chunks), strict=True)
+    losses = [_logits(model, sizes) * sizes.logit if chunk.has_loss else 0 for chunk in chunks]
+    # the input that arrived ahead of its pass and a gradient, and outputs where they are not deallocated
+    received = 2 * sizes.stream if model.pipeline_model_parallel_size > 1 else 0
     fullest: dict[str, Moment] = {}
     for kind, index, counts in distinct_moments(short_pipeline(pipeline), stage):
         if kind == "forward" and not losses[index]:
             continue
         name = "loss" if kind == "forward" else f"backward of chunk {index}"
-        working = losses[index] if kind == "forward" else kept[index].working
-        held = sum(count * layers.kept for count, layers in zip(counts, kept, strict=True))
-        found = Moment(name, held, working + received)
+        held = sum(count * size for count, size in zip(counts, kept, strict=True))
+        beside = losses if kind == "forward" else working
+        found = Moment(name, held, beside[index] + received)
         if name not in fullest or found.total > fullest[name].total:
             fullest[name] = found
     return list(fullest.values())
-
-
-def _received(model: ModelProvider, sizes: Sizes) -> int:
-    """The input that arrived ahead of its pass and a gradient, and outputs where they are not deallocated."""
-    if model.pipeline_model_parallel_size == 1:
-        return 0
-    return 2 * sizes.between * sizes.hidden * sizes.number
 
 
 def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
@@ -167,13 +165,12 @@ def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_
     the divergence in their place, which its backward pass makes wider: T x vocabulary/t x (4 + e).
     ``config`` is that of the run, with the teacher as its model.
     """
-    sizes, model = sizes_of(config), config.model
-    widest = max((_working_bytes(layer, sizes) for chunk in chunks for layer in _layers(chunk)), default=0)
+    sizes = sizes_of(config)
+    widest = max((_working_bytes(layer, sizes) for chunk in chunks for layer in layers_of(chunk)), default=0)
     held = sum(microbatches_in_flight(config, stage, world_size)) if stage else 0
-    total = widest + held * sizes.between * sizes.hidden * sizes.number
+    total = widest + held * sizes.stream
     if chunks[-1].post_process:
-        vocabulary: Any = model
-        total += sizes.tokens * vocabulary.padded_vocab_size // sizes.tensor * (_FP32 + sizes.number)
+        total += _logits(config.model, sizes) * (_FP32 + sizes.number)
     return total
 
 
@@ -276,7 +273,7 @@ def _of_activation(model: ModelProvider) -> int:
 
 
 def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
-    layers = [counts_of_layer(layer, sizes) for layer in _layers(chunk)]
+    layers = [counts_of_layer(layer, sizes) for layer in layers_of(chunk)]
     return ChunkCounts(layers, bool(chunk.post_process), counts_of_tower(chunk, sizes.images))
 
 
@@ -295,65 +292,45 @@ def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
     )
 
 
-@dataclass(frozen=True)
-class _LayerBytes:
-    """Of the layers of a chunk: what they keep for one microbatch, and what one holds while it runs backward."""
-
-    kept: int
-    working: int
-
-
-def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> _LayerBytes:
+def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int, int]:
+    """Bytes that the layers of a chunk keep for one microbatch, and those that one holds while it runs backward."""
     full, kept = [layer.full for layer in chunk.layers], [layer.kept for layer in chunk.layers]
-    ends = _head(sizes) * chunk.has_loss + _output(model, sizes) + chunk.tower.kept
+    # inputs of the final norm and of the output layer
+    ends = 2 * sizes.stream * chunk.has_loss + _output(model, sizes) + chunk.tower.kept
     gradients = max((layer.working for layer in chunk.layers), default=0)
     again = max((before - after for before, after in zip(full, kept, strict=True)), default=0)
-    entry = sizes.between * sizes.hidden * sizes.number
     count = model.recompute_num_layers or 1
     if model.recompute_granularity != "full":
         held = sum(kept)
     elif model.recompute_method == "block":  # the first layers of a chunk
-        held, again = len(full[:count]) * entry + sum(full[count:]), max(full[:count], default=0)
+        held, again = len(full[:count]) * sizes.stream + sum(full[count:]), max(full[:count], default=0)
     else:
         pieces = [full[start : start + count] for start in range(0, len(full), count)]
-        held, again = len(pieces) * entry, max(map(sum, pieces), default=0)
+        held, again = len(pieces) * sizes.stream, max(map(sum, pieces), default=0)
     # the tower runs backward when the layers have
-    return _LayerBytes(ends + held, max(gradients + again, chunk.tower.working - held))
-
-
-def _layers(chunk: Any) -> Iterator[nn.Module]:
-    yield from chunk.decoder.layers
-    if getattr(chunk, "mtp", None) is not None:
-        yield from chunk.mtp.layers
+    return ends + held, max(gradients + again, chunk.tower.working - held)
 
 
 def _output(model: ModelProvider, sizes: Sizes) -> int:
     """The output of a chunk, until its backward pass, unless it is deallocated after it has been sent."""
     if model.pipeline_model_parallel_size == 1 or model.deallocate_pipeline_outputs:
         return 0
-    return sizes.between * sizes.hidden * sizes.number
+    return sizes.stream
 
 
-def _head(sizes: Sizes) -> int:
-    """Inputs of the final norm and of the output layer."""
-    return 2 * sizes.between * sizes.hidden * sizes.number
-
-
-def _loss(model: ModelProvider, sizes: Sizes) -> int:
-    """Logits while the loss is computed."""
-    vocabulary: Any = model
-    return sizes.tokens * vocabulary.padded_vocab_size // sizes.tensor * sizes.logit
+def _logits(model: Any, sizes: Sizes) -> int:
+    """Numbers in the logits of a rank."""
+    return sizes.tokens * model.padded_vocab_size // sizes.tensor
 
 
 # --------------------------------------------------------------------------------------------------------- layers
 
 
 def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
-    entry = sizes.between * sizes.hidden * sizes.number
     total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
     for name, part in layer.named_children():
         if name in _BLOCKS and not isinstance(part, IdentityOp):
-            total += entry * ("layernorm" not in recomputed)
+            total += sizes.stream * ("layernorm" not in recomputed)
             total += 0 if _is_recomputed(name, part, recomputed) else _inside(part, sizes, recomputed)
         elif name == "mtp_model_layer":
             total += _kept_bytes(part, sizes, recomputed)
@@ -401,7 +378,7 @@ def _linear(path: str, shape: tuple[int, ...], sizes: Sizes) -> int:
     tokens, dispatched = _tokens(path, sizes), is_dispatched(path)
     if path.endswith("linear_fc2"):
         return tokens * shape[1] * (1 + sizes.activation + sizes.weighting * dispatched)
-    if path.endswith(_INTO_RESIDUAL):
+    if path.endswith(INTO_RESIDUAL):
         return tokens * shape[1]
     if dispatched:
         return tokens * (shape[0] + shape[1])
@@ -411,20 +388,10 @@ def _linear(path: str, shape: tuple[int, ...], sizes: Sizes) -> int:
     return tokens * shape[0] + inputs
 
 
-def is_dispatched(path: str) -> bool:
-    return "experts" in path and "shared_experts" not in path
-
-
 def _tokens(path: str, sizes: Sizes) -> int:
     if "local_experts" in path:  # one after the other
         return sizes.chosen // sizes.experts
     return sizes.chosen if is_dispatched(path) else sizes.tokens
-
-
-def weight_shape(module: Any) -> tuple[int, ...] | None:
-    """Of the weight; of grouped experts, of each one's."""
-    weight = getattr(module, "weight0", getattr(module, "weight", None))
-    return None if weight is None else tuple(weight.shape)
 
 
 def _attention(attention: Any, sizes: Sizes) -> int:

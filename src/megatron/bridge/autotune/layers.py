@@ -4,13 +4,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from megatron.bridge.autotune.activations import is_dispatched, weight_shape
 from megatron.bridge.autotune.time.work import LayerShape, Matrix
 from megatron.bridge.models.flops import operations_between
 
-_INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
+INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
 
 
 def layers_of(chunk: Any) -> list[nn.Module]:
@@ -35,8 +34,8 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
         between=sum(operations_between(module, length) for module in layer.modules()),
         quadratic=attention is not None,
         norms=sum(weight_shape(module) == (hidden,) for module in layer.modules()),
-        inner=sum(each.columns if each.name in _INTO_RESIDUAL else each.rows for each in dense),
-        blocks=sum(each.name in _INTO_RESIDUAL for each in dense),
+        inner=sum(each.columns if each.name in INTO_RESIDUAL else each.rows for each in dense),
+        blocks=sum(each.name in INTO_RESIDUAL for each in dense),
         keys=_keys(attention),
         weights=whole - dispatched,
         expert_weights=dispatched // _local_experts(layer),
@@ -48,11 +47,24 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
 def _matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
     """All weights of two dimensions; of experts, those of the first."""
     for path, module in layer.named_modules():
-        shape = weight_shape(module)
-        if shape is None or len(shape) != 2 or ("local_experts." in path and "local_experts.0." not in path):
+        weight = _weight(module)
+        if weight is None or weight.dim() != 2 or ("local_experts." in path and "local_experts.0." not in path):
             continue
-        weight: Any = getattr(module, "weight0", getattr(module, "weight", None))
-        yield path, Matrix(path.rpartition(".")[2], *shape, trained=weight.requires_grad)
+        yield path, Matrix(path.rpartition(".")[2], *weight.shape, trained=weight.requires_grad)
+
+
+def weight_shape(module: Any) -> tuple[int, ...] | None:
+    """Of the weight; of grouped experts, of each one's."""
+    weight = _weight(module)
+    return None if weight is None else tuple(weight.shape)
+
+
+def _weight(module: Any) -> Tensor | None:
+    return getattr(module, "weight0", getattr(module, "weight", None))
+
+
+def is_dispatched(path: str) -> bool:
+    return "experts" in path and "shared_experts" not in path
 
 
 def _is_router(path: str) -> bool:

@@ -105,7 +105,8 @@ def _memory(
         if model.bf16 or model.fp16:
             chunk.to(model.params_dtype)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    weights = sum(map(_bytes, parameters)) + sum(_bytes(buffer) for chunk in chunks for buffer in chunk.buffers())
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
+    weights = sum(tensor.nbytes for tensor in (*parameters, *buffers))
     weights += copies * sum(map(_quantised, chunks))
     gradients = optimizer = unsharded = 0
     if config.ddp.use_megatron_fsdp or (config.dist.use_torch_fsdp2 and not config.model.use_cpu_initialization):
@@ -116,10 +117,10 @@ def _memory(
         weights, gradients, optimizer = _megatron_fsdp(config, chunks, replicas.dense)
     else:
         for index, chunk in enumerate(chunks):
-            parts = _trained_memory(config, chunk, bucketed=stage == index == 0, replicas=replicas)
-            weights += sum(part.padding for part in parts)
-            gradients += sum(part.gradients for part in parts)
-            optimizer += sum(part.optimizer for part in parts)
+            padding, reduced, stepped = _distributed(config, chunk, bucketed=stage == index == 0, replicas=replicas)
+            weights += padding
+            gradients += reduced
+            optimizer += stepped
     return RankMemory(
         stage=stage,
         parameters=sum(parameter.numel() for parameter in parameters),
@@ -144,8 +145,9 @@ def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replic
         share = -(-parameter.shape[0] // ranks) * parameter[:1].numel()
         trained += share if parameter.requires_grad else 0
         frozen += 0 if parameter.requires_grad else share * parameter.element_size()
-    layers = [sum(map(_bytes, layer.parameters())) for chunk in chunks for layer in cast(Any, chunk).decoder.layers]
-    outside = sum(map(_bytes, parameters)) - sum(layers)
+    decoders = [cast(Any, chunk).decoder for chunk in chunks]
+    layers = [sum(each.nbytes for each in layer.parameters()) for decoder in decoders for layer in decoder.layers]
+    outside = sum(parameter.nbytes for parameter in parameters) - sum(layers)
     return (
         _FP32 * trained + frozen + outside + 2 * max(layers),
         _FP32 * trained,
@@ -179,7 +181,7 @@ def _of_teacher(
         chunk.to(teacher.resolved().params_dtype)
     tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     beside = activations.teacher_bytes(replace(config, model=teacher), chunks, stage, world_size)
-    return sum(map(_bytes, tensors)) + beside
+    return sum(tensor.nbytes for tensor in tensors) + beside
 
 
 def quantized_bytes(model: Any) -> int:
@@ -196,23 +198,15 @@ def _quantised(chunk: nn.Module) -> int:
     return sum(weight.numel() for name, weight in chunk.named_parameters() if ".layers." in name and weight.dim() > 1)
 
 
-@dataclass(frozen=True)
-class _TrainedMemory:
-    """Bytes of the trained parameters of one buffer, weights excluded but for the buffer's padding."""
-
-    padding: int
-    gradients: int
-    optimizer: int
-
-
-def _trained_memory(
+def _distributed(
     config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas: _Replicas
-) -> list[_TrainedMemory]:
+) -> tuple[int, int, int]:
+    """Bytes of the padding of buffers, of gradients and of optimizer state, for the trained parameters of a chunk."""
     parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
     wide = bool(config.ddp.grad_reduce_in_fp32)
     groups = group_params_for_buffers(parameters, wide)
     lengths = {key: sum(parameter.numel() for parameter in members) for key, (members, _) in groups.items()}
-    shares = dict(lengths)
+    padded = shares = lengths
     if config.ddp.use_distributed_optimizer:
         bucket = _bucket_size(config, replicas) if bucketed else None
         layout = DistributedOptimizer.compute_full_param_layout(
@@ -223,16 +217,11 @@ def _trained_memory(
             key: length // (replicas.expert if key.is_expert_parallel else replicas.dense)
             for key, length in padded.items()
         }
-    else:
-        padded = lengths
-    return [
-        _TrainedMemory(
-            padding=(padded[key] - lengths[key]) * key.param_dtype.itemsize,
-            gradients=padded[key] * key.grad_dtype.itemsize,
-            optimizer=shares[key] * optimizer_bytes(config, key.param_dtype),
-        )
-        for key in groups
-    ]
+    return (
+        sum((padded[key] - lengths[key]) * key.param_dtype.itemsize for key in groups),
+        sum(padded[key] * key.grad_dtype.itemsize for key in groups),
+        sum(shares[key] * optimizer_bytes(config, key.param_dtype) for key in groups),
+    )
 
 
 def _bucket_size(config: ConfigContainer, replicas: _Replicas) -> int | None:
@@ -255,7 +244,3 @@ def optimizer_bytes(config: ConfigContainer, dtype: torch.dtype) -> int:
         own_copy = optimizer.fp8_recipe in (None, "delayed")  # otherwise Megatron-Core keeps the copies
         copy = 2 if optimizer.store_param_remainders and dtype == torch.bfloat16 and own_copy else _FP32
     return round(on_device * (copy + moments))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -2,10 +2,12 @@
 """From a dataset config to iterators over microbatches, at any position of a run."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig, DatasetRequest, Splits, StreamingDatasetConfig
@@ -64,33 +66,22 @@ class Iterators(NamedTuple):
     test: DataIterator | None
 
 
+@dataclass(eq=False)
 class BatchIterator:
-    """A ``DataIterator`` over a map-style dataset.
+    """A ``DataIterator`` over a map-style dataset."""
 
-    Args:
-        make_sampler: makes a sampler that starts at the first batch.
-        num_workers: number of worker processes that load samples.
-        read_ahead: without workers, a thread makes the next batch while this one is used. The dataset must then
-            not use anything that the training uses, such as torch's random number generator.
-        vocab_size: of the model, whose ids are below it; None checks none.
-        balance: give all ranks about as many tokens of images in a global batch, all of which have one size.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        make_sampler: Callable[[], Sampler],
-        num_workers: int = 0,
-        read_ahead: bool = False,
-        vocab_size: int | None = None,
-    ) -> None:
-        self.sample_ids: list[int] = []
-        self.dataset = dataset
-        self._make_sampler = make_sampler
-        self._num_workers = num_workers
-        self._read_ahead = read_ahead
-        self._vocab_size = vocab_size
-        self._batches: Iterator[tuple[list[int], Batch]] | None = None
+    dataset: Any
+    make_sampler: Callable[[], Sampler]
+    """Makes a sampler that starts at the first batch."""
+    num_workers: int = 0
+    """Number of worker processes that load samples."""
+    read_ahead: bool = False
+    """Without workers, a thread makes the next batch while this one is used. The dataset must then not use anything
+    that the training uses, such as torch's random number generator."""
+    vocab_size: int | None = None
+    """Of the model, whose ids are below it; None checks none."""
+    sample_ids: list[int] = field(default_factory=list[int], init=False)
+    _batches: Iterator[tuple[list[int], Batch]] | None = field(default=None, init=False)
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -104,31 +95,31 @@ class BatchIterator:
 
     def _check_ids(self, batch: Batch) -> None:
         """Refuse ids beyond the vocabulary: tensor parallelism would embed them as zeros, or as padding."""
-        if self._vocab_size is None:
+        if self.vocab_size is None:
             return
         largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
-        if largest >= self._vocab_size:
+        if largest >= self.vocab_size:
             raise UserError(
                 f"one of the samples {', '.join(map(str, self.sample_ids))} has the token id {largest}, but "
-                f"model.vocab_size={self._vocab_size}: prepare the data with the tokenizer of the model"
+                f"model.vocab_size={self.vocab_size}: prepare the data with the tokenizer of the model"
             )
 
     def replicate(self) -> "BatchIterator":
-        return BatchIterator(self.dataset, self._make_sampler, self._num_workers, self._read_ahead, self._vocab_size)
+        return replace(self)
 
     def _start(self) -> Iterator[tuple[list[int], Batch]]:
-        if self._num_workers:
+        if self.num_workers:
             batches: Any = iter(self._loader())  # starts the workers here, not in the thread
             return PrefetchIterator(batches, keep_thread=True)
         located = _LocatedSamples(self.dataset)
-        batches = (collate([located[index] for index in ids]) for ids in self._make_sampler())
-        return PrefetchIterator(map(_pinned, batches)) if self._read_ahead else batches
+        batches = (collate([located[index] for index in ids]) for ids in self.make_sampler())
+        return PrefetchIterator(map(_pinned, batches)) if self.read_ahead else batches
 
     def _loader(self) -> DataLoader[Any]:
         return DataLoader(
             _LocatedSamples(self.dataset),
-            batch_sampler=self._make_sampler(),  # pyright: ignore[reportArgumentType] - any iterable of lists
-            num_workers=self._num_workers,
+            batch_sampler=self.make_sampler(),  # pyright: ignore[reportArgumentType] - any iterable of lists
+            num_workers=self.num_workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # without it, each loader draws a seed from the run's own generator
@@ -169,16 +160,7 @@ def _media(rows: list[Batch]) -> Batch:
 
 def _pinned(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
     """The batch in pinned memory, from which a GPU copies asynchronously."""
-    if not torch.cuda.is_available():
-        return drawn
-    ids, batch = drawn
-    return ids, {key: _pin(value) for key, value in batch.items()}
-
-
-def _pin(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _pin(part) for key, part in value.items()}
-    return value.pin_memory() if isinstance(value, torch.Tensor) else value
+    return tree_map_only(torch.Tensor, torch.Tensor.pin_memory, drawn) if torch.cuda.is_available() else drawn
 
 
 def _concatenate(rows: list[Batch]) -> Batch:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.bridge.data.finetuning.packing import cut_for_rank, pack
-from megatron.bridge.data.finetuning.rows import PackedRows, PaddingFreeRows
+from megatron.bridge.data.finetuning.rows import PackedRows, SampleRows
 from megatron.bridge.data.loaders import collate
 from tests.unit_tests.data.finetuning.test_rows import make_samples
 
@@ -76,7 +76,7 @@ def test_the_cuts_of_all_ranks_are_the_row(lengths, size):
 
 def test_the_samples_of_a_microbatch_become_one_row():
     samples = make_samples([4, 7, 3])
-    rows = PaddingFreeRows(samples, padding=0, multiple=2)
+    rows = SampleRows(samples, None, padding=0, multiple=2)
     numbers, batch = collate([(place, rows[place]) for place in (2, 0, 1)])
     assert numbers == [2, 0, 1]
     assert batch["cu_seqlens"].tolist() == [0, 2, 6, 12]

@@ -5,12 +5,8 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
-
-TENSOR, PIPELINE = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
-VIRTUAL, CONTEXT = "model.virtual_pipeline_model_parallel_size", "model.context_parallel_size"
-EXPERT, EXPERT_TENSOR = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
-MICRO_BATCH, LAYOUT = "train.micro_batch_size", "model.pipeline_model_parallel_layout"
 
 NAMES = ("tensor", "context", "pipeline", "virtual", "expert", "expert_tensor", "micro_batch")
 """Dimensions that a user can fix."""
@@ -41,19 +37,19 @@ class Candidate:
         """The values of all keys that a candidate decides."""
         granularity, method, layers, modules = self.recompute
         return {
-            TENSOR: self.tensor,
+            "model.tensor_model_parallel_size": self.tensor,
             "model.sequence_parallel": self.tensor > 1,
-            CONTEXT: self.context,
-            PIPELINE: self.pipeline,
-            VIRTUAL: self.virtual if self.virtual > 1 else None,
-            LAYOUT: self.layout,
+            "model.context_parallel_size": self.context,
+            "model.pipeline_model_parallel_size": self.pipeline,
+            "model.virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
+            "model.pipeline_model_parallel_layout": self.layout,
             "model.num_layers_in_first_pipeline_stage": None,
             "model.num_layers_in_last_pipeline_stage": None,
             "model.account_for_embedding_in_pipeline_split": False,
             "model.account_for_loss_in_pipeline_split": False,
-            EXPERT: self.expert,
-            EXPERT_TENSOR: self.expert_tensor,
-            MICRO_BATCH: self.micro_batch,
+            "model.expert_model_parallel_size": self.expert,
+            "model.expert_tensor_parallel_size": self.expert_tensor,
+            "train.micro_batch_size": self.micro_batch,
             "model.recompute_granularity": granularity,
             "model.recompute_method": method,
             "model.recompute_num_layers": layers,
@@ -107,18 +103,9 @@ def powers_of_two(most: int) -> tuple[int, ...]:
     return tuple(1 << bits for bits in range(max(most, 1).bit_length()))
 
 
-def divisors(number: int, most: int) -> tuple[int, ...]:
-    return tuple(size for size in range(1, most + 1) if number % size == 0)
-
-
 def as_overrides(config: Any, settings: Mapping[str, Any]) -> list[str]:
     """``key=value`` for each setting that differs from the value in ``config``."""
-    changed: list[str] = []
-    for key, value in settings.items():
-        block, _, name = key.partition(".")
-        if getattr(getattr(config, block), name) != value:
-            changed.append(f"{key}={_as_yaml(value)}")
-    return changed
+    return [f"{key}={_as_yaml(value)}" for key, value in settings.items() if attrgetter(key)(config) != value]
 
 
 def _as_yaml(value: Any) -> str:

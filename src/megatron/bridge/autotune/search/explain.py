@@ -4,25 +4,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron.bridge.autotune.report import KINDS
 from megatron.bridge.autotune.search.candidate import Candidate
 from megatron.bridge.autotune.search.price import Price
 from megatron.bridge.autotune.search.search import Search
 
 _GB = 1e9
-_WORDS = {
-    "matrix": "matrix products",
-    "attention": "attention",
-    "memory": "memory-bound kernels",
-    "recompute": "recomputation",
-    "tensor": "tensor-parallel communication",
-    "context": "context-parallel communication",
-    "expert": "expert all-to-all",
-    "bubble": "the pipeline bubble",
-    "gradients": "reducing gradients",
-    "parameters": "gathering weights",
-    "optimizer": "the optimizer step",
-    "other": "other work",
-}
 
 
 @dataclass(frozen=True)
@@ -66,7 +53,7 @@ def _slower(best: Price, price: Price) -> str:
         return f"{-change:.1%} faster"
     grown = {name: price.prediction.split.get(name, 0.0) - seconds for name, seconds in best.prediction.split.items()}
     cause = max(grown, key=grown.__getitem__)
-    return f"{change:.1%} slower: {_WORDS[cause]} takes {grown[cause]:.3g} s more"
+    return f"{change:.1%} slower: {KINDS[cause]} takes {grown[cause]:.3g} s more"
 
 
 def pareto(prices: list[Price]) -> list[Price]:

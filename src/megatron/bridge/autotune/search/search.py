@@ -15,7 +15,6 @@ from megatron.bridge.autotune.search.candidate import (
     Candidate,
     Recompute,
     Space,
-    divisors,
     powers_of_two,
 )
 from megatron.bridge.autotune.search.price import Price, Pricer
@@ -174,8 +173,7 @@ def _expert_tensor(model: Any) -> int | None:
 
 def _space(config: ConfigContainer, world_size: int) -> Space:
     model: Any = config.model
-    experts, replicas = model.num_moe_experts or 0, config.train.global_batch_size
-    length = config.dataset.seq_length
+    experts, length = model.num_moe_experts or 0, config.dataset.seq_length
     expert = tuple(size for size in powers_of_two(min(experts, world_size)) if experts % size == 0)
     tensor = tuple(size for size in powers_of_two(min(8, world_size)) if model.num_attention_heads % size == 0)
     stages = powers_of_two(min(world_size, model.num_layers, 64))
@@ -187,7 +185,7 @@ def _space(config: ConfigContainer, world_size: int) -> Space:
             "virtual": tuple(size for size in range(1, 13) if size in (1, 2, 4) or model.num_layers % size == 0),
             "expert": expert if experts else (1,),
             "expert_tensor": ((1,) if model.add_bias_linear else (1, None)) if experts else (None,),
-            "micro_batch": tuple(size for size in divisors(replicas, 8) if size in (1, 2, 4, 8)),
+            "micro_batch": tuple(size for size in powers_of_two(8) if config.train.global_batch_size % size == 0),
         }
     )
 

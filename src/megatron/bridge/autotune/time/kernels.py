@@ -6,6 +6,7 @@ from typing import Literal
 
 from megatron.bridge.autotune.gpus import Gpu
 
+Direction = Literal["forward", "backward"]
 Precision = Literal["bf16", "fp8", "fp4"]
 
 # Part of the data sheet's rate that large matrix products sustain in training, by precision; set on 2026-11-22.
@@ -52,7 +53,7 @@ class Roofline:
         rate = self._rate(precision) * _filled(tokens, rows, count) * (GROUPED_EFFICIENCY if count > 1 else 1.0)
         return max(operations / rate, moved / self.bandwidth) + LAUNCH
 
-    def attention(self, operations: float, direction: Literal["forward", "backward"]) -> float:
+    def attention(self, operations: float, direction: Direction) -> float:
         """Fused attention of so many operations."""
         return operations / (self.card.bf16 * ATTENTION_EFFICIENCY[direction]) + LAUNCH
 

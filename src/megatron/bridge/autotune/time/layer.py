@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
-from megatron.bridge.autotune.time.kernels import Roofline
+from megatron.bridge.autotune.time.kernels import Direction, Roofline
 from megatron.bridge.autotune.time.work import Cost, LayerShape, Matrix, Run
 
 # Scans of Mamba-2 and gated delta nets reach less of the matrix rate than attention does; assumed until measured.
@@ -22,9 +22,8 @@ class LayerTime:
 
 @lru_cache(maxsize=65536)
 def layer_time(shape: LayerShape, run: Run, kernels: Roofline) -> LayerTime:
-    links = AlphaBeta(kernels.card)
-    forward = _compute(shape, run, kernels) + _forward_exchange(shape, run, links, kernels)
-    backward = _backward(shape, run, kernels) + _backward_exchange(shape, run, links, kernels)
+    forward = _compute(shape, run, kernels) + _exchange(shape, run, kernels, "forward")
+    backward = _backward(shape, run, kernels) + _exchange(shape, run, kernels, "backward")
     again = replace(forward, tensor=0.0, context=0.0, expert=0.0).total * run.recompute
     repeated = Cost(recompute=again, tensor=forward.tensor * run.recompute, expert=forward.expert * run.recompute)
     return LayerTime(forward, backward + repeated)
@@ -55,19 +54,14 @@ def _grouped(matrix: Matrix, run: Run, kernels: Roofline) -> float:
     return kernels.matrix(each, matrix.rows, matrix.columns, count=run.local_experts)
 
 
-def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: str) -> float:
+def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> float:
     operations = shape.between * run.tokens
     if not operations:
         return 0.0
     if shape.quadratic:
         # the backward kernel computes the scores again: five products where the forward pass has two
-        return (
-            kernels.attention(operations, "forward")
-            if direction == "forward"
-            else kernels.attention(2.5 * operations, "backward")
-        )
-    factor = 1 if direction == "forward" else 2
-    return factor * operations / (kernels.card.bf16 * SCAN_EFFICIENCY)
+        return kernels.attention(operations * (1.0 if direction == "forward" else 2.5), direction)
+    return operations * (1 if direction == "forward" else 2) / (kernels.card.bf16 * SCAN_EFFICIENCY)
 
 
 def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
@@ -86,24 +80,19 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     return kernels.moved((stream + inner + experts + casts) * run.number, kernels=8 + 40 * bool(shape.experts))
 
 
-def _forward_exchange(shape: LayerShape, run: Run, links: AlphaBeta, kernels: Roofline) -> Cost:
+def _exchange(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> Cost:
+    links, forward = AlphaBeta(kernels.card), direction == "forward"
     gather = links.all_gather(run.tokens * run.hidden * run.number, Group(run.tensor))
-    tensor = shape.blocks * 2 * gather  # a gather before a block and a scatter behind it, or one all-reduce
+    # forward, a gather before a block and a scatter behind it, or one all-reduce; backward, the gradient of a block's
+    # output is gathered first, and the other messages overlap with products
+    tensor = shape.blocks * gather * (2 if forward else 1)
     if run.tensor_overlap:
         tensor /= run.tensor  # all parts but the first arrive while others are multiplied
-    attention = _between(shape, run, kernels, "forward")
-    return Cost(tensor=tensor, context=_context(shape, run, links, attention), expert=_expert(shape, run, links))
+    context = _context(shape, run, links, _between(shape, run, kernels, direction), 1.0 if forward else 2.0)
+    return Cost(tensor=tensor, context=context, expert=_expert(shape, run, links))
 
 
-def _backward_exchange(shape: LayerShape, run: Run, links: AlphaBeta, kernels: Roofline) -> Cost:
-    gather = links.all_gather(run.tokens * run.hidden * run.number, Group(run.tensor))
-    # the gradient of a block's output is gathered first; the other messages overlap with products
-    tensor = shape.blocks * gather * (1 / run.tensor if run.tensor_overlap else 1.0)
-    attention = _between(shape, run, kernels, "backward")
-    return Cost(tensor=tensor, context=_context(shape, run, links, attention, 2.0), expert=_expert(shape, run, links))
-
-
-def _context(shape: LayerShape, run: Run, links: AlphaBeta, attention: float, factor: float = 1.0) -> float:
+def _context(shape: LayerShape, run: Run, links: AlphaBeta, attention: float, factor: float) -> float:
     if run.context == 1 or not shape.keys:
         return 0.0
     group = Group(run.context, run.tensor)

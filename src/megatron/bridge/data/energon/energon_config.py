@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, StreamingDatasetConfig, too_small
 from megatron.bridge.data.records.record_config import RecordDatasetConfig
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.optional_imports import installed
+from megatron.bridge.utils.optional_imports import installed, missing_message
 
 if TYPE_CHECKING:
     from megatron.bridge.data.loaders import BatchShard, Iterators
@@ -85,10 +85,8 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
 
     def check_sources(self) -> None:
         if not installed("megatron.energon"):
-            raise UserError(
-                "dataset=EnergonProvider needs the package megatron-energon, which is not installed: install it "
-                "with `uv pip install 'hf-megatron-bridge[energon]'`, or use FinetuningDatasetConfig"
-            )
+            missing = missing_message("megatron-energon", "dataset=EnergonProvider", "energon", is_setting=False)
+            raise UserError(f"{missing}, or use FinetuningDatasetConfig")
         if "://" in self.path:
             return
         path = Path(self.path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.utils.data import Dataset
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Split, Splits
-from megatron.bridge.data.finetuning.rows import BlendedRows, EpochRows, PackedRows, PaddedRows, PaddingFreeRows, Row
+from megatron.bridge.data.finetuning.rows import BlendedRows, EpochRows, PackedRows, PaddedRows, Row, SampleRows
 from megatron.bridge.data.media.processing import MediaProcessor
 from megatron.bridge.data.records.encoding import media_processor
 from megatron.bridge.data.records.preparation import PreparedSamples, prepare
@@ -71,7 +71,7 @@ def _rows(
     """The samples as rows of the kind that the config asks for."""
     multiple, padding = config.sequence_multiple, tokenizer.eod
     if config.padding_free:
-        return PaddingFreeRows(samples, padding, multiple, media)
+        return SampleRows(samples, None, padding, multiple, media)
     if not config.packed:
         return PaddedRows(samples, config.seq_length, padding, media=media)
     return PackedRows(samples, config.seq_length, padding, multiple, media)

@@ -2,6 +2,7 @@
 """Rows of a batch: one padded sample, one sample without padding, or several packed samples."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,48 +25,38 @@ class RowImages(NamedTuple):
     references: list[MediaReference]
 
 
+@dataclass(eq=False)
 class SampleRows(Dataset[Row]):
-    """Rows with one sample each.
-
-    Args:
-        seq_length: length of a row; None: that of its sample.
-        padding: the padding token, which is never in the loss.
-        multiple: in rows with ``cu_seqlens``, pad each sample to a multiple of this, for context parallelism.
-        media: the image processor; rows then have their ``images``, and positions of three axes where the model
-            has them.
-    """
+    """Rows with one sample each, without padding if ``seq_length`` is None. Those of a microbatch are concatenated."""
 
     has_cu_seqlens: ClassVar[bool] = True
     """Whether rows hold the boundaries of their samples, so that several can share a row."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        seq_length: int | None,
-        padding: int,
-        multiple: int = 1,
-        media: MediaProcessor | None = None,
-    ) -> None:
-        self.media = media
-        self.samples = samples
-        self.seq_length = seq_length
-        self.padding = padding
-        self.multiple = multiple
+    samples: Samples
+    seq_length: int | None
+    """Length of a row; None: that of its sample."""
+    padding: int
+    """The padding token, which is never in the loss."""
+    multiple: int = 1
+    """In rows with ``cu_seqlens``, pad each sample to a multiple of this, for context parallelism."""
+    media: MediaProcessor | None = None
+    """The image processor; rows then have their ``images``, and positions of three axes where the model has them."""
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Row:
-        return self._row([index])
+        samples = [self.samples[place] for place in self._places(index)]
+        row = make_row(samples, self.padding, self.multiple, self.seq_length, self.has_cu_seqlens)
+        return row if self.media is None else with_images(row, samples, self.media)
+
+    def _places(self, index: int) -> Sequence[int]:
+        """The indices of the samples of a row."""
+        return [index]
 
     def titles(self, count: int) -> list[str]:
         """What the first samples are to a reader, those of ``count`` records."""
         return [f"sample {number + 1}" for number in range(min(count, len(self.samples)))]
-
-    def _row(self, places: Sequence[int]) -> Row:
-        samples = [self.samples[place] for place in places]
-        row = make_row(samples, self.padding, self.multiple, self.seq_length, self.has_cu_seqlens)
-        return row if self.media is None else with_images(row, samples, self.media)
 
     @property
     def has_images(self) -> bool:
@@ -74,12 +65,10 @@ class SampleRows(Dataset[Row]):
 
     def image_tokens(self, index: int) -> int:
         """Tokens of images and videos of a row."""
-        return self._image_tokens([index])
+        return sum(map(self._image_tokens, self._places(index)))
 
-    def _image_tokens(self, places: Sequence[int]) -> int:
-        if self.media is None:
-            return 0
-        return sum(self.media.total_tokens(self.samples.images_of(place)) for place in places)
+    def _image_tokens(self, place: int) -> int:
+        return 0 if self.media is None else self.media.total_tokens(self.samples.images_of(place))
 
     @property
     def fill(self) -> float | None:
@@ -95,13 +84,6 @@ class PaddedRows(SampleRows):
     has_cu_seqlens: ClassVar[bool] = False
 
 
-class PaddingFreeRows(SampleRows):
-    """One sample in each row, without padding. The rows of a microbatch are concatenated."""
-
-    def __init__(self, samples: Samples, padding: int, multiple: int = 1, media: MediaProcessor | None = None) -> None:
-        super().__init__(samples, None, padding, multiple, media)
-
-
 class PackedRows(SampleRows):
     """As many samples in each row as fit, so that little padding is needed.
 
@@ -114,19 +96,15 @@ class PackedRows(SampleRows):
     ) -> None:
         assert seq_length % multiple == 0, (seq_length, multiple)
         super().__init__(samples, seq_length, padding, multiple, media)
-        images, most = None, media.max_image_tokens if media else None
-        if media is not None and most is not None:
-            images = [self._image_tokens([index]) for index in range(len(samples))]
+        most = media.max_image_tokens if media else None
+        images = None if most is None else list(map(self._image_tokens, range(len(samples))))
         self.plan = pack(rounded_up(samples.lengths - 1, multiple), seq_length, images, most or 0)
 
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, index: int) -> Row:
-        return self._row(self.plan[index].tolist())
-
-    def image_tokens(self, index: int) -> int:
-        return self._image_tokens(self.plan[index].tolist())
+    def _places(self, index: int) -> list[int]:
+        return self.plan[index].tolist()
 
 
 def make_row(
@@ -178,25 +156,20 @@ def _concatenate(samples: Sequence[Sample], lengths: Sequence[int], padding: int
     }
 
 
+@dataclass(eq=False)
 class EpochRows(Dataset[Row]):
-    """The rows of another dataset over and over, in a new order each epoch.
+    """The rows of another dataset over and over, in a new order each epoch."""
 
-    Args:
-        size: number of rows to present.
-        seed: seed of the order, which depends on the seed and the epoch only; None keeps the order of ``rows``.
-        report: what became of the records behind the rows, for the preview.
-        source: where the records are, for the preview.
-    """
-
-    def __init__(
-        self, rows: Dataset[Row], size: int, seed: int | None, report: EncodingReport | None = None, source: str = ""
-    ) -> None:
-        self.rows: Any = rows
-        self.size = size
-        self.seed = seed
-        self.report = report or EncodingReport()
-        self.source = source
-        self._order: tuple[int, np.ndarray] | None = None
+    rows: Any
+    size: int
+    """Number of rows to present."""
+    seed: int | None
+    """Seed of the order, which depends on the seed and the epoch only; None keeps the order of ``rows``."""
+    report: EncodingReport = field(default_factory=EncodingReport)
+    """What became of the records behind the rows, for the preview."""
+    source: str = ""
+    """Where the records are, for the preview."""
+    _order: tuple[int, np.ndarray] | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return self.size

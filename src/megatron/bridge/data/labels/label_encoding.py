@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.bridge.data.labels.label_rules import LabelRules
-from megatron.bridge.data.preference.pairs import INCOMPLETE, PairEncoder
+from megatron.bridge.data.preference.pairs import PairEncoder
 from megatron.bridge.data.records.encoding import Draft, EncodedRecords, RecordEncoder
 from megatron.bridge.data.records.formats import PromptCompletion, Record, Text
 from megatron.bridge.data.records.samples import EncodingReport, Sample
@@ -79,12 +79,7 @@ class EmbeddingPairEncoder(TargetAtEnd, PairEncoder):
 
     def _pair(self, where: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
         texts = [(f"{where}: {name}", _record_of(record, name, where)) for name in TEXTS]
-        samples, found = RecordEncoder.__call__(self, texts)
-        report.add(found)
-        if len(samples) == len(TEXTS):
-            return samples
-        report.drop(INCOMPLETE, where)
-        return []
+        return self._both(texts, where, report)
 
 
 def _record_of(record: Record, name: str, where: str) -> dict[str, Any]:

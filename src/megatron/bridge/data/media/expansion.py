@@ -35,7 +35,8 @@ class Expansion:
 
     def __init__(self, processor: Any, values: Values, hf: Any) -> None:
         self.processor, self.values, self.hf = processor, values, hf
-        self.token_id: int = values.get("image_token_id", values.get("image_token_index"))
+        older = values.get("image_token_index", values.get("img_context_token_id"))
+        self.token_id: int = values.get("image_token_id", older)
         self.token: str = hf.convert_ids_to_tokens(self.token_id)
         self.placeholder = self.token
 
@@ -158,10 +159,6 @@ class NemotronOmni(Expansion):
 class NemotronTiles(Expansion):
     """Nemotron Nano VL v2: tiles of one size, between two tokens."""
 
-    def __init__(self, processor: Any, values: Values, hf: Any) -> None:
-        known = values.get("image_token_id", values.get("img_context_token_id"))
-        super().__init__(processor, {**values, "image_token_id": known}, hf)
-
     def tiles(self, height: int, width: int) -> int:
         return self.processor.count(height, width)
 
@@ -207,15 +204,9 @@ class Llava(Expansion):
     """Llava 1.5: each image has the tower's size."""
 
     def count(self, height: int, width: int) -> int:
-        return self._whole((self._side("height"), self._side("width")))
-
-    def _side(self, name: str) -> int:
         size = self.processor.crop_size if getattr(self.processor, "do_center_crop", None) else self.processor.size
-        return size[name]
-
-    def _whole(self, sides: tuple[int, int]) -> int:
-        found = math.prod(side // self._patch for side in sides) + self._extra
-        return found - self._without_class
+        patches = (size["height"] // self._patch) * (size["width"] // self._patch)
+        return patches + self._extra - self._without_class
 
     @property
     def _patch(self) -> int:

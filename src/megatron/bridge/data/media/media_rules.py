@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How images and videos are read and processed. This module imports no torch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.bridge.utils.errors import UserError, one_line
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of a checkpoint that say how images are processed; one of them is there."""
@@ -12,6 +16,18 @@ def has_processor(path: str) -> bool:
     """Whether a directory has the files of an image processor; of a hub id it is assumed."""
     folder = Path(path).expanduser()
     return not folder.exists() or any((folder / name).is_file() for name in FILES)
+
+
+@contextmanager
+def loading(path: str, what: str) -> Iterator[None]:
+    """Turn what transformers raises into an error that says that the checkpoint has no ``what``."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        raise UserError(
+            f"dataset.hf_processor_path={path} has no {what} ({one_line(error)}): give the directory or hub id of a "
+            "vision-language model"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
 from megatron.bridge.data.media.fetching import fetched
-from megatron.bridge.data.media.media_rules import MediaRules
+from megatron.bridge.data.media.media_rules import MediaRules, loading
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
 from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
 from megatron.bridge.data.media.tiles import TileProcessor
@@ -204,7 +204,7 @@ class MediaProcessor:
     def _part(self, item: MediaReference, own: list[bool]) -> dict[str, Tensor]:
         """The tensors of one image or video; of patches, those of the grids that are this rank's ``own``."""
         if all(own) or (any(own) and not self.has_grids):
-            return self.videos.pixels(item) if isinstance(item, VideoReference) else self._pixels(item)
+            return self.videos.pixels(item) if isinstance(item, VideoReference) else self._processed(item, decode(item))
         if not self.has_grids:
             return self.videos.blank(item) if isinstance(item, VideoReference) else self._blank(item)
         name, grids = ("video" if self._is_video(item) else "image"), self._grids(item)
@@ -233,9 +233,6 @@ class MediaProcessor:
             zeros = {} if self.expansion.has_patches else {name: zeros_without_memory(found[name]) for name in pixels}
             self._blanks[text] = {name: value for name, value in found.items() if name not in pixels} | zeros
         return self._blanks[text]
-
-    def _pixels(self, image: ImageReference) -> dict[str, Tensor]:
-        return self._processed(image, decode(image))
 
     def _processed(self, image: ImageReference, decoded: "Image.Image") -> dict[str, Tensor]:
         try:
@@ -276,32 +273,20 @@ def _unusable(image: ImageReference, error: Exception) -> UserError:
 def _config(path: str) -> Mapping[str, Any]:
     from transformers import AutoConfig
 
-    try:
+    with loading(path, "config.json that can be read"):
         raw = _json(path, "config.json")
-        if raw.get("model_type") in _REMOTE:
-            return raw
-        return AutoConfig.from_pretrained(path).to_dict()
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"dataset.hf_processor_path={path} has no config.json that can be read ({one_line(error)}): give the "
-            "directory or hub id of a vision-language model"
-        ) from error
+        return raw if raw.get("model_type") in _REMOTE else AutoConfig.from_pretrained(path).to_dict()
 
 
 def _image_processor(path: str, rules: MediaRules, remote: Mapping[str, Any] | None) -> Any:
     from transformers import AutoImageProcessor
 
-    try:
+    with loading(path, "image processor that can be loaded"):
         processor: Any = (
             AutoImageProcessor.from_pretrained(path)
             if remote is None
             else TileProcessor({**remote, **_json(path, "preprocessor_config.json")}, path)
         )
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        raise UserError(
-            f"dataset.hf_processor_path={path} has no image processor that can be loaded ({one_line(error)}): "
-            "give the directory or hub id of a vision-language model"
-        ) from error
     _limit(processor, "shortest_edge", rules.min_pixels, "min_pixels")
     _limit(processor, "longest_edge", rules.max_pixels, "max_pixels")
     return processor

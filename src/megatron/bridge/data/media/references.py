@@ -69,7 +69,7 @@ def decode(reference: ImageReference) -> "Image.Image":
         with _open(reference.source, where) as file:
             image = ImageOps.exif_transpose(file).convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
-        raise _unreadable(reference.source, where, error) from error
+        raise unreadable("image", reference.source, where, error) from error
     if image.size != (reference.width, reference.height):
         raise UserError(
             f"{where}: the image {shown(reference.source)} is {image.width}x{image.height} and was "
@@ -90,7 +90,7 @@ def source_of(raw: Any, root: Path, where: str, kind: str) -> str:
     if isinstance(raw, bytes | bytearray):
         return f"{_DATA};base64,{base64.b64encode(raw).decode()}"
     if hasattr(raw, "save") and hasattr(raw, "getexif"):  # an image of PIL
-        return source_of(_png(raw), root, where, kind)
+        return source_of(png(raw), root, where, kind)
     if not isinstance(raw, str) or not raw:
         raise UserError(
             f"{where}: the {kind} is {type(raw).__name__}: give a path, a data: URL, or the bytes of a file"
@@ -111,7 +111,7 @@ def _named(raw: Mapping[str, Any], where: str, kind: str) -> Any:
     return next(iter(found.values()))
 
 
-def _png(image: Any) -> bytes:
+def png(image: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
@@ -144,7 +144,7 @@ def _measure(source: str, where: str) -> tuple[int, int]:
             has_exif = image.format != "PNG" or "exif" in image.info
             turned = has_exif and image.getexif().get(_ORIENTATION) in _TURNED
     except (OSError, ValueError, SyntaxError) as error:
-        raise _unreadable(source, where, error) from error
+        raise unreadable("image", source, where, error) from error
     if width * height > MAX_PIXELS:
         raise UserError(
             f"{where}: the image {shown(source)} has {width}x{height} pixels, more than {MAX_PIXELS:,}: make it smaller"
@@ -173,8 +173,9 @@ def file_of(source: str, where: str) -> str | io.BytesIO:
         raise UserError(f"{where}: a data: URL has damaged base64 ({error}): encode it again") from error
 
 
-def _unreadable(source: str, where: str, error: Exception) -> UserError:
+def unreadable(kind: str, source: str, where: str, error: Exception) -> UserError:
+    """What to raise for a damaged file; ``kind`` is the word for it."""
     if isinstance(error, UserError):
         return error
     reason = one_line(error).split(": <")[0]  # an address of a buffer helps nobody
-    return UserError(f"{where}: the image {shown(source)} cannot be read ({reason}): repair it, or remove the record")
+    return UserError(f"{where}: the {kind} {shown(source)} cannot be read ({reason}): repair it, or remove the record")

@@ -4,7 +4,8 @@
 Transformers' own processor does all of it. To count tokens it runs on the meta device, on a video without pixels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.bridge.data.media.expansion import Grid
-from megatron.bridge.data.media.media_rules import MediaRules
+from megatron.bridge.data.media.media_rules import MediaRules, loading
 from megatron.bridge.data.media.references import (
     ImageReference,
     VideoReference,
@@ -22,6 +23,7 @@ from megatron.bridge.data.media.references import (
     refer,
     shown,
     source_of,
+    unreadable,
 )
 from megatron.bridge.utils.errors import UserError, one_line
 
@@ -215,33 +217,17 @@ def _decoded(video: VideoReference, numbers: set[int]) -> dict[int, np.ndarray]:
     return found
 
 
-class _open:  # noqa: N801 - used as a function
+@contextmanager
+def _open(source: str, where: str) -> Iterator[Any]:
     """A container of PyAV, whose errors, while it is read, too, are one sentence."""
-
-    def __init__(self, source: str, where: str) -> None:
-        self.source, self.where = source, where
-
-    def __enter__(self) -> Any:
-        av = _av(self.where)
-        try:
-            self._container = av.open(file_of(self.source, self.where))
-        except (OSError, ValueError) as error:
-            raise self._unreadable(error) from error
-        if not self._container.streams.video:
-            self._container.close()
-            raise self._unreadable("it has no pictures")
-        return self._container
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._container.close()
-        if isinstance(error, OSError | ValueError) and not isinstance(error, UserError):
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, reason: Any) -> UserError:
-        return UserError(
-            f"{self.where}: the video {shown(self.source)} cannot be read ({one_line(reason)}): repair it, or remove "
-            "the record"
-        )
+    av = _av(where)
+    try:
+        with av.open(file_of(source, where)) as container:
+            if not container.streams.video:
+                raise ValueError("it has no pictures")
+            yield container
+    except (OSError, ValueError) as error:
+        raise unreadable("video", source, where, error) from error
 
 
 def _av(where: str) -> Any:
@@ -266,13 +252,8 @@ def _load(kind: str, rules: MediaRules) -> Any:
         raise UserError(f"the records have videos, which {kind} is not supported with, only {', '.join(SUPPORTED)}")
     if not is_torchvision_available():
         raise UserError(f"the records have videos, and torchvision is not installed: {_EXTRA}")
-    try:
+    with loading(path, "processor for videos that can be loaded"):
         processor: Any = AutoProcessor.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        raise UserError(
-            f"dataset.hf_processor_path={path} has no processor for videos that can be loaded ({one_line(error)}): "
-            "give the directory or hub id of a vision-language model"
-        ) from error
     _choose_frames(processor.video_processor, rules, "num_frames" if kind == "smolvlm" else "max_frames")
     return processor
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-from megatron.bridge.data.finetuning.rows import Row, SampleRows
+from megatron.bridge.data.finetuning.rows import SampleRows
 from megatron.bridge.data.records.encoding import Draft, EncodedRecords, RecordEncoder
 from megatron.bridge.data.records.formats import Record, expect
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
@@ -41,7 +41,11 @@ class PairEncoder(RecordEncoder):
             report.drop(EQUAL, where)
             return []
         answers = [(f"{where}: {name}", answer) for name, answer in split_pair(record, where).items()]
-        samples, found = super().__call__(answers)
+        return self._both(answers, where, report)
+
+    def _both(self, texts: Sequence[LocatedRecord], where: str, report: EncodingReport) -> Sequence[Sample]:
+        """The samples of two texts; none if one of them is dropped."""
+        samples, found = super().__call__(texts)
         report.add(found)
         if len(samples) == len(ANSWERS):
             return samples
@@ -99,5 +103,5 @@ class PairRows(SampleRows):
     def titles(self, count: int) -> list[str]:
         return [f"pair {place + 1}, {name}" for place in range(min(count, len(self))) for name in self._names]
 
-    def __getitem__(self, index: int) -> Row:
-        return self._row([2 * index, 2 * index + 1])
+    def _places(self, index: int) -> list[int]:
+        return [2 * index, 2 * index + 1]

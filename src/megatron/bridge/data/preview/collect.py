@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -86,13 +86,6 @@ class Preview:
         }
 
 
-class _FirstBatch(NamedTuple):
-    rank: int
-    batch: Batch
-    sample_ids: list[int]
-    images: int | None
-
-
 def preview(
     config: DatasetConfig, data: Iterators, tokenizer: Tokenizer, sizes: tuple[int, int, int], samples: int = 3
 ) -> Preview:
@@ -110,9 +103,10 @@ def preview(
         if dataset is not None and not parts:
             corpora.append(preview_corpora(name, dataset, config.seq_length))
     first = list(_first_batches(config, data.train, sizes))
-    count = min(samples, len(first[0].batch["tokens"])) if first and corpora else 0
-    texts = [segments(_beginning(first[0].batch, row), tokenizer) for row in range(count)]
-    return Preview(splits, corpora, texts, [_rank_batch(*each) for each in first])
+    batches, described = [batch for batch, _ in first], [of_rank for _, of_rank in first]
+    count = min(samples, len(batches[0]["tokens"])) if first and corpora else 0
+    texts = [segments(_beginning(batches[0], row), tokenizer) for row in range(count)]
+    return Preview(splits, corpora, texts, described)
 
 
 def _parts(name: str, dataset: Any) -> Iterator[tuple[str, EpochRows]]:
@@ -196,7 +190,7 @@ def _beginning(batch: Batch, row: int) -> Sample:
 
 def _first_batches(
     config: DatasetConfig, train: DataIterator | None, sizes: tuple[int, int, int]
-) -> Iterator[_FirstBatch]:
+) -> Iterator[tuple[Batch, RankBatch]]:
     micro, whole, ranks = sizes
     if train is None or (isinstance(train, BatchIterator) and len(train.dataset) < whole):
         return
@@ -210,11 +204,8 @@ def _first_batches(
         batch, ids = next(batches), batches.sample_ids
         dataset: Any = batches.dataset if isinstance(batches, BatchIterator) else None
         images = sum(map(dataset.image_tokens, ids)) if getattr(dataset, "has_images", False) else None
-        yield _FirstBatch(rank, batch, ids, images)
-
-
-def _rank_batch(rank: int, batch: Batch, ids: list[int], images: int | None) -> RankBatch:
-    return RankBatch(rank, ids, batch["tokens"].numel(), int(batch["loss_mask"].sum()), _sequences(batch), images)
+        tokens, trained = batch["tokens"].numel(), int(batch["loss_mask"].sum())
+        yield batch, RankBatch(rank, ids, tokens, trained, _sequences(batch), images)
 
 
 def _sequences(batch: Batch) -> int:

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode
+from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, png
 from megatron.bridge.data.media.videos import decode_frames
 from megatron.bridge.data.preview.collect import Preview, RankBatch, SplitPreview, TextSegment
 
@@ -74,10 +74,8 @@ def _frames(video: VideoReference) -> list["Image.Image"]:
 
 
 def _html(picture: "Image.Image") -> str:
-    buffer = io.BytesIO()
     picture.thumbnail((PICTURE_WIDTH, PICTURE_WIDTH))
-    picture.save(buffer, format="PNG")
-    data = base64.b64encode(buffer.getvalue()).decode()
+    data = base64.b64encode(png(picture)).decode()
     return f'<img alt="" style="vertical-align: middle" src="data:image/png;base64,{data}">'
 
 

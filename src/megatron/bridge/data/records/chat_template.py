@@ -10,7 +10,7 @@ certain, and the record is refused: training on everything would look just as pl
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -41,32 +41,24 @@ class RenderedChat:
     images: tuple[MediaReference, ...] = ()  # the images and videos whose placeholders are expanded, in order
 
 
+@dataclass(eq=False)
 class ChatTemplate:
-    """Renders conversations with a tokenizer's chat template.
+    """Renders conversations with a tokenizer's chat template."""
 
-    Args:
-        hf: tokenizer of transformers.
-        template: a template instead of the tokenizer's own.
-        options: variables for the template, such as ``enable_thinking``.
-        parts: the template is that of a vision-language model: one that never asks whether content is a string
-            (Llava's, SmolVLM's) is given lists of parts for text, too.
-    """
+    hf: "PreTrainedTokenizerBase"
+    template: str | None = None
+    """A template instead of the tokenizer's own."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Variables for the template, such as ``enable_thinking``."""
+    parts: bool = False
+    """The template is that of a vision-language model: one that never asks whether content is a string (Llava's,
+    SmolVLM's) is given lists of parts for text, too."""
+    _checked: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        hf: "PreTrainedTokenizerBase",
-        template: str | None = None,
-        options: dict[str, Any] | None = None,
-        parts: bool = False,
-    ) -> None:
-        self._hf = hf
-        self._parts = parts
-        self._template = template
-        self._options = options or {}
-        self._checked = False
-        if template is None and not hf.chat_template:
+    def __post_init__(self) -> None:
+        if self.template is None and not self.hf.chat_template:
             raise UserError(
-                f"the tokenizer {hf.name_or_path} has no chat template: set dataset.chat_template, or use prompt "
+                f"the tokenizer {self.hf.name_or_path} has no chat template: set dataset.chat_template, or use prompt "
                 f"and completion instead of messages"
             )
 
@@ -146,9 +138,9 @@ class ChatTemplate:
         render: Any = render_jinja_template  # its type hints promise one string
         template = self._source(chat, where)
         messages = chat.messages[:count]
-        if self._parts and not _STRINGS.search(template):
+        if self.parts and not _STRINGS.search(template):
             messages = [{**message, "content": as_parts(message["content"])} for message in messages]
-        values = {**self._hf.special_tokens_map, **self._options, **chat.template_options}
+        values = {**self.hf.special_tokens_map, **self.options, **chat.template_options}
         try:
             with limited():
                 texts, spans = render(
@@ -166,7 +158,7 @@ class ChatTemplate:
 
     def _source(self, chat: Chat, where: str) -> str:
         try:
-            return self._hf.get_chat_template(self._template, chat.tools)  # pyright: ignore[reportArgumentType]
+            return self.hf.get_chat_template(self.template, chat.tools)  # pyright: ignore[reportArgumentType]
         except ValueError as error:  # several named templates, none of them the default
             raise UserError(f"{where}: {one_line(error)}") from error
 

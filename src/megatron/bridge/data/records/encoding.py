@@ -87,11 +87,11 @@ class RecordEncoder:
         for draft, sample in zip(kept, cut, strict=True):
             if not sample.trained.any():
                 report.drop(NO_TARGET, draft.where)
-        report.notes = +report.notes  # + removes counts of 0
         samples = Samples.of(found)
         report.samples, report.tokens = len(found), len(samples.tokens)
         report.trained = int(samples.trained.sum())
         self._count_images(found, report)
+        report.notes = +report.notes  # + removes counts of 0
         return EncodedRecords(samples, report)
 
     def _drafts(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[Draft]:
@@ -267,7 +267,6 @@ class RecordEncoder:
             report.videos += videos
             report.image_tokens += tokens
             report.notes[MOSTLY_IMAGES] += 2 * tokens > len(sample.tokens)
-        report.notes = +report.notes
 
     def _truncate(self, sample: Sample, report: EncodingReport, where: str) -> Sample:
         if len(sample.tokens) <= self.rules.max_tokens:

@@ -164,14 +164,10 @@ def _join_parts(parts: Path, final: Path) -> None:
     for path in paths:
         report.add(EncodingReport.from_dict(json.loads(str(np.load(path)["report"]))))
     with published_directory(final, overwrite=True) as staging:
-        _write_arrays(staging, paths, report)
+        _write_pieces(staging, paths, "bounds", {"tokens": np.int32, "trained": np.bool_}, report.samples)
+        if report.images or report.videos:
+            _write_pieces(staging, paths, "image_bounds", {"images": np.uint8}, report.samples)
         write_text(staging / "report.json", json.dumps(report.to_dict()))
-
-
-def _write_arrays(folder: Path, parts: list[Path], report: EncodingReport) -> None:
-    _write_pieces(folder, parts, "bounds", {"tokens": np.int32, "trained": np.bool_}, report.samples)
-    if report.images or report.videos:
-        _write_pieces(folder, parts, "image_bounds", {"images": np.uint8}, report.samples)
 
 
 def _write_pieces(folder: Path, parts: list[Path], bounds_name: str, kinds: dict[str, Any], samples: int) -> None:

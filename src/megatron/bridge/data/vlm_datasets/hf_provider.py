@@ -4,7 +4,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron.bridge.data.dataset_config import Split
@@ -129,8 +129,7 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
         self.maker  # noqa: B018 - raises for an unknown name
 
     def encoding_rules(self) -> EncodingRules:
-        rules = super().encoding_rules()
-        return EncodingRules(**{**vars(rules), "process_example_fn": self.maker.record})
+        return replace(super().encoding_rules(), process_example_fn=self.maker.record)
 
     def source(self, split: Split) -> HubSource | None:
         """The rows of the split; validation is refused without one."""

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations about generated pictures, for tests and benchmarks."""
 
-import base64
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from megatron.bridge.data.dataset_config import SPLITS, Split, too_small
 from megatron.bridge.data.finetuning.sft_config import SFTDatasetConfig
 from megatron.bridge.data.records.sources import LocatedRecord
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 COLORS = ("red", "green", "blue")
 
@@ -65,21 +66,15 @@ class MockImageSource:
 
     def _record(self, rng: np.random.Generator) -> dict[str, Any]:
         chosen = rng.integers(len(COLORS), size=self.num_images).tolist()
-        images = [{"type": "image", "url": _data_url(self._picture(rng, color))} for color in chosen]
+        images = [{"type": "image", "image": self._picture(rng, color)} for color in chosen]
         question = [*images, {"type": "text", "text": self.prompt}]
         answer = ", ".join(COLORS[color] for color in chosen) or "There is no image."
         return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
-    def _picture(self, rng: np.random.Generator, color: int) -> np.ndarray:
+    def _picture(self, rng: np.random.Generator, color: int) -> "Image.Image":
+        from PIL import Image
+
         width, height = self.image_size
         pixels = rng.integers(0, 128, (height, width, 3), dtype=np.uint8)
         pixels[..., color] += 127
-        return pixels
-
-
-def _data_url(pixels: np.ndarray) -> str:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        return Image.fromarray(pixels)
