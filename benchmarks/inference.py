@@ -20,11 +20,11 @@ from benchmarks.measure import interleaved, median, table
 CONFIG = Path("tests/families/published/HuggingFaceTB--SmolLM2-135M.json")
 
 
-def make_model(folder: Path, dtype: str) -> Any:
+def make_model(folder: Path, dtype: str, tied: bool = True) -> Any:
     """A model of transformers with random weights, saved in ``folder``."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**json.loads(CONFIG.read_text()))
+    config = AutoConfig.for_model(**json.loads(CONFIG.read_text()) | {"tie_word_embeddings": tied})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     model.save_pretrained(folder)

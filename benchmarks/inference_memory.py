@@ -12,6 +12,7 @@ import multiprocessing
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -47,15 +48,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--untied", action="store_true", help="an output layer of its own")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         with multiprocessing.get_context("spawn").Pool(1) as pool:  # it leaves no memory here
-            pool.apply(make_model_only, (Path(folder), args.dtype))
+            pool.apply(make_model_only, (Path(folder), args.dtype, not args.untied))
         measure(Path(folder), args)
 
 
-def make_model_only(folder: Path, dtype: str) -> None:
-    make_model(folder, dtype)
+def make_model_only(*options: Any) -> None:
+    make_model(*options)
 
 
 def measure(folder: Path, args: argparse.Namespace) -> None:
@@ -78,10 +80,11 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         llm.generate(texts, Sampling(max_new_tokens=args.tokens, ignore_eos=True))
     llm.close()
     floor = weights + arena
-    peaks = " and ".join(f"{(one.bytes - before) / 1e6:,.0f} MB" for one in (loading, highest))
-    print(  # noqa: T201
+    first, second = ((one.bytes - before) / 1e6 for one in (loading, highest))
+    print(
         f"{args.dtype}, {args.batch} texts: weights {weights / 1e6:,.0f} MB + caches {arena / 1e6:,.0f} MB = "
-        f"{floor / 1e6:,.0f} MB; at most {peaks} while loading and generating, {(highest.bytes - before) / floor - 1:+.1%}"
+        f"{floor / 1e6:,.0f} MB; at most {first:,.0f} MB while loading, {second:,.0f} MB while generating "
+        f"({second * 1e6 / floor - 1:+.1%})"
     )
 
 

@@ -127,8 +127,8 @@ class DecodingState:
         kept = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}
         for chunk in self.bare:
             output = getattr(chunk, "output_layer", None)
-            if output is not None:  # its weight may be the embedding's, so it stays
-                weight = output.weight if output.weight is not None else chunk.shared_embedding_or_output_weight()
+            if output is not None and output.weight is None:  # its weight is the embedding's, which stays
+                weight = chunk.shared_embedding_or_output_weight()
                 kept.add(id(output))
                 if can_pack(weight):
                     _set_packed(changes, output, weight)

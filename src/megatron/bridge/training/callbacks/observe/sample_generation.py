@@ -117,7 +117,9 @@ class GenerationSamples(Callback):
 
     def _reader(self, tokenizer: Tokenizer, share: tuple[int, int] = (0, 1)) -> PromptReader:
         has_chat = any(not isinstance(prompt, str) for prompt in self._prompts)
-        return PromptReader(_transformers_tokenizer(tokenizer) if has_chat else None, self._template, self._media, share)
+        return PromptReader(
+            _transformers_tokenizer(tokenizer) if has_chat else None, self._template, self._media, share
+        )
 
     def _all_tokens(self, tokenizer: Tokenizer, reader: PromptReader) -> list[list[int]]:
         return [
