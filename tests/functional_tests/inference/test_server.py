@@ -498,6 +498,8 @@ def test_images_of_requests(tmp_path):
         expected = llm.chat(messages, sampling)
     body = {"messages": messages, "max_tokens": 4, "ignore_eos": True, "temperature": 0, "logprobs": True}
     with started(folder, MEGATRON_BRIDGE_API_KEY=KEY) as (_, address):
+        (served,) = json.loads(fetch(address, "/v1/models")[2])["data"]
+        assert served["input_modalities"] == ["text", "image"]
         found = json.loads(fetch(address, "/v1/chat/completions", body)[2])
         assert found["usage"]["prompt_tokens"] == len(expected.prompt_tokens)
         logprobs = [one["logprob"] for one in found["choices"][0]["logprobs"]["content"]]

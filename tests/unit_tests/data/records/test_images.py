@@ -270,6 +270,20 @@ def test_extreme_sizes_are_named(folder, encode):
     refuses(lambda: encode(chat(image("huge.png"), TEXT)), "file:3", "huge.png", "100,000,000")
 
 
+def test_formats_are_those_that_no_program_has_to_read(folder, encode):
+    """PIL hands PostScript to Ghostscript."""
+    from PIL import Image
+
+    Image.init()
+    assert "EPS" in Image.OPEN
+    toy_vision.picture(folder, "whole.png", 16, 16)
+    Image.open(folder / "whole.png").save(folder / "script.eps")
+    refuses(lambda: encode(chat(image("script.eps"), TEXT)), "file:3", "script.eps", "cannot identify")
+    for name in ("photograph.jpg", "web.webp", "old.bmp", "moving.gif", "scan.tiff"):
+        Image.open(folder / "whole.png").save(folder / name)
+        encode(chat(image(name), TEXT))
+
+
 def test_damaged_pixels_are_named_when_they_are_decoded(folder, encode):
     sample = encode(chat(image("broken.png"), TEXT)).samples[0]
     refuses(lambda: decode(sample.images[0]), "file:3", "broken.png")

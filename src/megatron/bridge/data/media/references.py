@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_PIXELS = 100_000_000  # an image with more pixels is refused: it would take more than 300 MB to decode
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+"""Those that are decoded; for PostScript, PIL would run a program."""
 _DATA, _FILE = "data:", "file://"
 _URLS = ("http://", "https://", "ftp://", "s3://", "gs://")
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF; these swap height and width
@@ -157,7 +159,8 @@ def _open(source: str, where: str) -> "Image.Image":
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = None
-    return Image.open(file_of(source, where))
+    Image.init()
+    return Image.open(file_of(source, where), formats=[name for name in FORMATS if name in Image.OPEN])
 
 
 def file_of(source: str, where: str) -> str | io.BytesIO:

@@ -154,6 +154,7 @@ def _add_facts(app: FastAPI, server: Server) -> None:
     page = _PAGE.read_text(encoding="utf-8")
     headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
     facts = {"created": server.created, "owned_by": "megatron-bridge", "max_model_len": server.max_context}
+    facts["input_modalities"] = ["text", "image"] if server.reader.media else ["text"]
     served = {
         name: {"id": name, "object": "model", **facts, **({"parent": server.name} if name != server.name else {})}
         for name in (server.name, *server.adapters)
