@@ -13,10 +13,13 @@ from examples.conversion import compare_models, hf_to_megatron_generate_vlm
 from megatron.bridge.cli.main import main
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.prompts import as_messages
+from megatron.bridge.inference.refit.canary import Canary
+from megatron.bridge.inference.refit.sender import Refit
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.console import console
 from tests import toy_vision
 from tests.refusals import refused
+from tests.unit_tests.inference.test_refit import Trainer
 
 TOKENS = 6
 SAMPLING = Sampling(max_new_tokens=TOKENS, ignore_eos=True, logprobs=0)
@@ -185,3 +188,17 @@ def test_what_cannot_be_asked_is_named(run_in_process, folders, tmp_path):
         llm.chat(question(folder, "a.png"))
     with LLM(str(folders("paligemma"))) as llm, refused("prompt_logprobs"):
         llm.logprobs("a")
+
+
+def test_a_live_trainer_sends_its_tower_too(run_in_process, folders, tmp_path):
+    folder = folders("qwen2_5_vl")
+    trainer, asked = Trainer(folder), question(folder, "a.png")
+    with LLM(str(folder), dtype="float32", kv_memory=1 << 24) as llm:
+        before = llm.chat(asked, SAMPLING)
+        trainer.step()
+        Refit(llm, trainer.stream, trainer.chunks, Canary([[5, 9, 30, 31, 12]]), 30_000)()
+        after = llm.chat(asked, SAMPLING)
+    trainer.bridge.save_hf_pretrained(trainer.chunks, tmp_path / "export", show_progress=False)
+    with LLM(str(tmp_path / "export"), dtype="float32", kv_memory=1 << 24) as fresh:
+        expected = fresh.chat(asked, SAMPLING)
+    assert after.logprobs == expected.logprobs != before.logprobs
