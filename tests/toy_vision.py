@@ -313,6 +313,27 @@ def composite(name: str, folder: Path) -> Any:
     return getattr(module, toy.processor[0])(**parts, **toy.processor[1])
 
 
+def greedy_answer(folder: Path, ids: Any, inputs: dict[str, Any], count: int) -> tuple[list[int], list[float]]:
+    """Transformers' ``count`` tokens behind ``ids`` [1, sequence], and their log-probabilities."""
+    import inspect
+
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    known = {*inspect.signature(model.forward).parameters} - {"input_ids", "attention_mask"}
+    found = model.generate(
+        input_ids=ids,
+        **{name: value for name, value in inputs.items() if name in known},
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = found.sequences[0, ids.shape[1] :].tolist()
+    return tokens, [float(one[0].log_softmax(-1)[token]) for one, token in zip(found.logits, tokens, strict=True)]
+
+
 def picture(folder: Path, name: str, width: int, height: int, seed: int = 0) -> str:
     """Write a smooth picture, which resizing changes little; returns its name."""
     from PIL import Image

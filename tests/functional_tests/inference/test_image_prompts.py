@@ -18,13 +18,14 @@ from megatron.bridge.inference.refit.sender import Refit
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.console import console
 from tests import toy_vision
+from tests.functional_tests.data.test_processors import BESIDE, ran_beside
 from tests.refusals import refused
 from tests.unit_tests.inference.test_refit import Trainer
 
 TOKENS = 6
 SAMPLING = Sampling(max_new_tokens=TOKENS, ignore_eos=True, logprobs=0)
 QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3_vl", "paligemma")
-OTHERS = sorted(set(toy_vision.TOYS) - set(QUICK))
+OTHERS = sorted(set(toy_vision.TOYS) - {*QUICK, "nemotron_h_omni"})  # its image processor needs torchvision
 ONE_IMAGE = ("paligemma", "llava_onevision")
 
 
@@ -49,20 +50,7 @@ def question(folder, *names):
 def hf_answer(folder, *names):
     """Tokens and their log-probabilities."""
     ids, _, _, extra = compare_models.about_images(folder, [str(folder / name) for name in names], "What is it?")
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    known = inspect.signature(model.forward).parameters
-    given = {name: value for name, value in extra.items() if name in known}
-    found = model.generate(
-        input_ids=ids,
-        **given,
-        max_new_tokens=TOKENS,
-        min_new_tokens=TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    tokens = found.sequences[0, ids.shape[1] :].tolist()
-    return tokens, [float(one[0].log_softmax(-1)[token]) for one, token in zip(found.logits, tokens, strict=True)]
+    return toy_vision.greedy_answer(folder, ids, extra, TOKENS)
 
 
 def assert_same(completion, expected):
@@ -202,3 +190,10 @@ def test_a_live_trainer_sends_its_tower_too(run_in_process, folders, tmp_path):
     with LLM(str(tmp_path / "export"), dtype="float32", kv_memory=1 << 24) as fresh:
         expected = fresh.chat(asked, SAMPLING)
     assert after.logprobs == expected.logprobs != before.logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BESIDE.is_dir(), reason="no torchvision: run scripts/extra.sh vlm")
+def test_answers_about_videos_are_those_of_transformers():
+    ran = ran_beside("pytest", "-q", "-p", "no:cacheprovider", "tests/functional_tests/inference/video_prompts.py")
+    assert ran.returncode == 0, ran.stdout[-4000:]

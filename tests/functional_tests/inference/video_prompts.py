@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers about videos against transformers'. Needs torchvision and PyAV, so it runs in its own process."""
 
-import inspect
-
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoProcessor
 
+from examples.conversion.compare_models import about_images
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.prompts import as_messages
 from megatron.bridge.inference.requests import Sampling
+from tests import toy_vision
 from tests.functional_tests.data.processors_oracle import composite_sample
 from tests.functional_tests.data.video_training import write
 
@@ -32,6 +33,15 @@ def test_answers_are_those_of_transformers(name, tmp_path):
     assert [one.logprob for one in found.logprobs] == pytest.approx(logprobs, abs=1e-4)
 
 
+def test_an_image_processor_of_torchvision(tmp_path):
+    folder = toy_vision.save("nemotron_h_omni", tmp_path, weights=True)
+    image, sampling = str(folder / toy_vision.picture(folder, "a.png", 20, 12)), Sampling(TOKENS, ignore_eos=True)
+    with LLM(str(folder)) as llm:
+        found = llm.chat(as_messages("What is it?", [image]), sampling)
+    ids, _, _, extra = about_images(folder, [image], "What is it?")
+    assert found.tokens == toy_vision.greedy_answer(folder, ids, extra, TOKENS)[0]
+
+
 def hf_answer(folder, messages, prompt):
     """Transformers' tensors of the video, and its answer."""
     rules = MediaRules(str(folder), str(folder / "data"))
@@ -41,15 +51,4 @@ def hf_answer(folder, messages, prompt):
     assert given["input_ids"][0, : len(prompt)].tolist() == prompt
     sequences = ("input_ids", "mm_token_type_ids")  # the answer is not asked
     given = {key: value[:, : len(prompt)] if key in sequences else value for key, value in given.items()}
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    known = {*inspect.signature(model.forward).parameters, "input_ids"} - {"attention_mask"}
-    found = model.generate(
-        **{name: value for name, value in given.items() if name in known},
-        max_new_tokens=TOKENS,
-        min_new_tokens=TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    tokens = found.sequences[0, len(prompt) :].tolist()
-    return tokens, [float(one[0].log_softmax(-1)[token]) for one, token in zip(found.logits, tokens, strict=True)]
+    return toy_vision.greedy_answer(folder, torch.tensor([prompt]), given, TOKENS)
