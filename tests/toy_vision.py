@@ -280,7 +280,11 @@ def save(name: str, folder: Path, weights: bool = False, **changes: Any) -> Path
     config = hf_config(toy, tokenizer, **changes)
     if weights:
         torch.manual_seed(0)
-        model_class(ROWS[name].model)(config).save_pretrained(folder)
+        model = model_class(ROWS[name].model)(config)
+        for parameter in model.parameters():
+            if not parameter.any():  # as Gemma 3's projection starts: no image would change anything
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if name in TOYS:

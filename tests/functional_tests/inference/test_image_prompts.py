@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from examples.conversion import compare_models, hf_to_megatron_generate_vlm
@@ -72,9 +73,16 @@ def mixed(folder):
     return [question(folder, "a.png", "b.png"), question(folder), "The weather", question(folder, "b.png")]
 
 
-def alone(folder, prompts):
-    with LLM(str(folder)) as llm:
+def alone(folder, prompts, **cuts):
+    with LLM(str(folder), **cuts) as llm:
         return [llm.generate_each([prompt], SAMPLING).__next__()[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_another_image_changes_the_answer(run_in_process, folders, name):
+    with LLM(str(folders(name))) as llm:
+        one, other = (llm.chat(question(folders(name), image), SAMPLING) for image in ("a.png", "b.png"))
+    assert abs(one.logprobs[0].logprob - other.logprobs[0].logprob) > 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_vl"])
@@ -82,12 +90,14 @@ def test_answers_are_bitwise_those_of_any_company(run_in_process, folders, name)
     """Even where so little memory makes prompts begin again, and steps hold less than a prompt with images."""
     folder = folders(name)
     prompts = [prompt for prompt in mixed(folder) for _ in range(2)]
-    expected = alone(folder, prompts)
+    cuts = {"rows": 16, "chunk": 8}  # where a text is cut decides how it is rounded
+    expected, of_cuts = alone(folder, prompts), alone(folder, prompts, **cuts)
     with LLM(str(folder)) as llm:
         per_token = llm.engine.config.kv_memory // llm.engine.lanes[0].arena.size
-    for small in ({}, {"rows": 16, "chunk": 8}, {"kv_memory": 96 * max(per_token, 128)}):
+    for small in ({}, cuts, {"kv_memory": 112 * max(per_token, 128)}):
         with LLM(str(folder), max_requests=3, **small) as llm:
-            assert [one[0] for one in llm.generate_each(prompts, SAMPLING)] == expected
+            found = [one[0] for one in llm.generate_each(prompts, SAMPLING)]
+        assert found == (of_cuts if small == cuts else expected)
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
@@ -162,14 +172,17 @@ def test_what_cannot_be_asked_is_named(run_in_process, folders, tmp_path):
     folder = folders("qwen2_5_vl")
     whole = (folder / "a.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    Image.new("1", (5_000, 5_000)).save(folder / "large.png")
     with LLM(str(folder)) as llm:
         for name in ("missing.png", "cut.png"):
             with refused("the prompt", name):
                 next(llm.stream(question(tmp_path, name)))
+        with refused("the prompt", "pixels"):
+            next(llm.stream(question(folder, *["large.png"] * 5)))
         token = llm.hf.convert_tokens_to_ids("<|image_pad|>")
         with refused(f"token {token}", "images"):
             llm.generate([[1, token, 2]])
-        with refused("max_new_tokens"):
+        with refused("prompt 0", "context", "smaller"):
             llm.chat(question(folder, *["a.png"] * 90), SAMPLING)
         assert llm.chat(question(folder, "a.png"), SAMPLING).finish_reason == "length"
     with LLM(str(folder), media_root=str(tmp_path)) as llm, refused("a.png", "media_root"):
@@ -197,3 +210,19 @@ def test_a_live_trainer_sends_its_tower_too(run_in_process, folders, tmp_path):
 def test_answers_about_videos_are_those_of_transformers():
     ran = ran_beside("pytest", "-q", "-p", "no:cacheprovider", "tests/functional_tests/inference/video_prompts.py")
     assert ran.returncode == 0, ran.stdout[-4000:]
+
+
+def test_the_token_of_an_image_as_text_is_refused(run_in_process, folders):
+    """Gemma's template writes another token, so nothing but the count tells them apart."""
+    asked = question(folders("gemma3_vl"), "a.png")
+    asked[0]["content"][1]["text"] = "What does <image_soft_token> mean?"
+    with LLM(str(folders("gemma3_vl"))) as llm, refused("prompt 0", "5 tokens", "remove the token"):
+        llm.chat(asked, SAMPLING)
+
+
+def test_an_image_that_only_the_processor_refuses(run_in_process, folders):
+    """A side of Pixtral's would have no pixel."""
+    folder = folders("mistral3")
+    Image.new("RGB", (200, 1)).save(folder / "thin.png")
+    with LLM(str(folder)) as llm, refused("prompt 0", "thin.png", "200x1"):
+        llm.chat(question(folder, "thin.png"), SAMPLING)

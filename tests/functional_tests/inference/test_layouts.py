@@ -7,7 +7,11 @@ has proven every row, and the layouts of training share their layers.
 
 import pytest
 
+from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.testing import reference
 from tests.families import decoding
+from tests.families.row import Row
 from tests.families.rows import ROWS
 
 IN_CI = {
@@ -59,3 +63,18 @@ def test_two_processes(two_workers, family_case, name, layout):
 @pytest.mark.parametrize(("name", "layout"), [cell(row.name, layout) for row in ROWS.values() for layout in row.four])
 def test_four_processes(four_workers, family_case, name, layout):
     check(four_workers, family_case(name), layout)
+
+
+def test_stages_with_and_without_windows_make_the_same_plans(two_workers, tmp_path):
+    """The rings of one stage keep texts from sharing their beginnings on the other, too."""
+    config = {**ROWS["gemma2"].config, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    reference.hf_model(Row("short", "Gemma2ForCausalLM", config)).save_pretrained(tmp_path)
+    rings, whole = (two_workers.run(generated, tmp_path, rings) for rings in (True, False))
+    assert rings == whole
+
+
+def generated(folder, rings):
+    shared = list(range(5, 45))
+    with LLM(str(folder), pp=2, chunk=8, kv_memory=1 << 20, window_rings=rings) as llm:
+        found = llm.generate([[*shared, it] for it in (1, 2, 3)], Sampling(max_new_tokens=6, ignore_eos=True))
+    return [one[0].tokens for one in found]

@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.bridge.inference import decoding_state
 from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.inference.scheduler import Plan
 from megatron.bridge.peft.lora import LoRA
 from tests.families import decoding
 from tests.families.rows import ROWS
@@ -121,3 +122,18 @@ def test_keys_are_cached_where_an_adapter_needs_the_latents(family_case):
     LoRA(target_modules=["linear_kv_up_proj"], dim=2)(model, training=False)  # adds zero until it is trained
     problems = decoding.differences_of(model, case, decoding.references(case), pack=True)
     assert not problems, "\n".join(problems)
+
+
+def test_a_rank_without_work_writes_to_no_text(family_case):
+    """It computes a row for the sake of other ranks' experts, beside the caches of texts that may be used again."""
+    case = family_case("mixtral")
+    model, prompt = decoding.decoder(case, "one"), list(range(3, 30))
+    sampling = Sampling(max_new_tokens=4, logprobs=0)
+    with Engine(model, decoding.engine_config(case, chunk=8)) as engine:
+        found = []
+        for _ in range(2):
+            (job,) = engine.submit(prompt, sampling)
+            list(engine.run())
+            found.append(job.completion.logprobs)
+            engine._runner.run(Plan(), [], 3)
+    assert found[0] == found[1]

@@ -82,6 +82,7 @@ class Conversation:
         if not question.strip():
             return
         asked = [*self.messages, *as_messages(question, self.images)]
+        self.images = []  # a damaged one is not shown again
         text = ""
         with _interrupts() as stopped:
             for piece in self.llm.stream(asked, self.sampling, stopped):
@@ -90,7 +91,7 @@ class Conversation:
                     write(piece)
                     sys.stdout.flush()
         write("\n")
-        self.messages, self.images = [*asked, {"role": "assistant", "content": text}], []
+        self.messages = [*asked, {"role": "assistant", "content": text}]
 
     def _command(self, line: str, write: Callable[[str], object]) -> None:
         name, _, value = line.partition(" ")

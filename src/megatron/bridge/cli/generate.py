@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if (args.prompts is None) == (args.out is not None):
         raise UserError("--prompts and --out belong together: give both, or --prompt alone")
+    if args.media_root and args.prompts is None:
+        raise UserError("--media-root is for the images of --prompts: leave it out, --image takes any path")
     if args.image and args.prompts is not None:
         raise UserError("--image is for --prompt: name the images of --prompts in its messages")
     sampling = model_options.sampling_values(args)

@@ -14,6 +14,7 @@ from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.peft import layers
 from megatron.bridge.peft.base import bare_chunks
 from megatron.bridge.peft.lora import LowRankPEFT
+from megatron.bridge.peft.targets import TOWER
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
@@ -104,7 +105,7 @@ def add_adapters(chunks: Sequence[Any], adapters: Mapping[str, str], add: Callab
 def _refuse_alone(name: str, module: Any) -> None:
     site = module.adapted_site
     biased = module.adapter.scales_outputs and getattr(module, "bias", None) is not None
-    if site.experts is not None or ".layers." not in site.name or biased:
+    if site.experts is not None or ".layers." not in site.name or site.name.startswith(TOWER) or biased:
         what = "experts" if site.experts is not None else "this layer"
         raise UserError(
             f"adapter {name} changes {site.name}, and {what} cannot have one for each text: load it alone with "

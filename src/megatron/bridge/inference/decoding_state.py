@@ -64,7 +64,8 @@ class DecodingState:
         device = torch.device(torch.cuda.current_device())
         kept = Kept.of(self.bare, rings)
         self._cores = [it.replaces for it in kept if it.replaces is not None]
-        made = [(it.modules, it.make(tokens, requests, device)) for it in kept]
+        self.spare = tokens  # a place in the caches that belongs to no text, for ranks that have nothing to do
+        made = [(it.modules, it.make(tokens + 1, requests, device)) for it in kept]
         self._caches = [(module, cache) for modules, cache in made for module in modules]
         self._rotary = {id(it): _Angles(it) for it in _modules(self.bare, RotaryEmbedding)}
         self.device = device

@@ -288,11 +288,11 @@ def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> 
     each, states = sum(it.per_token for it in kept), sum(it.per_request for it in kept)
     most = config.max_requests * -(-config.max_context // 16) * 16
     room = config.kv_memory - config.max_requests * states
-    tokens = min(most, room // each if each else most)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        least = torch.tensor([tokens], device=torch.cuda.current_device())
+    tokens = min(most, room // each - 1) if each else most * (room >= 0)  # one more is for idle ranks
+    if dist.is_initialized() and dist.get_world_size() > 1:  # all ranks make the same plans
+        least = torch.tensor([tokens, -states], device=torch.cuda.current_device())
         dist.all_reduce(least, dist.ReduceOp.MIN)
-        tokens = int(least)
+        tokens, states = int(least[0]), -int(least[1])
     if tokens < 32:
         raise UserError(
             f"kv_memory={config.kv_memory} holds {max(tokens, 0)} tokens beside the states of "

@@ -102,7 +102,8 @@ class LLM:
         context = options["max_context"] or model.max_context
         if not 1 < context <= model.max_context:
             raise UserError(f"max_context={context} must be from 2 to {model.max_context}, which the model has")
-        reader = PromptReader(model.hf, options["template"], model.media, rank_share(unwrap(model.chunks[0]).config))
+        share = rank_share(unwrap(model.chunks[0]).config)
+        reader = PromptReader(model.hf, options["template"], model.media, share, context)
         ends = end_tokens(model.hf, model.folder)
         if model.hf is not None and reader.template is not None:
             ends |= end_of_turn(model.hf, reader.template, parts=model.media is not None)

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.bridge.data.media import references
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.processing import MediaProcessor, chat_template
-from megatron.bridge.data.media.references import MediaReference, VideoReference
+from megatron.bridge.data.media.references import MAX_PIXELS, MediaReference
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
 from megatron.bridge.data.records.encoding import expand
 from megatron.bridge.data.records.formats import Chat, parse
@@ -53,6 +52,7 @@ class PromptReader:
         template: chat template instead of that of the image processor or the tokenizer.
         media: how images are processed; None for a model that sees none.
         share: of the ranks among which images are shared out, this one and how many there are.
+        max_context: tokens of a prompt; None for any number.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class PromptReader:
         template: str | None = None,
         media: MediaRules | None = None,
         share: tuple[int, int] = (0, 1),
+        max_context: int | None = None,
     ) -> None:
-        self.hf, self.media = hf, media
+        self.hf, self.media, self.max_context = hf, media, max_context
         self.template = template or (chat_template(media.processor_path) if media else None)
         self._share = share
 
@@ -113,16 +114,35 @@ class PromptReader:
         text = ChatTemplate(self.hf, self.template or self.processor.chat_template, parts=True).prompt(chat, where)
         text = expand(RenderedChat(text, [], []), found, self.processor, where).text
         tokens = np.array(self.hf.encode(text, add_special_tokens=False))
-        for item in found:  # what is damaged is refused now, and not while others wait for the answer
-            self.processor.pixels([item]) if isinstance(item, VideoReference) else references.decode(item)
         rows = media_rows(torch.from_numpy(tokens), *self.processor.token_ids).numpy()
+        self._check_images(found, len(tokens), int((rows >= 0).sum()), where)
         positions = self.processor.positions(tokens, found) if self.processor.has_grids else None
         return TokensWithImages(tokens.tolist(), PromptImages(tuple(found), rows, positions))
+
+    def _check_images(self, media: Sequence[MediaReference], length: int, placeholders: int, where: str) -> None:
+        """Refuse now, on all ranks, what would fail while others wait for their answers; what is too much, first."""
+        if self.max_context is not None and length > self.max_context:
+            raise UserError(
+                f"{where}: the prompt with its images has {length} tokens, and the context {self.max_context}: give "
+                "fewer or smaller images"
+            )
+        if (size := sum(item.height * item.width for item in media)) > MAX_PIXELS:
+            raise UserError(f"{where}: the images have {size:,} pixels, more than {MAX_PIXELS:,}: make them smaller")
+        if placeholders != (wanted := self.processor.total_tokens(media)):
+            raise UserError(
+                f"{where}: the prompt has {placeholders} tokens that stand for parts of images, and its images have "
+                f"{wanted}: remove the token from the text"
+            )
+        for item in media:
+            self.processor.pixels([item])
 
     def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
         """The tensors of this rank's share of images and videos."""
         self.processor.share = self._share
-        return self.processor.pixels(media)
+        try:
+            return self.processor.pixels(media)
+        finally:
+            self.processor.share = (0, 1)
 
 
 def parse_chat(messages: Messages, where: str) -> Chat:

@@ -21,8 +21,6 @@ from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.sampling import Output, choose_outputs
 from megatron.bridge.inference.scheduler import Plan
 
-_DUMMY = [Span(0, 1, 0, 0, 0)]
-
 Pixels = Callable[[Sequence[Any]], dict[str, Tensor]]
 """From references to images and videos to the tensors that a vision tower takes."""
 
@@ -70,7 +68,7 @@ class Runner:
         for copy in plan.copies:
             self._state.copy(copy.source, copy.target, copy.count)
         tokens, spans = self._packed(plan)
-        step = Step(spans or _DUMMY, self._state.device)
+        step = Step(spans or [Span(0, 1, 0, self._state.spare, 0)], self._state.device)
         ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[None]
         self._state.begin(step, [output.row for output in outputs])
         self._adapters.begin(plan, self._state.device)

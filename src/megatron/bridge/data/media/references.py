@@ -70,7 +70,7 @@ def decode(reference: ImageReference) -> "Image.Image":
     try:
         with _open(reference.source, where) as file:
             image = ImageOps.exif_transpose(file).convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
+    except (OSError, ValueError, SyntaxError, RuntimeError) as error:
         raise unreadable("image", reference.source, where, error) from error
     if image.size != (reference.width, reference.height):
         raise UserError(
@@ -142,10 +142,10 @@ def _measure(source: str, where: str) -> tuple[int, int]:
     try:
         with _open(source, where) as image:
             width, height = image.size
-            # a PNG is decoded as a whole to look for EXIF behind its pixels
-            has_exif = image.format != "PNG" or "exif" in image.info
+            # a PNG is decoded as a whole to look for EXIF behind its pixels, and PIL turns the size of a TIFF itself
+            has_exif = "exif" in image.info if image.format == "PNG" else image.format != "TIFF"
             turned = has_exif and image.getexif().get(_ORIENTATION) in _TURNED
-    except (OSError, ValueError, SyntaxError) as error:
+    except (OSError, ValueError, SyntaxError, RuntimeError) as error:
         raise unreadable("image", source, where, error) from error
     if width * height > MAX_PIXELS:
         raise UserError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.bridge.inference.server.errors import ApiError, to_json
 
+IMAGE_PATH = "/v1/chat/completions"  # whose bodies may hold images
 OPEN_PATHS = ("/", "/health")  # answered without a key: the chat page asks for it, and load balancers have none
 TEXT_BYTES, IMAGE_BYTES = 1 << 20, 32 << 20  # bodies of text, and with images in them
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -42,9 +43,12 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
+            refused = self._refusal(scope)
+            most = self._config.body_bytes if scope["path"] == IMAGE_PATH else min(self._config.body_bytes, TEXT_BYTES)
             # a client that still sends when the connection is closed would lose the answer
-            body = await asyncio.wait_for(_read(receive, self._config.body_bytes), self._config.seconds)
-            self._check(scope)
+            body = await asyncio.wait_for(_read(receive, most, keep=refused is None), self._config.seconds)
+            if refused is not None:
+                raise refused
         except TimeoutError:
             await _refuse(send, ApiError(408, f"the body did not arrive within {self._config.seconds:.0f} s"))
             return
@@ -54,18 +58,19 @@ class Guard:
         if body is not None:
             await self._app(scope, _replayed(body, receive), self._in_time(send))
 
-    def _check(self, scope: Message) -> None:
+    def _refusal(self, scope: Message) -> ApiError | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
         host = _host_name(headers.get(b"host", b"").decode("latin-1"))
         if self._config.hosts is not None and host not in self._config.hosts:
-            raise ApiError(403, f"host {host!r} is not this server: call it as {sorted(self._config.hosts)[0]}")
+            return ApiError(403, f"host {host!r} is not this server: call it as {sorted(self._config.hosts)[0]}")
         if self._config.key is None or scope["path"] in OPEN_PATHS:
-            return
+            return None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._config.key.encode()):
-            raise ApiError(
+            return ApiError(
                 401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
             )
+        return None
 
     def _in_time(self, send: Send) -> Send:
         """``send`` that gives up on clients that do not read: the server then closes the connection."""
@@ -83,16 +88,17 @@ def _host_name(value: str) -> str:
     return value.rpartition(":")[0].lower() if value.count(":") == 1 else value.lower()
 
 
-async def _read(receive: Receive, most: int) -> bytes | None:
-    """The body of a request; None if the client has left."""
+async def _read(receive: Receive, most: int, keep: bool) -> bytes | None:
+    """The body of a request, or nothing of it unless ``keep``; None if the client has left."""
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
+        part = message.get("body", b"")
+        size += len(part)
+        parts += [part] if keep else []
         if size > most:
             raise ApiError(413, f"the body exceeds {most} bytes: send a shorter prompt, or several requests")
         if not message.get("more_body"):

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from megatron.bridge.inference.requests import Sampling
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 20, 16, 256, 64
-MOST_MESSAGES = 1000
+MOST_MESSAGES, MOST_CHARACTERS = 1000, 1 << 20
 
 NOT_SUPPORTED = {
     "functions": "functions are not supported: leave it out",
@@ -179,6 +179,13 @@ class ChatMessage(_Strict):
     content: Text | list[Annotated[TextPart | ImagePart, Discriminator("type")]]
     name: Text | None = None
 
+    @property
+    def characters(self) -> int:
+        """Of its text."""
+        if isinstance(self.content, str):
+            return len(self.content)
+        return sum(len(part.text) for part in self.content if isinstance(part, TextPart))
+
     def as_record(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
 
@@ -194,6 +201,8 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
+        if sum(message.characters for message in self.messages) > MOST_CHARACTERS:
+            raise ValueError(f"messages have more than {MOST_CHARACTERS} characters of text: shorten them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true: set it, or leave top_logprobs out")
         limits = (self.max_tokens, self.max_completion_tokens)
