@@ -86,6 +86,7 @@ def found_by(script, output, *arguments):
     return json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_optimizers_resume(tmp_path):
     """Those of Transformer Engine, precision-aware ones, and Megatron-Core's offloaded ones: bit for bit."""
     found = found_by("optimizers", tmp_path / "problems.json")

@@ -92,7 +92,7 @@ def reference(directory, tasks):
     )
 
 
-@pytest.mark.parametrize("layout", [[], ["--tp", "2"], ["--pp", "2"]])
+@pytest.mark.parametrize("layout", [[], ["--tp", "2"], pytest.param(["--pp", "2"], marks=pytest.mark.slow)])
 def test_scores_are_those_of_the_hf_model(model_dir, tasks, tmp_path, layout):  # noqa: F811
     torch.set_num_threads(1)
     out = tmp_path / "out.json"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a path to a model that can decode: a Hugging Face model, a Megatron checkpoint, an adapter on its base."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,7 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    given = tokenizer
     base = None if hub.is_hf_model(path) or not Path(path).is_dir() else _base_of(path)
     if base is not None:
         if adapter is not None:
@@ -89,20 +90,21 @@ def load(
     hf = _tokenizer(folder, tokenizer, trust_remote_code)
     media = None
     if getattr(provider, "vision", None) is not None:
-        media = _media_rules(path if bridge is None else None, tokenizer or folder, media_root or "/")
+        run = adapter if base is not None else None if bridge is not None else path
+        media = _media_rules(run, (given, folder, tokenizer), media_root or "/")
     return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider), bridge, names, media)
 
 
-def _media_rules(checkpoint: str | Path | None, beside: str | Path | None, root: str) -> MediaRules | None:
-    """The image processor of a checkpoint's run with its limits, or the one that lies beside the tokenizer."""
+def _media_rules(run: str | Path | None, beside: Sequence[str | Path | None], root: str) -> MediaRules | None:
+    """The image processor: the one that lies beside a tokenizer, or that a run names, with the run's limits."""
     data: dict[str, Any] = {}
-    if checkpoint is not None and model_io.has_run_config(paths.resolve(checkpoint)):
-        data = model_io.read_run_config(checkpoint).get("dataset") or {}
-    path = data.get("hf_processor_path")
-    if path and has_processor(path):
-        limits: dict[str, Any] = {name: data.get(name) for name in ("min_pixels", "max_pixels", "fps", "max_frames")}
-        return MediaRules(path, root, **limits)
-    return MediaRules(str(beside), root) if beside is not None and has_processor(str(beside)) else None
+    if run is not None and model_io.has_run_config(paths.resolve(run)):
+        data = model_io.read_run_config(run).get("dataset") or {}
+    given, *others = beside
+    candidates = (str(it) for it in (given, data.get("hf_processor_path"), *others) if it is not None)
+    path = next(filter(has_processor, candidates), None)
+    limits: dict[str, Any] = {name: data.get(name) for name in ("min_pixels", "max_pixels", "fps", "max_frames")}
+    return None if path is None else MediaRules(path, root, **limits)
 
 
 def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
