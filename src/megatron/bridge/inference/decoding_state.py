@@ -158,7 +158,7 @@ class DecodingState:
 
     def copy(self, source: int, target: int, count: int) -> None:
         for cache in {id(cache): cache for _, cache in self._caches}.values():
-            if isinstance(cache, AttentionCache) and not isinstance(cache, WindowCache):
+            if isinstance(cache, AttentionCache):
                 cache.copy(source, target, count)
 
     def _angles_of(self, angles: "_Angles") -> Any:

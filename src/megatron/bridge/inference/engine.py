@@ -6,7 +6,7 @@ own, and every rank keeps the books of all lanes.
 """
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
@@ -115,7 +115,8 @@ class Engine(AbstractContextManager["Engine"]):
         if seed is None:
             seed = 0 if sampling.is_greedy else broadcast_object(secrets.randbits(63))
         lane = min(range(len(self.lanes)), key=lambda it: len(self.lanes[it].waiting) + len(self.lanes[it].running))
-        return [self._submit(prompt, sampling, seed, choice, lane) for choice in range(sampling.n)]
+        seen = self._sight.facts(prompt)
+        return [self._submit(prompt, sampling, seed, choice, lane, seen) for choice in range(sampling.n)]
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what cannot be computed; see ``submit``."""
@@ -145,11 +146,13 @@ class Engine(AbstractContextManager["Engine"]):
                 f"kv_memory={self.config.kv_memory} holds: shorten it, lower max_new_tokens, or give more memory"
             )
 
-    def _submit(self, prompt: Sequence[int], sampling: Sampling, seed: int, choice: int, lane: int) -> Job:
+    def _submit(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, choice: int, lane: int, seen: Mapping[str, Any]
+    ) -> Job:
         wants_prompt = sampling.prompt_logprobs is not None and choice == 0
         limit = len(prompt) + sampling.max_new_tokens
         scored = sampling.score_from - 1 if wants_prompt else 0
-        facts = {"scored": scored, "adapter": sampling.adapter_name, **self._sight.facts(prompt)}
+        facts = {"scored": scored, "adapter": sampling.adapter_name, **seen}
         text = Text(list(prompt), len(prompt), limit, wants_prompt, self._switch, **facts)
         completion = Completion(list(prompt), seed=seed, choice=choice)
         job = Job(completion, sampling, text, lane)

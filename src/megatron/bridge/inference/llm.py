@@ -90,7 +90,7 @@ class LLM:
         from megatron.bridge.checkpoint.model_io import unwrap
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
-        from megatron.bridge.inference.prompts import PromptReader, declared_ends, end_of_turn, end_tokens
+        from megatron.bridge.inference.prompts import PromptReader, declared_ends, end_tokens
         from megatron.bridge.models.vision.sharing import rank_share
         from megatron.bridge.utils import unpickling
 
@@ -106,7 +106,7 @@ class LLM:
         reader = PromptReader(model.hf, options["template"], model.media, share, context)
         ends = end_tokens(model.hf, model.folder)
         if model.hf is not None and reader.template is not None:
-            ends |= end_of_turn(model.hf, reader.template, parts=model.media is not None)
+            ends |= reader.end_of_turn()
         same = {name: options[name] for name in ("max_requests", "kv_memory", "window_rings", "chunk", "rows")}
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
         self.reader, self.max_context, self.declared_ends = reader, context, declared_ends(model.folder)

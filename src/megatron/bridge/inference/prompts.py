@@ -136,6 +136,10 @@ class PromptReader:
         for item in media:
             self.processor.pixels([item])
 
+    def end_of_turn(self, before: list[dict[str, Any]] | None = None) -> set[int]:
+        """``end_of_turn`` of the reader's template."""
+        return end_of_turn(self.hf, self.template, before, parts=self.media is not None)
+
     def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
         """The tensors of this rank's share of images and videos."""
         self.processor.share = self._share

@@ -97,16 +97,13 @@ class Runner:
         """What the model takes beside token ids."""
         if getattr(self._config, "vision", None) is None:
             return {"position_ids": step.positions[None], "attention_mask": None}
-        rows, positions = np.full((1, step.rows), -1), step.positions.expand(3, 1, -1)
+        rows = np.full((1, step.rows), -1)
         for work in plan.work:
-            images, place = work.text.images, slice(work.row, work.row + work.count)
+            images = work.text.images
             if images is not None and work.start == 0:
                 rows[0, work.row : work.row + len(images.rows)] = images.rows
-            if images is not None and images.positions is not None:
-                positions = positions.clone()
-                positions[:, 0, place] = torch.from_numpy(images.positions_of(work.start, work.count)).to(positions)
         return {
-            "position_ids": positions if self._config.mrope_section else step.positions[None],
+            "position_ids": _three_axes(plan, step) if self._config.mrope_section else step.positions[None],
             "attention_mask": torch.zeros_like(step.positions)[None] if self._config.looks_ahead else None,
             "media": self._media(plan.images),
             "media_rows": torch.from_numpy(rows),
@@ -144,6 +141,19 @@ class Runner:
     def _neighbor(self, offset: int) -> int:
         size = self._stages.size()
         return dist.get_global_rank(self._stages, (self._stages.rank() + offset) % size)
+
+
+def _three_axes(plan: Plan, step: Step) -> Tensor:
+    """Positions [3, 1, rows]: three equal ones for text, those of the images' prompts by one transfer."""
+    positions = step.positions.expand(3, 1, -1)
+    work = [it for it in plan.work if it.text.images is not None and it.text.images.positions is not None]
+    if not work:
+        return positions
+    known = np.concatenate([it.text.images.positions_of(it.start, it.count) for it in work], axis=1)
+    places = np.concatenate([np.arange(it.row, it.row + it.count) for it in work])
+    positions = positions.clone()
+    positions[:, 0, torch.from_numpy(places)] = torch.from_numpy(known).to(positions)
+    return positions
 
 
 def _answers() -> bool:

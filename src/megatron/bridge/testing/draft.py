@@ -258,6 +258,6 @@ class {name}Bridge({parent}):
 
 
 def _other_readers(key: str) -> str:
-    families = [name for name, fields in model_bridge.declared_fields().items() if any(f.hf == key for f in fields)]
+    families = model_bridge.families_that_read(key)
     read = f"look at the fields of {', '.join(families[:2])}" if families else "nothing reads it"
     return f"{read}; others are refused"

@@ -91,6 +91,9 @@ class WindowCache(AttentionCache):
         super().__init__(requests * length, groups, widths, dtype, device)
         self._length = length
 
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Nothing: places of the texts' arena are none of a ring, which stays in its slot."""
+
     def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As the base class's, span after span: chunks of one text follow one another."""
         out = query.new_zeros(query.size(0), query.size(2), self.values.size(2))

@@ -329,7 +329,7 @@ def function_fields() -> frozenset[str]:
 
 
 def _key_hint(key: str, claimed: Iterable[str]) -> str:
-    families = [name for name, fields in declared_fields().items() if any(field.hf == key for field in fields)]
+    families = families_that_read(key)
     return vocabulary.key_hint(key, claimed, families)
 
 
@@ -337,6 +337,10 @@ def declared_bridges() -> dict[str, type[DecoderBridge]]:
     """The bridges that are declarations, by architecture."""
     known = {name: _REGISTRY[name].bridge for name in architectures()}
     return {name: bridge for name, bridge in known.items() if issubclass(bridge, DecoderBridge)}
+
+
+def families_that_read(key: str) -> list[str]:
+    return [name for name, fields in declared_fields().items() if any(field.hf == key for field in fields)]
 
 
 def declared_fields() -> dict[str, tuple[Field, ...]]:

@@ -11,7 +11,7 @@ from megatron.bridge.data.records.media_parts import text_of
 from megatron.bridge.data.records.record_config import RecordDatasetConfig
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron.bridge.inference.engine import Engine, EngineConfig
-from megatron.bridge.inference.prompts import Messages, PromptReader, end_of_turn, parse_chat
+from megatron.bridge.inference.prompts import Messages, PromptReader, parse_chat
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.inference.runner import Pixels
 from megatron.bridge.models.vision.sharing import rank_share
@@ -132,8 +132,7 @@ class GenerationSamples(Callback):
         prompt = next((prompt for prompt in self._prompts if not isinstance(prompt, str)), None)
         if prompt is None:
             return frozenset()
-        template = self._reader(tokenizer).template
-        return frozenset(end_of_turn(_transformers_tokenizer(tokenizer), template, prompt, self._media is not None))
+        return frozenset(self._reader(tokenizer).end_of_turn(prompt))
 
 
 def _transformers_tokenizer(tokenizer: Tokenizer) -> "PreTrainedTokenizerBase":
