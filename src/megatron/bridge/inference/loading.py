@@ -62,37 +62,61 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-    given = tokenizer
-    base = None if hub.is_hf_model(path) or not Path(path).is_dir() else _base_of(path)
-    if base is not None:
-        if adapter is not None:
-            raise UserError(f"{path} holds adapters itself: leave out --adapter {adapter}, or give their base")
-        path, adapter = base["name"], path
+    path, adapter, run = _on_base(path, adapter)
     if adapter is not None and adapters:
         raise UserError(f"--adapter {adapter} is for all requests: leave it out, or leave out --adapters")
-    if hub.is_hf_model(path) or not Path(path).is_dir():
-        bridge = AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
-        provider, folder, hook = bridge.to_megatron_provider(), bridge.hf_pretrained.directory, None
-    else:
-        bridge, provider = None, stored_provider.read_for_layout(path, sizes)
-        folder, hook = model_io.tokenizer_dir(path), stored_provider.load_hook(path)
-        tokenizer = tokenizer or tokenizer_of(path)
+    source = _Source.of(path, sizes, trust_remote_code)
+    provider, bridge = source.provider, source.bridge
     if getattr(provider, "head", None) is not None:
         raise UserError(f"{path} has head={provider.head} and generates no tokens: call the model of AutoBridge itself")
     _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
-    chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=hook, **precision)
+    chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision)
     if adapter is not None:
         _add_adapter(bridge, chunks, Path(adapter))
     names = add_adapters(chunks, adapters, partial(_add_adapter, bridge, chunks)) if adapters else None
     for chunk in chunks:
         chunk.eval()
-    hf = _tokenizer(folder, tokenizer, trust_remote_code)
+    used = tokenizer or (tokenizer_of(path) if bridge is None else None)
+    hf = _tokenizer(source.folder, used, trust_remote_code)
     media = None
     if getattr(provider, "vision", None) is not None:
-        run = adapter if base is not None else None if bridge is not None else path
-        media = _media_rules(run, (given, folder, tokenizer), media_root or "/")
-    return LoadedModel(chunks, hf, folder, provider.vocab_size, _context(provider), bridge, names, media)
+        media = _media_rules(run, (tokenizer, source.folder, used), media_root or "/")
+    return LoadedModel(chunks, hf, source.folder, provider.vocab_size, _context(provider), bridge, names, media)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is read at a path before a model is made."""
+
+    bridge: AutoBridge | None
+    provider: Any
+    folder: Path | None
+    hook: Any  # fills the chunks of a Megatron checkpoint; a bridge fills its own
+
+    @classmethod
+    def of(cls, path: str | Path, sizes: Mapping[str, Any], trust_remote_code: bool) -> "_Source":
+        if _is_megatron(path):
+            provider = stored_provider.read_for_layout(path, sizes)
+            return cls(None, provider, model_io.tokenizer_dir(path), stored_provider.load_hook(path))
+        bridge = AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
+        return cls(bridge, bridge.to_megatron_provider(), bridge.hf_pretrained.directory, None)
+
+
+def _is_megatron(path: str | Path) -> bool:
+    return Path(path).is_dir() and not hub.is_hf_model(path)
+
+
+def _on_base(path: str | Path, adapter: str | Path | None) -> tuple[str | Path, str | Path | None, str | Path | None]:
+    """Paths of the model and of its adapter, and the run that ``path`` is; a run with adapters names its base."""
+    if not _is_megatron(path):
+        return path, adapter, None
+    base = _base_of(path)
+    if base is None:
+        return path, adapter, path
+    if adapter is not None:
+        raise UserError(f"{path} holds adapters itself: leave out --adapter {adapter}, or give their base")
+    return base["name"], path, path
 
 
 def _media_rules(run: str | Path | None, beside: Sequence[str | Path | None], root: str) -> MediaRules | None:
