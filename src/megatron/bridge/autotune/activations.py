@@ -21,8 +21,8 @@ attention                  T x (queries + keys)/t x e (rotated), as much for que
                            are padded to the width of keys
 activation of an MLP       nothing more where it is fused; else two times T x width/t x e if it is gated, and as
                            much again if it is clamped
-experts                    as the other layers, with R x top-k x expert tensor ranks tokens; R x hidden x e (their
-                           sum); once more T x width/t x e for weighting where that is not fused
+experts                    as the other layers, with R x top-k x expert tensor ranks tokens; once more T x width/t
+                           x e for weighting where that is not fused
 router                     R x experts x 12 (logits, scores and their gradients in fp32)
 dropout                    R x hidden (a mask of one byte), twice
 Mamba-2 mixer              T x 2 x inner/t x e, as the kernels of mamba-ssm do
@@ -339,6 +339,11 @@ def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> 
     return total
 
 
+def kept_inside(path: str, block: nn.Module, sizes: Sizes) -> int:
+    """Bytes that a part of a layer keeps, without recomputation; ``path`` is its place in the layer."""
+    return sum(_of_module(name, module, sizes) for name, module in block.named_modules(prefix=path))
+
+
 def _is_recomputed(name: str, block: nn.Module, recomputed: tuple[str, ...]) -> bool:
     """Whether nothing inside of ``block`` is kept."""
     return name == "mlp" and ("moe" if hasattr(block, "router") else "mlp") in recomputed
@@ -369,7 +374,7 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
     if len(shape) == 1:  # a norm; those of heads and latents read what is kept anyway
         return sizes.between * sizes.hidden * sizes.norm if shape[0] == sizes.hidden else 0
     if type(module).__name__.endswith("Router"):
-        return sizes.between * (shape[0] * 12 + sizes.hidden * sizes.number)
+        return sizes.between * shape[0] * 12
     return _linear(path, shape, sizes) * sizes.number
 
 

@@ -10,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.gpus import gpu
 from megatron.bridge.autotune.layers import layer_shape, layers_of
+from megatron.bridge.autotune.profile import MeasuredKernels, Profile
 from megatron.bridge.autotune.time.kernels import Precision, Roofline
 from megatron.bridge.autotune.time.schedule import pipeline_of
 from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, Setting, operations_per_token, predict_step
@@ -51,8 +52,10 @@ def plan_of(config: ConfigContainer, stages: Sequence[Sequence[MegatronModule]])
     return tuple(tuple(chunk_of(chunk) for chunk in chunks) for chunks in stages)
 
 
-def roofline_of(config: ConfigContainer, card: str) -> Roofline:
-    """The kernels of GPU ``card`` in the precision of the config's matrix products."""
+def roofline_of(config: ConfigContainer, card: str, profile: Profile | None = None, world_size: int = 1) -> Roofline:
+    """The kernels of GPU ``card`` in the precision of the config's matrix products, or those of a profile."""
+    if profile is not None:
+        return MeasuredKernels(profile.card(), profile=profile, world_size=world_size)
     model = config.model
     precision: Precision = "fp8" if model.fp8 else "fp4" if model.fp4 else "bf16"
     found = gpu(card)

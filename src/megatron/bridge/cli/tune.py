@@ -35,10 +35,23 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_job_options(parser)
+    add_job_options(parser, model_alone=True)
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs (default: that of the recipe)")
     parser.add_argument("--gpu", metavar="NAME", help="their type, such as h100 (default: that of the recipe)")
-    parser.add_argument("--budget", metavar="memory=SIZE", help="memory of a GPU to use, such as memory=72GB")
+    parser.add_argument(
+        "--budget",
+        action="append",
+        default=[],
+        metavar="KEY=SIZE",
+        help="memory of a GPU to use, such as memory=72GB; seconds=120 for --measure",
+    )
+    parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="time this machine, with collectives under torchrun, into a profile",
+    )
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="predict with the times of a profile")
     parser.add_argument(
         "--fixed", nargs="+", default=[], metavar="NAME=VALUE", help="dimensions that keep a value, such as tensor=8"
     )
@@ -60,24 +73,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.fix_oom and args.explain is not None:
         raise UserError("--fix-oom and --explain cannot be used together: leave one out")
+    for words in (args.fixed, args.explain or []):  # they take all words up to the next option
+        args.overrides += [word for word in words if "." in word.partition("=")[0]]
+        words[:] = [word for word in words if word not in args.overrides]
     with without_gc():
         job = prepare(args)
+        if args.measure is not None:
+            return _measure(job, args)
         search = _search(job, args)
         sys.stdout.write(_text(job, search, args))
     return 0
 
 
+def _measure(job: Job, args: argparse.Namespace) -> int:
+    from torch import distributed as dist
+
+    from megatron.bridge.autotune.profile import measure, merged, write
+    from megatron.bridge.utils import distributed
+
+    distributed.initialize()
+    search = _search(job, args)
+    model, length = search.config.model, search.config.dataset.seq_length
+    shapes = set().union(*(search.pricer.shapes(each) for each in search.space.candidates()))
+    seconds = _budgets(args.budget)["seconds"] or 120.0
+    width = model.kv_channels or model.hidden_size // model.num_attention_heads
+    found = measure(shapes, length, model.num_attention_heads, width, model.resolved().params_dtype, seconds)
+    profile = merged(distributed.all_gather_object(found))
+    if distributed.rank() == 0:
+        write(profile, args.measure)
+        sys.stdout.write(f"{args.measure}: {len(profile.shapes)} of {len(shapes)} products of {profile.device}\n")
+    if distributed.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
 def _search(job: Job, args: argparse.Namespace) -> "Search":
-    from megatron.bridge.autotune.gpus import gpu_name
+    from megatron.bridge.autotune.gpus import gpu, gpu_name
+    from megatron.bridge.autotune.profile import read
     from megatron.bridge.autotune.search.search import Search
 
+    profile = None if args.profile is None else read(args.profile)
     gpus = args.gpus or job.world_size
-    name = args.gpu or job.gpu_kind
+    name = args.gpu or (profile.device if profile else job.gpu_kind) or ("h100" if args.measure else "")
     if not gpus or not name:
         raise UserError(f"{job.source} names no GPUs: give --gpus N and --gpu NAME")
     config = _resolved(job, gpus)
-    kind = gpu_name(name)
-    return Search(config, gpus, kind, _budget(args.budget, kind), _values(args.fixed, "--fixed"))
+    kind = profile.device if profile else gpu_name(name)
+    if profile and args.gpu and gpu_name(args.gpu).split()[0] not in kind:
+        raise UserError(f"--profile {args.profile} is of {kind}, not of --gpu {args.gpu}: leave one out")
+    budget = _budget(args.budget, kind, profile.memory if profile else gpu(kind).memory)
+    return Search(config, gpus, kind, budget, _values(args.fixed, "--fixed"), profile)
 
 
 def _resolved(job: Job, gpus: int) -> Any:
@@ -90,18 +135,22 @@ def _resolved(job: Job, gpus: int) -> Any:
         return job.resolve(job.world_size).config
 
 
-def _budget(text: str | None, kind: str) -> int | None:
-    from megatron.bridge.autotune.gpus import gpu
+def _budget(words: list[str], kind: str, memory: int) -> int | None:
+    """Bytes of a GPU to use."""
+    given = _budgets(words)["memory"]
+    if given is not None and not 0 < given * 1e9 <= memory:
+        raise UserError(f"--budget memory={given:g}GB: {kind} has {memory / 1e9:.0f} GB, give at most that")
+    return None if given is None else int(given * 1e9)
 
-    if text is None:
-        return None
-    key, _, size = text.partition("=")
-    digits = size.upper().removesuffix("GB")
-    if key != "memory" or not digits.replace(".", "", 1).isdecimal():
-        raise UserError(f"--budget {text}: write memory=SIZE in GB, such as memory=72GB")
-    found = int(float(digits) * 1e9)
-    if not 0 < found <= gpu(kind).memory:
-        raise UserError(f"--budget {text}: {kind} has {gpu(kind).memory / 1e9:.0f} GB, give at most that")
+
+def _budgets(words: list[str]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {"memory": None, "seconds": None}
+    for word in words:
+        key, _, size = word.partition("=")
+        digits = size.upper().removesuffix("GB")
+        if key not in found or not digits.replace(".", "", 1).isdecimal():
+            raise UserError(f"--budget {word}: write memory=SIZE in GB, such as memory=72GB, or seconds=120")
+        found[key] = float(digits)
     return found
 
 

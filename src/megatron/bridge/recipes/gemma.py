@@ -63,7 +63,7 @@ gemma3_12b_finetune_config = finetune_recipe("google/gemma-3-12b-pt", layout(tp=
 gemma3_27b_finetune_config = finetune_recipe("google/gemma-3-27b-pt", layout(tp=8))
 """Gemma 3 27B (text) full fine-tuning, 16 x H100 80GB: 53 GB each, TP8."""
 gemma4_26b_a4b_finetune_config = finetune_recipe(GEMMA4_26B_A4B, layout(tp=2, ep=8, etp=1))
-"""Gemma 4 26B-A4B (text) full fine-tuning, 16 x H100 80GB: 61 GB each, TP2 EP8."""
+"""Gemma 4 26B-A4B (text) full fine-tuning, 16 x H100 80GB: 60 GB each, TP2 EP8."""
 
 # Gemma 3 with its vision tower. Learning rates are our own.
 #

@@ -43,11 +43,11 @@ glm45_355b_pretrain_config = pretrain_recipe(
 )
 """GLM-4.5 355B-A32B pretraining, 256 x H100 80GB: 57 GB each, TP8 PP16 EP8."""
 glm47_flash_30b_pretrain_config = pretrain_recipe(GLM47_FLASH_30B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
-"""GLM-4.7-Flash 30B-A3B pretraining, 32 x H100 80GB: 55 GB each, TP2 EP8."""
+"""GLM-4.7-Flash 30B-A3B pretraining, 32 x H100 80GB: 54 GB each, TP2 EP8."""
 glm5_744b_pretrain_config = pretrain_recipe(
     "zai-org/GLM-5", _GLM5, layout(tp=8, pp=16, ep=16, etp=1), seq_length=4096, global_batch_size=4096, lr=2e-4
 )
-"""GLM-5 744B-A40B pretraining, 256 x H100 80GB: 72 GB each, TP8 PP16 EP16."""
+"""GLM-5 744B-A40B pretraining, 256 x H100 80GB: 71 GB each, TP8 PP16 EP16."""
 
 glm45_air_106b_finetune_config = finetune_recipe("zai-org/GLM-4.5-Air", _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
 """GLM-4.5 Air 106B-A12B full fine-tuning, 64 x H100 80GB: 58 GB each, TP4 PP4 EP8."""
@@ -58,7 +58,7 @@ glm45_355b_finetune_config = finetune_recipe(
 glm47_flash_30b_finetune_config = finetune_recipe(GLM47_FLASH_30B, layout(tp=2, ep=8, etp=1))
 """GLM-4.7-Flash 30B-A3B full fine-tuning, 16 x H100 80GB: 66 GB each, TP2 EP8."""
 glm5_744b_finetune_config = finetune_recipe("zai-org/GLM-5", _GLM5, layout(tp=8, pp=16, ep=16, etp=1))
-"""GLM-5 744B-A40B full fine-tuning, 256 x H100 80GB: 72 GB each, TP8 PP16 EP16."""
+"""GLM-5 744B-A40B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP16 EP16."""
 
 # GLM-4.5V: GLM-4.5 Air with a vision tower. The learning rate is our own.
 #

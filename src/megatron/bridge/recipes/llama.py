@@ -175,8 +175,8 @@ LLAMA4_SCOUT_109B = "meta-llama/Llama-4-Scout-17B-16E-Instruct"
 _LAYOUT: LayoutOptions = layout(tp=2, pp=4, ep=8, etp=1)
 
 llama4_scout_109b_pretrain_config = pretrain_recipe(LLAMA4_SCOUT_109B, _LAYOUT, seq_length=4096, lr=2e-4)
-"""Llama 4 Scout 109B-A17B (text) pretraining, 64 x H100 80GB: 69 GB each, TP2 PP4 EP8."""
+"""Llama 4 Scout 109B-A17B (text) pretraining, 64 x H100 80GB: 68 GB each, TP2 PP4 EP8."""
 llama4_scout_109b_finetune_config = finetune_recipe(LLAMA4_SCOUT_109B, _LAYOUT)
-"""Llama 4 Scout 109B-A17B (text) full fine-tuning, 64 x H100 80GB: 69 GB each, TP2 PP4 EP8."""
+"""Llama 4 Scout 109B-A17B (text) full fine-tuning, 64 x H100 80GB: 68 GB each, TP2 PP4 EP8."""
 
 name_functions(__name__)

@@ -63,7 +63,7 @@ mixtral_8x7b_pretrain_config = pretrain_recipe(
 mixtral_8x22b_pretrain_config = pretrain_recipe(
     "mistralai/Mixtral-8x22B-v0.1", layout(tp=4, pp=4, vp=7, ep=8, etp=1), seq_length=4096, lr=2e-4
 )
-"""Mixtral 8x22B pretraining, 128 x H100 80GB: 63 GB each, TP4 PP4 EP8."""
+"""Mixtral 8x22B pretraining, 128 x H100 80GB: 62 GB each, TP4 PP4 EP8."""
 
 mixtral_8x7b_finetune_config = finetune_recipe("mistralai/Mixtral-8x7B-v0.1", layout(tp=2, pp=4, vp=4, ep=4, etp=1))
 """Mixtral 8x7B full fine-tuning, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4."""

@@ -22,14 +22,14 @@ kimi_k2_pretrain_config = pretrain_recipe(
     min_lr=2e-5,
     pipeline_layout="Et|(tt|)*30L",
 )
-"""Kimi K2 1T-A32B pretraining, 1024 x H100 80GB: 59 GB each, TP8 PP16 EP16."""
+"""Kimi K2 1T-A32B pretraining, 1024 x H100 80GB: 58 GB each, TP8 PP16 EP16."""
 kimi_linear_48b_pretrain_config = pretrain_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
 """Kimi-Linear 48B-A3B pretraining, 32 x H100 80GB: 69 GB each, TP2 EP8."""
 
 kimi_k2_finetune_config = finetune_recipe(
     "moonshotai/Kimi-K2-Instruct", layout(tp=8, pp=16, vp=2, ep=16, etp=1), pipeline_layout="Et|(tt|)*30L"
 )
-"""Kimi K2 1T-A32B full fine-tuning, 512 x H100 80GB: 72 GB each, TP8 PP16 EP16."""
+"""Kimi K2 1T-A32B full fine-tuning, 512 x H100 80GB: 71 GB each, TP8 PP16 EP16."""
 kimi_linear_48b_finetune_config = finetune_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1))
 """Kimi-Linear 48B-A3B full fine-tuning, 32 x H100 80GB: 69 GB each, TP2 EP8."""
 

@@ -103,7 +103,7 @@ nemotron_nano_12b_v2_pretrain_config = pretrain_recipe(
 nemotron_3_nano_pretrain_config = pretrain_recipe(
     NEMOTRON_3_NANO, layout(tp=2, ep=8, etp=1), seq_length=8192, global_batch_size=768, lr=3e-4
 )
-"""Nemotron 3 Nano 30B-A3B pretraining, 32 x H100 80GB: 62 GB each, TP2 EP8."""
+"""Nemotron 3 Nano 30B-A3B pretraining, 32 x H100 80GB: 61 GB each, TP2 EP8."""
 
 nemotron_nano_9b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-Nano-9B-v2", layout(tp=2))
 """Nemotron Nano 9B v2 full fine-tuning, 8 x H100 80GB: 53 GB each, TP2."""

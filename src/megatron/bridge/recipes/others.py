@@ -124,17 +124,17 @@ _8_STAGES: LayoutOptions = {"pipeline_layout": "Et*7|(t*8|)*6t*7L"}
 dots_llm1_142b_pretrain_config = pretrain_recipe(DOTS_LLM1_142B, _4_STAGES, _LARGE, layout(tp=4, pp=4, ep=8, etp=1))
 """dots.llm1 142B-A14B pretraining, 64 x H100 80GB: 68 GB each, TP4 PP4 EP8."""
 ernie45_21b_a3b_pretrain_config = pretrain_recipe("baidu/ERNIE-4.5-21B-A3B-PT", layout(ep=8), seq_length=4096, lr=3e-4)
-"""ERNIE 4.5 21B-A3B pretraining, 16 x H100 80GB: 60 GB each, EP8."""
+"""ERNIE 4.5 21B-A3B pretraining, 16 x H100 80GB: 59 GB each, EP8."""
 granite31_1b_a400m_pretrain_config = pretrain_recipe("ibm-granite/granite-3.1-1b-a400m-base", seq_length=4096, lr=5e-4)
 """Granite 3.1 1B-A400M pretraining, 8 x H100 80GB: 17 GB each, no model parallelism."""
 hunyuan_80b_a13b_pretrain_config = pretrain_recipe(HUNYUAN_80B_A13B, _LARGE, layout(tp=2, pp=2, ep=8, etp=1))
-"""Hunyuan 80B-A13B pretraining, 64 x H100 80GB: 71 GB each, TP2 PP2 EP8."""
+"""Hunyuan 80B-A13B pretraining, 64 x H100 80GB: 70 GB each, TP2 PP2 EP8."""
 k_exaone_236b_pretrain_config = pretrain_recipe(K_EXAONE_236B, _LARGE, layout(tp=4, pp=4, ep=16, etp=1))
-"""K-EXAONE 236B-A23B pretraining, 128 x H100 80GB: 63 GB each, TP4 PP4 EP16."""
+"""K-EXAONE 236B-A23B pretraining, 128 x H100 80GB: 62 GB each, TP4 PP4 EP16."""
 minimax_m2_229b_pretrain_config = pretrain_recipe(MINIMAX_M2_229B, _8_STAGES, _LARGE, layout(tp=2, pp=8, ep=8, etp=1))
-"""MiniMax-M2 229B-A10B pretraining, 128 x H100 80GB: 69 GB each, TP2 PP8 EP8."""
+"""MiniMax-M2 229B-A10B pretraining, 128 x H100 80GB: 68 GB each, TP2 PP8 EP8."""
 phi35_moe_42b_pretrain_config = pretrain_recipe(PHI35_MOE_42B, _PRETRAIN, layout(tp=2, pp=2, ep=8, etp=1))
-"""Phi-3.5-MoE 42B-A7B pretraining, 16 x H100 80GB: 61 GB each, TP2 PP2 EP8."""
+"""Phi-3.5-MoE 42B-A7B pretraining, 16 x H100 80GB: 60 GB each, TP2 PP2 EP8."""
 solar_open_100b_pretrain_config = pretrain_recipe("upstage/Solar-Open-100B", _LARGE, layout(tp=4, pp=2, ep=8, etp=1))
 """Solar Open 100B pretraining, 64 x H100 80GB: 72 GB each, TP4 PP2 EP8."""
 trinity_mini_26b_pretrain_config = pretrain_recipe("arcee-ai/Trinity-Mini", layout(ep=8), seq_length=4096, lr=3e-4)
@@ -143,17 +143,17 @@ trinity_mini_26b_pretrain_config = pretrain_recipe("arcee-ai/Trinity-Mini", layo
 dots_llm1_142b_finetune_config = finetune_recipe(DOTS_LLM1_142B, _4_STAGES, layout(tp=4, pp=4, ep=8, etp=1))
 """dots.llm1 142B-A14B full fine-tuning, 64 x H100 80GB: 68 GB each, TP4 PP4 EP8."""
 ernie45_21b_a3b_finetune_config = finetune_recipe("baidu/ERNIE-4.5-21B-A3B-PT", layout(ep=8))
-"""ERNIE 4.5 21B-A3B full fine-tuning, 16 x H100 80GB: 60 GB each, EP8."""
+"""ERNIE 4.5 21B-A3B full fine-tuning, 16 x H100 80GB: 59 GB each, EP8."""
 granite31_1b_a400m_finetune_config = finetune_recipe("ibm-granite/granite-3.1-1b-a400m-base", lr=1e-5)
 """Granite 3.1 1B-A400M full fine-tuning, 8 x H100 80GB: 17 GB each, no model parallelism."""
 hunyuan_80b_a13b_finetune_config = finetune_recipe(HUNYUAN_80B_A13B, layout(tp=2, pp=2, ep=8, etp=1))
-"""Hunyuan 80B-A13B full fine-tuning, 64 x H100 80GB: 71 GB each, TP2 PP2 EP8."""
+"""Hunyuan 80B-A13B full fine-tuning, 64 x H100 80GB: 70 GB each, TP2 PP2 EP8."""
 k_exaone_236b_finetune_config = finetune_recipe(K_EXAONE_236B, layout(tp=4, pp=4, ep=16, etp=1))
-"""K-EXAONE 236B-A23B full fine-tuning, 128 x H100 80GB: 63 GB each, TP4 PP4 EP16."""
+"""K-EXAONE 236B-A23B full fine-tuning, 128 x H100 80GB: 62 GB each, TP4 PP4 EP16."""
 minimax_m2_229b_finetune_config = finetune_recipe(MINIMAX_M2_229B, _8_STAGES, layout(tp=2, pp=8, ep=8, etp=1))
-"""MiniMax-M2 229B-A10B full fine-tuning, 128 x H100 80GB: 69 GB each, TP2 PP8 EP8."""
+"""MiniMax-M2 229B-A10B full fine-tuning, 128 x H100 80GB: 68 GB each, TP2 PP8 EP8."""
 phi35_moe_42b_finetune_config = finetune_recipe(PHI35_MOE_42B, layout(tp=2, pp=2, ep=8, etp=1))
-"""Phi-3.5-MoE 42B-A7B full fine-tuning, 16 x H100 80GB: 61 GB each, TP2 PP2 EP8."""
+"""Phi-3.5-MoE 42B-A7B full fine-tuning, 16 x H100 80GB: 60 GB each, TP2 PP2 EP8."""
 solar_open_100b_finetune_config = finetune_recipe("upstage/Solar-Open-100B", layout(tp=4, pp=2, ep=8, etp=1))
 """Solar Open 100B full fine-tuning, 64 x H100 80GB: 72 GB each, TP4 PP2 EP8."""
 trinity_mini_26b_finetune_config = finetune_recipe("arcee-ai/Trinity-Mini", layout(tp=2, ep=8, etp=1))
@@ -169,13 +169,13 @@ codestral_mamba_7b_pretrain_config = pretrain_recipe("mistralai/Mamba-Codestral-
 falcon_h1_500m_pretrain_config = pretrain_recipe("tiiuae/Falcon-H1-0.5B-Base", _PRETRAIN, micro_batch_size=4)
 """Falcon-H1 0.5B pretraining, 8 x H100 80GB: 30 GB each, no model parallelism."""
 granite4_h_tiny_pretrain_config = pretrain_recipe("ibm-granite/granite-4.0-h-tiny", _PRETRAIN)
-"""Granite 4 H-Tiny 7B-A1B pretraining, 8 x H100 80GB: 69 GB each, no model parallelism."""
+"""Granite 4 H-Tiny 7B-A1B pretraining, 8 x H100 80GB: 68 GB each, no model parallelism."""
 jamba_52b_pretrain_config = pretrain_recipe("ai21labs/Jamba-v0.1", _PRETRAIN, layout(tp=4, ep=8, etp=1))
 """Jamba 52B-A12B pretraining, 32 x H100 80GB: 72 GB each, TP4 EP8."""
 lfm2_1p2b_pretrain_config = pretrain_recipe("LiquidAI/LFM2-1.2B", _PRETRAIN)
 """LFM2 1.2B pretraining, 8 x H100 80GB: 16 GB each, no model parallelism."""
 lfm2_8b_a1b_pretrain_config = pretrain_recipe("LiquidAI/LFM2-8B-A1B", _PRETRAIN, layout(ep=2))
-"""LFM2 8B-A1B pretraining, 8 x H100 80GB: 51 GB each, EP2."""
+"""LFM2 8B-A1B pretraining, 8 x H100 80GB: 50 GB each, EP2."""
 
 bamba_9b_finetune_config = finetune_recipe("ibm-fms/Bamba-9B", layout(tp=2))
 """Bamba 9B full fine-tuning, 8 x H100 80GB: 59 GB each, TP2."""
@@ -184,12 +184,12 @@ codestral_mamba_7b_finetune_config = finetune_recipe("mistralai/Mamba-Codestral-
 falcon_h1_500m_finetune_config = finetune_recipe("tiiuae/Falcon-H1-0.5B-Base", lr=3e-5)
 """Falcon-H1 0.5B full fine-tuning, 1 x H100 80GB: 16 GB, no model parallelism."""
 granite4_h_tiny_finetune_config = finetune_recipe("ibm-granite/granite-4.0-h-tiny", lr=1e-5)
-"""Granite 4 H-Tiny 7B-A1B full fine-tuning, 8 x H100 80GB: 69 GB each, no model parallelism."""
+"""Granite 4 H-Tiny 7B-A1B full fine-tuning, 8 x H100 80GB: 68 GB each, no model parallelism."""
 jamba_52b_finetune_config = finetune_recipe("ai21labs/Jamba-v0.1", layout(tp=4, ep=8, etp=1))
 """Jamba 52B-A12B full fine-tuning, 32 x H100 80GB: 72 GB each, TP4 EP8."""
 lfm2_1p2b_finetune_config = finetune_recipe("LiquidAI/LFM2-1.2B", lr=1e-5)
 """LFM2 1.2B full fine-tuning, 8 x H100 80GB: 16 GB each, no model parallelism."""
 lfm2_8b_a1b_finetune_config = finetune_recipe("LiquidAI/LFM2-8B-A1B", layout(ep=2))
-"""LFM2 8B-A1B full fine-tuning, 8 x H100 80GB: 51 GB each, EP2."""
+"""LFM2 8B-A1B full fine-tuning, 8 x H100 80GB: 50 GB each, EP2."""
 
 name_functions(__name__)

@@ -20,7 +20,8 @@ from megatron.bridge.autotune.activations import (
 )
 from megatron.bridge.autotune.layers import layer_shape, layers_of
 from megatron.bridge.autotune.memory import optimizer_bytes, quantized_bytes
-from megatron.bridge.autotune.predict import roofline_of, setting_of
+from megatron.bridge.autotune.predict import roofline_of, run_of, setting_of
+from megatron.bridge.autotune.profile import Profile
 from megatron.bridge.autotune.search.candidate import NO_RECOMPUTE, Candidate
 from megatron.bridge.autotune.time.layer import layer_time
 from megatron.bridge.autotune.time.schedule import Pipeline, pipeline_of
@@ -63,10 +64,13 @@ class _Layers:
 
 
 class Pricer:
-    """Prices candidates, whose values replace those of a resolved config, on GPUs named ``card`` in ``GPUS``."""
+    """Prices candidates, whose values replace those of a resolved config, on GPUs named ``card`` in ``GPUS``.
 
-    def __init__(self, config: ConfigContainer, world_size: int, card: str) -> None:
-        self.config, self.world_size, self.card = config, world_size, card
+    With a ``profile``, times are those of its device.
+    """
+
+    def __init__(self, config: ConfigContainer, world_size: int, card: str, profile: Profile | None = None) -> None:
+        self.config, self.world_size, self.card, self.profile = config, world_size, card, profile
         self._layers: dict[tuple[int, int], _Layers] = {}
         self._counted: dict[Any, LayerCounts] = {}
         self._towers: dict[int, TowerCounts] = {}
@@ -75,7 +79,18 @@ class Pricer:
 
     @cached_property
     def kernels(self) -> Any:
-        return roofline_of(self.config, self.card)
+        return roofline_of(self.config, self.card, self.profile, self.world_size)
+
+    def shapes(self, candidate: Candidate) -> set[tuple[int, int, int]]:
+        """Tokens, rows and columns of the matrix products of a candidate's layers, forward and backward."""
+        run = run_of(self.configured(candidate))
+        found: set[tuple[int, int, int]] = set()
+        for layer, _ in self._of(candidate).decoder:
+            sizes = [(run.tokens, each) for each in layer.matrices]
+            sizes += [(int(run.between), each) for each in layer.router]
+            sizes += [(max(1, int(run.chosen / run.local_experts)), each) for each in layer.experts]
+            found |= {(tokens, each.rows, each.columns) for tokens, each in sizes}
+        return found | {(tokens, columns, rows) for tokens, rows, columns in found}
 
     def configured(self, candidate: Candidate) -> ConfigContainer:
         """The config with the values of ``candidate``; what is not a layout is shared with the original."""

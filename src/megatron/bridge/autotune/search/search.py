@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.bridge.autotune.gpus import RESERVED, gpu
+from megatron.bridge.autotune.profile import Profile
 from megatron.bridge.autotune.search.candidate import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -55,7 +56,7 @@ class Search:
     """Finds the fastest layouts of a resolved config on ``world_size`` GPUs named ``card``.
 
     A rank may use ``budget`` bytes; nine tenths of the card if None. ``fixed`` gives fields of ``Candidate`` their
-    only value.
+    only value. With a ``profile``, times and memory are those of its device.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class Search:
         card: str,
         budget: int | None = None,
         fixed: Mapping[str, Any] | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.config, self.world_size = config, world_size
-        self.budget = int((1 - RESERVED) * gpu(card).memory) if budget is None else budget
-        self.pricer = Pricer(config, world_size, card)
+        memory = gpu(card).memory if profile is None else profile.memory
+        self.budget = int((1 - RESERVED) * memory) if budget is None else budget
+        self.pricer = Pricer(config, world_size, card, profile)
         self.recomputes: tuple[Recompute, ...] = _recomputes(config)
         self.space = _space(config, world_size).fixed(**(fixed or {}))
 

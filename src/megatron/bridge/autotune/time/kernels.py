@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.bridge.autotune.gpus import Gpu
+from megatron.bridge.autotune.time.collectives import AlphaBeta
 
 Direction = Literal["forward", "backward"]
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -60,6 +61,16 @@ class Roofline:
     def moved(self, size: float, kernels: int = 1) -> float:
         """Kernels that do nothing but read and write ``size`` bytes together."""
         return size / self.bandwidth + kernels * LAUNCH
+
+    @property
+    def links(self) -> AlphaBeta:
+        """Times of collectives."""
+        return AlphaBeta(self.card)
+
+    @property
+    def crowding(self) -> float:
+        """Processes that share a core or a GPU."""
+        return 1.0
 
     @property
     def bandwidth(self) -> float:

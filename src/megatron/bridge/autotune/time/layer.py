@@ -81,7 +81,7 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
 
 
 def _exchange(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> Cost:
-    links, forward = AlphaBeta(kernels.card), direction == "forward"
+    links, forward = kernels.links, direction == "forward"
     gather = links.all_gather(run.tokens * run.hidden * run.number, Group(run.tensor))
     # forward, a gather before a block and a scatter behind it, or one all-reduce; backward, the gradient of a block's
     # output is gathered first, and the other messages overlap with products

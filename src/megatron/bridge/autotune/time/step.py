@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
+from megatron.bridge.autotune.time.collectives import Group
 from megatron.bridge.autotune.time.kernels import Roofline
 from megatron.bridge.autotune.time.layer import layer_time
 from megatron.bridge.autotune.time.schedule import Pipeline
@@ -99,13 +99,19 @@ def predict_step(
     )
     stages = setting.pipeline.stages
     busy = tuple(times.busy(stage) * setting.pipeline.microbatches for stage in range(stages))
-    slowest = max(range(stages), key=busy.__getitem__)
-    passes = sum((forward + backward for forward, backward in costs[slowest]), Cost())
-    pipeline_seconds = max(span(setting.pipeline, times), busy[slowest])
-    split = (passes * setting.pipeline.microbatches).parts()
-    split["bubble"] = pipeline_seconds - busy[slowest]
+    passes = _passes(costs, busy, kernels.crowding) * setting.pipeline.microbatches
+    split = passes.parts()
+    split["bubble"] = max(span(setting.pipeline, times) - passes.total, 0.0)
     split |= _after(plan, setting, kernels, times)
     return _prediction(plan, setting, kernels, times, busy, split)
+
+
+def _passes(costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowding: float) -> Cost:
+    """What a microbatch costs on the busiest stage; where processes share cores, what it costs on average."""
+    both = [sum((forward + backward for forward, backward in chunks), Cost()) for chunks in costs]
+    if crowding == 1.0:
+        return both[max(range(len(busy)), key=busy.__getitem__)]
+    return (sum(both, Cost()) * (1 / len(both))).crowded(crowding)
 
 
 def _prediction(
@@ -178,7 +184,7 @@ def _message(setting: Setting, kernels: Roofline) -> float:
         return 0.0
     run = setting.run
     size = run.between * run.hidden * run.number
-    return AlphaBeta(kernels.card).send(size, setting.world_size // setting.pipeline.stages)
+    return kernels.links.send(size, setting.world_size // setting.pipeline.stages)
 
 
 def stage_weights(chunks: tuple[Chunk, ...], setting: Setting) -> tuple[float, float]:
@@ -203,7 +209,7 @@ def _after(plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes) ->
 def _after_stage(
     stage: int, chunks: tuple[Chunk, ...], setting: Setting, kernels: Roofline, times: PassTimes
 ) -> dict[str, float]:
-    links, run = AlphaBeta(kernels.card), setting.run
+    links, run = kernels.links, setting.run
     dense, experts = stage_weights(chunks, setting)
     group = Group(setting.replicas, run.tensor)
     expert_group = Group(setting.expert_replicas, run.expert_tensor * run.expert)
@@ -218,7 +224,7 @@ def _after_stage(
     return {
         "gradients": _exposed(reduce, sum(times.backward[stage]), setting.overlap_gradients),
         "parameters": _exposed(spread, sum(times.forward[stage]), setting.overlap_parameters),
-        "optimizer": kernels.moved(OPTIMIZER_BYTES * owned, kernels=20),
+        "optimizer": kernels.moved(OPTIMIZER_BYTES * owned, kernels=20) * kernels.crowding,
     }
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The work of a layer on one rank, as plain numbers, and the time that it costs."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -63,6 +63,11 @@ class Cost:
 
     def parts(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in _KINDS}
+
+    def crowded(self, factor: float) -> "Cost":
+        """The same with computation that takes ``factor`` times as long."""
+        names = ("matrix", "attention", "memory", "recompute")
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
 
     @property
     def total(self) -> float:

@@ -58,7 +58,9 @@ class Job:
         return resolved
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
+def add_job_options(parser: argparse.ArgumentParser, model_alone: bool = False) -> None:
+    """The options that describe a run; with ``model_alone``, ``--hf-model`` needs no recipe."""
+    parser.set_defaults(model_alone=model_alone)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML")
     parser.add_argument("--recipe", metavar="NAME", help="recipe to run; --list shows all")
     parser.add_argument(
@@ -210,6 +212,9 @@ def _start(args: argparse.Namespace) -> tuple[Job, list[Layer]]:
     values = _read_config(args.config) if args.config else None
     if values is not None and "_target_" in values:
         return _from_whole_file(args, values)
+    if args.recipe is None and args.hf_model is not None and args.model_alone:
+        job = _from_model(args)
+        return job, [Layer(f"file {args.config}", values)] if values else []
     if args.recipe is None:
         reason = f"{args.config} is not a whole config" if args.config else "there is nothing to run"
         raise UserError(f"{reason}: give --recipe NAME (--list shows the names)")
@@ -253,6 +258,16 @@ def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> Job:
     if options:
         origins.record_given(config, leaf_values(recipe.build()), "command line")
     return Job(config, origins, recipe.name, recipe.mode, recipe.gpus, recipe)
+
+
+def _from_model(args: argparse.Namespace) -> Job:
+    """Pretraining of any model in the layout of one process, for commands that only measure or predict."""
+    from megatron.bridge.recipes import builders
+    from megatron.bridge.recipes.sizes import CheckpointSize
+
+    size = CheckpointSize(args.hf_model, numbers={}, published=False)
+    config = builders.pretrain(size, {"hf_model": args.hf_model, "seq_length": args.seq_length or 4096, "lr": 3e-4})
+    return Job(config, Origins.of(config), args.hf_model, "pretrain", None)
 
 
 def _adapter_option(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
