@@ -29,15 +29,19 @@ _MODULES = {
 
 
 def predict(
-    config: ConfigContainer, world_size: int, card: str, stages: Sequence[Sequence[MegatronModule]] | None = None
+    config: ConfigContainer,
+    world_size: int,
+    card: str,
+    stages: Sequence[Sequence[MegatronModule]] | None = None,
+    profile: Profile | None = None,
 ) -> Prediction:
     """The time of a training step of a resolved config on GPUs named ``card`` in ``gpus.GPUS``.
 
-    ``stages`` are the chunks of all stages, if they have been built.
+    ``stages`` are the chunks of all stages, if they have been built; times are those of ``profile``, if there is one.
     """
     model = without_quantization(config.model)
     plan = plan_of(config, meta_model.stage_chunks(model) if stages is None else stages)
-    return predict_step(plan, setting_of(config, world_size), roofline_of(config, card))
+    return predict_step(plan, setting_of(config, world_size), roofline_of(config, card, profile, world_size))
 
 
 def plan_of(config: ConfigContainer, stages: Sequence[Sequence[MegatronModule]]) -> Plan:

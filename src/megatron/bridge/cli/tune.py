@@ -9,15 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.cli.support import tune_probe, tune_rl
 from megatron.bridge.cli.support.parser import count
 from megatron.bridge.cli.support.text_format import columns, write_file
-from megatron.bridge.cli.support.train_job import Job, add_job_options, prepare
-from megatron.bridge.utils.config.overrides import Layer, apply_layers
-from megatron.bridge.utils.config.serialize import copy_config, dump_yaml
+from megatron.bridge.cli.support.train_job import MODES, Job, add_job_options, prepare
+from megatron.bridge.utils.config.serialize import dump_yaml
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.startup import without_gc
 
 if TYPE_CHECKING:
+    from megatron.bridge.autotune.ledger import Entry
     from megatron.bridge.autotune.search.explain import Reason, Step
     from megatron.bridge.autotune.search.price import Price
     from megatron.bridge.autotune.search.search import Found, Search
@@ -35,7 +36,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_job_options(parser, model_alone=True)
+    add_job_options(parser, model_alone=True, modes=(*MODES, "rl"))
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs (default: that of the recipe)")
     parser.add_argument("--gpu", metavar="NAME", help="their type, such as h100 (default: that of the recipe)")
     parser.add_argument(
@@ -51,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="time this machine, with collectives under torchrun, into a profile",
     )
+    parser.add_argument(
+        "--ledger", nargs="+", type=Path, metavar="DIR", help="compare the runs below folders with their predictions"
+    )
+    parser.add_argument("--calibrated", action="store_true", help="scale predictions by what the runs of --ledger took")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="predict with the times of a profile")
     parser.add_argument(
         "--fixed", nargs="+", default=[], metavar="NAME=VALUE", help="dimensions that keep a value, such as tensor=8"
@@ -65,9 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fix-oom", action="store_true", help="change a layout that does not fit as little as possible"
     )
+    parser.add_argument(
+        "--probe", type=count, metavar="N", help="run the N best layouts on this machine, half of them longer each time"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the config with the best layout as YAML")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page with timeline and tables")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    tune_rl.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,13 +85,46 @@ def run(args: argparse.Namespace) -> int:
     for words in (args.fixed, args.explain or []):  # they take all words up to the next option
         args.overrides += [word for word in words if "." in word.partition("=")[0]]
         words[:] = [word for word in words if word not in args.overrides]
+    is_rl, args.mode = args.mode == "rl", None if args.mode == "rl" else args.mode
+    if args.calibrated and not args.ledger:
+        raise UserError("--calibrated scales by the runs of --ledger: give it, or leave --calibrated out")
+    if args.ledger and not args.calibrated:
+        return _ledger(args)
     with without_gc():
         job = prepare(args)
+        if is_rl:
+            sys.stdout.write(tune_rl.text(job, _search(job, args), args))
+            return 0
         if args.measure is not None:
             return _measure(job, args)
         search = _search(job, args)
         sys.stdout.write(_text(job, search, args))
     return 0
+
+
+def _ledger(args: argparse.Namespace) -> int:
+    from megatron.bridge.autotune.ledger import as_json, summary
+
+    entries, problems = _entries(args)
+    if args.json:
+        sys.stdout.write(as_json(entries))
+        return 0
+    rows = [("run", "device", "processes", "layout", "measured", "predicted", "error")]
+    for each in entries:
+        times = (f"{each.measured:.3f} s", f"{each.predicted:.3f} s", f"{each.error:+.1%}")
+        rows.append((each.run, each.device, str(each.processes), each.layout, *times))
+    notes = [f"not compared: {problem}" for problem in problems]
+    sys.stdout.write("\n".join([*columns(rows), *notes, *([summary(entries)] if entries else [])]) + "\n")
+    return 0 if entries else 1
+
+
+def _entries(args: argparse.Namespace) -> tuple[list["Entry"], list[str]]:
+    """The runs of ``--ledger``, and why others cannot be compared."""
+    from megatron.bridge.autotune.ledger import Entry, read_entries
+    from megatron.bridge.autotune.profile import read
+
+    found = list(read_entries(args.ledger, None if args.profile is None else read(args.profile)))
+    return [each for each in found if isinstance(each, Entry)], [each for each in found if isinstance(each, str)]
 
 
 def _measure(job: Job, args: argparse.Namespace) -> int:
@@ -122,7 +164,9 @@ def _search(job: Job, args: argparse.Namespace) -> "Search":
     if profile and args.gpu and gpu_name(args.gpu).split()[0] not in kind:
         raise UserError(f"--profile {args.profile} is of {kind}, not of --gpu {args.gpu}: leave one out")
     budget = _budget(args.budget, kind, profile.memory if profile else gpu(kind).memory)
-    return Search(config, gpus, kind, budget, _values(args.fixed, "--fixed"), profile)
+    search = Search(config, gpus, kind, budget, _values(args.fixed, "--fixed"), profile)
+    search.pricer.factor = _correction(args) if args.calibrated else 1.0
+    return search
 
 
 def _resolved(job: Job, gpus: int) -> Any:
@@ -178,6 +222,8 @@ def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
         return _fix(job, search, args)
     found = search.run(args.top)
     found = replace(found, best=[price for price in found.best if _is_valid(job, search, price)])
+    if args.probe:
+        found = replace(found, best=tune_probe.run(job, search, found.best[: args.probe]))
     if not found.best:
         raise UserError(_nothing_fits(search, found))
     _write_yaml(job, search, found.best[0], args.output)
@@ -187,7 +233,18 @@ def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
         return _explained(search, found, args)
     if args.json:
         return json.dumps(_as_json(job, search, found), indent=2) + "\n"
-    return "\n".join([*_ranking(search, found), "", *_advice(job, search, found.best[0])]) + "\n"
+    probed = bool(args.probe)
+    return "\n".join([*_ranking(search, found, probed), "", *_advice(job, search, found.best[0], probed)]) + "\n"
+
+
+def _correction(args: argparse.Namespace) -> float:
+    """Measured over predicted time of the runs of ``--ledger``."""
+    from megatron.bridge.autotune.ledger import correction
+
+    entries, problems = _entries(args)
+    if not entries:
+        raise UserError(f"--calibrated: no run of --ledger can be compared ({problems[0]})")
+    return correction(entries)
 
 
 def _nothing_fits(search: "Search", found: "Found") -> str:
@@ -202,11 +259,11 @@ def _nothing_fits(search: "Search", found: "Found") -> str:
     return f"the rules refuse all layouts on {search.world_size} GPUs, {times} of them: {rule}"
 
 
-def _ranking(search: "Search", found: "Found") -> Iterator[str]:
+def _ranking(search: "Search", found: "Found", probed: bool) -> Iterator[str]:
     refused = sum(found.refused.values())
     yield (
         f"{found.tried:,} layouts are allowed, {found.too_large:,} of them do not fit into "
-        f"{search.budget / 1e9:.1f} GB; rules refused others {refused:,} times. Predicted, not measured:"
+        f"{search.budget / 1e9:.1f} GB; rules refused others {refused:,} times. {_origin(search, probed)}:"
     )
     rows = [("", "step", "interval", "tokens/s", "MFU", "GB", "bubble", "layout")]
     for place, price in enumerate(found.best, 1):
@@ -226,15 +283,15 @@ def _ranking(search: "Search", found: "Found") -> Iterator[str]:
     yield from columns(rows)
 
 
-def overrides(search: "Search", price: "Price") -> list[str]:
-    """The settings of a layout that differ from the config's, as ``key=value``."""
-    from megatron.bridge.autotune.search.candidate import as_overrides
+def _origin(search: "Search", probed: bool) -> str:
+    if probed:
+        return "Measured in short runs on this machine"
+    factor = search.pricer.factor
+    return "Predicted, not measured" + (f", times {factor:.3f} of the ledger" if factor != 1.0 else "")
 
-    return as_overrides(search.config, price.candidate.settings())
 
-
-def _advice(job: Job, search: "Search", best: "Price") -> Iterator[str]:
-    current = None if search.problems(search.current) else search.price(search.current)
+def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator[str]:
+    current = None if probed or search.problems(search.current) else search.price(search.current)
     if current is not None:
         state = "fits" if current.fullest <= search.budget else "does not fit"
         yield (
@@ -242,7 +299,7 @@ def _advice(job: Job, search: "Search", best: "Price") -> Iterator[str]:
             f"{current.fullest / 1e9:.1f} GB; the best one takes {best.seconds / current.seconds - 1:+.1%} time"
         )
     yield f"run the best one with --world-size {search.world_size} in a dry run, and these settings:"
-    yield " ".join(overrides(search, best)) or "(none: it is the layout of the config)"
+    yield " ".join(tune_probe.overrides(search, best)) or "(none: it is the layout of the config)"
 
 
 def _explained(search: "Search", found: "Found", args: argparse.Namespace) -> str:
@@ -278,7 +335,7 @@ def _fix(job: Job, search: "Search", args: argparse.Namespace) -> str:
         raise UserError(_nothing_fits(search, search.run(1)))
     lines = [f"{goal.candidate.label()}: {goal.seconds:.3f} s, {goal.fullest / 1e9:.1f} GB"]
     lines += [_change(step) for step in steps_to(search, goal)] or ["the layout of the config fits"]
-    lines += [" ".join(overrides(search, goal))]
+    lines += [" ".join(tune_probe.overrides(search, goal))]
     _write_yaml(job, search, goal, args.output)
     return "\n".join(line for line in lines if line) + "\n"
 
@@ -300,7 +357,7 @@ def _as_json(job: Job, search: "Search", found: "Found") -> dict[str, Any]:
         "layouts": [
             {
                 "layout": price.candidate.label(),
-                "overrides": overrides(search, price),
+                "overrides": tune_probe.overrides(search, price),
                 "step_seconds": price.seconds,
                 "interval": [price.prediction.low, price.prediction.high],
                 "tokens_per_second": price.prediction.tokens_per_second,
@@ -313,16 +370,10 @@ def _as_json(job: Job, search: "Search", found: "Found") -> dict[str, Any]:
     }
 
 
-def _with_layout(job: Job, search: "Search", price: "Price") -> Any:
-    config = copy_config(job.config)
-    apply_layers(config, [Layer("tune", overrides=overrides(search, price))])
-    return config
-
-
 def _is_valid(job: Job, search: "Search", price: "Price") -> bool:
     """Whether all rules of a run allow a layout; the search asks those on layouts only."""
     try:
-        _with_layout(job, search, price).resolve(search.world_size)
+        tune_probe.with_layout(job, search, price).resolve(search.world_size)
     except UserError:
         return False
     return True
@@ -330,7 +381,7 @@ def _is_valid(job: Job, search: "Search", price: "Price") -> bool:
 
 def _write_yaml(job: Job, search: "Search", price: "Price", path: Path | None) -> None:
     if path is not None:
-        write_file("--output", path, dump_yaml(_with_layout(job, search, price)))
+        write_file("--output", path, dump_yaml(tune_probe.with_layout(job, search, price)))
 
 
 def _page(job: Job, search: "Search", found: "Found") -> str:
@@ -345,6 +396,6 @@ def _page(job: Job, search: "Search", found: "Found") -> str:
     sections = [
         ("Best layouts", table(("layout", "seconds", "GB", "MFU"), rows)),
         ("Memory of the best layout", table(("", "GB"), memory)),
-        ("Settings", f"<pre>{' '.join(overrides(search, best))}</pre>"),
+        ("Settings", f"<pre>{' '.join(tune_probe.overrides(search, best))}</pre>"),
     ]
     return page(f"{job.source} on {search.world_size} x {search.pricer.card}", best.prediction, sections)

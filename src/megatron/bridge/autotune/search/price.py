@@ -71,6 +71,9 @@ class Pricer:
 
     def __init__(self, config: ConfigContainer, world_size: int, card: str, profile: Profile | None = None) -> None:
         self.config, self.world_size, self.card, self.profile = config, world_size, card, profile
+        self.length = config.dataset.seq_length  # of a sample, for attention
+        self.factor = 1.0  # measured over predicted time
+        self.microbatches: Callable[[Candidate], int] | None = None  # instead of those of the config's batch
         self._layers: dict[tuple[int, int], _Layers] = {}
         self._counted: dict[Any, LayerCounts] = {}
         self._towers: dict[int, TowerCounts] = {}
@@ -110,6 +113,11 @@ class Pricer:
 
     def states(self, candidate: Candidate, config: ConfigContainer) -> float:
         """Bytes of weights, gradients and optimizer state of the fullest stage, at least: a quick lower bound."""
+        return sum(self.parts(candidate, config))
+
+    def parts(self, candidate: Candidate, config: ConfigContainer | None = None) -> tuple[float, float, float]:
+        """Bytes of the weights of layers, of their gradients, and of their optimizer state, on an average stage."""
+        config = config or self.configured(candidate)
         layers = self._of(candidate)
         dense = sum(shape.weights for shape, _ in layers.decoder) / candidate.pipeline
         experts = sum(shape.expert_weights for shape, _ in layers.decoder) / candidate.pipeline
@@ -136,9 +144,11 @@ class Pricer:
         candidate, counts = divided
         config = self.configured(candidate)
         setting = setting_of(config, self.world_size)
+        if self.microbatches is not None:
+            setting = replace(setting, pipeline=replace(setting.pipeline, microbatches=self.microbatches(candidate)))
         plan, modules = self._plan(candidate, counts)
         memory = memory or self._memory(candidate, config, plan, modules)
-        return Price(candidate, memory, predict_step(plan, setting, self.kernels, span))
+        return Price(candidate, memory, predict_step(plan, setting, self.kernels, span).scaled(self.factor))
 
     def divide(self, candidate: Candidate) -> tuple[Candidate, list[int]] | None:
         """The candidate with its pipeline layout, and the layers of each chunk; None if layers are too few."""
@@ -197,7 +207,7 @@ class Pricer:
             most = max(moment.total for moment in stage_moments(config.model, counted, sizes, pipeline, stage))
             dense, experts = stage_weights(chunks, setting)
             dense += sum(map(torch.numel, front.vision.parameters())) if front is not None else 0
-            found.append(int(self._state_bytes(dense, experts, candidate, config) + most))
+            found.append(int(sum(self._state_bytes(dense, experts, candidate, config)) + most))
         return tuple(found)
 
     @cached_property
@@ -216,7 +226,10 @@ class Pricer:
             self._counted[key] = counts_of_layer(module, sizes)
         return self._counted[key]
 
-    def _state_bytes(self, dense: float, experts: float, candidate: Candidate, config: ConfigContainer) -> float:
+    def _state_bytes(
+        self, dense: float, experts: float, candidate: Candidate, config: ConfigContainer
+    ) -> tuple[float, float, float]:
+        """Of weights, gradients and optimizer state."""
         model, ddp = config.model, config.ddp
         number = 2 if model.bf16 or model.fp16 else 4
         copies = quantized_bytes(model)
@@ -227,8 +240,8 @@ class Pricer:
         moments = optimizer_bytes(config, torch.bfloat16 if number == 2 else torch.float32)
         if not ddp.use_distributed_optimizer:
             replicas = expert_replicas = 1
-        kept = (dense + experts) * (number + copies + gradient)
-        return kept + moments * (dense / replicas + experts / expert_replicas)
+        numbers, owned = dense + experts, dense / replicas + experts / expert_replicas
+        return numbers * (number + copies), numbers * gradient, moments * owned
 
     def _of(self, candidate: Candidate) -> _Layers:
         key = (candidate.tensor, candidate.expert_tensor or candidate.tensor)
@@ -254,7 +267,7 @@ class Pricer:
         decoder_layers: Any = chunk.decoder
         count = len(decoder_layers.layers)
         for index, layer in enumerate(layers_of(chunk)):
-            shape = layer_shape(layer, model.hidden_size, self.config.dataset.seq_length)
+            shape = layer_shape(layer, model.hidden_size, self.length)
             shape = self._shapes.setdefault(shape, shape)
             (decoder if index < count else ahead).append((shape, first.setdefault(shape, layer)))
         return _Layers(tuple(decoder), tuple(ahead))

@@ -79,6 +79,13 @@ class Prediction:
         """Part of the step in which the busiest stage waits."""
         return self.split["bubble"] / self.seconds
 
+    def scaled(self, factor: float) -> "Prediction":
+        """The same step, ``factor`` times as long."""
+        longer = {name: getattr(self, name) * factor for name in ("seconds", "low", "high")}
+        split = {kind: seconds * factor for kind, seconds in self.split.items()}
+        rates = {name: getattr(self, name) / factor for name in ("tokens_per_second", "mfu")}
+        return replace(self, split=split, **longer, **rates)
+
     def timeline(self) -> list[Span]:
         return simulate(self.pipeline, self.times)
 

@@ -58,7 +58,7 @@ class Job:
         return resolved
 
 
-def add_job_options(parser: argparse.ArgumentParser, model_alone: bool = False) -> None:
+def add_job_options(parser: argparse.ArgumentParser, model_alone: bool = False, modes: tuple[str, ...] = MODES) -> None:
     """The options that describe a run; with ``model_alone``, ``--hf-model`` needs no recipe."""
     parser.set_defaults(model_alone=model_alone)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML")
@@ -83,7 +83,7 @@ def add_job_options(parser: argparse.ArgumentParser, model_alone: bool = False) 
         help="corpora for pretraining; for fine-tuning a folder with training.jsonl, a file, a dataset that "
         "`datasets` saved, or a hub id",
     )
-    parser.add_argument("--mode", choices=MODES, help="stage of training (default: the one of the recipe)")
+    parser.add_argument("--mode", choices=modes, help="stage of training (default: the one of the recipe)")
     parser.add_argument(
         "--step_func",
         metavar="NAME",

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron-bridge tune --probe N``: short runs of the best layouts on this machine, by successive halving."""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.bridge.cli.support.train_job import Job
+from megatron.bridge.utils import loss_curves
+from megatron.bridge.utils.config.overrides import Layer, apply_layers
+from megatron.bridge.utils.config.serialize import copy_config, dump_yaml
+from megatron.bridge.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.autotune.search.price import Price
+    from megatron.bridge.autotune.search.search import Search
+
+_FIRST = 4  # steps of the first round, of which two are not counted; each round has twice as many
+_WARM = 2
+
+
+def run(job: Job, search: "Search", prices: "list[Price]") -> "list[Price]":
+    """``prices`` with measured seconds, fastest first; those that lost a round stand behind those that won it."""
+    steps, left, out = _FIRST, list(prices), []
+    while left:
+        measured = sorted((_measured(job, search, price, steps) for price in left), key=lambda price: price.seconds)
+        keep = len(measured) // 2
+        out = [*measured[keep:], *out]
+        left, steps = measured[:keep], 2 * steps
+    return out
+
+
+def _measured(job: Job, search: "Search", price: "Price", steps: int) -> "Price":
+    """``price`` with the median time of a step of a real run."""
+    config = with_layout(job, search, price)
+    with tempfile.TemporaryDirectory() as folder:
+        config.checkpoint.save, config.logger.log_dir, config.logger.log_interval = None, folder, 1
+        config.train.train_iters, config.validation.eval_iters = steps, 0
+        path = Path(folder) / "config.yaml"
+        path.write_text(dump_yaml(config))
+        ranks = ["--nproc-per-node", str(search.world_size), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        train = ["-m", "megatron.bridge.cli.main", "train", "--config", str(path)]
+        command = [sys.executable, "-m", "torch.distributed.run", *ranks, *train]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
+            reason = (lines or [done.stderr.strip()[-300:]])[0]
+            raise UserError(f"--probe: {price.candidate.label()} did not run: {reason}")
+        rows = loss_curves.read_metrics(Path(folder))
+    seconds = statistics.median(row["step time"] for row in rows if row["kind"] == "train" and row["step"] > _WARM)
+    return replace(price, prediction=price.prediction.scaled(seconds / price.seconds))
+
+
+def with_layout(job: Job, search: "Search", price: "Price") -> Any:
+    """The config of the job in the layout of ``price``."""
+    config = copy_config(job.config)
+    apply_layers(config, [Layer("tune", overrides=overrides(search, price))])
+    return config
+
+
+def overrides(search: "Search", price: "Price") -> list[str]:
+    """The settings of a layout that differ from the config's, as ``key=value``."""
+    from megatron.bridge.autotune.search.candidate import as_overrides
+
+    return as_overrides(search.config, price.candidate.settings())
