@@ -69,6 +69,7 @@ MISTAKES = [
     (["--budget", "memory=1GB"], ["1.0 GB", "8 GPUs"]),
     (["--gpus", "7", "--fixed", "tensor=8"], ["7"]),
     (["--explain", "--fix-oom"], ["--fix-oom", "--explain"]),
+    (["--calibrated"], ["--calibrated", "--ledger"]),
     (["--explain", "speed=2"], ["--explain speed=2", "micro_batch"]),
 ]
 
