@@ -2,6 +2,7 @@
 """``megatron-bridge tune``: its layouts pass the rules of a run, which takes its output; mistakes are named."""
 
 import json
+import pickle
 
 import pytest
 
@@ -56,6 +57,61 @@ def test_fix_oom_changes_little(capsys):
     assert code == 0
     assert "saves" in out
     assert "GB" in out
+
+
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB "
+    "of which 1.20 GiB is free. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 1.10 GiB is reserved."
+)
+
+
+def _snapshot(path, peak):
+    freed = [{"action": "alloc", "size": 9}, {"action": "free_completed", "size": 9}]
+    state = {"segments": [{"allocated_size": peak - 9}], "device_traces": [freed]}
+    path.write_bytes(pickle.dumps(state))
+
+
+def test_fix_oom_follows_what_a_run_needed(capsys, tmp_path):
+    few = ["--fixed", "pipeline=1", "expert=1"]
+    assert "the layout of the config fits" in tune(capsys, "--fix-oom", *few)[1]
+    (tmp_path / "log.txt").write_text(f"step 1\n{OOM}\n")
+    _, out, _ = tune(capsys, "--fix-oom", str(tmp_path / "log.txt"), *few)
+    assert "saves" in out
+    _snapshot(tmp_path / "snapshot.pickle", 72 * 2**30)
+    assert tune(capsys, "--fix-oom", str(tmp_path / "snapshot.pickle"), *few)[1] == out
+    for name, words in {"none.txt": "none.txt", "other.txt": "Tried to allocate"}.items():
+        (tmp_path / "other.txt").write_text("no error")
+        code, _, err = tune(capsys, "--fix-oom", str(tmp_path / name))
+        assert code == 1
+        assert words in err
+
+
+def test_a_cluster_has_links_of_its_own(capsys, tmp_path):
+    path = tmp_path / "slow.json"
+    few = ["--recipe", "llama32_1b_pretrain_config", "--fixed", "pipeline=1", "tensor=1", "--json"]
+    path.write_text('{"gpu": "h100", "gpus": 16, "network": 0.5}')
+    assert main(["tune", "--cluster", str(path), *few]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert main(["tune", "--gpus", "16", "--gpu", "h100", *few]) == 0
+    usual = json.loads(capsys.readouterr().out)
+    assert slow["gpus"] == 16
+    assert slow["layouts"][0]["step_seconds"] > 1.05 * usual["layouts"][0]["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", ["gpu"]),
+        ('{"gpu": "h100", "gpu_count": 2}', ["gpu_count"]),
+        ('{"gpu": "h100", "network": 0}', ["network=0"]),
+    ],
+)
+def test_a_wrong_cluster_is_named(capsys, tmp_path, text, words):
+    path = tmp_path / "cluster.json"
+    path.write_text(text)
+    assert main(["tune", "--cluster", str(path), "--recipe", "llama32_1b_pretrain_config"]) == 1
+    err = capsys.readouterr().err
+    assert all(word in err for word in [str(path), *words]), err
 
 
 MISTAKES = [

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory, speed and links of the GPUs that recipes name, from NVIDIA's data sheets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from megatron.bridge.backends.hardware.device_flops import BF16_TFLOPS
+from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
@@ -68,6 +71,28 @@ def gpu_name(name: str) -> str:
     if found:
         raise UserError(f"GPU {name!r} is one of {', '.join(found)}: give the whole name")
     raise UserError(f"there is no GPU {name!r} in the table{did_you_mean(name, GPUS)}; known: {', '.join(GPUS)}")
+
+
+_CLUSTER = {"memory": 1e9, "nvlink": 1e9, "network": 1e9, "domain": 1}
+"""Keys of a cluster's file that replace those of its GPU, and their units."""
+
+
+def read_cluster(path: Path) -> tuple[str, int | None]:
+    """Name and number of the GPUs of a cluster, whose own links and memory the table then has under that name.
+
+    The file reads ``{"gpu": "h100", "gpus": 1024, "network": 25}``: GB, and GB/s in one direction.
+    """
+    found, known = strict_json.read(path), ("gpu", "gpus", *_CLUSTER)
+    if not isinstance(found, dict) or "gpu" not in found:
+        raise UserError(f'--cluster {path}: write {{"gpu": "h100", "gpus": 1024, "network": 50}}')
+    for key, value in found.items():
+        if key not in known:
+            raise UserError(f"--cluster {path} has the key {key}{did_you_mean(key, known)}; known: {', '.join(known)}")
+        if key != "gpu" and (type(value) not in (int, float) or value <= 0):
+            raise UserError(f"--cluster {path}: {key}={value!r} is not a number above 0")
+    values: dict[str, Any] = {key: found[key] * unit for key, unit in _CLUSTER.items() if key in found}
+    GPUS[path.stem] = replace(gpu(found["gpu"]), **values)
+    return path.stem, found.get("gpus")
 
 
 def fits(used: int, name: str) -> bool:

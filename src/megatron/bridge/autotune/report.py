@@ -86,6 +86,21 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return f"<table>{''.join(cells)}</table>"
 
 
+def scatter(points: Sequence[tuple[float, float, str]], front: int) -> str:
+    """An SVG picture of layouts as GB against seconds; the first ``front`` are joined by a line."""
+    widest, longest = 1.05 * max(x for x, _, _ in points), 1.05 * max(y for _, y, _ in points)
+    at = [(300 * x / widest + 40, 200 - 180 * y / longest, words) for x, y, words in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in at[:front])
+    dots = "".join(
+        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4'><title>{escape(words)}</title></circle>" for x, y, words in at
+    )
+    axes = (
+        "<text x='300' y='218'>GB</text><text x='2' y='14'>s</text><path d='M40 0V200H360' fill='none' stroke='#888'/>"
+    )
+    joined = f"<polyline points='{line}' fill='none' stroke='#c8743c'/>"
+    return f"<svg width='720' height='440' viewBox='0 0 360 220' font-size='10'>{axes}{joined}{dots}</svg>"
+
+
 def timeline(prediction: Prediction) -> str:
     """An SVG picture with one row for each stage: forward passes blue, backward passes orange."""
     spans = prediction.timeline()

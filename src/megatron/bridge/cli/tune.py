@@ -68,7 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="say why other layouts lose: all that differ in one dimension, or the one with these values",
     )
     parser.add_argument(
-        "--fix-oom", action="store_true", help="change a layout that does not fit as little as possible"
+        "--fix-oom",
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="change a layout that does not fit as little as possible; FILE is the output of a run that ran out of "
+        "memory, or a memory snapshot",
+    )
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="JSON with the GPUs, links and memory of a cluster"
     )
     parser.add_argument(
         "--probe", type=count, metavar="N", help="run the N best layouts on this machine, half of them longer each time"
@@ -82,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.fix_oom and args.explain is not None:
         raise UserError("--fix-oom and --explain cannot be used together: leave one out")
+    if "=" in str(args.fix_oom):
+        args.overrides, args.fix_oom = [*args.overrides, args.fix_oom], True
     for words in (args.fixed, args.explain or []):  # they take all words up to the next option
         args.overrides += [word for word in words if "." in word.partition("=")[0]]
         words[:] = [word for word in words if word not in args.overrides]
@@ -150,13 +160,16 @@ def _measure(job: Job, args: argparse.Namespace) -> int:
 
 
 def _search(job: Job, args: argparse.Namespace) -> "Search":
-    from megatron.bridge.autotune.gpus import gpu, gpu_name
+    from megatron.bridge.autotune.gpus import gpu, gpu_name, read_cluster
     from megatron.bridge.autotune.profile import read
     from megatron.bridge.autotune.search.search import Search
 
     profile = None if args.profile is None else read(args.profile)
-    gpus = args.gpus or job.world_size
-    name = args.gpu or (profile.device if profile else job.gpu_kind) or ("h100" if args.measure else "")
+    if args.cluster and args.gpu:
+        raise UserError(f"--cluster {args.cluster} names the GPUs: leave out --gpu {args.gpu}")
+    cluster, count = read_cluster(args.cluster) if args.cluster else (None, None)
+    gpus = args.gpus or count or job.world_size
+    name = cluster or args.gpu or (profile.device if profile else job.gpu_kind) or ("h100" if args.measure else "")
     if not gpus or not name:
         raise UserError(f"{job.source} names no GPUs: give --gpus N and --gpu NAME")
     config = _resolved(job, gpus)
@@ -329,7 +342,10 @@ def _line(each: "Reason") -> str:
 
 def _fix(job: Job, search: "Search", args: argparse.Namespace) -> str:
     from megatron.bridge.autotune.search.explain import nearest_fit, steps_to
+    from megatron.bridge.autotune.search.oom import unpredicted
 
+    if args.fix_oom is not True:
+        search.budget -= unpredicted(search, Path(args.fix_oom))
     goal = nearest_fit(search)
     if goal is None:
         raise UserError(_nothing_fits(search, search.run(1)))
@@ -385,9 +401,12 @@ def _write_yaml(job: Job, search: "Search", price: "Price", path: Path | None) -
 
 
 def _page(job: Job, search: "Search", found: "Found") -> str:
-    from megatron.bridge.autotune.report import page, table
+    from megatron.bridge.autotune.report import page, scatter, table
+    from megatron.bridge.autotune.search.explain import pareto
 
-    best = found.best[0]
+    best, front = found.best[0], pareto(found.best)
+    others = [price for price in found.best if price not in front]
+    points = [(price.fullest / 1e9, price.seconds, price.candidate.label()) for price in (*front, *others)]
     rows = [
         (price.candidate.label(), f"{price.seconds:.3f}", f"{price.fullest / 1e9:.1f}", f"{price.prediction.mfu:.1%}")
         for price in found.best
@@ -395,6 +414,7 @@ def _page(job: Job, search: "Search", found: "Found") -> str:
     memory = [(f"stage {stage}", f"{size / 1e9:.1f}") for stage, size in enumerate(best.memory)]
     sections = [
         ("Best layouts", table(("layout", "seconds", "GB", "MFU"), rows)),
+        ("Time against memory", scatter(points, len(front))),
         ("Memory of the best layout", table(("", "GB"), memory)),
         ("Settings", f"<pre>{' '.join(tune_probe.overrides(search, best))}</pre>"),
     ]

@@ -115,6 +115,11 @@ def read_states(data: bytes, source: str, package: str) -> Any:
     return _load(io.BytesIO(data), source, STATE_NAMES, f"{package}.")
 
 
+def read_plain(stream: IO[bytes], source: str) -> Any:
+    """Numbers, texts and collections of them."""
+    return _load(stream, source, set())
+
+
 def read_torch(file: Path | io.BytesIO, source: str, **options: Any) -> Any:
     """What ``torch.save`` wrote; ``options`` are those of ``torch.load``.
 
