@@ -95,7 +95,8 @@ def scatter(points: Sequence[tuple[float, float, str]], front: int) -> str:
         f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4'><title>{escape(words)}</title></circle>" for x, y, words in at
     )
     axes = (
-        "<text x='300' y='218'>GB</text><text x='2' y='14'>s</text><path d='M40 0V200H360' fill='none' stroke='#888'/>"
+        f"<text x='320' y='214'>{widest:.0f} GB</text><text x='0' y='14'>{longest:.3g} s</text>"
+        "<path d='M40 0V200H360' fill='none' stroke='#888'/>"
     )
     joined = f"<polyline points='{line}' fill='none' stroke='#c8743c'/>"
     return f"<svg width='720' height='440' viewBox='0 0 360 220' font-size='10'>{axes}{joined}{dots}</svg>"
