@@ -304,6 +304,8 @@ def _origin(search: "Search", probed: bool) -> str:
 
 
 def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator[str]:
+    from megatron.bridge.autotune.priced import unpriced
+
     current = None if probed or search.problems(search.current) else search.price(search.current)
     if current is not None:
         state = "fits" if current.fullest <= search.budget else "does not fit"
@@ -311,6 +313,8 @@ def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator
             f"the layout of {job.source} ({search.current.label()}) {state}: {current.seconds:.3f} s, "
             f"{current.fullest / 1e9:.1f} GB; the best one takes {best.seconds / current.seconds - 1:+.1%} time"
         )
+    if ignored := ", ".join(unpriced(search.config)):
+        yield f"note: time and memory are predicted without {ignored}"
     yield f"run the best one with --world-size {search.world_size} in a dry run, and these settings:"
     yield " ".join(tune_probe.overrides(search, best)) or "(none: it is the layout of the config)"
 

@@ -15,6 +15,7 @@ from megatron.bridge.autotune.activations import images_of_row, sizes_of
 from megatron.bridge.autotune.gpus import GPUS, fits, gpu_name
 from megatron.bridge.autotune.memory import RankMemory, fullest_stage, memory_per_rank
 from megatron.bridge.autotune.predict import predict
+from megatron.bridge.autotune.priced import unpriced
 from megatron.bridge.autotune.report import page, time_lines
 from megatron.bridge.autotune.search.candidate import as_overrides
 from megatron.bridge.autotune.search.explain import nearest_fit
@@ -190,6 +191,8 @@ def _model_with_adapters(config: "ConfigContainer") -> Any:
 
 
 def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iterator[str]:
+    if ignored := ", ".join(unpriced(config)):
+        yield f"time and memory are predicted without {ignored}"
     symbols = getattr(config.model, "layer_kinds", "")
     package = "mamba-ssm" if "M" in symbols else None
     if config.model.experimental_attention_variant == "gated_delta_net":

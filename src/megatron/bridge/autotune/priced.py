@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prediction does with each setting: the table ``priced.yaml``."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.rules.values import default_of, value_of
+from megatron.bridge.utils.config import yaml_text
+
+BLOCKS = ("model", "ddp", "optimizer", "dataset")
+
+
+@cache
+def table() -> dict[str, Any]:
+    path = Path(__file__).with_suffix(".yaml")
+    return yaml_text.read(path.read_text(), str(path))
+
+
+def kind_of(key: str) -> str | None:
+    """``counted``, ``unpriced`` or ``neutral``, whichever lists the name of ``key`` first; None for no kind."""
+    block, _, name = key.partition(".")
+    groups = {
+        "counted": [table()["counted"]],
+        "unpriced": [table()["unpriced"]],
+        "neutral": table()["neutral"].values(),
+    }
+    for kind, found in groups.items():
+        patterns = " ".join(str(group.get(block, "")) for group in found).split()
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return kind
+    return None
+
+
+def unpriced(config: ConfigContainer) -> Iterator[str]:
+    """``key=value`` of the settings of a config that its prediction ignores, though a run does not."""
+    for block in BLOCKS:
+        for entry in fields(getattr(config, block)):
+            key = f"{block}.{entry.name}"
+            if kind_of(key) == "unpriced" and (value := value_of(config, key)) != default_of(config, key):
+                yield f"{key}={value}"
