@@ -86,6 +86,17 @@ def test_fix_oom_follows_what_a_run_needed(capsys, tmp_path):
         assert words in err
 
 
+def test_unbalanced_experts_cost_time_and_memory(capsys):
+    few = ["--recipe", "qwen3_30b_a3b_pretrain_config", "--fixed", "pipeline=2", "tensor=1", "expert=8", "context=1"]
+    few += ["virtual=1", "micro_batch=1", "--top", "1", "--json"]
+    found = []
+    for imbalance in ("1", "1.5"):
+        assert main(["tune", *few, "--imbalance", imbalance]) == 0
+        found.append(json.loads(capsys.readouterr().out)["layouts"][0])
+    assert found[1]["step_seconds"] > found[0]["step_seconds"]
+    assert max(found[1]["bytes"]) > max(found[0]["bytes"])
+
+
 def test_a_cluster_has_links_of_its_own(capsys, tmp_path):
     path = tmp_path / "slow.json"
     few = ["--recipe", "llama32_1b_pretrain_config", "--fixed", "pipeline=1", "tensor=1", "--json"]
@@ -125,6 +136,7 @@ MISTAKES = [
     (["--budget", "memory=1GB"], ["1.0 GB", "8 GPUs"]),
     (["--gpus", "7", "--fixed", "tensor=8"], ["7"]),
     (["--explain", "--fix-oom"], ["--fix-oom", "--explain"]),
+    (["--imbalance", "0.5"], ["--imbalance 0.5", "1.3"]),
     (["--calibrated"], ["--calibrated", "--ledger"]),
     (["--explain", "speed=2"], ["--explain speed=2", "micro_batch"]),
 ]

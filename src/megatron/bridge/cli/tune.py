@@ -60,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fixed", nargs="+", default=[], metavar="NAME=VALUE", help="dimensions that keep a value, such as tensor=8"
     )
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="tokens of the busiest expert rank over the average (default: 1, balanced)",
+    )
     parser.add_argument("--top", type=count, default=10, metavar="N", help="layouts to list (default: 10)")
     parser.add_argument(
         "--explain",
@@ -178,6 +185,9 @@ def _search(job: Job, args: argparse.Namespace) -> "Search":
         raise UserError(f"--profile {args.profile} is of {kind}, not of --gpu {args.gpu}: leave one out")
     budget = _budget(args.budget, kind, profile.memory if profile else gpu(kind).memory)
     search = Search(config, gpus, kind, budget, _values(args.fixed, "--fixed"), profile)
+    if not 1 <= args.imbalance <= 100:
+        raise UserError(f"--imbalance {args.imbalance:g} is no factor of at least 1: 1.3 is 30 % more than the average")
+    search.pricer.imbalance = args.imbalance
     search.pricer.factor = _correction(args) if args.calibrated else 1.0
     return search
 

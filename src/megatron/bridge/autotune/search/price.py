@@ -73,6 +73,7 @@ class Pricer:
         self.config, self.world_size, self.card, self.profile = config, world_size, card, profile
         self.length = config.dataset.seq_length  # of a sample, for attention
         self.factor = 1.0  # measured over predicted time
+        self.imbalance = 1.0  # tokens of the busiest expert rank over the average
         self.microbatches: Callable[[Candidate], int] | None = None  # instead of those of the config's batch
         self._layers: dict[tuple[int, int], _Layers] = {}
         self._counted: dict[Any, LayerCounts] = {}
@@ -144,6 +145,7 @@ class Pricer:
         candidate, counts = divided
         config = self.configured(candidate)
         setting = setting_of(config, self.world_size)
+        setting = replace(setting, run=replace(setting.run, imbalance=self.imbalance))
         if self.microbatches is not None:
             setting = replace(setting, pipeline=replace(setting.pipeline, microbatches=self.microbatches(candidate)))
         plan, modules = self._plan(candidate, counts)
@@ -194,6 +196,7 @@ class Pricer:
         self, candidate: Candidate, config: ConfigContainer, plan: Plan, modules: list[list[list[Any]]]
     ) -> tuple[int, ...]:
         setting, sizes = setting_of(config, self.world_size), replace(sizes_of(config), experts=1)
+        sizes = replace(sizes, chosen=int(sizes.chosen * self.imbalance))
         pipeline = pipeline_of(config, self.world_size)
         found = []
         for stage, chunks in enumerate(plan):
