@@ -97,6 +97,12 @@ def test_unbalanced_experts_cost_time_and_memory(capsys):
     assert max(found[1]["bytes"]) > max(found[0]["bytes"])
 
 
+def test_what_a_model_itself_refuses_is_a_refused_layout(capsys):
+    few = ["--fixed", "tensor=4", "pipeline=1", "context=1", "virtual=1", "expert=8", "micro_batch=1"]
+    assert main(["tune", "--recipe", "gemma4_26b_a4b_pretrain_config", *few]) == 1
+    assert "key heads" in capsys.readouterr().err
+
+
 def test_a_cluster_has_links_of_its_own(capsys, tmp_path):
     path = tmp_path / "slow.json"
     few = ["--recipe", "llama32_1b_pretrain_config", "--fixed", "pipeline=1", "tensor=1", "--json"]

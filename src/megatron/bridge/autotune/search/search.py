@@ -22,6 +22,7 @@ from megatron.bridge.autotune.search.price import Price, Pricer
 from megatron.bridge.autotune.time.simulate import makespan
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.rules import RULES, SIZE_RULES, experts, layout, stages, violations
+from megatron.bridge.utils.errors import UserError
 
 # Rules that read nothing but the layout; the others are asked of the finalists, by ``resolve``.
 _LAYOUT_RULES = [rule for rule in RULES if rule.__module__ in {experts.__name__, layout.__name__, stages.__name__}]
@@ -102,7 +103,10 @@ class Search:
             return found
         if found := violations(_EARLY_RULES, config, self.world_size):
             return found
-        divided = self.pricer.divide(candidate)
+        try:
+            divided = self.pricer.divide(candidate)
+        except UserError as error:  # of a model whose own rules are asked while it is built
+            return [str(error)]
         if divided is None:
             return [f"{candidate.pipeline} x {candidate.virtual} stages: there are too few layers to fill them"]
         return violations(_LAYOUT_RULES, self.pricer.configured(divided[0]), self.world_size)
