@@ -6,6 +6,7 @@ Reading and writing share one set of rules, so that every scalar comes back as w
 """
 
 import re
+from pathlib import Path
 from typing import Any, cast
 
 import yaml
@@ -91,6 +92,12 @@ def _check_size(text: str, source: str) -> None:
                 f"{source} has more than {_MOST_LEVELS} levels, or more than {_MOST_VALUES:,} values once its "
                 "aliases are expanded: it is not a config"
             )
+
+
+def tables_beside(module: str) -> dict[str, Any]:
+    """The tables of constants in the YAML file of a module, whose ``__file__`` is given."""
+    path = Path(module).with_suffix(".yaml")
+    return read(path.read_text(), path.name)
 
 
 def read(text: str, source: str = "the YAML text") -> Any:
