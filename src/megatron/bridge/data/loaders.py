@@ -213,9 +213,6 @@ def build_iterators(
         image_share: see ``DatasetRequest``.
         vocab_size: of the model, whose ids are below it; None checks none.
         balance: give all ranks about as many tokens of images in a global batch, all of which have one size.
-
-    Raises:
-        UserError: the data is missing, damaged or too small.
     """
     assert global_batch_size % (micro_batch_size * dp_size) == 0, (global_batch_size, micro_batch_size, dp_size)
     request = DatasetRequest(sizes, tokenizer, image_share)

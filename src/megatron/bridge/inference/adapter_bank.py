@@ -78,10 +78,7 @@ class AdapterBank(nn.Module):
 def add_adapters(chunks: Sequence[Any], adapters: Mapping[str, str], add: Callable[[Path], None]) -> AdapterNames:
     """Put several adapters beside the weights.
 
-    Args:
-        chunks: of this rank, without adapters.
-        adapters: where each is, by name.
-        add: puts one of them on the chunks and fills it.
+    ``add`` puts one of the ``adapters``, directories by name, on this rank's bare chunks and fills it.
     """
     names = AdapterNames(tuple(adapters))
     found: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}

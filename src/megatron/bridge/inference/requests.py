@@ -14,11 +14,7 @@ MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 128, 1000, 64, 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to continue a prompt. The defaults are greedy.
-
-    Raises:
-        UserError: a value that has no meaning.
-    """
+    """How to continue a prompt. The defaults are greedy."""
 
     max_new_tokens: int = 256
     """Tokens to generate at most; 0 only computes log-probabilities of the prompt."""
@@ -93,11 +89,7 @@ class Sampling:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "") -> "Sampling":
-        """The sampling of a mapping of field names.
-
-        Raises:
-            UserError: an unknown name, or a value that has no meaning; the message begins with ``where``.
-        """
+        """The sampling of a mapping of field names; the message of a ``UserError`` begins with ``where``."""
         names = [it.name for it in fields(cls)]
         for name in values:
             if name not in names:

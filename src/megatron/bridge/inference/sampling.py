@@ -36,12 +36,8 @@ def choose(
 ) -> int:
     """The next token.
 
-    Args:
-        logits: [vocabulary] of the last token.
-        tokens: the text so far.
-        prompt_length: how many of its tokens are the prompt's.
-        seed: of this text.
-        choice: index of the completion.
+    ``logits`` [vocabulary] are those of the last of ``tokens``, of which ``prompt_length`` are the prompt's; ``seed``
+    is that of this text, ``choice`` the index of the completion.
     """
     if sampling.changes_logits:
         logits = penalized(logits.float(), sampling, tokens, prompt_length)

@@ -86,11 +86,9 @@ class PreferenceStep:
     learns_preferences = True
 
     def __call__(self, run: Run, data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
-        """Run one chunk of both models on the next pairs.
+        """Run one chunk of both models on the next pairs: the tensor for the next stage, and the function of the loss.
 
-        Returns:
-            The tensor for the next stage (on the last stage the loss of each token, [1, tokens of this
-            context-parallel rank]) and the function that computes the loss of the pairs from it.
+        On the last stage the tensor is the loss of each token, [1, tokens of this context-parallel rank].
         """
         assert run.config.dpo is not None, "dpo is not set"
         batch, pair = next_batch(data_iterator), pair_of(model)

@@ -20,9 +20,7 @@ def limited(cpu_seconds: float = CPU_SECONDS, memory: int = MEMORY) -> Generator
 
     Limits apply in the main thread, because only it receives signals; elsewhere the block runs without limits.
 
-    Args:
-        cpu_seconds: CPU time of the process.
-        memory: Bytes in addition to the address space of the process at the start.
+    ``memory`` is in bytes, in addition to the address space of the process at the start.
 
     Raises:
         TimeoutError: the block takes longer.

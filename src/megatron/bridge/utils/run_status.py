@@ -58,8 +58,7 @@ class RunStatus:
     def summary(self, now: datetime) -> dict[str, str]:
         """What to show, by name.
 
-        Args:
-            now: Local time, from which the end is counted. The steps alone count, without evaluations and saves.
+        The end is counted from ``now`` by the steps alone, without evaluations and saves.
         """
         total = "" if self.train_iters is None else f" of {self.train_iters:,} ({self.step / self.train_iters:.0%})"
         found = {"state": self._state_in_words(), "step": f"{self.step:,}{total}"}

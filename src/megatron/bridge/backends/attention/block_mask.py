@@ -158,10 +158,8 @@ def looking_ahead(mask: Tensor | None, window: AttentionWindow) -> tuple[Tensor 
 def hidden_ahead(ahead: Tensor, span: QuerySpan, tile: Tile) -> Tensor:
     """Boolean [b, 1, queries, keys] of a tile, true behind the last key that a query sees.
 
-    Args:
-        ahead: [b, s], how many positions each query sees ahead.
-        span: The span that ``tile`` is of.
-        tile: Its keys begin where ``span``'s do, or later.
+    ``ahead`` [b, s] is how many positions each query sees ahead; the keys of ``tile`` begin where those of ``span`` do,
+    or later.
     """
     queries = torch.arange(tile.rows.start, tile.rows.stop, device=ahead.device) - span.row + span.position
     keys = torch.arange(tile.keys.start, tile.keys.stop, device=ahead.device) - span.key_row

@@ -44,13 +44,8 @@ class AttentionCache:
     def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store new keys and values, and attend.
 
-        Args:
-            query: [rows, 1, h, d].
-            key: [rows, 1, g, d].
-            value: [rows, 1, g, dv].
-
-        Returns:
-            [rows, 1, h * dv]; zeros for padding.
+        Queries are [rows, 1, h, d], keys [rows, 1, g, d], values [rows, 1, g, dv] and outputs [rows, 1, h * dv]: zeros
+        for padding.
         """
         self.store(key[:, 0], value[:, 0])
         return self.read(core, query)

@@ -33,10 +33,8 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
     model, so the optimizer needs no other copy. Gradients are summed over ranks and microbatches in fp32. Experts
     are sharded over the ranks that have the same ones.
 
-    Args:
-        ddp_config: Kept for Megatron-Core, which reads it.
-        module: The chunk, in half precision if the config says so, with equal weights on all ranks. It may be in
-            host memory: each unit is moved to the device when it is sharded.
+    Megatron-Core reads ``ddp_config``. The chunk is in half precision if the config says so, with equal weights on all
+    ranks; it may be in host memory: each unit is moved to the device when it is sharded.
     """
 
     def __init__(self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:

@@ -106,11 +106,7 @@ class SplitNorm(nn.Module):
 class HeadsNorm(SplitNorm):
     """A norm of queries or keys with a gain for each feature of each head; a rank has that of its heads.
 
-    Args:
-        config: Gives head width, epsilon, dtype and the kind of gain.
-        heads: Number of heads of all ranks, with padding.
-        true_heads: Number of heads without padding.
-        group: The tensor-parallel ranks.
+    ``heads`` are those of all ranks with padding, ``true_heads`` without.
     """
 
     def __init__(

@@ -75,11 +75,8 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """``x[rows of expert i] @ weights[i].T + biases[i]`` [tokens, out].
 
-    Args:
-        x: [tokens, in], the tokens of one expert after those of another.
-        counts: Tokens of each expert.
-        weights: [out, in] each; one kernel multiplies with all of them on a GPU if it has one for them.
-        biases: [out] each, or none.
+    ``x`` [tokens, in] has the tokens of one expert after those of another, ``counts`` of each. Weights are [out, in],
+    and one kernel multiplies with all of them on a GPU if it has one for them; biases are [out], or there are none.
     """
     out = _GroupedMatmul.apply(x, counts, bool(biases), *weights, *biases)
     assert isinstance(out, torch.Tensor)

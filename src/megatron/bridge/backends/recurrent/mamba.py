@@ -231,10 +231,7 @@ class TorchMambaMixer(MambaMixer):
 class GroupRMSNorm(SplitNorm):
     """RMSNorm over each group of the outputs of a mixer, with the signature of mamba-ssm's norm.
 
-    Args:
-        hidden_size: Outputs of this rank.
-        group_size: Outputs of a group.
-        norm_before_gate: Must be False, because the gate has been applied.
+    The sizes are outputs of this rank and of a group; the gate has been applied, so ``norm_before_gate`` must be False.
     """
 
     def __init__(

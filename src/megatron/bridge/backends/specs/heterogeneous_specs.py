@@ -20,9 +20,7 @@ from torch import Tensor
 def heterogeneous_layer(plain: ModuleSpec, block: TransformerBlockConfig) -> ModuleSpec:
     """The layer that ``block`` describes. Megatron-Core takes its sizes from the config of each layer.
 
-    Args:
-        plain: A decoder layer of the torch backend with attention and a feed-forward layer.
-        block: Which of the two the layer has, and of what kind.
+    ``plain`` has attention and a feed-forward layer; ``block`` says which of the two the layer has, and of what kind.
     """
     edits: dict[str, Any] = {}
     parts: Any = plain.submodules

@@ -74,10 +74,8 @@ def add_features(
 ) -> TransformerBlockSubmodules:
     """Add the features that ``config`` declares to each layer of ``block``.
 
-    Args:
-        block: The layers of one pipeline stage.
-        config: The config of the model; a plain ``TransformerConfig`` declares no features.
-        provider: The backend that ``block`` was made for.
+    ``block`` holds the layers of one pipeline stage, made for the backend ``provider``; a plain ``TransformerConfig``
+    declares no features.
     """
     _check(config, provider)
     layers = [_with_features(spec, config, provider) for spec in block.layer_specs or []]
@@ -224,10 +222,7 @@ class ResidualAdd(torch.nn.Module):
 
     It replaces Megatron-Core's ``bias_dropout_add`` and has the same interface.
 
-    Args:
-        config: The config of the layer.
-        norm: Builds the norm of the output; None is no norm.
-        scale: Multiplies the output after the norm.
+    ``norm`` builds the norm of the output, None is no norm; ``scale`` multiplies after it.
     """
 
     def __init__(self, config: TransformerConfig, norm: Any, scale: float) -> None:

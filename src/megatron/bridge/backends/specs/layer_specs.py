@@ -353,12 +353,9 @@ _Use = Callable[[str, object, str], None]
 
 
 def apply_backend_settings(config: TransformerConfig, backend: str = "torch") -> list[DisabledSetting]:
-    """Set the fields of ``config`` that depend on what ``backend`` supports on this machine.
+    """Set the fields that depend on what ``backend`` supports here; changes of values that a user has chosen.
 
     The results stay the same; only the kernels differ.
-
-    Returns:
-        Changes of values that differ from the default of their field, which a user has chosen.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     changes: list[DisabledSetting] = []

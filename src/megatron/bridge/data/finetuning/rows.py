@@ -199,9 +199,7 @@ class EpochRows(Dataset[Row]):
 class BlendedRows(Dataset[Row]):
     """Rows of several datasets, ordered so that their shares are as close to the weights as possible at any time.
 
-    Args:
-        parts: the datasets, each with at least ``size`` rows.
-        size: number of rows to present.
+    Each of the ``parts`` has at least ``size`` rows, which is the number to present.
     """
 
     def __init__(self, parts: Sequence[Dataset[Row]], weights: Sequence[float], size: int) -> None:

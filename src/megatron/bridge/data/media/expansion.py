@@ -18,10 +18,7 @@ Grid = tuple[int, int, int]
 class Expansion:
     """The images of one family.
 
-    Args:
-        processor: transformers' image processor.
-        values: ``config.json``, and above it ``processor_config.json``.
-        hf: tokenizer of transformers.
+    ``processor`` is transformers'. ``values`` are those of ``config.json``, and above it of ``processor_config.json``.
     """
 
     options: ClassVar[Mapping[str, Any]] = {}

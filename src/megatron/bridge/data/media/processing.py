@@ -43,9 +43,7 @@ _TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "p
 class MediaProcessor:
     """The images and videos of a run.
 
-    Args:
-        rules: which processor, and how it is set.
-        hf: tokenizer of transformers, whose special tokens are the placeholders.
+    The special tokens of ``hf``, a tokenizer of transformers, are the placeholders.
     """
 
     def __init__(self, rules: MediaRules, hf: "PreTrainedTokenizerBase") -> None:

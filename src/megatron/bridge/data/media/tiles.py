@@ -20,9 +20,8 @@ _DEFAULTS = {"max_num_tiles": 12, "use_thumbnail": True, "patch_size": 16, "down
 class TileProcessor:
     """An image becomes a grid of tiles in the shape nearest to its own, and behind them the whole as one tile.
 
-    Args:
-        values: ``preprocessor_config.json``, and below it ``config.json``.
-        path: what the files are of.
+    ``values`` are those of ``preprocessor_config.json``, and below it of ``config.json``; ``path`` is what the files
+    are of.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:

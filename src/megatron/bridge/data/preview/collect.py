@@ -91,9 +91,8 @@ def preview(
 ) -> Preview:
     """Look at the data of a run, without drawing from its iterators.
 
-    Args:
-        sizes: micro batch size, global batch size, and number of data-parallel ranks.
-        samples: number of samples to show of each split.
+    ``sizes`` are micro batch size, global batch size and number of data-parallel ranks; ``samples`` is how many to show
+    of each split.
     """
     splits, corpora = [], []
     for name, iterator in zip(SPLITS, data, strict=True):

@@ -48,11 +48,7 @@ class PreloadedVLMConversationProvider(SFTDatasetConfig):
             raise UserError(f"dataset.image_folder={self.image_folder} is not a directory: check the path")
 
     def source(self, split: Split) -> FileSource | None:
-        """The file of the split.
-
-        Raises:
-            UserError: there is none for validation.
-        """
+        """The file of the split."""
         path = {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}[split]
         if path is None and split == "valid":
             raise UserError(

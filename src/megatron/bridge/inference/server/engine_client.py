@@ -26,9 +26,7 @@ class EngineGoneError(Exception):
 class EngineClient:
     """Talks with the ranks of ``workers``; to be made and used in an event loop.
 
-    Args:
-        capacity: choices that run or wait at the same time.
-        failed: called with the reason when the engine has ended.
+    ``capacity`` choices run or wait at the same time; ``failed`` is called with the reason when the engine has ended.
     """
 
     def __init__(self, workers: Workers, capacity: int, failed: Callable[[str], object]) -> None:

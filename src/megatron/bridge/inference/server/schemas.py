@@ -235,12 +235,7 @@ class DetokenizeRequest(_Strict):
 
 
 def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | None]:
-    """A sentence for one of pydantic's errors, and the field that it concerns.
-
-    Args:
-        error: of ``ValidationError.errors()``.
-        names: the fields that there are.
-    """
+    """A sentence for one of pydantic's errors, and the field that it concerns, one of ``names`` if it is known."""
     from megatron.bridge.utils.errors import did_you_mean
 
     where = [str(part) for part in error["loc"] if part != "body" and not _is_variant(part)]

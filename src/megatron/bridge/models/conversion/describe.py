@@ -21,10 +21,7 @@ def write_description(
 ) -> None:
     """Write ``config.json`` for a Megatron checkpoint, and its tokenizer.
 
-    Args:
-        checkpoint: root of a checkpoint, or one of its iterations.
-        directory: an existing directory to write to.
-        architecture: such as ``LlamaForCausalLM``; None finds the only one that computes the same.
+    ``architecture``, such as ``LlamaForCausalLM``, is the only one that computes the same when None.
     """
     provider = stored_provider.read(checkpoint)
     config = _config(provider, _chosen(provider, architecture))

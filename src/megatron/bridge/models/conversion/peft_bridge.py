@@ -29,11 +29,7 @@ def build_adapter_config_dict(
 ) -> dict[str, Any]:
     """What ``peft.PeftModel.from_pretrained`` needs to know of adapters.
 
-    Args:
-        peft_config: the LoRA, CanonicalLoRA or DoRA that they were made with.
-        target_modules: names of the Hugging Face modules that they are beside.
-        base_model_name_or_path: where the base model is.
-        rank_pattern: modules whose rank is another one.
+    They are beside ``target_modules`` of Hugging Face's model; the rank of those in ``rank_pattern`` is another one.
     """
     is_dora = type(peft_config).__name__ == "DoRA"
     described = Described(peft_config.dim, peft_config.alpha, peft_config.use_rslora, is_dora, peft_config.dropout)

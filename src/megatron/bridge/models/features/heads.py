@@ -19,11 +19,7 @@ _FIRST_WEIGHTS_SEED = 1234
 class LinearForLastLayer(nn.Linear):
     """A head in place of the output layer: hidden states [sequence, batch, hidden] to values in fp32.
 
-    Args:
-        input_size: of the hidden states.
-        output_size: values of each token; 1 is a critic's.
-        sequence_parallel: each rank has part of the sequence, and gathers the values.
-        bias: whether the head has a bias.
+    A critic has one value for each token. With ``sequence_parallel`` each rank has part of the sequence, and gathers.
     """
 
     def __init__(
@@ -58,8 +54,7 @@ class LinearForLastLayer(nn.Linear):
 class HiddenStates(nn.Module):
     """The head of an embedding model: hidden states [sequence, batch, hidden] as they are, in fp32.
 
-    Args:
-        sequence_parallel: each rank has part of the sequence, and gathers the states.
+    With ``sequence_parallel`` each rank has part of the sequence, and gathers the states.
     """
 
     def __init__(self, sequence_parallel: bool = False) -> None:

@@ -86,10 +86,8 @@ def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
 class ScaledRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding with the frequencies of one of transformers' scaling rules.
 
-    Args:
-        plain: the embedding to replace; layout and process group are taken from it.
-        config: the provider that the model was built from.
-        parameters: which rule, and its base ``rope_theta``.
+    ``plain`` is the embedding to replace, whose layout and process group are taken; ``parameters`` say which rule, and
+    its base ``rope_theta``.
     """
 
     def __init__(self, plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> None:
@@ -125,12 +123,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
 
 
 class LayerwiseRotaryEmbedding(nn.Module):
-    """Two rotary embeddings in one tensor; each layer takes its own.
-
-    Args:
-        everywhere: that of layers without a window.
-        local: that of layers with a window.
-    """
+    """Two rotary embeddings in one tensor, of layers without and with a window; each layer takes its own."""
 
     def __init__(self, everywhere: RotaryEmbedding, local: RotaryEmbedding) -> None:
         super().__init__()

@@ -42,9 +42,8 @@ class Features:
 def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool = True) -> nn.Module:
     """The vision part of transformers' model, its parameters in ``dtype``; buffers keep their precision.
 
-    Args:
-        vision: the Hugging Face config as plain values; of ``text_config``, the width is enough.
-        initialize: draw the first weights; False leaves them undefined, for weights that are loaded.
+    Of ``text_config`` in the config, the width is enough. Without ``initialize`` the first weights are undefined, for
+    weights that are loaded.
     """
     from transformers.initialization import no_init_weights
 

@@ -79,9 +79,7 @@ def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
 def annotated_yaml(config: Any, origins: Origins, defaults: bool = True) -> str:
     """The config as YAML that ``load_yaml`` reads, with each value's origin as a comment.
 
-    Args:
-        origins: Where its values came from.
-        defaults: Write the values that are their field's default, too.
+    Without ``defaults``, values that are their field's default are left out.
     """
     skipped = set[str]() if defaults else origins.defaults()
     return "".join(f"{line}\n" for line in _annotated(to_plain(config), config, "", origins, skipped))

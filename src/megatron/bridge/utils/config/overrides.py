@@ -93,12 +93,8 @@ def apply_overrides(config: Any, overrides: Sequence[str], origin: str = "comman
 def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
     """Set the values of ``layers`` on ``config``, all of them or none.
 
-    Args:
-        config: A dataclass instance of dataclasses; changed in place.
-        layers: Later ones override earlier ones. References see the values of all layers.
-
-    Returns:
-        One change for each key, in the order in which they were last set.
+    Later layers override earlier ones, and references see the values of all. There is a change for each key, in the
+    order in which they were last set.
     """
     transaction = _Transaction(config)
     try:
@@ -405,13 +401,7 @@ def _find(config: Any, key: str) -> _Slot:
 
 
 def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
-    """The type that a member must have, and whether None is its default.
-
-    Args:
-        owner: A group, dict, list or tuple.
-        name: Of the member.
-        annotation: Of the owner itself.
-    """
+    """The type that a member must have by the ``annotation`` of its owner, and whether None is its default."""
     if is_group(owner):
         entry = next(entry for entry in config_fields(owner) if entry.name == name)
         return field_types(cast("type[Any]", type(owner))).get(name, Any), entry.default is None

@@ -106,9 +106,6 @@ def read(text: str, source: str = "the YAML text") -> Any:
     Example:
         >>> read("lr: 1e-4")
         {'lr': 0.0001}
-
-    Raises:
-        UserError: the text is not valid YAML; line and column are named.
     """
     try:
         _check_size(text, source)

@@ -68,11 +68,8 @@ def save(
 ) -> None:
     """Write the weights into ``directory``, sharded like the source.
 
-    Args:
-        bridge: the architecture's bridge, for its hook.
-        directory: exists, and is the same on all ranks.
-        source: the checkpoint to be like; None makes new shards.
-        tasks: those of the plan, one after the other, if the plan's own have no numbers.
+    ``directory`` exists, and is the same on all ranks; without a source the shards are new. ``tasks`` are those of the
+    plan, one after the other, if the plan's own have no numbers.
     """
     layouts = _renamed(_layouts(bridge, plan, source, options), options.folder)
     on_first_rank(lambda: safetensors_writer.create(directory, layouts))

@@ -31,14 +31,9 @@ def load(
 ) -> None:
     """Fill this rank's parameters.
 
-    Args:
-        bridge: the architecture's bridge, for its hooks.
-        plan: closed against ``checkpoint``.
-        declared_dtype: dtype that the checkpoint's config says they have; None takes the most common one.
-        allowed_mismatched_params: patterns of Megatron parameters that keep their values if shapes differ.
-
-    Raises:
-        UserError: tensors of a wrong shape or dtype, all in one message, before anything is copied.
+    ``plan`` is closed against ``checkpoint``; without a ``declared_dtype`` its most common one is expected. Patterns in
+    ``allowed_mismatched_params`` keep their values if shapes differ. Other tensors of a wrong shape or dtype are
+    refused in one message, before anything is copied.
     """
     tasks = checked(bridge, plan, checkpoint, declared_dtype, allowed_mismatched_params)
 

@@ -46,10 +46,8 @@ def read_for_layout(
 ) -> Any:
     """The provider under other parallel sizes: those of the running process groups, else of one process.
 
-    Args:
-        path: root of a checkpoint, or one of its iterations.
-        mp_overrides: parallel sizes that go before these.
-        default: makes the provider of a checkpoint that does not describe its model, such as Megatron-LM's.
+    ``mp_overrides`` go before these. ``default`` makes the provider of a checkpoint that does not describe its model,
+    such as Megatron-LM's.
     """
     undescribed = default is not None and not model_io.has_run_config(path)
     provider = default(False) if default is not None and undescribed else read(path)

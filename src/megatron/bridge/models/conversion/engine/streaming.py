@@ -43,10 +43,8 @@ def planner(
 ) -> LazySavePlanner:
     """What gives a save of ``chunks`` the numbers of a Hugging Face model.
 
-    Args:
-        bridge: the architecture's bridge, for its hooks.
-        plan: of these chunks as they were built, before they were made half-precise.
-        chunks: on the meta device, in the precision to save.
+    ``plan`` is of these chunks as they were built, before they were made half-precise; ``chunks`` are on the meta
+    device, in the precision to save.
     """
     allocator.release_freed_memory()
     sources: dict[int, LazyParameter] = {}
@@ -78,9 +76,7 @@ def _made(
 class StoredModel:
     """The weights of a Megatron checkpoint under a layout, read a few at a time.
 
-    Args:
-        chunks: this rank's, on the meta device.
-        path: a checkpoint root, or one iteration's directory.
+    ``chunks`` are this rank's, on the meta device.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], path: str | Path) -> None:
