@@ -51,10 +51,8 @@ class Tile:
 
     rows: slice
     keys: slice
-    causal: bool = False
-    """Query i of a square tile sees the keys up to i."""
-    positions: tuple[int, int] | None = None
-    """Positions of the first query and the first key if the tile needs another mask (`visibility_mask`)."""
+    causal: bool = False  # query i of a square tile sees the keys up to i
+    positions: tuple[int, int] | None = None  # of the first query and the first key if the tile needs another mask
 
 
 def tiles(span: QuerySpan, window: AttentionWindow, limit: int | None = None) -> Iterator[Tile]:
@@ -223,8 +221,7 @@ class PackedSegment:
 
     start: int
     length: int
-    padded: int
-    """Length with padding."""
+    padded: int  # length with padding
 
 
 def segments(cu_seqlens: list[int], cu_seqlens_padded: list[int] | None) -> list[PackedSegment]:

@@ -55,12 +55,9 @@ def takes_over(layer: int, offset: int, every: int) -> bool:
 class Index(NamedTuple):
     """Queries, keys and weights that the indexer computes from tokens."""
 
-    queries: Tensor
-    """[s, b, h, d]."""
-    keys: Tensor
-    """[t, b, d]."""
-    weights: Tensor
-    """[s, b, h], in fp32."""
+    queries: Tensor  # [s, b, h, d]
+    keys: Tensor  # [t, b, d]
+    weights: Tensor  # [s, b, h], in fp32
 
 
 class Indexer(MegatronModule):

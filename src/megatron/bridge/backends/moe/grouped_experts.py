@@ -132,10 +132,8 @@ def _expert_slices(counts: list[int]) -> list[slice]:
 class GroupedLinear(torch.nn.Module):
     """One linear layer per local expert (``weight{i}``, ``bias{i}``), split over expert-tensor-parallel ranks."""
 
-    split: int
-    """The dimension of a weight that is split: 0 for column-parallel, 1 for row-parallel layers."""
-    packed: list[PackedWeight] | None = None
-    """Weights as oneDNN multiplies with them while the model decodes; the parameters are empty then."""
+    split: int  # the dimension of a weight that is split: 0 for column-parallel, 1 for row-parallel layers
+    packed: list[PackedWeight] | None = None  # as oneDNN wants weights while decoding; the parameters are empty then
     row_multiple = 1
     """The rows of an expert are padded to this multiple, so that decoding gives the same bits in any batch."""
 

@@ -21,14 +21,10 @@ class Expansion:
     ``processor`` is transformers'. ``values`` are those of ``config.json``, and above it of ``processor_config.json``.
     """
 
-    options: ClassVar[Mapping[str, Any]] = {}
-    """Arguments of the image processor, as transformers' processor of the family passes them."""
-    images_in_sample: int | None = None
-    """Images that a sample may have; None for any number."""
-    template: ClassVar[str | None] = None
-    """The chat template of checkpoints that have none."""
-    has_patches: ClassVar[bool] = False
-    """Whether tensors hold the patches of all images, one image after another, and not an entry for each tile."""
+    options: ClassVar[Mapping[str, Any]] = {}  # of the processor, as transformers' of the family passes them
+    images_in_sample: int | None = None  # images that a sample may have; None for any number
+    template: ClassVar[str | None] = None  # the chat template of checkpoints that have none
+    has_patches: ClassVar[bool] = False  # whether tensors hold the patches of one image after another, not of tiles
 
     def __init__(self, processor: Any, values: Values, hf: Any) -> None:
         self.processor, self.values, self.hf = processor, values, hf

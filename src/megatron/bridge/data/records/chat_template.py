@@ -46,10 +46,8 @@ class ChatTemplate:
     """Renders conversations with a tokenizer's chat template."""
 
     hf: "PreTrainedTokenizerBase"
-    template: str | None = None
-    """A template instead of the tokenizer's own."""
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Variables for the template, such as ``enable_thinking``."""
+    template: str | None = None  # a template instead of the tokenizer's own
+    options: dict[str, Any] = field(default_factory=dict[str, Any])  # such as ``enable_thinking``
     parts: bool = False
     """The template is that of a vision-language model: one that never asks whether content is a string (Llava's,
     SmolVLM's) is given lists of parts for text, too."""

@@ -17,14 +17,10 @@ class PreloadedVLMConversationProvider(SFTDatasetConfig):
     The formats are those of ``FinetuningDatasetConfig``. Images are paths below ``image_folder``.
     """
 
-    train_data_path: str
-    """File with the training records."""
-    valid_data_path: str | None = None
-    """File with the validation records; None needs ``do_validation=False``."""
-    test_data_path: str | None = None
-    """File with the test records; None skips testing."""
-    image_folder: str | None = None
-    """Folder that the paths of images start from; None stands for the folder of ``train_data_path``."""
+    train_data_path: str  # file with the training records
+    valid_data_path: str | None = None  # file with the validation records; None needs ``do_validation=False``
+    test_data_path: str | None = None  # file with the test records; None skips testing
+    image_folder: str | None = None  # where the paths of images start; None is the folder of ``train_data_path``
 
     @property
     def media_folder(self) -> str:

@@ -35,8 +35,7 @@ class Features:
 
     rows: Tensor
     """[tokens, hidden x (1 + deep)]: what replaces the embeddings of placeholders, and what deeper layers add."""
-    counts: list[int]
-    """Tokens of each image."""
+    counts: list[int]  # tokens of each image
 
 
 def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool = True) -> nn.Module:

@@ -68,10 +68,8 @@ class Layer:
     """Values from one origin. A later layer overrides an earlier one."""
 
     origin: str
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """Nested or dotted keys, as read from a YAML file."""
-    overrides: Sequence[str] = ()
-    """``a.b=value`` items, as typed on a command line."""
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])  # nested or dotted keys
+    overrides: Sequence[str] = ()  # ``a.b=value`` items, as typed on a command line
 
 
 @dataclass(frozen=True)

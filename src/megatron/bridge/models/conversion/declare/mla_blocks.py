@@ -53,14 +53,10 @@ def indexer(layers: str = "model.layers.*") -> Block:
 class MTPNames:
     """Hugging Face's names of one layer of multi-token prediction: prefixes, without ``.weight``."""
 
-    layer: str
-    """What takes the place of a decoder layer's name."""
-    enorm: str
-    """Norm of the next token's embedding."""
-    hnorm: str
-    """Norm of this token's hidden state."""
-    eh_proj: str
-    """Projection of both together."""
+    layer: str  # what takes the place of a decoder layer's name
+    enorm: str  # norm of the next token's embedding
+    hnorm: str  # norm of this token's hidden state
+    eh_proj: str  # projection of both together
     norm: str
     hidden_first: bool = field(default=False, kw_only=True)
     """The projection takes the hidden state before the embedding."""
