@@ -278,10 +278,7 @@ class Kept:
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], rings: bool = False) -> "list[Kept]":
-        """Of all layers of this rank.
-
-        With ``rings``, layers with a window keep the tokens that it can hold, and not all of a text.
-        """
+        """Of all layers of this rank; with ``rings``, those with a window keep the tokens that it can hold."""
         bare = [unwrap(chunk) for chunk in chunks]
         latent = [_latent(layer) for layer in _latent_layers(bare)]
         absorbed = {id(module) for kept in latent for module in kept.modules}

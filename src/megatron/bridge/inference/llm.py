@@ -136,10 +136,7 @@ class LLM:
     def generate(
         self, prompts: "Prompt | Sequence[Prompt]", sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[list[Completion]]:
-        """Continue prompts: for each of them its ``n`` completions.
-
-        The prompts are texts or lists of token ids, with one sampling for all or one for each.
-        """
+        """The ``n`` completions of each text or list of token ids; the sampling is one for all or one for each."""
         from megatron.bridge.inference.prompts import as_list
 
         return list(self.generate_each(as_list(prompts), sampling))

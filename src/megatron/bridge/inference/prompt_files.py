@@ -96,10 +96,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 class CompletionFile:
-    """A file to which completions are appended, whole lines only.
-
-    Lines that a killed command has written stay; ``lines`` is what the file is about.
-    """
+    """A file on ``lines`` to which completions are appended, whole lines only, behind those of a killed command."""
 
     def __init__(self, path: Path, lines: Sequence[PromptLine]) -> None:
         self.path = path

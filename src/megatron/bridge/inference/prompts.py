@@ -149,10 +149,7 @@ def parse_chat(messages: Messages, where: str) -> Chat:
 
 
 def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
-    """All end tokens.
-
-    ``folder`` is where ``generation_config.json`` and ``config.json`` may be.
-    """
+    """All end tokens, also of ``generation_config.json`` and ``config.json`` in the folder."""
     found = declared_ends(folder)
     if hf is not None:
         found |= {hf.eos_token_id} if isinstance(hf.eos_token_id, int) else set()

@@ -177,10 +177,7 @@ def kl_estimate(ratios: Tensor) -> Tensor:
 
 
 def sum_by_answer(batch: dict[str, Any], values: Tensor) -> Tensor:
-    """Sums of ``values`` [tokens, ...] over each answer, on all context-parallel ranks.
-
-    Each rank gets the gradient of its tokens.
-    """
+    """Sums of ``values`` [tokens, ...] over each answer and the context-parallel ranks, with gradients for each."""
     answers = len(batch["cu_seqlens"]) - 1
     sums = values.new_zeros(answers, *values.shape[1:]).index_add(0, answer_of_token(batch), values)
     return reduce_from_tensor_model_parallel_region(sums, parallel_state.get_context_parallel_group())

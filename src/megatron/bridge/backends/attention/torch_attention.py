@@ -375,10 +375,7 @@ class _TileAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, hidden: Tensor | None, causal: bool
     ) -> Tensor:
-        """Attention [b, h, rows, d].
-
-        ``bias`` is [rows, keys]; ``hidden`` is boolean and broadcastable to [b, h, rows, keys].
-        """
+        """Attention [b, h, rows, d] with ``bias`` [rows, keys]; ``hidden`` is broadcastable to [b, h, rows, keys]."""
         if hidden is None:  # every row of a tile sees a key
             return self._attend(q, k, v, bias, causal)
         if causal:

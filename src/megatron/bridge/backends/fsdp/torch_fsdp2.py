@@ -95,10 +95,7 @@ def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _make_master_weights(part: nn.Module) -> None:
-    """Convert to fp32 what is trained and not sharded yet.
-
-    Unit by unit, as the whole model in fp32 may not fit on a GPU.
-    """
+    """Convert to fp32 what is trained and not sharded yet: unit by unit, as the whole model may not fit on a GPU."""
     for parameter in part.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.float()

@@ -353,10 +353,7 @@ _Use = Callable[[str, object, str], None]
 
 
 def apply_backend_settings(config: TransformerConfig, backend: str = "torch") -> list[DisabledSetting]:
-    """Set the fields that depend on what ``backend`` supports here; changes of values that a user has chosen.
-
-    The results stay the same; only the kernels differ.
-    """
+    """Choose the kernels that ``backend`` supports here; changes of values that a user has chosen."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     changes: list[DisabledSetting] = []
 

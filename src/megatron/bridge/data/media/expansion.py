@@ -247,10 +247,7 @@ class LlavaNext(Llava):
 
 
 class LlavaOneVision(LlavaNext):
-    """Llava-OneVision: as Llava-NeXT, and shrunk above a number of tiles.
-
-    Several images of one sample would be encoded in another way.
-    """
+    """Llava-OneVision: as Llava-NeXT, shrunk above a number of tiles; several images would be encoded otherwise."""
 
     images_in_sample = 1
 

@@ -41,10 +41,7 @@ _TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "p
 
 
 class MediaProcessor:
-    """The images and videos of a run.
-
-    The special tokens of ``hf``, a tokenizer of transformers, are the placeholders.
-    """
+    """The images and videos of a run; the special tokens of the tokenizer ``hf`` are the placeholders."""
 
     def __init__(self, rules: MediaRules, hf: "PreTrainedTokenizerBase") -> None:
         self.root = Path(rules.root)

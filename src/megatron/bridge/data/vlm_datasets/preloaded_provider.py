@@ -12,10 +12,7 @@ from megatron.bridge.utils.errors import UserError
 
 @dataclass(kw_only=True)
 class PreloadedVLMConversationProvider(SFTDatasetConfig):
-    """Records in files anywhere: LLaVA's JSON, JSONL, Parquet or Arrow.
-
-    The formats are those of ``FinetuningDatasetConfig``. Images are paths below ``image_folder``.
-    """
+    """Records in LLaVA's JSON or in the formats of ``FinetuningDatasetConfig``, and images below ``image_folder``."""
 
     train_data_path: str  # file with the training records
     valid_data_path: str | None = None  # file with the validation records; None needs ``do_validation=False``

@@ -28,10 +28,7 @@ def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | No
 
 
 def look_ahead(input_ids: Tensor, image_token: int | None) -> Tensor:
-    """For each token [b, s], how many tokens of its own image are behind it.
-
-    To be called on whole sequences; context parallelism cuts its result like the tokens.
-    """
+    """For each token [b, s] of whole sequences, how many tokens of its own image are behind it."""
     places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     inside = input_ids == image_token
     end = torch.where(inside, input_ids.shape[1], places).flip(-1).cummin(-1).values.flip(-1)

@@ -80,10 +80,7 @@ def _slices_in_row(shape: tuple[int, ...], row: int, start: int, end: int, flat:
 
 
 def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> dict[str, ShardedTensor]:
-    """The sharded state dict of the optimizer's tensors, for saving or for loading in place.
-
-    ``model_state`` is the sharded state dict of its model chunks.
-    """
+    """The sharded state dict of the optimizer's tensors, to save or to load in place, from that of its model chunks."""
     described = _by_parameter(model_state)
     state: dict[str, ShardedTensor] = {}
     for shard in parameter_shards(optimizer):

@@ -62,10 +62,7 @@ def leaf_values(config: Any) -> dict[str, Any]:
 
 
 def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
-    """A line for each value that is not its field's default: the value, the default, and where it came from.
-
-    Derived values are left out: they follow from the others.
-    """
+    """A line for each value, but derived ones, that is not its field's default: both, and where it came from."""
     origins = origins or Origins({})
     lines: list[str] = []
     for key, entry, value in _entries(config):

@@ -104,10 +104,7 @@ def _settle_types(config: Any, prefix: str) -> Iterator[str]:
 
 
 def check_sticks(config: Any, changes: Iterable[Change]) -> None:
-    """Refuse a config in which a later step replaced a value that somebody set; of two changes the last counts.
-
-    Null asks a later step for the value.
-    """
+    """Refuse a config in which a later step replaced the last value that somebody set, unless it is null."""
     refuse(
         [
             f"{change.key}={change.new!r} from the {change.origin} does not stick: it became {now!r}"

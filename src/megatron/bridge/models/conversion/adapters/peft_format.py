@@ -186,10 +186,7 @@ def _module_of(name: str) -> str:
 
 
 def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None) -> dict[str, Any]:
-    """The content of ``adapter_config.json``.
-
-    ``found`` is all that ``stream`` gave; the plan names modules as briefly as is exact.
-    """
+    """The content of ``adapter_config.json`` for all that ``stream`` gave, with names as brief as is exact."""
     adapters = {one.module: one.described for one in found if one.described is not None}
     first = _most_common(adapters.values())
     for key in ("use_rslora", "use_dora", "dropout"):
