@@ -171,11 +171,7 @@ class LLM:
     def stream(
         self, prompt: "Prompt | Messages", sampling: Sampling | None = None, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[str | Completion]:
-        """The pieces of a completion as they come.
-
-        They are texts that join to the text of the completion, then the completion. ``stopped`` is asked on rank 0 at
-        each step, to end early.
-        """
+        """The pieces of a completion as they come, then all of it; ``stopped`` is asked on rank 0 at each step."""
         if self._workers is not None:
             yield from self._workers.iterate("stream", (prompt, sampling), stopped)
             return

@@ -154,11 +154,7 @@ def looking_ahead(mask: Tensor | None, window: AttentionWindow) -> tuple[Tensor 
 
 
 def hidden_ahead(ahead: Tensor, span: QuerySpan, tile: Tile) -> Tensor:
-    """Boolean [b, 1, queries, keys] of a tile, true behind the last key that a query sees.
-
-    ``ahead`` [b, s] is how many positions each query sees ahead; the keys of ``tile`` begin where those of ``span`` do,
-    or later.
-    """
+    """Boolean [b, 1, queries, keys] of a tile, true behind the last key that a query sees, by ``ahead`` [b, s]."""
     queries = torch.arange(tile.rows.start, tile.rows.stop, device=ahead.device) - span.row + span.position
     keys = torch.arange(tile.keys.start, tile.keys.stop, device=ahead.device) - span.key_row
     return (keys > (queries + ahead[:, tile.rows])[..., None])[:, None]

@@ -61,11 +61,7 @@ class Index(NamedTuple):
 
 
 class Indexer(MegatronModule):
-    """The indexer of a layer; every tensor-parallel rank has all of it and computes the same.
-
-    Attributes:
-        cache: keys of earlier tokens while the model decodes, else None.
-    """
+    """The indexer of a layer, the same on tensor-parallel ranks; ``cache`` has earlier keys while the model decodes."""
 
     cache: AttentionCache | None = None
 

@@ -229,10 +229,7 @@ class TorchMambaMixer(MambaMixer):
 
 
 class GroupRMSNorm(SplitNorm):
-    """RMSNorm over each group of the outputs of a mixer, with the signature of mamba-ssm's norm.
-
-    The sizes are outputs of this rank and of a group; the gate has been applied, so ``norm_before_gate`` must be False.
-    """
+    """RMSNorm over each group of a mixer's gated outputs on this rank, with the signature of mamba-ssm's norm."""
 
     def __init__(
         self, hidden_size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: torch.dtype

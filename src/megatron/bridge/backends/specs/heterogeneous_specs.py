@@ -18,10 +18,7 @@ from torch import Tensor
 
 
 def heterogeneous_layer(plain: ModuleSpec, block: TransformerBlockConfig) -> ModuleSpec:
-    """The layer that ``block`` describes. Megatron-Core takes its sizes from the config of each layer.
-
-    ``plain`` has attention and a feed-forward layer; ``block`` says which of the two the layer has, and of what kind.
-    """
+    """The parts of ``plain`` that ``block`` describes; Megatron-Core takes sizes from the config of each layer."""
     edits: dict[str, Any] = {}
     parts: Any = plain.submodules
     names: dict[str, str] = dict(parts.sharded_state_dict_keys_map)

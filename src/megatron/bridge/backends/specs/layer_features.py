@@ -72,11 +72,7 @@ Residual = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, flo
 def add_features(
     block: TransformerBlockSubmodules, config: TransformerConfig, provider: BackendSpecProvider
 ) -> TransformerBlockSubmodules:
-    """Add the features that ``config`` declares to each layer of ``block``.
-
-    ``block`` holds the layers of one pipeline stage, made for the backend ``provider``; a plain ``TransformerConfig``
-    declares no features.
-    """
+    """Add the features that ``config`` declares to each layer of a stage, which was made for ``provider``."""
     _check(config, provider)
     layers = [_with_features(spec, config, provider) for spec in block.layer_specs or []]
     return dataclasses.replace(block, layer_specs=layers)

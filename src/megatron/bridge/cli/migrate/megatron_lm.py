@@ -48,10 +48,7 @@ class MegatronLMRun:
 
 
 def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
-    """Translate a command line: ``[torchrun ...] pretrain_gpt.py --argument value ...``, or the arguments alone.
-
-    Without ``world_size``, the number of processes is that of ``torchrun``.
-    """
+    """Translate ``[torchrun ...] pretrain_gpt.py --argument value ...``, or the arguments alone."""
     launcher, words = _split(_expand(command))
     arguments = _parse(words)
     found = Translation()

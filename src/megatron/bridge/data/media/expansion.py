@@ -16,10 +16,7 @@ Grid = tuple[int, int, int]
 
 
 class Expansion:
-    """The images of one family.
-
-    ``processor`` is transformers'. ``values`` are those of ``config.json``, and above it of ``processor_config.json``.
-    """
+    """The images of one family, by ``config.json`` and, above it, ``processor_config.json``."""
 
     options: ClassVar[Mapping[str, Any]] = {}  # of the processor, as transformers' of the family passes them
     images_in_sample: int | None = None  # images that a sample may have; None for any number

@@ -35,10 +35,7 @@ MAX_PIXELS = 2_000_000_000  # of the frames that are used: more would take more 
 
 
 class VideoProcessor:
-    """Transformers' processor of a family, of whose videos the frames are images or have a token of their own.
-
-    ``kind`` is the ``model_type`` of the family, ``values`` are those of ``config.json``.
-    """
+    """Transformers' processor of a ``model_type``, whose videos' frames are images or have a token of their own."""
 
     def __init__(self, kind: str, rules: MediaRules, values: Any) -> None:
         self.processor = _load(kind, rules)

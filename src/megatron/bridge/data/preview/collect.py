@@ -89,11 +89,7 @@ class Preview:
 def preview(
     config: DatasetConfig, data: Iterators, tokenizer: Tokenizer, sizes: tuple[int, int, int], samples: int = 3
 ) -> Preview:
-    """Look at the data of a run, without drawing from its iterators.
-
-    ``sizes`` are micro batch size, global batch size and number of data-parallel ranks; ``samples`` is how many to show
-    of each split.
-    """
+    """Look at ``samples`` of each split of a run's data, without drawing from its iterators."""
     splits, corpora = [], []
     for name, iterator in zip(SPLITS, data, strict=True):
         dataset = iterator.dataset if isinstance(iterator, BatchIterator) else iterator

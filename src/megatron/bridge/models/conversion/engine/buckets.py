@@ -36,19 +36,6 @@ def stream(
     cpu: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     tasks: Iterable[WeightConversionTask] | None = None,
-) -> Iterator[HFWeightTuple]:
-    """``stream_with_tasks`` without the tasks."""
-    for _, named in stream_with_tasks(bridge, plan, source, cpu, bucket_bytes, tasks):
-        yield named
-
-
-def stream_with_tasks(
-    bridge: MegatronModelBridge,
-    plan: Plan,
-    source: SafetensorsCheckpoint | None = None,
-    cpu: bool = False,
-    bucket_bytes: int = BUCKET_BYTES,
-    tasks: Iterable[WeightConversionTask] | None = None,
 ) -> Iterator[tuple[WeightConversionTask, HFWeightTuple]]:
     """Whole Hugging Face tensors with their names and tasks, in the order of the model, on every rank.
 
@@ -89,7 +76,7 @@ def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tupl
     A tensor that is not whole yet is put together by whoever takes it, which saves a copy.
 
     The bridge's hook computes nothing, and the plan's ties are left out. ``bucket_bytes`` is that of
-    ``stream_with_tasks``; half of it is handed out while the other half arrives.
+    ``stream``; half of it is handed out while the other half arrives.
     """
     stacks: dict[str, _Stack] = {}
     adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)

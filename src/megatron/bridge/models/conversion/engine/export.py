@@ -153,7 +153,7 @@ def _write_in_turn(
 ) -> BaseException | None:
     """Write whole tensors, one rank after the other; an error is returned, since the others wait for this rank."""
     failure: BaseException | None = None
-    for index, (name, weight) in enumerate(buckets.stream(bridge, plan, source, tasks=tasks)):
+    for index, (_, (name, weight)) in enumerate(buckets.stream(bridge, plan, source, tasks=tasks)):
         if writers[index % len(writers)] == distributed.rank() and failure is None:
             try:
                 _check_place(writer, name, tuple(weight.shape))

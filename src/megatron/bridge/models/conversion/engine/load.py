@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from typing import cast
 
 import torch
@@ -36,12 +37,8 @@ def load(
     refused in one message, before anything is copied.
     """
     tasks = checked(bridge, plan, checkpoint, declared_dtype, allowed_mismatched_params)
-
-    def fill_one(task: WeightConversionTask) -> None:
-        fill(bridge, task, checkpoint)
-
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(fill_one, tasks))
+        list(pool.map(partial(fill, bridge, checkpoint=checkpoint), tasks))
 
 
 def checked(
