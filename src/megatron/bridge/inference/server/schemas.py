@@ -7,24 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
 from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.utils.config import yaml_text
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 20, 16, 256, 64
 MOST_MESSAGES, MOST_CHARACTERS = 1000, 1 << 20
 
-NOT_SUPPORTED = {
-    "functions": "functions are not supported: leave it out",
-    "function_call": "functions are not supported: leave it out",
-    "tools": "tools are not supported: leave it out",
-    "tool_choice": "tools are not supported: leave it out",
-    "parallel_tool_calls": "tools are not supported: leave it out",
-    "audio": "audio is not supported: leave it out",
-    "modalities": "only text is generated: leave it out",
-    "prediction": "predicted outputs are not supported: leave it out",
-    "chat_template": "templates of requests are not used: start the server with --template",
-    "guided_json": "grammars are not supported: leave it out",
-    "guided_regex": "grammars are not supported: leave it out",
-    "suffix": "text cannot be inserted before a suffix: leave it out",
-}
+NOT_SUPPORTED = yaml_text.tables_beside(__file__)
 """Fields of other servers, with what to do."""
 
 # fields that are those of ``Sampling``
