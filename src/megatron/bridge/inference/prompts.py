@@ -71,10 +71,7 @@ class PromptReader:
         return MediaProcessor(self.media, self.hf)
 
     def tokens(self, prompt: Prompt | Messages, where: str) -> list[int]:
-        """Token ids of a text with the special tokens that its tokenizer adds, or of a conversation to be answered.
-
-        ``where`` is what to call the prompt in the message of an error.
-        """
+        """Token ids of a text with its tokenizer's special tokens, or of a conversation; ``where`` is for errors."""
         if isinstance(prompt, Mapping) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
             return self._of_chat(prompt, where)  # type: ignore[arg-type]
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
@@ -172,10 +169,7 @@ def declared_ends(folder: Path | None) -> set[int]:
 def end_of_turn(
     hf: Any, template: str | None = None, before: list[dict[str, Any]] | None = None, parts: bool = False
 ) -> set[int]:
-    """The special token that the chat template puts after an answer, found by rendering one.
-
-    ``before`` is the conversation to answer, a question of one word when None; ``parts`` is that of ``ChatTemplate``.
-    """
+    """The special token that the chat template puts after an answer to ``before``, found by rendering one."""
     if template is None and not hf.chat_template:
         return set()
     messages = [*(before or [{"role": "user", "content": "Hi"}]), {"role": "assistant", "content": _MARKER}]

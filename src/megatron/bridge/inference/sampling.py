@@ -34,11 +34,7 @@ def uniform(seed: int, position: int, choice: int) -> float:
 def choose(
     logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_length: int, seed: int, choice: int
 ) -> int:
-    """The next token.
-
-    ``logits`` [vocabulary] are those of the last of ``tokens``, of which ``prompt_length`` are the prompt's; ``seed``
-    is that of this text, ``choice`` the index of the completion.
-    """
+    """The next token, by the ``logits`` of the last one; the first ``prompt_length`` of ``tokens`` are the prompt."""
     if sampling.changes_logits:
         logits = penalized(logits.float(), sampling, tokens, prompt_length)
     if sampling.is_greedy:

@@ -54,10 +54,7 @@ def squad_example(record: dict[str, Any]) -> dict[str, str]:
 def default_squad_config(
     seq_length: int, packed_sequence: bool = True, pad_seq_to_mult: int | None = None
 ) -> HFDatasetConfig:
-    """SQuAD: questions whose answers are part of a given text.
-
-    Samples are padded to a multiple of ``pad_seq_to_mult``; None pads as the parallel layout requires.
-    """
+    """SQuAD: questions whose answers are part of a given text, padded as the parallel layout requires by default."""
     packing = PackedSequenceSpecs(packed_sequence_size=seq_length, pad_seq_to_mult=pad_seq_to_mult)
     return HFDatasetConfig(
         seq_length=seq_length,

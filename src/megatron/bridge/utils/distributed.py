@@ -58,10 +58,7 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
 
 
 def gpu_of_rank(local_rank: int, visible: int) -> int:
-    """The index of a rank's GPU among those that its process sees.
-
-    Launchers show a process either all GPUs of the machine or only its own (``srun --gpus-per-task=1``).
-    """
+    """The index of a rank's GPU among those that its process sees: all, or its own (``srun --gpus-per-task=1``)."""
     if visible == 1:
         return 0
     if local_rank >= visible:

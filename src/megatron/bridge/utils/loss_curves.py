@@ -94,11 +94,7 @@ def smoothed(values: Sequence[float], points: int) -> list[float]:
 
 
 def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smooth: int = 1) -> None:
-    """Write a picture; its format is that of the name.
-
-    The panels are curves by what is written beside them; ``smooth`` points are averaged, and stay visible behind the
-    line.
-    """
+    """Write a picture of curves, averaged over ``smooth`` points, which stay visible; its name gives the format."""
     from matplotlib.figure import Figure  # 0.5 s to import; no window system, no global state
 
     figure: Any = Figure(figsize=(8, 0.9 + 3.6 * len(panels)), layout="constrained")  # its hints are partial

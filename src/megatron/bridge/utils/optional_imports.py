@@ -18,11 +18,7 @@ def installed(package: str) -> bool:
 
 
 def import_optional(package: str, key: str, extra: str, is_setting: bool = True) -> Any:
-    """The module ``package``.
-
-    ``key`` asks for it, in the config if ``is_setting``, or is the command that needs it; ``extra`` of this project
-    installs it.
-    """
+    """The module ``package`` of an extra, for a key of the config (``is_setting``) or a command."""
     try:
         return import_module(package)
     except ImportError as error:

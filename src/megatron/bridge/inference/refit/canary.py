@@ -20,11 +20,7 @@ SCORING = Sampling(max_new_tokens=0, prompt_logprobs=0)
 
 
 class Canary:
-    """Texts whose log-probabilities the trainer and the engine must agree on.
-
-    ``prompts`` are token ids of each text, at least two; ``tolerance`` is the largest difference, by the dtype of the
-    model when None.
-    """
+    """Texts, as token ids, whose log-probabilities trainer and engine must agree on, up to ``tolerance``."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], tolerance: float | None = None) -> None:
         if not prompts or any(len(prompt) < 2 for prompt in prompts):

@@ -27,10 +27,7 @@ def build_adapter_config_dict(
     base_model_name_or_path: str | None = None,
     rank_pattern: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What ``peft.PeftModel.from_pretrained`` needs to know of adapters.
-
-    They are beside ``target_modules`` of Hugging Face's model; the rank of those in ``rank_pattern`` is another one.
-    """
+    """What ``peft.PeftModel.from_pretrained`` needs to know of adapters beside ``target_modules``."""
     is_dora = type(peft_config).__name__ == "DoRA"
     described = Described(peft_config.dim, peft_config.alpha, peft_config.use_rslora, is_dora, peft_config.dropout)
     return {

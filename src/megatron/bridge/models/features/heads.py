@@ -52,10 +52,7 @@ class LinearForLastLayer(nn.Linear):
 
 
 class HiddenStates(nn.Module):
-    """The head of an embedding model: hidden states [sequence, batch, hidden] as they are, in fp32.
-
-    With ``sequence_parallel`` each rank has part of the sequence, and gathers the states.
-    """
+    """The head of an embedding model: hidden states [sequence, batch, hidden] as they are, gathered, in fp32."""
 
     def __init__(self, sequence_parallel: bool = False) -> None:
         super().__init__()

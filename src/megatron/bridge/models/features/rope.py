@@ -140,11 +140,7 @@ class LayerwiseRotaryEmbedding(nn.Module):
         return self.everywhere.get_rotary_seq_len(*args, **kwargs)
 
     def get_cos_sin(self, *_: Any) -> Any:
-        """What only flash decoding asks for.
-
-        Raises:
-            UserError: always; its kernel takes one table for all layers.
-        """
+        """Refuse flash decoding, which alone asks for it: its kernel takes one table for all layers."""
         raise UserError("local_rope_parameters does not work with flash_decode=True: set model.flash_decode=False")
 
 

@@ -62,11 +62,7 @@ def check_rows(rows: Tensor, features: Tensor | None) -> None:
 
 
 class Places:
-    """Where the features belong in this rank's part of the residual stream.
-
-    ``rows`` [b, s] are those of the features or -1; with ``sequence_parallel`` the stream is cut along the sequence
-    over tensor-parallel ranks.
-    """
+    """Where the features of ``rows`` [b, s], -1 for none, belong in this rank's part of the residual stream."""
 
     def __init__(self, rows: Tensor, sequence_parallel: bool, device: torch.device) -> None:
         rows = rows.transpose(0, 1)

@@ -176,10 +176,7 @@ def _by_parameter(model_state: dict[str, Any]) -> dict[int, ShardedTensor | Shar
 
 
 def _checkpoint_tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]]:
-    """The checkpoint tensors that a parameter is split into, with the offset of each in the parameter.
-
-    For example, the gate and the up projection are two halves of one parameter.
-    """
+    """The tensors that a parameter (gate and up projection, say) is split into, with the offset of each in it."""
     if isinstance(entry, ShardedTensor):
         return [(entry, 0)]
     found: list[Any] = entry.shards if isinstance(entry, ShardedRowsFactory) else list(nested_values(entry.build()))

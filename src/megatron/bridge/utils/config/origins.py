@@ -74,10 +74,7 @@ def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
 
 
 def annotated_yaml(config: Any, origins: Origins, defaults: bool = True) -> str:
-    """The config as YAML that ``load_yaml`` reads, with each value's origin as a comment.
-
-    Without ``defaults``, values that are their field's default are left out.
-    """
+    """The config as YAML that ``load_yaml`` reads, with each value's origin as a comment, without defaults if asked."""
     skipped = set[str]() if defaults else origins.defaults()
     return "".join(f"{line}\n" for line in _annotated(to_plain(config), config, "", origins, skipped))
 

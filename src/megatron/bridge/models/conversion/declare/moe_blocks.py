@@ -43,10 +43,7 @@ def experts(
 def stacked_experts(
     names: str, up: str = "gate_up_proj", down: str = "down_proj", layers: str = "model.layers.*", turned: bool = False
 ) -> Block:
-    """Experts that two tensors of a layer hold together, gate and up projection in one.
-
-    The names are Hugging Face's; with ``turned`` an expert's matrix is stored as [in, out].
-    """
+    """Experts that two tensors of a layer hold together, gate and up projection in one."""
     parent = f"{layers}.{names}"
     first = (ConcatenatedGatedMLPMapping(name, f"{parent}.{up}") for name in expert_names("linear_fc1"))
     second = (AutoMapping(name, f"{parent}.{down}") for name in expert_names("linear_fc2"))

@@ -225,7 +225,7 @@ def _gathered(
         mine, parts = cast(Tensor, task.exported), task.shard.parts
         if parts > 1 and _in_rows(task):
             return [(task.shard.part, mine)]
-        shards = exchange.gather(mine, group, parts, receiver)
+        shards = exchange.start_gather(mine, group, parts, receiver).wait()
         return None if shards is None else list(enumerate(shards))
     whole = task.mapping.megatron_to_hf(task.exported, cast(nn.Module, task.megatron_module))
     if bridge.computes_on_export:
