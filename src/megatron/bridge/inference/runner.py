@@ -26,11 +26,7 @@ Pixels = Callable[[Sequence[Any]], dict[str, Tensor]]
 
 
 class Runner:
-    """The model of this rank with its caches.
-
-    ``chunks`` are this rank's, one for each virtual stage, in evaluation mode; ``vocabulary`` is without padding;
-    ``adapters`` are those of the chunks that are named; ``pixels`` decodes the images of prompts.
-    """
+    """The model of this rank, in evaluation mode, with its caches; ``vocabulary`` is without padding."""
 
     def __init__(
         self,

@@ -17,10 +17,7 @@ _FIRST_WEIGHTS_SEED = 1234
 
 
 class LinearForLastLayer(nn.Linear):
-    """A head in place of the output layer: hidden states [sequence, batch, hidden] to values in fp32.
-
-    A critic has one value for each token. With ``sequence_parallel`` each rank has part of the sequence, and gathers.
-    """
+    """A head in place of the output layer: hidden states [sequence, batch, hidden], gathered, to values in fp32."""
 
     def __init__(
         self, input_size: int, output_size: int, *, sequence_parallel: bool = False, bias: bool = False

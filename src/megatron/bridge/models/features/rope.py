@@ -84,11 +84,7 @@ def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding with the frequencies of one of transformers' scaling rules.
-
-    ``plain`` is the embedding to replace, whose layout and process group are taken; ``parameters`` say which rule, and
-    its base ``rope_theta``.
-    """
+    """Megatron's rotary embedding, in the layout of ``plain``, with frequencies by one of transformers' rules."""
 
     def __init__(self, plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> None:
         super().__init__(**_layout(plain, config, parameters))

@@ -44,11 +44,7 @@ def write(
     history: History,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write everything but weights.
-
-    ``provider`` is as the model was declared, ``source`` the model to be like or only its transformers config,
-    ``dtype`` that of the weights, the source's when None.
-    """
+    """Write everything but weights for a ``provider`` as it was declared; ``dtype`` is the source's when None."""
     for file in history.run_files:
         shutil.copyfile(file, directory / file.name)
     stored = {} if dtype is None else {"dtype": dtype_name(dtype)}

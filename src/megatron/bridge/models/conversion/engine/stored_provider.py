@@ -44,7 +44,10 @@ def load_hook(path: str | Path) -> PreWrapHook:
 def read_for_layout(
     path: str | Path, mp_overrides: Mapping[str, Any] | None, default: MakeProvider | None = None
 ) -> Any:
-    """The provider under parallel sizes: ``mp_overrides``, else those of the running groups, else of one process."""
+    """The provider under parallel sizes: ``mp_overrides``, else those of the running groups, else of one process.
+
+    ``default`` makes the provider of a checkpoint that does not describe its model, such as Megatron-LM's.
+    """
     undescribed = default is not None and not model_io.has_run_config(path)
     provider = default(False) if default is not None and undescribed else read(path)
     for name, value in {**_running_layout(), **(mp_overrides or {})}.items():
